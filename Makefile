@@ -1,0 +1,28 @@
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: quickstart test lint benchmarks clean
+
+quickstart: $(READY)
+	$(BIN)/python examples/quickstart.py
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+benchmarks: $(READY)
+	$(BIN)/python benchmarks/convert_speed.py
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+# torch comes first and alone: the build that the package index in use offers is the one that everything else
+# then finds installed, so that no extra pulls in another.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,demo]'
+	touch $@
