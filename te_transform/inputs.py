@@ -1,0 +1,176 @@
+"""Example inputs: what the user gave, or what a model like this one can safely be asked."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
+
+BATCH, LENGTH = 2, 8  # small, different from each other and from 1: a size then names its dimension
+
+
+class InputError(ValueError):
+    """The example inputs are missing or are of no form that a forward takes."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one forward call."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [_describe(a) for a in self.args] + [f"{k}={_describe(v)}" for k, v in self.kwargs.items()]
+        return ", ".join(parts) or "none"
+
+    def clone(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments again, in tensors and containers of their own: a forward may write into its inputs."""
+        leaves: dict[int, torch.Tensor] = {}  # one tensor passed twice stays one tensor
+
+        def detached(tensor: torch.Tensor) -> torch.Tensor:
+            return leaves.setdefault(id(tensor), tensor.detach().clone())
+
+        args, kwargs = tree_map_only(torch.Tensor, detached, (self.args, self.kwargs))
+        return copy.deepcopy((args, kwargs), {id(t): t for t in leaves.values()})
+
+    def sizes(self) -> set[int]:
+        """The sizes that another call may have otherwise: batch and lengths, not the width of floating features."""
+        found: set[int] = set()
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                features = leaf.is_floating_point() and leaf.dim() > 2
+                found.update(leaf.shape[:-1] if features else leaf.shape)
+        return found - {0, 1}
+
+    def named_tensors(self, model: nn.Module, args: tuple, kwargs: dict) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor among the arguments with the name forward() gives it (`mask`, `states_0`, ...)."""
+        for path, leaf in tree_flatten_with_path(_bound(model, args, kwargs))[0]:
+            if isinstance(leaf, torch.Tensor):
+                yield "_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf
+
+
+def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
+    """The example inputs in one form, each on the model's own terms (a cache is switched off).
+
+    Raises:
+        InputError: not a tensor, tuple, dict or list of those; or None, and none can be invented for this model.
+    """
+    if example_inputs is None:
+        return [_quiet(model, invent(model))]
+    samples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    if not samples:
+        raise InputError("example_inputs is an empty list, one sample at least is needed: pass a tensor, tuple or dict")
+    return [_quiet(model, _one(sample)) for sample in samples]
+
+
+def _one(sample: Any) -> Inputs:
+    if isinstance(sample, Inputs):
+        return sample
+    if isinstance(sample, torch.Tensor):
+        return Inputs((sample,))
+    if isinstance(sample, tuple):
+        return Inputs(sample)
+    if isinstance(sample, dict) or hasattr(sample, "keys"):  # a tokenizer's BatchEncoding is a mapping too
+        return Inputs((), dict(sample))
+    raise InputError(
+        f"example_inputs has a {type(sample).__name__}, a tensor, a tuple (args), a dict (kwargs) or a list of those "
+        "is needed: wrap it, for instance (x,) or {'x': x}"
+    )
+
+
+def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
+    """A recorded key/value cache would grow at every replay."""
+    wants_cache = getattr(getattr(model, "config", None), "use_cache", None)
+    if wants_cache is None or "use_cache" in inputs.kwargs or not _takes(model, "use_cache"):
+        return inputs
+    return Inputs(inputs.args, {**inputs.kwargs, "use_cache": False})
+
+
+def invent(model: nn.Module) -> Inputs:
+    """Inputs for a model whose first module says what it reads: token ids, an image or features.
+
+    Raises:
+        InputError: nothing in the model says what its forward takes.
+    """
+    if hasattr(model, "dummy_inputs") and isinstance(getattr(model, "config", None), object):
+        return _invent_hugging_face(model)
+    required = [
+        p for p in inspect.signature(model.forward).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    first = next((m for m in model.modules() if isinstance(m, _READERS)), None)
+    if len(required) != 1 or first is None:
+        takes = ", ".join(p.name for p in required) or "nothing by position"
+        raise InputError(
+            f"no example inputs were given and none can be invented for {type(model).__name__} (its forward takes "
+            f"{takes}): pass example_inputs=(tensor, ...) or example_inputs={{'name': tensor, ...}}"
+        )
+    return Inputs((_read_by(first, next(model.parameters()).device),))
+
+
+_READERS = (nn.Embedding, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention)
+
+
+def _read_by(module: nn.Module, device: torch.device) -> torch.Tensor:
+    if isinstance(module, nn.Embedding):
+        return torch.randint(module.num_embeddings, (BATCH, LENGTH), device=device)
+    dtype = next(module.parameters()).dtype
+    if isinstance(module, nn.Conv2d):
+        side = 4 * max(module.kernel_size)
+        return torch.randn(BATCH, module.in_channels, side, side, device=device, dtype=dtype)
+    if isinstance(module, nn.Linear):
+        width = (module.in_features,)
+    elif isinstance(module, nn.MultiheadAttention):
+        width = (module.embed_dim,)
+    else:
+        width = tuple(module.normalized_shape)
+    return torch.randn(BATCH, LENGTH, *width, device=device, dtype=dtype)
+
+
+def _invent_hugging_face(model: nn.Module) -> Inputs:
+    config = model.config
+    device, name = next(model.parameters()).device, model.main_input_name
+    dtype = next(p for p in model.parameters() if p.is_floating_point()).dtype
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        side = vision.image_size if isinstance(vision.image_size, (tuple, list)) else (vision.image_size,) * 2
+        return Inputs((), {name: torch.randn(BATCH, vision.num_channels, *side, device=device, dtype=dtype)})
+    if name != "input_ids":
+        raise InputError(
+            f"no example inputs were given and none can be invented for {type(model).__name__} (its main input is "
+            f"{name}): pass example_inputs={{'{name}': tensor, ...}}"
+        )
+    vocabulary = config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (BATCH, LENGTH), device=device)
+    kwargs = {name: ids}
+    if getattr(config, "is_encoder_decoder", False):
+        kwargs["decoder_input_ids"] = ids.clone()
+    return Inputs((), kwargs)
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
+
+
+def _bound(model: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    signature = inspect.signature(model.forward)
+    try:
+        bound = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:  # forward itself will say what is wrong
+        return {**{f"arg{i}": a for i, a in enumerate(args)}, **kwargs}
+    rest = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    named = bound.pop(rest, {})
+    return bound | named
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__
