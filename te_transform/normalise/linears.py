@@ -1,0 +1,86 @@
+"""y = x W^T + b, by F.linear, addmm or matmul, on a flattened x or not."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform import rewrite, vocabulary
+from te_transform.normalise.word import Spelling
+from te_transform.pattern import Call, Linear, Match, Var, dtype_of, is_tensor_node, same_shape, shape_of
+from te_transform.trace import Recording
+
+# F.multi_head_attention_forward splits one parameter into three
+_PARTS = (torch.t, torch.chunk, torch.split, torch.unbind, operator.getitem, vocabulary.columns)
+
+
+def _is_parameter(rank: int) -> Callable[[Any], bool]:
+    """Whether a value is a parameter with so many dimensions, its transpose or a part of it."""
+
+    def holds(value: Any) -> bool:
+        shaped = is_tensor_node(value) and len(shape_of(value)) == rank
+        while isinstance(value, fx.Node) and value.target in _PARTS:
+            value = value.args[0]
+        return shaped and value.op == "get_attr"
+
+    return holds
+
+
+def _linear(recording: Recording, match: Match) -> tuple:
+    return vocabulary.linear, (match.bound["x"], match.bound["weight"], match.bound["bias"])
+
+
+def _product(recording: Recording, match: Match) -> tuple | None:
+    """x W + b: the weight is [in, out] here, and the bias must be one number per column."""
+    x, weight, bias = (match.bound.get(name) for name in ("x", "weight", "bias"))
+    if bias is not None and not same_shape(shape_of(bias), shape_of(weight)[1:]):
+        return None
+    if weight.target is torch.t:
+        return vocabulary.linear, (x, weight.args[0], bias)
+    turned = rewrite.insert(recording, match.nodes, torch.t, (weight,), weight, shape_of(weight)[::-1])
+    return vocabulary.linear, (x, turned, bias)
+
+
+def _biased(recording: Recording, match: Match) -> tuple | None:
+    linear, bias = match.bound["linear"], match.bound["bias"]
+    x, weight, _ = linear.args
+    fits = same_shape(shape_of(bias), shape_of(weight)[:1]) and dtype_of(bias) is dtype_of(linear)
+    return (vocabulary.linear, (x, weight, bias)) if fits and len(linear.users) == 1 else None
+
+
+def _unflattened(recording: Recording, match: Match) -> tuple | None:
+    """The linear on the shape that the reshape behind it restores.
+
+    Only where its own module reshapes: what stands in the module's place is called as the module was.
+    """
+    root, linear, flat = match.nodes
+    _, weight, bias = linear.args
+    same_call = all(node.meta["call"] is linear.meta["call"] for node in (root, flat))
+    if not same_call or len(linear.users) > 1 or not same_shape(shape_of(root)[-1:], shape_of(linear)[-1:]):
+        return None
+    x, shape = match.bound["x"], (*shape_of(root)[:-1], shape_of(flat)[-1])
+    if not same_shape(shape_of(x), shape):
+        x = rewrite.insert(recording, match.nodes, torch.reshape, (x, shape), x, shape)
+    return vocabulary.linear, (x, weight, bias)
+
+
+_X, _WEIGHT, _BIAS = Var("x", is_tensor_node), Var("weight", _is_parameter(2)), Var("bias", _is_parameter(1))
+_FLAT = Call(torch.reshape, _X, Var("flat"))
+
+LINEARS = (
+    Spelling(Call(F.linear, _X, _WEIGHT, Var("bias")), _linear),
+    Spelling(Call(torch.addmm, _BIAS, _X, _WEIGHT), _product),
+    Spelling(Call(torch.matmul, _X, _WEIGHT), _product),
+)
+BIASES = (
+    Spelling(
+        Call(torch.add, Call(vocabulary.linear, _X, _WEIGHT, None, role="linear"), _BIAS, commute=True),
+        _biased,
+    ),
+)
+FLATTENED = (Spelling(Call(torch.reshape, Linear(_FLAT), Var("shape")), _unflattened),)
