@@ -1,0 +1,154 @@
+"""The fused modules in plain PyTorch, with Transformer Engine's constructor arguments, parameter names and semantics.
+
+The reference that everything is tested against on any machine, and the right lowering where TE is not there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from te_transform import vocabulary
+
+NAME = "torch"
+
+# TE's names: its gelu is the tanh approximation, and X-glu activates the first half of fc1's output
+_PLAIN = {
+    "gelu": vocabulary.gelu_tanh,
+    "qgelu": vocabulary.quick_gelu,
+    "silu": vocabulary.silu,
+    "relu": vocabulary.relu,
+}
+_GATED = {
+    "geglu": vocabulary.gelu_tanh,
+    "qgeglu": vocabulary.quick_gelu,
+    "swiglu": vocabulary.silu,
+    "reglu": vocabulary.relu,
+    "glu": vocabulary.sigmoid,
+}
+ACTIVATIONS = {word.__name__: name for name, word in _PLAIN.items()}
+GATED_ACTIVATIONS = {word.__name__: name for name, word in _GATED.items()}
+
+
+class Linear(nn.Module):
+    """y = x W^T + b; weight [out, in]."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: str):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = _parameter(device, params_dtype, out_features, in_features)
+        self.bias = _parameter(device, params_dtype, out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return vocabulary.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class LayerNormLinear(nn.Module):
+    """A linear of a LayerNorm or RMSNorm; layer_norm_weight [in], layer_norm_bias [in] (LayerNorm), weight, bias."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        bias: bool,
+        normalization: str,
+        zero_centered_gamma: bool,
+        params_dtype: torch.dtype,
+        device: str,
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        _add_norm(self, in_features, params_dtype, device)
+        self.weight = _parameter(device, params_dtype, out_features, in_features)
+        self.bias = _parameter(device, params_dtype, out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return vocabulary.linear(_norm(self, x), self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{self.normalization}, eps={self.eps}"
+        )
+
+
+class LayerNormMLP(nn.Module):
+    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is gated."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        eps: float,
+        bias: bool,
+        normalization: str,
+        activation: str,
+        zero_centered_gamma: bool,
+        params_dtype: torch.dtype,
+        device: str,
+    ):
+        super().__init__()
+        self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        rows = ffn_hidden_size * (2 if activation in _GATED else 1)
+        _add_norm(self, hidden_size, params_dtype, device)
+        self.fc1_weight = _parameter(device, params_dtype, rows, hidden_size)
+        self.fc1_bias = _parameter(device, params_dtype, rows) if bias else None
+        self.fc2_weight = _parameter(device, params_dtype, hidden_size, ffn_hidden_size)
+        self.fc2_bias = _parameter(device, params_dtype, hidden_size) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> [..., hidden]."""
+        hidden = vocabulary.linear(_norm(self, x), self.fc1_weight, self.fc1_bias)
+        if self.activation in _GATED:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = _GATED[self.activation](gate) * up
+        else:
+            hidden = _PLAIN[self.activation](hidden)
+        return vocabulary.linear(hidden, self.fc2_weight, self.fc2_bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.ffn_hidden_size}, {self.activation}, {self.normalization}, eps={self.eps}"
+
+
+class DotProductAttention(nn.Module):
+    """softmax(q k^T * scale + mask) v, by scaled_dot_product_attention."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """query [batch, heads, length, width], key and value likewise; the mask keeps True, or is added."""
+        return vocabulary.sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _add_norm(module: nn.Module, width: int, dtype: torch.dtype, device: str) -> None:
+    module.layer_norm_weight = _parameter(device, dtype, width)
+    module.layer_norm_bias = _parameter(device, dtype, width) if module.normalization == "LayerNorm" else None
+
+
+def _norm(module: nn.Module, x: Tensor) -> Tensor:
+    if module.normalization == "RMSNorm":
+        return vocabulary.rms_norm(x, module.layer_norm_weight, module.eps, module.zero_centered_gamma)
+    weight, bias = module.layer_norm_weight, module.layer_norm_bias
+    return vocabulary.layer_norm(x, weight, bias, module.eps, module.zero_centered_gamma)
+
+
+def _parameter(device: str, dtype: torch.dtype, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))

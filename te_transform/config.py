@@ -1,0 +1,60 @@
+"""The options of convert(), checked together before anything happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from te_transform.backends import choose
+from te_transform.rule import Rule
+
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+class OptionError(ValueError):
+    """An option has a value it cannot have, alone or next to the others."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked of convert(); `backend` is the module chosen, `backend_reason` a sentence on why."""
+
+    backend: ModuleType
+    backend_reason: str
+    passes: tuple[Rule, ...]
+    recipe: Any = None
+    skip: tuple[str, ...] = ()
+    approximate: bool = False
+    compile: bool | str = False
+    inplace: bool = False
+    verify: bool = True
+
+    @classmethod
+    def of(cls, *, backend: str = "auto", passes: Any = None, recipe: Any = None, skip: Any = (), **flags: Any) -> Options:
+        """The options of these arguments of convert().
+
+        Raises:
+            OptionError: what was given, what is needed.
+            te_transform.backends.BackendError: the backend cannot run here.
+        """
+        from te_transform.passes import PIPELINE
+
+        if backend not in ("auto", "te", "torch"):
+            raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
+        chosen, reason = choose(backend)
+        rules = PIPELINE if passes is None else tuple(passes)
+        if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
+            raise OptionError(f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE")
+        if isinstance(recipe, str) and recipe not in RECIPES:
+            raise OptionError(f"recipe is {recipe!r}, None, a TE recipe or one of {', '.join(RECIPES)} is needed")
+        if recipe is not None and chosen.NAME == "torch":
+            raise OptionError(f"recipe is {recipe!r}, it needs backend='te' and this is {reason}: leave recipe=None")
+        globs = (skip,) if isinstance(skip, str) else tuple(skip)
+        if wrong := [glob for glob in globs if not isinstance(glob, str)]:
+            raise OptionError(f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed")
+        mode = flags.get("compile", False)
+        if not isinstance(mode, bool) and mode not in COMPILE_MODES:
+            raise OptionError(f"compile is {mode!r}, a bool or one of {', '.join(COMPILE_MODES)} is needed")
+        return cls(chosen, reason, rules, recipe, globs, **flags)

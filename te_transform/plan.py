@@ -1,0 +1,219 @@
+"""Match the rules on a normalised recording and decide, site by site, what is fused and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from te_transform import rewrite, vocabulary
+from te_transform.config import Options
+from te_transform.forward import Refusal, Rewritten, rewrite_forward
+from te_transform.pattern import Match, Miss, Siblings, find
+from te_transform.refusals import refusals
+from te_transform.rule import Operation, Outcome, Rule, ask, roles
+from te_transform.trace import Call, Recording
+from te_transform.weights import Concat, Layout, LedgerError, Move, Piece, SwapHalves
+
+Columns = tuple[int, int]
+
+
+@dataclass(eq=False)
+class Site:
+    """One fusion to be made: the fused module, on meta, what its parameters are made of, and where it goes."""
+
+    rules: list[str]
+    path: str  # of the module that will host the fused one
+    fused: nn.Module
+    layouts: dict[str, Layout]
+    linears: list[tuple[Operation, Columns | None]] = field(default_factory=list)
+    norm: Operation | None = None
+    owner: Call | None = None
+    rewritten: Rewritten | None = None
+
+    @property
+    def name(self) -> str:
+        """The fused module's path in the converted model."""
+        return f"{self.path}.fused".lstrip(".")
+
+
+@dataclass(eq=False)
+class Plan:
+    """Everything convert() is going to do, and everything the report will say of it."""
+
+    recording: Recording
+    sites: dict[str, Site] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def roll_back(self, refused: list[Outcome]) -> None:
+        """Let `refused` stand in the report where the same rules and paths were said to be fused."""
+        instead = {(outcome.rule, outcome.path): outcome for outcome in refused}
+        kept = [instead.pop((o.rule, o.path), o) if o.status == "fused" else o for o in self.outcomes]
+        self.outcomes = kept + list(instead.values())
+
+
+def plan(recording: Recording, options: Options) -> Plan:
+    """Run the rules, in order, over a normalised recording: its graph is rewritten, the model is only read."""
+    made = Plan(recording)
+    for rule in options.passes:
+        misses: list[Miss] = []
+        for match in find(rule.pattern, recording.graph, misses):
+            if not any(node._erased for node in match.nodes):  # a match before may have taken a part of this one
+                made.outcomes.append(_apply(rule, match, made, options))
+        made.outcomes += _near_misses(rule, misses)
+    return made
+
+
+def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
+    bound = roles(match, made.recording)
+    known = {**bound, "backend": options.backend, "approximate": options.approximate}
+    operations = [op for role in bound.values() for op in (role if isinstance(role, tuple) else (role,))]
+    operations = [op for op in operations if isinstance(op, Operation)]
+    path = match.root.meta["path"]
+    reasons = [*refusals(match, operations, made.recording, options)]
+    if not any("a parameter is needed" in reason for reason in reasons):
+        reasons += ask(rule.refuse, known)
+    if not reasons:
+        try:
+            moves = ask(rule.weights, known) if callable(rule.weights) else rule.weights
+            site = _site(rule, match, operations, ask(rule.build, known), moves, made)
+        except Refusal as reason:
+            reasons = [str(reason)]
+    if reasons:
+        return Outcome(rule.name, path, "refused", tuple(dict.fromkeys(reasons)))
+    _put(site, rule, match, made)
+    return Outcome(rule.name, site.path, "fused")
+
+
+def _site(rule: Rule, match: Match, operations: list[Operation], fused: nn.Module, moves: tuple[Move, ...], made: Plan) -> Site:
+    linears = [op for op in operations if op.word == "linear"]
+    norm = next((op for op in operations if op.word in ("layer_norm", "rms_norm")), None)
+    merged = [made.sites[op.merged] for op in linears if op.merged]
+    readers = [pair for op in linears for pair in (made.sites[op.merged].linears if op.merged else [(op, None)])]
+    owner = _owner(match, norm, [op for op, _ in readers])
+    site = Site(
+        rules=[name for absorbed in merged for name in absorbed.rules] + [rule.name],
+        path=owner.path if owner else readers[0][0].path,
+        fused=fused,
+        layouts=_layouts(rule, moves, operations, fused, made),
+        linears=readers,
+        norm=norm,
+        owner=owner,
+    )
+    _check_host(site, made)
+    if owner is not None:
+        outside = norm.call if norm and not norm.call.within(owner) else None
+        site.rewritten = rewrite_forward(owner, made.recording, outside, lambda local: _fuse_in(local, rule))
+    return site
+
+
+def _check_host(site: Site, made: Plan) -> None:
+    host = made.recording.root.get_submodule(site.path)
+    if hasattr(host, "fused") and site.path not in {absorbed.path for absorbed in made.sites.values()}:
+        raise Refusal(f"{type(host).__name__} has an attribute named 'fused', the fused module needs that name")
+    if site.owner and any(other.owner and other.owner.module is site.owner.module for other in made.sites.values()):
+        raise Refusal(f"the forward of {type(host).__name__} is rewritten for another fusion, one is possible")
+
+
+def _owner(match: Match, norm: Operation | None, linears: list[Operation]) -> Call | None:
+    """The module whose own forward holds the glue of the match; None where norm and linear meet without any."""
+    glue = [n for n in match.nodes if n.target is not vocabulary.linear and (norm is None or n is not norm.node)]
+    return rewrite.innermost([n.meta["call"] for n in glue] + [op.call for op in linears]) if glue else None
+
+
+def _put(site: Site, rule: Rule, match: Match, made: Plan) -> None:
+    """Rewrite the graph for `site`, which replaces the sites of merged linears that it contains."""
+    for node in match.nodes:
+        made.sites.pop(node.meta.get("merged"), None)
+    made.sites[site.name] = site
+    recording = made.recording
+    if isinstance(rule.pattern, Siblings):
+        columns = rewrite.merge(recording, match.nodes, site.name, site.fused.weight, site.fused.bias)
+        site.linears = [(op, span) for (op, _), span in zip(site.linears, columns, strict=True)]
+    else:
+        rewrite.call_fused(recording, match.nodes, site.name, _inputs(match))
+
+
+def _inputs(match: Match) -> tuple[Any, ...]:
+    """What the fused module is called with: the pattern's x, or all the arguments of the one call it replaces."""
+    if "x" in match.bound:
+        return (match.bound["x"],)
+    return match.root.args[:1] if match.root.target is vocabulary.linear else match.root.args
+
+
+def _fuse_in(local: Recording, rule: Rule) -> set[nn.Module]:
+    """Put `rule`'s fusion into an owner's recording; returns the modules whose insides it took."""
+    for match in find(Siblings(vocabulary.linear, "linears"), local.graph):
+        rewrite.merge(local, match.nodes, "merged", torch.empty(0, device="meta"), None)
+    matches = find(rule.pattern, local.graph)
+    if len(matches) != 1:
+        raise Refusal(f"recorded on its own the module holds {len(matches)} such places, exactly one is needed")
+    taken = {call.module for node in matches[0].nodes for call in node.meta.get("calls", {node.meta["call"]})}
+    rewrite.call_fused(local, matches[0].nodes, "fused", _inputs(matches[0]))
+    return taken
+
+
+def _layouts(
+    rule: Rule, moves: tuple[Move, ...], operations: list[Operation], fused: nn.Module, made: Plan
+) -> dict[str, Layout]:
+    """Every fused parameter's make-up, the moves of a merged linear put in place of its rows.
+
+    Raises:
+        LedgerError: a move is misspelt or missing, or a shape does not fit: the rule is wrong, not the model.
+    """
+    known = {f"{name}.{target}": layout for name, site in made.sites.items() for target, layout in site.layouts.items()}
+    layouts = {}
+    for move in moves:
+        source = _source(move, rule, operations, known)
+        if source is not None:
+            layouts[move.target.removeprefix("fused.")] = source
+    parameters = dict(fused.named_parameters())
+    if layouts.keys() != parameters.keys():
+        raise LedgerError(
+            f"rule {rule.name!r} moves {sorted(layouts)}, its fused {type(fused).__name__} has {sorted(parameters)}"
+        )
+    for name, layout in layouts.items():
+        rows = sum(piece.rows for piece in layout.pieces)
+        if rows != parameters[name].shape[0]:
+            raise LedgerError(f"rule {rule.name!r} moves {rows} rows into {name}, which has {parameters[name].shape[0]}")
+    return layouts
+
+
+def _source(move: Move, rule: Rule, operations: list[Operation], known: dict[str, Layout]) -> Layout | None:
+    role, _, name = move.source.partition(".")
+    sources = [op for op in operations if op.role == role]
+    if not sources or isinstance(move, Concat) != (len(sources) > 1):
+        raise LedgerError(f"rule {rule.name!r} moves {move.source!r}, the match has {len(sources)} operations {role!r}")
+    pieces = [_layout_of(op, name, known) for op in sources]
+    if any(piece is None for piece in pieces):
+        return None
+    layout = Layout(tuple(p for layout in pieces for p in layout.pieces)) if isinstance(move, Concat) else pieces[0]
+    return layout.halves_swapped() if isinstance(move, SwapHalves) else layout
+
+
+def _layout_of(op: Operation, name: str, known: dict[str, Layout]) -> Layout | None:
+    stored = op.stored.get(name)
+    if stored is None:
+        return None
+    return known.get(stored.name) or Layout((Piece(stored.name, getattr(op, name).shape[0], stored.transposed),))
+
+
+def _near_misses(rule: Rule, misses: list[Miss]) -> list[Outcome]:
+    outcomes = []
+    for miss in misses:
+        if 2 * len(miss.nodes) >= rule.pattern.depth and not any(node._erased for node in miss.nodes):
+            last = miss.nodes[-1]
+            found = _named(miss.found)
+            reason = f"the {_named(last)} reads {found}, {miss.wanted} is needed"
+            outcomes.append(Outcome(rule.name, miss.nodes[0].meta["path"], "refused", (reason,)))
+    return outcomes
+
+
+def _named(value: Any) -> str:
+    if not isinstance(value, fx.Node):
+        return repr(value)
+    if value.op in ("placeholder", "get_attr"):
+        return f"the input {value.name}" if value.op == "placeholder" else f"the parameter {value.target}"
+    return getattr(value.target, "__name__", str(value.target))
