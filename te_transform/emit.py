@@ -1,0 +1,185 @@
+"""Edit the user's module tree: the only file that does.
+
+Modules keep their place and identity; they gain a subclass of their own class (slots.py), and their parameters move into
+a fused module that the first of them hosts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from te_transform.plan import Site
+from te_transform.rule import Operation
+from te_transform.slots import Fusion, HeldSlot, LinearSlot, NormSlot, OwnerSlot, Slot, SlotModule, View, hide, slot_class
+from te_transform.weights import Layout
+
+
+@dataclass(eq=False)
+class Emitted:
+    """A site in the tree, with what undoing it takes: the Parameter objects, their storage now inside the fused ones."""
+
+    fusion: Fusion
+    slots: list[tuple[nn.Module, Slot]] = field(default_factory=list)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    rules: tuple[str, ...] = ()
+
+
+def emit(model: nn.Module, site: Site) -> Emitted:
+    """Put `site` into `model`. Needs the memory of the site's joined parameters once; their originals' is freed.
+
+    Whatever raises does so before the model is touched.
+    """
+    holders = dict(_holders(site))
+    originals = {name: holder._parameters[attribute] for name, (holder, attribute) in holders.items()}
+    joined = {target: _joined(layout, originals) for target, layout in site.layouts.items()}
+    fusion = Fusion(
+        rule=site.rules[-1],
+        path=site.name,
+        fused=site.fused,
+        layouts=site.layouts,
+        norm=site.norm.module if site.norm else None,
+        columns=tuple(span for _, span in site.linears if span is not None),
+        originals={name: weakref.ref(p) for name, p in originals.items()},
+    )
+    emitted = Emitted(fusion, parameters=originals, rules=tuple(site.rules))
+    for target, parameter in joined.items():
+        site.fused._parameters[target] = parameter
+        _alias(site.layouts[target], parameter, originals)
+    for module, kind, slot in _slots(site, fusion, holders):
+        _specialise(module, kind, slot)
+        emitted.slots.append((module, slot))
+    hide(site.fused)
+    host = model.get_submodule(site.path)
+    site.fused.train(host.training)
+    host._modules["fused"] = site.fused
+    return emitted
+
+
+def undo(model: nn.Module, emitted: Emitted) -> None:
+    """Take a site out again: the very Parameters that were there, with today's values in storage of their own."""
+    for name, parameter in emitted.parameters.items():
+        layout, fused = _where(emitted.fusion, name)
+        if not layout.is_same:
+            parameter.data = layout.part(fused.detach(), name).clone(memory_format=torch.contiguous_format)
+    _take_out(model, emitted.fusion, emitted.slots, emitted.parameters)
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """The original modules of a converted model, in place, with today's weights, bitwise.
+
+    Parameters that moved as they were are the same objects; those that were joined are new ones.
+
+    Raises:
+        ValueError: `model` is not a converted one.
+    """
+    slots = [(module, module._te_transform_slot) for module in model.modules() if isinstance(module, SlotModule)]
+    if not slots:
+        raise ValueError(f"{type(model).__name__} has no converted module, te_transform.convert() it first")
+    fusions = {view.fusion for _, slot in slots for view in slot.views.values()} | {s.fusion for _, s in slots if s.fusion}
+    for fusion in fusions:
+        parameters = {
+            piece.name: _own(layout, getattr(fusion.fused, target), piece.name)
+            for target, layout in fusion.layouts.items()
+            for piece in layout.pieces
+        }
+        _take_out(model, fusion, [(m, s) for m, s in slots if _belongs(s, fusion)], parameters)
+    model.__dict__.pop("_te_transform", None)
+    return model
+
+
+def _own(layout: Layout, fused: nn.Parameter, name: str) -> nn.Parameter:
+    if layout.is_same:
+        return fused
+    part = layout.part(fused.detach(), name).clone(memory_format=torch.contiguous_format)
+    own = nn.Parameter(part, requires_grad=fused.requires_grad)
+    if fused.grad is not None:
+        own.grad = layout.part(fused.grad, name).clone(memory_format=torch.contiguous_format)
+    return own
+
+
+def _belongs(slot: Slot, fusion: Fusion) -> bool:
+    return slot.fusion is fusion or any(view.fusion is fusion for view in slot.views.values())
+
+
+def _where(fusion: Fusion, name: str) -> tuple[Layout, Tensor]:
+    target = next(t for t, layout in fusion.layouts.items() if any(piece.name == name for piece in layout.pieces))
+    return fusion.layouts[target], getattr(fusion.fused, target)
+
+
+def _take_out(
+    model: nn.Module, fusion: Fusion, slots: list[tuple[nn.Module, Slot]], parameters: dict[str, nn.Parameter]
+) -> None:
+    for module, slot in slots:
+        own = dict(module._parameters)
+        back = {attribute: parameters[view.name] for attribute, view in slot.views.items()}
+        module.__class__ = type(module)._te_transform_made_of[0]
+        del module.__dict__["_te_transform_slot"]
+        module._parameters.clear()
+        module._parameters.update({name: back.get(name, own.get(name)) for name in slot.order})
+    path, _, child = fusion.path.rpartition(".")
+    del model.get_submodule(path)._modules[child]
+
+
+def _holders(site: Site) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """For each original parameter the module it belongs to, and its name there."""
+    for operation in _operations(site):
+        for stored in operation.stored.values():
+            module = operation.module
+            attribute = next(name for name, p in module._parameters.items() if p is stored.tensor)
+            yield stored.name, (module, attribute)
+
+
+def _operations(site: Site) -> list[Operation]:
+    return [operation for operation, _ in site.linears] + ([site.norm] if site.norm else [])
+
+
+def _joined(layout: Layout, originals: dict[str, nn.Parameter]) -> nn.Parameter:
+    if layout.is_same:
+        return originals[layout.pieces[0].name]
+    used = [originals[piece.name] for piece in layout.pieces]
+    with torch.no_grad():
+        joined = nn.Parameter(layout.join(originals).contiguous(), requires_grad=used[0].requires_grad)
+    if all(p.grad is not None for p in used):
+        joined.grad = layout.join({piece.name: p.grad for piece, p in zip(layout.pieces, used, strict=True)}).contiguous()
+    return joined
+
+
+def _alias(layout: Layout, joined: nn.Parameter, originals: dict[str, nn.Parameter]) -> None:
+    """Let the original Parameters, which an optimizer may hold, share the joined storage: nothing is kept twice."""
+    if not layout.is_same:
+        for piece in layout.pieces:
+            originals[piece.name].data = layout.part(joined.detach(), piece.name)
+
+
+def _slots(site: Site, fusion: Fusion, holders: dict) -> Iterator[tuple[nn.Module, type[SlotModule], Slot]]:
+    targets = {piece.name: target for target, layout in site.layouts.items() for piece in layout.pieces}
+
+    def slot_of(module: nn.Module, **more: object) -> Slot:
+        held = {attribute: name for name, (holder, attribute) in holders.items() if holder is module}
+        views = {attribute: View(fusion, targets[name], name) for attribute, name in held.items()}
+        return Slot(views, tuple(module._parameters), **more)
+
+    if site.norm:
+        kind = NormSlot
+        yield site.norm.module, kind, slot_of(site.norm.module, fusion=fusion)
+    for operation, columns in site.linears:
+        module = operation.module
+        if site.owner:
+            yield module, HeldSlot, slot_of(module)
+        else:
+            yield module, LinearSlot, slot_of(module, fusion=fusion, columns=columns)
+    if site.owner:
+        owner = site.owner.module
+        yield owner, OwnerSlot, slot_of(owner, fusion=fusion, rewritten=site.rewritten)
+
+
+def _specialise(module: nn.Module, kind: type[SlotModule], slot: Slot) -> None:
+    for name in slot.views:
+        del module._parameters[name]
+    module.__dict__["_te_transform_slot"] = slot
+    module.__class__ = slot_class(type(module), kind, tuple(slot.views))

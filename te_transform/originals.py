@@ -1,0 +1,64 @@
+"""The original parameters of a model, converted or not, under their original names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from te_transform.slots import Fusion, SlotModule, View
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """A parameter of the original model: `held`, or that piece of it which `view` names."""
+
+    held: nn.Parameter  # what autograd and optimizers know
+    view: View | None = None
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The original's share of anything shaped like `held`: its gradient, an optimizer's moment."""
+        return self.view.layout.part(tensor, self.view.name) if self.view else tensor
+
+
+def original_parameters(model: nn.Module, prefix: str = "") -> dict[str, Original]:
+    """Every parameter by its original name and in the original order, as named_parameters() gave them.
+
+    A tied parameter comes once, under its first name. `prefix` is the path of `model` in what contains it.
+    """
+    found: dict[tuple[int, str], tuple[str, Original]] = {}
+    for path, module in _original_modules(model, prefix):
+        for attribute, original in _held_by(module):
+            whole = original.view is None or original.view.layout.is_same
+            key = (id(original.held), "" if whole else original.view.name)
+            found.setdefault(key, (f"{path}.{attribute}".lstrip("."), original))
+    return dict(found.values())
+
+
+def fusions(model: nn.Module) -> list[Fusion]:
+    """The fusions that the converted modules of `model` have a part in, in the order of the modules."""
+    found: dict[Fusion, None] = {}
+    for module in model.modules():
+        if isinstance(module, SlotModule):
+            slot = module._te_transform_slot
+            found.update(dict.fromkeys(view.fusion for view in slot.views.values()))
+            if slot.fusion is not None:
+                found[slot.fusion] = None
+    return list(found)
+
+
+def _original_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    added = {module for fusion in fusions(model) for module in fusion.fused.modules()}
+    for path, module in model.named_modules(prefix=prefix):
+        if module not in added:
+            yield path, module
+
+
+def _held_by(module: nn.Module) -> Iterator[tuple[str, Original]]:
+    slot = module._te_transform_slot if isinstance(module, SlotModule) else None
+    for attribute in slot.order if slot else module._parameters:
+        view = slot.views.get(attribute) if slot else None
+        held = getattr(view.fusion.fused, view.target) if view else module._parameters.get(attribute)
+        if held is not None:
+            yield attribute, Original(held, view)
