@@ -1,0 +1,136 @@
+"""trace -> normalise -> match -> rewrite -> verify -> finalise -> report: the whole of te_transform, on one line."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+from torch import fx, nn
+
+from te_transform.config import Options
+from te_transform.emit import Emitted, emit, undo
+from te_transform.finalise import finalise
+from te_transform.inputs import Inputs, as_inputs
+from te_transform.model import ModelError, check_model
+from te_transform.normalise import normalise
+from te_transform.plan import Plan, plan
+from te_transform.progress import progress
+from te_transform.report import Report
+from te_transform.rewrite import snapshot
+from te_transform.trace import record
+from te_transform.verify import check_sites
+
+log = logging.getLogger(__name__)
+
+
+def convert(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    backend: str = "auto",
+    recipe: Any = None,
+    passes: Any = None,
+    skip: Any = (),
+    approximate: bool = False,
+    compile: bool | str = False,
+    inplace: bool = False,
+    verify: bool = True,
+) -> nn.Module:
+    """The same model on fused modules: same class, same weights, same answers.
+
+    Args:
+        model: any transformer in plain PyTorch; left untouched unless `inplace`.
+        example_inputs: a tensor, a tuple (args), a dict (kwargs) or a list of those, as a plain model(...) takes them;
+            None: invented where the model says what it reads.
+        backend: "te", "torch", or "auto": te where it runs, else torch; the report says which and why.
+        recipe: None, "fp8-delayed", "fp8-current", "fp8-block", "mxfp8" or a TE recipe object.
+        passes: the rules to run, in order; None is te_transform.PIPELINE.
+        skip: module paths or globs left alone, with all they contain.
+        approximate: allow rules that change the numbers (the exact GELU becomes the tanh one).
+        compile: False, True or a torch.compile mode: compile the converted model.
+        inplace: convert `model` itself; peak memory is the model plus one site.
+        verify: check every rewritten site against the original on the example inputs, forward and gradients; a site
+            that fails is taken back and reported.
+
+    Returns:
+        The converted model, an instance of the original class. te_transform.report() tells what was done and why not.
+
+    Raises:
+        ModelError: this is no model that can be converted (a ScriptModule, a DDP wrapper, ...); the message says why.
+        InputError, OptionError, BackendError, TraceError: as their messages say. Whatever is raised, `model` is
+            bitwise what it was.
+    """
+    check_model(model)
+    options = Options.of(
+        backend=backend,
+        passes=passes,
+        recipe=recipe,
+        skip=skip,
+        approximate=approximate,
+        compile=compile,
+        inplace=inplace,
+        verify=verify,
+    )
+    samples = as_inputs(model, example_inputs)
+    converted = model if inplace else _copy(model)
+    made, before = _planned(converted, samples[0], options)
+    emitted: list[Emitted] = []
+    try:
+        for site in progress(made.sites.values(), "converting"):
+            emitted.append(emit(converted, site))
+        if verify:
+            made.roll_back(check_sites(converted, emitted, samples))
+        finalise(converted, options)
+    except BaseException:
+        for site in reversed(emitted):
+            undo(converted, site)
+        raise
+    converted.__dict__["_te_transform"] = _report(converted, made, before, options)
+    log.info("%s", converted.__dict__["_te_transform"])
+    return converted
+
+
+def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
+    """What convert() would do with the same arguments, and why not more; nothing is changed, no GPU and no TE needed.
+
+    Raises:
+        ModelError, InputError, OptionError, TraceError: as convert() does.
+    """
+    check_model(model)
+    chosen = Options.of(**options)
+    made, before = _planned(model, as_inputs(model, example_inputs)[0], chosen)
+    return _report(model, made, before, chosen)
+
+
+def report(converted: nn.Module) -> Report:
+    """What convert() did to this model: sites fused and refused, with reasons, and the graphs before and after.
+
+    Raises:
+        ModelError: `converted` does not come from te_transform.convert().
+    """
+    found = converted.__dict__.get("_te_transform") if isinstance(converted, nn.Module) else None
+    if found is None:
+        raise ModelError(f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one")
+    return found
+
+
+def _planned(model: nn.Module, sample: Inputs, options: Options) -> tuple[Plan, fx.Graph]:
+    recording = normalise(record(model, sample))
+    before = snapshot(recording)
+    return plan(recording, options), before
+
+
+def _report(model: nn.Module, made: Plan, before: fx.Graph, options: Options) -> Report:
+    after = snapshot(made.recording)
+    return Report(type(model).__name__, tuple(made.outcomes), before, after, (options.backend_reason,))
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), a copy is needed to leave the "
+            "original untouched: pass inplace=True"
+        ) from error

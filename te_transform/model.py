@@ -1,0 +1,56 @@
+"""Which models can be converted at all, said before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_transform.slots import SlotModule
+
+
+class ModelError(TypeError):
+    """What was given is no model that convert() can take; the message says what to pass instead."""
+
+
+def check_model(model: Any) -> None:
+    """Raise unless `model` is a plain, initialised, unwrapped module with parameters.
+
+    Raises:
+        ModelError: what was given, what is needed, what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"convert() was given a {type(model).__name__}, a torch.nn.Module is needed: pass the model itself")
+    kind = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(f"{kind} is a ScriptModule, a Python module is needed: convert the model before torch.jit.script")
+    if isinstance(model, _compiled_class()):
+        raise ModelError(f"{kind} is a compiled module, the plain model is needed: convert model._orig_mod, compile=True")
+    if wrapped := _wrapped_by(model):
+        raise ModelError(f"the model is wrapped by {wrapped}, the plain model is needed: convert first, then wrap")
+    if any(isinstance(module, SlotModule) for module in model.modules()):
+        raise ModelError(f"{kind} is converted already, an original model is needed: te_transform.revert() it first")
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise ModelError(f"{kind} has lazy parameters without a shape, real ones are needed: run it once on real inputs")
+    if next(model.parameters(), None) is None:
+        raise ModelError(f"{kind} has no parameters, there is nothing to convert: pass a model with weights")
+
+
+def _compiled_class() -> type:
+    """The class that torch.compile(model) returns."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return OptimizedModule
+
+
+def _wrapped_by(model: nn.Module) -> str | None:
+    """The name of the distributed wrapper around the model or a part of it."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    for module in model.modules():
+        if isinstance(module, wrappers):
+            named = next(w.__name__ for w in wrappers if isinstance(module, w))
+            return "fully_shard (FSDP2)" if named == "FSDPModule" else named
+    return None

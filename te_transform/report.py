@@ -1,0 +1,228 @@
+"""What convert() did, where, and why not elsewhere: to read, to test against, and to draw."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from torch import fx
+
+from te_transform import page
+from te_transform.rule import Outcome
+
+if TYPE_CHECKING:
+    import networkx
+
+Which = Literal["before", "after"]
+
+_WIDTH = 110  # columns of str(report)
+
+
+class ExpectationError(AssertionError):
+    """The model was not fused as Report.expect() was told it would be."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Outcomes of one rule for the same reasons: patterns of their paths, and how many each stands for."""
+
+    rule: str
+    reasons: tuple[str, ...]
+    patterns: tuple[tuple[str, int], ...]
+
+    @property
+    def count(self) -> int:
+        return sum(count for _, count in self.patterns)
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{pattern}  x{count}" for pattern, count in self.patterns]
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """Every place where a rule applied or nearly did, and the graphs of the model before and after.
+
+    `before` is the normalised graph of one forward; in `after` each fusion is one call_module, of a name that
+    ends in `.fused`, and merged linears are one linear. `notes` are sentences on the conversion as a whole.
+    """
+
+    model: str
+    sites: tuple[Outcome, ...]
+    before: fx.GraphModule | fx.Graph
+    after: fx.GraphModule | fx.Graph
+    notes: tuple[str, ...] = ()
+
+    def __deepcopy__(self, memo: dict) -> Report:
+        return self  # frozen: copies of a converted model share it
+
+    def __getstate__(self) -> dict:
+        # graphs hold functions that cannot be pickled: a model saved whole keeps the words of its report
+        return {**self.__dict__, "before": fx.Graph(), "after": fx.Graph()}
+
+    @property
+    def fused(self) -> tuple[Outcome, ...]:
+        """The places that were fused, in the order they were."""
+        return tuple(site for site in self.sites if site.status == "fused")
+
+    @property
+    def refused(self) -> tuple[Outcome, ...]:
+        """The places that were not fused, each with every reason."""
+        return tuple(site for site in self.sites if site.status == "refused")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many places each rule fused; a rule that fused none counts 0."""
+        return Counter(site.rule for site in self.fused)
+
+    def expect(self, **counts: int) -> None:
+        """Check that each rule named fused exactly as many places as given; other rules are not looked at.
+
+        Raises:
+            ExpectationError: for each rule that differs, what was expected, what found, and the reasons.
+        """
+        found = self.counts
+        differing = [rule for rule, expected in counts.items() if found[rule] != expected]
+        if differing:
+            lines = [line for rule in differing for line in self._difference(rule, counts[rule])]
+            raise ExpectationError("\n".join([f"{self.model} was not fused as expected", *lines]))
+
+    def _difference(self, rule: str, expected: int) -> Iterator[str]:
+        yield f"  {rule}: expected {expected}, found {self.counts[rule]}"
+        own = [site for site in self.sites if site.rule == rule]
+        if not own:
+            rules = ", ".join(dict.fromkeys(site.rule for site in self.sites)) or "none"
+            yield f"    no place resembles its pattern, or no such rule was run (in this report: {rules})"
+        for status in ("fused", "refused"):
+            for places in gather(site for site in own if site.status == status):
+                yield from (f"    {status}: {line}" for line in places.lines)
+                yield from (f"      {reason}" for reason in places.reasons)
+
+    @property
+    def title(self) -> str:
+        """One line: how many sites of which model were fused and refused."""
+        if not self.sites:
+            return f"{self.model}: nothing was fused and nothing refused, no rule found a place in this model"
+        fused, refused = (f"{n} site{'' if n == 1 else 's'}" for n in (len(self.fused), len(self.refused)))
+        return f"{self.model}: {fused} fused, {refused} refused"
+
+    def __rich__(self) -> Group:
+        tables = [_table("fused", "green", self.fused), _table("refused", "yellow", self.refused)]
+        shown = [part for table in tables if table.row_count for part in (Text(), table)]
+        notes = [Text(f"note: {note}") for note in self.notes]
+        return Group(Text(self.title, style="bold"), *shown, *([Text(), *notes] if notes else []))
+
+    def __str__(self) -> str:
+        # neither the terminal nor a notebook around us may change what goes into a log
+        plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
+        console = Console(file=io.StringIO(), legacy_windows=False, **plain)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def __repr__(self) -> str:
+        return f"Report({self.title})"
+
+    def _repr_html_(self) -> str:
+        return page.summary(self.title, gather(self.fused), gather(self.refused), self.notes)
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write the report and both graphs to `path`, as one page that needs nothing else."""
+        listings = {f"the graph {which}": page.listing(self._graph(which)) for which in ("before", "after")}
+        Path(path).write_text(page.whole(self.title, self._repr_html_(), listings), encoding="utf-8")
+
+    def graph_text(self, which: Which = "after") -> str:
+        """The graph line by line: name, dtype and shape, path of the module, operation with its arguments."""
+        return "\n".join(line for line, _ in page.listing(self._graph(which)))
+
+    def to_dot(self, which: Which = "after") -> str:
+        """The graph as Graphviz text, for `dot -Tsvg`: blocks are coloured clusters, fused nodes are framed.
+
+        The model's own tensors are left out; to_networkx() has them.
+        """
+        return page.dot(self._graph(which))
+
+    def to_networkx(self, which: Which = "after") -> networkx.DiGraph:
+        """The graph for analysis: nodes by fx name, with op, target, path, shape, dtype; edges are the data.
+
+        `shape` is a tuple of ints, of text where a size is symbolic; it and `dtype` are None where unknown.
+        """
+        import networkx
+
+        graph = networkx.DiGraph()
+        for node in self._graph(which).nodes:
+            shape, dtype = page.shape_and_dtype(node)
+            known = {"op": node.op, "target": page.target(node), "path": node.meta.get("path", "")}
+            graph.add_node(node.name, **known, shape=shape, dtype=dtype)
+            graph.add_edges_from((source.name, node.name) for source in node.all_input_nodes)
+        return graph
+
+    def _graph(self, which: Which) -> fx.Graph:
+        if which not in ("before", "after"):
+            raise ValueError(f"which is {which!r}, 'before' or 'after' is needed")
+        held = getattr(self, which)
+        return held.graph if isinstance(held, fx.GraphModule) else held
+
+
+def gather(outcomes: Iterable[Outcome]) -> list[Places]:
+    """Outcomes by rule and reasons, both in the order they first came."""
+    paths: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for outcome in outcomes:
+        paths.setdefault(outcome.rule, {}).setdefault(outcome.reasons, []).append(outcome.path)
+    return [Places(rule, why, collapse(found)) for rule, by in paths.items() for why, found in by.items()]
+
+
+def collapse(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """Patterns of `paths` and how many each stands for: `h.0.mlp` and `h.1.mlp` make ("h.{0,1}.mlp", 2).
+
+    Exact: a pattern with several numbers that vary is made only where all their combinations are there.
+    """
+    counts = Counter(tuple(_part(part) for part in path.split(".")) for path in paths)
+    for place in reversed(range(max(map(len, counts), default=0))):
+        merged: dict[tuple, tuple[frozenset, int]] = {}
+        for parts, count in counts.items():
+            numbers = next((p for p in parts[place : place + 1] if isinstance(p, frozenset)), None)
+            key = parts if numbers is None else (*parts[:place], None, *parts[place + 1 :])
+            known, total = merged.get(key, (frozenset(), 0))
+            merged[key] = (known.union(numbers or ()), total + count)
+        counts = {}
+        for key, (numbers, count) in merged.items():
+            counts[tuple(numbers if part is None else part for part in key)] = count
+    named = ((".".join(map(_spelled, parts)), count) for parts, count in counts.items())
+    return tuple((pattern or "(the model itself)", count) for pattern, count in named)
+
+
+def _part(text: str) -> str | frozenset[int]:
+    return frozenset({int(text)}) if text.isdecimal() and text == str(int(text)) else text
+
+
+def _spelled(part: str | frozenset[int]) -> str:
+    if isinstance(part, str):
+        return part
+    runs = groupby(enumerate(sorted(part)), lambda numbered: numbered[1] - numbered[0])
+    spans = [[number for _, number in run] for _, run in runs]
+    texts = [f"{s[0]}..{s[-1]}" if len(s) > 2 else ",".join(map(str, s)) for s in spans]
+    return ",".join(texts) if len(part) == 1 else "{" + ",".join(texts) + "}"
+
+
+def _table(status: str, style: str, outcomes: Iterable[Outcome]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table.add_column("rule", overflow="fold")
+    table.add_column(status, justify="right", no_wrap=True)
+    table.add_column("where" if status == "fused" else "where, and why not", overflow="fold")
+    for places in gather(outcomes):
+        # Text, not str: brackets in a shape are not markup
+        reasons = [Padding(Text(reason, style="dim"), (0, 0, 0, 2)) for reason in places.reasons]
+        cell = Group(Text("\n".join(places.lines), overflow="fold"), *reasons)
+        table.add_row(Text(places.rule, style=style), Text(str(places.count)), cell)
+    return table

@@ -1,0 +1,202 @@
+"""Compare a converted model with its original: every output and gradient, the state dict, and where a difference is from."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from te_transform.check import check_sites, guilty, place
+from te_transform.compare import OriginalError, Row, judge
+from te_transform.inputs import Inputs, as_inputs
+from te_transform.originals import fusions, original_parameters
+from te_transform.preserve import preserved
+from te_transform.progress import progress
+from te_transform.replay import in_double
+from te_transform.slots import Fusion, SlotModule
+from te_transform.variations import EXAMPLE, variations
+
+__all__ = ["Verification", "check_sites", "verify"]
+
+_WIDTH = 110  # columns of str(verification)
+_STATE = "state_dict"
+_WORST = 5  # gradients shown of each set of inputs
+
+
+@dataclass(frozen=True, repr=False)
+class Verification:
+    """What verify() found; true if all is as it was.
+
+    `rows` holds every comparison, `guilty` the paths of the sites that a difference comes from, `skipped` a sentence for
+    each set of inputs that the original model does not take.
+    """
+
+    model: str
+    rows: tuple[Row, ...]
+    guilty: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        failed = sum(not row.ok for row in self.rows)
+        if not failed:
+            return f"{self.model}: verified, {len(self.rows)} comparisons"
+        return f"{self.model}: NOT the same, {failed} of {len(self.rows)} comparisons failed"
+
+    def __rich__(self) -> Group:
+        table = Table("inputs", "compared", "converted", "original", "allowed", "", box=box.SIMPLE_HEAD, expand=False)
+        for inputs, group in groupby(self.rows, key=lambda row: row.inputs):
+            for line in _lines(inputs, list(group)):
+                table.add_row(*line)
+        notes = [f"guilty: {path or 'the model itself'}" for path in self.guilty]
+        notes += [f"skipped: {sentence}" for sentence in self.skipped]
+        return Group(Text(self.title, style="bold"), Text("errors relative to fp64"), table, *map(Text, notes))
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def __repr__(self) -> str:
+        return f"Verification({self.title})"
+
+
+def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -> Verification:
+    """Compare `converted` with `model`, forward and every gradient, against the original's arithmetic in fp64.
+
+    In training mode with dropout off and in evaluation mode; on the example inputs, fresh random values, another batch
+    size, another length, and a left-padded batch where the model takes an attention_mask. compare.py says what passes.
+    The state dicts have to agree bitwise. After a failure, subsets of the fusions are run to find those that cause it.
+    What torch.compile makes of a model is not looked at. Needs the memory of `model` in fp64, and of its gradients.
+
+    Args:
+        model: the original, or the converted model itself after convert(inplace=True). Both are left bitwise as they are.
+        converted: what te_transform.convert() returned.
+        example_inputs: as convert() takes them.
+
+    Raises:
+        ValueError: these two cannot be compared, or the original does not run on the example inputs.
+        te_transform.InputError: there are no inputs and none can be invented.
+    """
+    _check(model, converted)
+    compiled = any(module._compiled_call_impl is not None for module in converted.modules())
+    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    sets = [(label, _trained(inputs)) for label, inputs in variations(model, as_inputs(model, example_inputs))]
+    states = list(_compare_states(model, converted))
+    with preserved(model), preserved(converted), eager:
+        twin = in_double(model)
+
+        def rows_of(label: str, inputs: Inputs, training: bool, enabled: Sequence[Fusion]) -> list[Row]:
+            return judge(model, converted, twin, inputs, original_parameters, enabled, training, label)
+
+        rows, failing, skipped = _all_rows(sets, partial(rows_of, enabled=fusions(converted)))
+        found = _guilty(converted, lambda enabled: any(_failed(rows_of(*one, enabled)) for one in failing)) if failing else []
+    found = dict.fromkeys([*_holders(converted, states), *map(place, found)])
+    return Verification(type(model).__name__, (*states, *rows), tuple(found), tuple(skipped))
+
+
+def _check(model: nn.Module, converted: nn.Module) -> None:
+    if not isinstance(converted, nn.Module) or not ("_te_transform" in converted.__dict__ or fusions(converted)):
+        raise ValueError(
+            f"the second model is a {type(converted).__name__} that te_transform.convert() did not return, a converted "
+            "model is needed: verify(model, te_transform.convert(model))"
+        )
+    if _plain_class(model) is not _plain_class(converted):
+        raise ValueError(
+            f"the first model is a {type(model).__name__}, the second a converted {type(converted).__name__}, the "
+            "same class is needed: pass the model that was converted"
+        )
+
+
+def _plain_class(model: nn.Module) -> type:
+    return type(model)._te_transform_made_of[0] if isinstance(model, SlotModule) else type(model)
+
+
+def _trained(inputs: Inputs) -> Inputs:
+    """The inputs with every floating tensor requiring a gradient."""
+    args, kwargs = inputs.clone()
+    for tensor in tree_leaves((args, kwargs)):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            tensor.requires_grad_()
+    return Inputs(args, kwargs)
+
+
+def _all_rows(
+    sets: list[tuple[str, Inputs]], rows_of: Callable[..., list[Row]]
+) -> tuple[list[Row], list[tuple[str, Inputs, bool]], list[str]]:
+    """Every row, the sets and modes that have a failing one, and which sets the original did not take."""
+    rows: list[Row] = []
+    failing, skipped = [], []
+    for label, inputs in progress(sets, "verifying"):
+        try:
+            for training in (True, False):
+                rows += (found := rows_of(label, inputs, training))
+                failing += [(label, inputs, training)] if _failed(found) else []
+        except OriginalError as error:
+            if label.startswith(EXAMPLE):
+                raise ValueError(f"the original does not run on the example inputs ({inputs}), it raised {error}") from error
+            skipped.append(f"{label}, the original raised {error}")
+    return rows, failing, skipped
+
+
+def _failed(rows: list[Row]) -> bool:
+    return not all(row.ok for row in rows)
+
+
+def _guilty(converted: nn.Module, fails: Callable[[Sequence[Fusion]], bool]) -> list[Fusion]:
+    """The fusions that a failure comes from; none if the original modules in the converted model fail too."""
+    return [] if fails(()) else guilty(fusions(converted), fails)
+
+
+def _compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
+    own, theirs = model.state_dict(), converted.state_dict()
+    if list(own) != list(theirs):
+        changed = sorted(own.keys() ^ theirs.keys()) or "in order"
+        yield Row(_STATE, "names", False, reason=f"differ, {changed}")
+    for name in own.keys() & theirs.keys():
+        if not _same_bits(own[name], theirs[name]):
+            yield Row(_STATE, name, False, reason="is not bitwise the original's")
+    yield Row(_STATE, f"{len(own)} entries", True)
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return one == other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other)))
+
+
+def _holders(converted: nn.Module, states: list[Row]) -> Iterator[str]:
+    """The sites that hold the parameters which differ."""
+    originals = original_parameters(converted)
+    for row in states:
+        original = originals.get(row.name)
+        if not row.ok and original is not None and original.view is not None:
+            yield place(original.view.fusion)
+
+
+def _lines(inputs: str, rows: list[Row]) -> Iterator[tuple[str, ...]]:
+    """A line for each output, for the worst gradients and whatever else failed, and one that counts the passed ones."""
+    gradients = sorted((row for row in rows if row.name.startswith("gradient")), key=lambda row: -row.times)
+    shown = [row for row in rows if row not in gradients] + gradients[:_WORST]
+    for number, row in enumerate(shown):
+        numbers = [f"{value:.1e}" for value in (row.converted, row.original, row.allowed)] if row.dtype else [""] * 3
+        verdict = "ok" if row.ok else f"FAILED {row.reason}".rstrip()
+        yield "" if number else inputs, row.name, *numbers, verdict
+    yield "", f"{sum(row.ok for row in rows)} of {len(rows)} passed", "", "", "", ""
