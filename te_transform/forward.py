@@ -1,187 +1,114 @@
 """A module's forward, rewritten: for glue that no submodule holds (attention written out, fc2(act(fc1(x)))).
 
 The owner is recorded again on its own, with symbolic sizes, and the fusion is put into that graph. What comes out is
-one Path for training and one for evaluation: a function of the forward's tensors, and the guards under which it is the
-forward: the same arguments given, sizes in the relations the recording met, attributes and children unchanged.
+a function of the forward's tensors for training and one for evaluation, with the guards under which each is the
+forward (guards.py): the same arguments given, sizes in the relations the recording met, attributes and children
+unchanged. A size that makes a difference, 1 or a length that fills a whole buffer, gets a path of its own.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
+import textwrap
 import warnings
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from te_transform import rewrite
 from te_transform.causal import use_causal_flag
+from te_transform.guards import Mask, Mode, Path, Rewritten
 from te_transform.inputs import Inputs
-from te_transform.slots import Deferred, Fusion
-from te_transform.trace import Call, Recording, TraceError, record
+from te_transform.normalise import normalise
+from te_transform.trace import Call, Passed, Recording, TraceError, record
+
+Sizes = Mapping[tuple[str, int], int]  # (argument, dimension) -> size
 
 
 class Refusal(Exception):
     """The owner's forward cannot be rewritten; the message is the reason for the report."""
 
 
-@dataclass(eq=False)
-class Mask:
-    """A buffer that was proved to hold a causal mask, and that somebody may load over."""
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """A module whose forward is to be rewritten, as the whole model's normalised recording saw it called.
 
-    module: nn.Module
-    name: str
-    value: Tensor
-    seen: tuple[weakref.ref, int] | None = None
+    `norm` is the call of a norm outside the owner that belongs to the fusion; `fuse` puts the fusion into the owner's own
+    normalised recording, as a call of `fused`, and returns the modules whose insides it took.
+    """
 
-    @classmethod
-    def of(cls, owner: nn.Module, path: str, buffer: Tensor) -> Mask:
-        """The mask at `path` below `owner`, with a copy of its value: as bool where that says it all."""
-        parent, _, name = path.rpartition(".")
-        small = buffer.bool()
-        return cls(owner.get_submodule(parent), name, small if torch.equal(small.to(buffer.dtype), buffer) else buffer.clone())
+    call: Call
+    recorded: Recording
+    norm: Call | None
+    fuse: Callable[[Recording], set[nn.Module]]
+    given: dict[str, Any] = field(default_factory=dict)
 
-    def holds(self) -> bool:
-        """Whether the buffer is what it was; compared only where it is another tensor or was written to."""
-        buffer = getattr(self.module, self.name)
-        if torch.compiler.is_compiling() or (self.seen and self.seen[0]() is buffer and self.seen[1] == buffer._version):
-            return True
-        if not torch.equal(buffer.to(self.value.device), self.value.to(buffer.dtype)):
-            return False
-        self.seen = (weakref.ref(buffer), buffer._version)
-        return True
+    @property
+    def module(self) -> nn.Module:
+        return self.call.module
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "seen": None}
+    @property
+    def normalised(self) -> str | None:
+        """The argument that is the output of `norm`.
 
-
-@dataclass(eq=False)
-class Path:
-    """One rewritten path through a forward, and when it holds."""
-
-    parameters: tuple[str, ...]  # of the original forward, in order
-    defaults: dict[str, Any]
-    tensors: dict[str, tuple[int, torch.dtype]]  # name -> rank and dtype
-    constants: dict[str, Any]
-    source: str
-    names: dict[str, Any]  # what the source refers to
-    sizes: str  # the guards on sizes, as the source of a function of all the tensors' shapes
-    any_float: bool
-    deferred: str | None  # the tensor that must be the unread output of the fusion's norm
-    watched: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
-    children: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
-    masks: list[Mask] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._compile()
-
-    def _compile(self) -> None:
-        scope = dict(self.names)
-        exec(self.source, scope)
-        self.run = scope["forward"]
-        self.fits = eval(self.sizes)
-
-    def __getstate__(self) -> dict[str, Any]:
-        modules = {name: value.__name__ for name, value in self.names.items() if isinstance(value, ModuleType)}
-        names = {name: value for name, value in self.names.items() if name not in modules}
-        return {k: v for k, v in self.__dict__.items() if k not in ("run", "fits")} | {"names": (names, modules)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        names, modules = state["names"]
-        self.__dict__.update(state, names=names | {name: import_module(path) for name, path in modules.items()})
-        self._compile()
-
-    def tensors_of(self, fusion: Fusion, args: tuple, kwargs: dict[str, Any]) -> list[Tensor] | None:
-        """The call's tensors in the path's order, or None where the call is not one that was recorded."""
-        given = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
-        if given.keys() != self.tensors.keys() | self.constants.keys() or len(args) > len(self.parameters):
+        Raises:
+            Refusal: there is none.
+        """
+        if self.norm is None:
             return None
-        if any(given[name] is not value and given[name] != value for name, value in self.constants.items()):
-            return None
-        tensors = []
-        for name, (rank, dtype) in self.tensors.items():
-            tensor = given[name]
-            if name == self.deferred:
-                if not (isinstance(tensor, Deferred) and tensor.norm is fusion.norm and tensor.unread()):
-                    return None
-                tensor = tensor.source
-            if not isinstance(tensor, Tensor) or tensor.dim() != rank:
-                return None
-            if tensor.dtype != dtype and not (self.any_float and tensor.is_floating_point() and dtype.is_floating_point):
-                return None
-            tensors.append(tensor)
-        return tensors if self.fits(*[tensor.shape for tensor in tensors]) else None
-
-    def unchanged(self, training: bool) -> bool:
-        """Whether the attributes that the recording may have read are still what they were, and no hook waits inside."""
-        for module, attributes in self.watched:
-            if module.training is not training or any(getattr(module, k) != v for k, v in attributes.items()):
-                return False
-        for parent, name, child in self.children:
-            if parent._modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
-                return False
-            if child._backward_hooks or child._backward_pre_hooks:
-                return False
-        return all(mask.holds() for mask in self.masks)
+        out = self.recorded.now(self.norm.output)
+        names = [n for n, value in self.given.items() if isinstance(value, fx.Node) and self.recorded.now(value) is out]
+        if len(names) != 1:
+            raise Refusal("the norm's output reaches the module by no argument of its own, the fused module needs it there")
+        return names[0]
 
 
-@dataclass(eq=False)
-class Rewritten:
-    """An owner's rewritten paths; a call that none of them fits runs the original forward."""
-
-    training: tuple[Path, ...]
-    evaluation: tuple[Path, ...]
-
-    def ready(self, owner: nn.Module, fusion: Fusion, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """The rewritten forward of this very call, or None where the original has to run."""
-        for path in self.training if owner.training else self.evaluation:
-            if path.unchanged(owner.training):
-                tensors = path.tensors_of(fusion, args, kwargs)
-                if tensors is not None:
-                    return partial(path.run, owner, *tensors)
-        return None
-
-
-def rewrite_forward(call: Call, recorded: Recording, norm: Call | None, fuse: Callable[[Recording], set]) -> Rewritten:
-    """The forward of `call`'s module with a fusion in it.
-
-    Args:
-        call: the owner's call in the whole model's recording.
-        recorded: that recording, normalised.
-        norm: the call of the norm that feeds the owner and belongs to the fusion, if there is one.
-        fuse: puts the fusion into the owner's own normalised recording as `self.fused(...)`.
+def rewrite_forward(call: Call, recorded: Recording, norm: Call | None, fuse: Callable) -> Rewritten:
+    """The forward of `call`'s module with a fusion in it; the arguments are those of Owner.
 
     Raises:
         Refusal: in training mode the forward could not be recorded or rewritten.
     """
+    signature = inspect.signature(call.module.forward)
+    owner = Owner(call, recorded, norm, fuse, _arguments(call, signature))
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # sizes stay symbolic until they become nodes
-        training = _paths(call, recorded, norm, fuse, train=True)
-        try:
-            evaluation = _paths(call, recorded, norm, fuse, train=False)
-        except Refusal:
-            evaluation = ()  # evaluation then runs the original forward
-    return Rewritten(training, evaluation)
+        training, evaluation = _mode(owner, train=True), Mode()
+        with contextlib.suppress(Refusal):  # evaluation then runs the original forward
+            evaluation = _mode(owner, train=False)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return Rewritten(
+        parameters=tuple(name for name, p in signature.parameters.items() if p.kind in kinds),
+        defaults={name: p.default for name, p in signature.parameters.items() if p.default is not p.empty},
+        training=training,
+        evaluation=evaluation,
+    )
 
 
-def _paths(*call: Any, **mode: Any) -> tuple[Path, ...]:
-    """The path at any size and one at each size that makes a difference: 1, and a length that fills a whole buffer."""
-    path, special = _path(*call, **mode)
-    others = []
-    for resized in special:
+def _mode(owner: Owner, train: bool) -> Mode:
+    """The paths at any size and at the sizes that make a difference, in one mode."""
+    passed = _handed_on(owner.module) - {owner.normalised}  # which has to be checked, not only handed on
+    if passed:
         with contextlib.suppress(Refusal):
-            others.append(_path(*call, **mode, resized=resized)[0])
-    return path, *others
+            return _mode_with(owner, train, passed)
+    return _mode_with(owner, train, frozenset())
+
+
+def _mode_with(owner: Owner, train: bool, passed: frozenset[str]) -> Mode:
+    mode = Mode()
+    for sizes in _rewritten(owner, _recorded(owner, train, {}, passed), passed, mode):
+        with contextlib.suppress(Refusal):
+            _rewritten(owner, _recorded(owner, train, sizes, passed), passed, mode)
+    return mode
 
 
 class _After(nn.Module):
@@ -195,38 +122,58 @@ class _After(nn.Module):
         return self.owner(**{**kwargs, self.normalised: self.norm(kwargs[self.normalised])})
 
 
-def _path(
-    call: Call, recorded: Recording, norm: Call | None, fuse: Callable, train: bool, resized: Mapping = MappingProxyType({})
-) -> tuple[Path, list[dict[tuple[str, int], int]]]:
-    owner = call.module
-    signature = inspect.signature(owner.forward)
-    given = _arguments(call, signature)
-    deferred = _normalised_argument(recorded, norm, given) if norm else None
-    example = {name: _example(name, value, resized) for name, value in given.items()}
-    root = _After(norm.module, owner, deferred) if norm else owner
+def _recorded(owner: Owner, train: bool, sizes: Sizes, passed: frozenset[str]) -> Recording:
+    """The owner's own recording, on tensors like those it was called with, with the `sizes` given instead of theirs."""
+    example = {name: _example(name, value, sizes, passed) for name, value in owner.given.items()}
+    root = _After(owner.norm.module, owner.module, owner.normalised) if owner.norm else owner.module
+    free = frozenset(owner.recorded.inputs.sizes() - set(sizes.values()))
     try:
-        free = frozenset(recorded.inputs.sizes() - set(resized.values()))
-        recording = record(root, Inputs((), example), train=train, free_sizes=free)
+        return record(root, Inputs((), example), train=train, free_sizes=free, owner=owner.module)
     except (TraceError, RuntimeError) as error:
         cause = error.__cause__ or error
         raise Refusal(
-            f"the forward of {type(owner).__name__} could not be recorded with free sizes ({type(cause).__name__}), a "
-            "rewritten forward has to run at any size"
+            f"the forward of {type(owner.module).__name__} could not be recorded with free sizes "
+            f"({type(cause).__name__}), a rewritten forward has to run at any size"
         ) from error
-    casting = {node.meta["call"].module for node in recording.graph.nodes if _names_dtype(node)}
-    from te_transform.normalise import normalise
 
+
+def _rewritten(owner: Owner, recording: Recording, passed: frozenset[str], mode: Mode) -> list[Sizes]:
+    """Add the path of this recording to `mode`; returns the sizes that it excludes."""
+    casting = {node.meta["call"].module for node in recording.graph.nodes if _names_dtype(node)}
     normalise(recording)
     masks = use_causal_flag(recording)
-    consumed = fuse(recording)
-    own = next(c for c in recording.calls if c.module is owner)
+    consumed = owner.fuse(recording) - {owner.module}
+    own = next(call for call in recording.calls if call.module is owner.module)
     rewrite.collapse(recording, own)
     rewrite.rename_attributes(recording, lambda name: _own_name(own, name))
-    tensors = {n.name: n for n in recording.graph.nodes if n.op == "placeholder"}
-    any_float = casting <= consumed - {owner}  # no cast is left, so none was dropped that another dtype would need
-    path = _compiled(own, recording, signature, given, tensors, deferred, any_float, consumed)
-    path.masks = [Mask.of(owner, _own_name(own, name), tensor) for name, tensor in masks.items()]
-    return path, _special_sizes(recording, tensors)
+    # where no cast is left, none was dropped that another dtype would need
+    mode.paths.append(_path(owner, recording, passed, any_float=casting <= consumed))
+    family = (owner.module, *consumed)
+    mode.watched = [(module, _scalars(module)) for module in family]
+    mode.children = [(p, name, c) for p in family for name, c in p._modules.items() if c in consumed]
+    mode.masks = [Mask.of(owner.module, _own_name(own, name), tensor) for name, tensor in masks.items()]
+    return _special_sizes(recording, passed)
+
+
+def _path(owner: Owner, recording: Recording, handed_on: frozenset[str], any_float: bool) -> Path:
+    placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
+    tensors = {node.name: node.meta["tensor_meta"] for node in placeholders if node.name not in handed_on}
+    passed = tuple(node.name for node in placeholders if node.name in handed_on)
+    if missing := [n for n, v in owner.given.items() if isinstance(v, fx.Node) and n not in (*tensors, *passed)]:
+        raise Refusal(f"the arguments {missing} are one tensor, a rewritten forward takes each tensor once")
+    symbols = _symbols(recording, handed_on)
+    _materialise_sizes(recording, symbols)
+    code = recording.graph.python_code("self")
+    return Path(
+        tensors={name: (len(meta.shape), meta.dtype) for name, meta in tensors.items()},
+        passed=passed,
+        constants={name: value for name, value in owner.given.items() if name not in (*tensors, *passed)},
+        deferred=owner.normalised,
+        any_float=any_float,
+        sizes=_size_guard(recording, handed_on, symbols),
+        source=code.src,
+        names=code.globals,
+    )
 
 
 def _own_name(own: Call, name: str) -> str:
@@ -251,22 +198,34 @@ def _arguments(call: Call, signature: inspect.Signature) -> dict[str, Any]:
     return given
 
 
-def _normalised_argument(recorded: Recording, norm: Call, given: dict[str, Any]) -> str:
-    out = recorded.now(norm.output)
-    names = [name for name, value in given.items() if isinstance(value, fx.Node) and recorded.now(value) is out]
-    if len(names) != 1:
-        raise Refusal("the norm's output reaches the module by no argument of its own, the fused module needs it there")
-    return names[0]
+def _handed_on(module: nn.Module) -> frozenset[str]:
+    """The parameters of a forward that it ignores, or only hands on to its children as they are (a cache, a mask)."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward))))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    parameters = {name for name in inspect.signature(module.forward).parameters if name != "self"}
+    used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    handed = [name.id for call in ast.walk(tree) for name in _given_to_child(call, module)]
+    return frozenset(name for name in parameters if used.count(name) == handed.count(name))
 
 
-def _example(name: str, value: Any, resized: Mapping[tuple[str, int], int]) -> Any:
+def _given_to_child(call: ast.AST, module: nn.Module) -> Iterator[ast.Name]:
+    """The bare names among the arguments of `self.child(...)`."""
+    function = call.func if isinstance(call, ast.Call) else None
+    if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self" and function.attr in module._modules:
+        for argument in (*call.args, *(keyword.value for keyword in call.keywords if keyword.arg)):
+            if isinstance(argument, ast.Name):
+                yield argument
+
+
+def _example(name: str, value: Any, sizes: Sizes, passed: frozenset[str]) -> Any:
     if isinstance(value, fx.Node):
         meta = value.meta["tensor_meta"]
-        shape = [resized.get((name, dim), size) for dim, size in enumerate(meta.shape)]
-        return torch.zeros(shape, dtype=meta.dtype)
+        return torch.zeros([sizes.get((name, dim), size) for dim, size in enumerate(meta.shape)], dtype=meta.dtype)
     if isinstance(value, (tuple, list, dict)) and any(isinstance(v, fx.Node) for v in _leaves(value)):
         raise Refusal("the forward takes tensors inside a container, a rewritten forward needs each by a name of its own")
-    return value
+    return Passed(name, value) if name in passed else value
 
 
 def _leaves(value: Any) -> list:
@@ -282,46 +241,6 @@ def _names_dtype(node: fx.Node) -> bool:
     return any(isinstance(leaf, torch.dtype) for leaf in _leaves((node.args, dict(node.kwargs))))
 
 
-def _compiled(
-    own: Call,
-    recording: Recording,
-    signature: inspect.Signature,
-    given: dict[str, Any],
-    tensors: dict[str, fx.Node],
-    deferred: str | None,
-    any_float: bool,
-    consumed: set,
-) -> Path:
-    symbols = _symbols(tensors)
-    _materialise_sizes(recording, symbols)
-    used = {node.name for node in tensors.values()}
-    names = {n: (len(node.meta["tensor_meta"].shape), node.meta["tensor_meta"].dtype) for n, node in tensors.items()}
-    if missing := [n for n, v in given.items() if isinstance(v, fx.Node) and n not in used]:
-        raise Refusal(f"the arguments {missing} are one tensor, a rewritten forward takes each tensor once")
-    code = recording.graph.python_code("self")
-    owner = own.module
-    return Path(
-        parameters=tuple(
-            name for name, p in signature.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ),
-        defaults={n: p.default for n, p in signature.parameters.items() if p.default is not p.empty},
-        tensors=names,
-        constants={name: value for name, value in given.items() if name not in names},
-        source=code.src,
-        names=code.globals,
-        sizes=_size_guard(recording, tensors, symbols),
-        any_float=any_float,
-        deferred=deferred,
-        watched=[(module, _scalars(module)) for module in (owner, *consumed)],
-        children=[
-            (parent, name, child)
-            for parent in (owner, *consumed)
-            for name, child in parent._modules.items()
-            if child in consumed
-        ],
-    )
-
-
 def _scalars(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
@@ -330,33 +249,36 @@ def _scalars(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _special_sizes(recording: Recording, tensors: dict[str, fx.Node]) -> list[dict[tuple[str, int], int]]:
-    """Sizes that the path excludes, one dictionary for each, with the dimensions that would have them."""
+def _special_sizes(recording: Recording, handed_on: frozenset[str]) -> list[Sizes]:
+    """Sizes that the path excludes, one mapping for each, with the dimensions that would have them."""
     alike: dict[int, list[tuple[str, int]]] = {}  # by example size: batches, lengths
     symbols: dict[Any, int] = {}
-    for name, node in tensors.items():
-        for dim, size in enumerate(node.meta["tensor_meta"].shape):
-            if isinstance(size, torch.SymInt):
-                alike.setdefault(size.node.hint, []).append((name, dim))
-                symbols[size.node.expr] = size.node.hint
+    for name, dim, size in _input_sizes(recording, handed_on):
+        if isinstance(size, torch.SymInt):
+            alike.setdefault(size.node.hint, []).append((name, dim))
+            symbols[size.node.expr] = size.node.hint
     unequal = [g.expr for g in recording.shapes.guards if g.expr.func is sympy.Ne and g.expr.lhs in symbols]
     special = {(symbols[e.lhs], int(e.rhs)) for e in unequal if e.rhs.is_Integer} | {(size, 1) for size in alike}
-    alone = [dict.fromkeys(alike[example], size) for example, size in sorted(special)]
-    # generation fills the whole buffer with one sample
-    return alone + [
-        dict.fromkeys(alike[example], size) | dict.fromkeys(alike[other], 1)
-        for example, size in sorted(special)
-        for other in alike
-        if size > 1 and other != example
+    alone = [(example, dict.fromkeys(alike[example], size)) for example, size in sorted(special)]
+    # generation decodes one token of one sample, and fills the whole buffer with one sample
+    return [sizes for _, sizes in alone] + [
+        sizes | dict.fromkeys(alike[other], 1) for example, sizes in alone for other in alike if other != example
     ]
 
 
-def _symbols(tensors: dict[str, fx.Node]) -> dict[Any, tuple[str, int]]:
+def _input_sizes(recording: Recording, handed_on: frozenset[str]) -> Iterator[tuple[str, int, Any]]:
+    for node in recording.graph.nodes:
+        if node.op == "placeholder" and node.name not in handed_on:
+            for dim, size in enumerate(node.meta["tensor_meta"].shape):
+                yield node.name, dim, size
+
+
+def _symbols(recording: Recording, handed_on: frozenset[str]) -> dict[Any, tuple[str, int]]:
+    """Each free symbol with the argument and dimension whose size it is."""
     found: dict[Any, tuple[str, int]] = {}
-    for name, node in tensors.items():
-        for dim, size in enumerate(node.meta["tensor_meta"].shape):
-            if isinstance(size, torch.SymInt) and size.node._expr.is_Symbol:
-                found.setdefault(size.node._expr, (name, dim))
+    for name, dim, size in _input_sizes(recording, handed_on):
+        if isinstance(size, torch.SymInt) and size.node._expr.is_Symbol:
+            found.setdefault(size.node._expr, (name, dim))
     return found
 
 
@@ -387,14 +309,15 @@ def _materialise_sizes(recording: Recording, symbols: dict[Any, tuple[str, int]]
         node.kwargs = fx.node.map_aggregate(node.kwargs, sized)
 
 
-def _size_guard(recording: Recording, tensors: dict[str, fx.Node], symbols: dict[Any, tuple[str, int]]) -> str:
+def _size_guard(recording: Recording, handed_on: frozenset[str], symbols: dict[Any, tuple[str, int]]) -> str:
+    """The source of a function of the tensors' shapes: whether they are sizes that the recording holds for."""
     expressions = {guard.expr for guard in recording.shapes.guards}
     if unknown := {s for e in expressions for s in e.free_symbols} - symbols.keys():
         raise Refusal(f"the forward branches on {unknown}, a rewritten forward can check its inputs' sizes only")
     tests = [f"{symbol} > 1" for symbol in symbols]  # the recording took no free size for 0 or 1
     tests += [f"({PythonPrinter().doprint(expression)})" for expression in sorted(expressions, key=str)]
-    tests += [f"{node.name}[{dim}] == {size}" for node in tensors.values()
-              for dim, size in enumerate(node.meta["tensor_meta"].shape) if isinstance(size, int)]  # fmt: skip
+    tests += [f"{name}[{dim}] == {size}" for name, dim, size in _input_sizes(recording, handed_on) if isinstance(size, int)]
     values = ", ".join(f"{name}[{dim}]" for name, dim in symbols.values())
     body = f"(lambda {', '.join(map(str, symbols))}: {' and '.join(tests) or 'True'})({values})"
-    return f"lambda {', '.join(tensors)}: {body}"
+    names = dict.fromkeys(name for name, _, _ in _input_sizes(recording, handed_on))
+    return f"lambda {', '.join(names)}: {body}"

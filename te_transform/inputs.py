@@ -49,11 +49,10 @@ class Inputs:
                 found.update(leaf.shape[:-1] if features else leaf.shape)
         return found - {0, 1}
 
-    def named_tensors(self, model: nn.Module, args: tuple, kwargs: dict) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor among the arguments with the name forward() gives it (`mask`, `states_0`, ...)."""
+    def named_leaves(self, model: nn.Module, args: tuple, kwargs: dict) -> Iterator[tuple[str, Any]]:
+        """Each tensor or other value among the arguments with the name forward() gives it (`mask`, `states_0`, ...)."""
         for path, leaf in tree_flatten_with_path(_bound(model, args, kwargs))[0]:
-            if isinstance(leaf, torch.Tensor):
-                yield "_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf
+            yield "_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf
 
 
 def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:

@@ -291,7 +291,7 @@ def _read(value: Any) -> Any:
         return value.now()
     if isinstance(value, (tuple, list)):
         items = [_read(item) for item in value]
-        return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple takes fields
     if isinstance(value, dict):
         return {key: _read(item) for key, item in value.items()}
     return value

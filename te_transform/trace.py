@@ -36,6 +36,14 @@ class TraceError(RuntimeError):
     """The model could not be run on the inputs given; the model is as it was."""
 
 
+@dataclass(frozen=True)
+class Passed:
+    """An argument that an owner's forward hands on unseen: recorded by name, its children get the value."""
+
+    name: str
+    value: Any
+
+
 @dataclass(eq=False)
 class Call:
     """One call of one module: `args`, `kwargs` and `output` hold an fx.Node where the module saw a tensor."""
@@ -104,13 +112,18 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
 
 
 def record(
-    model: nn.Module, inputs: Inputs, *, train: bool = True, free_sizes: frozenset[int] | None = None
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    train: bool = True,
+    free_sizes: frozenset[int] | None = None,
+    owner: nn.Module | None = None,
 ) -> Recording:
     """Run `model` once on `inputs` and write down its calls; see `trace`.
 
     With `free_sizes` the recording is symbolic: dimensions of the inputs that have one of these sizes become symbols,
     and other sizes expressions of them. Such a recording, or one of a model on the meta device, runs on fake tensors:
-    no memory, no arithmetic.
+    no memory, no arithmetic. Arguments that are Passed reach the children of `owner` as what they stand for.
     """
     fake = free_sizes is not None or any(p.is_meta for p in model.parameters())
     recording = Recording(model, inputs, shapes=None if free_sizes is None else ShapeEnv(duck_shape=False))
@@ -126,9 +139,9 @@ def record(
             args, kwargs = tree_map_only(torch.Tensor, lambda t: _fake(mode, t, free_sizes or ()), (args, kwargs))
         else:
             fakes = tensors
-        tape = _Tape(recording, {id(t): name for name, t in reversed(fakes.items())}, tensors)
-        for name, tensor in inputs.named_tensors(model, args, kwargs):
-            tape.placeholder(name, tensor)
+        tape = _Tape(recording, owner, {id(t): name for name, t in reversed(fakes.items())}, tensors)
+        for name, leaf in inputs.named_leaves(model, args, kwargs):
+            tape.placeholder(name, leaf)
         try:
             with _watched(model, tape), tape:
                 output = model(*args, **kwargs)
@@ -143,9 +156,11 @@ def record(
 
 
 class _Tape(TorchFunctionMode):
-    def __init__(self, recording: Recording, names: dict[int, str], tensors: dict[str, torch.Tensor]):
+    def __init__(
+        self, recording: Recording, owner: nn.Module | None, names: dict[int, str], tensors: dict[str, torch.Tensor]
+    ):
         super().__init__()
-        self.recording, self.graph = recording, recording.graph
+        self.recording, self.graph, self.owner = recording, recording.graph, owner
         self.names, self.tensors = names, tensors
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[torch.Tensor] = []  # an id is only unique among the living
@@ -190,14 +205,15 @@ class _Tape(TorchFunctionMode):
                     self._annotate(part)
                     self._bind(item, part)
 
-    def placeholder(self, name: str, tensor: torch.Tensor) -> None:
-        if id(tensor) not in self.nodes:
-            self._leaf(self.graph.placeholder(name), tensor)
+    def placeholder(self, name: str, leaf: Any) -> None:
+        if isinstance(leaf, (torch.Tensor, Passed)) and id(leaf) not in self.nodes:
+            self._leaf(self.graph.placeholder(name), leaf)
 
-    def _leaf(self, node: fx.Node, tensor: torch.Tensor) -> None:
+    def _leaf(self, node: fx.Node, leaf: torch.Tensor | Passed) -> None:
         node.meta.update(call=None, path=str(node.target).rpartition(".")[0])
         self.last_leaf = node
-        self._bind(tensor, node)
+        self.nodes[id(leaf)] = node
+        self._bind(leaf, node)
 
     def _node_of(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) not in self.nodes:
@@ -210,6 +226,8 @@ class _Tape(TorchFunctionMode):
     def to_nodes(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._node_of(value)
+        if isinstance(value, Passed):
+            return self.nodes[id(value)]
         if isinstance(value, slice):
             return slice(*(self.to_nodes(v) for v in (value.start, value.stop, value.step)))
         if isinstance(value, (tuple, list)):
@@ -218,11 +236,16 @@ class _Tape(TorchFunctionMode):
             return {str(k): self.to_nodes(v) for k, v in value.items()}
         return value
 
-    def enter(self, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def enter(self, path: str, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Note the call; where its arguments are Passed ones, the arguments that they stand for."""
         parent = self.frames[-1] if self.frames else None
         call = Call(path, module, parent, self.to_nodes(args), self.to_nodes(kwargs))
         self.recording.calls.append(call)
         self.frames.append(call)
+        if self.owner is None or parent is None or parent.module is not self.owner:
+            return None
+        values = [value.value if isinstance(value, Passed) else value for value in (*args, *kwargs.values())]
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def leave(self, output: Any) -> None:
         call = self.frames.pop()
@@ -252,7 +275,7 @@ def _watched(model: nn.Module, tape: _Tape) -> Iterator[None]:
             handle.remove()
 
 
-def _entering(tape: _Tape, path: str) -> Callable[[nn.Module, tuple, dict], None]:
+def _entering(tape: _Tape, path: str) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict] | None]:
     return lambda module, args, kwargs: tape.enter(path, module, args, kwargs)
 
 
