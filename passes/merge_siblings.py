@@ -18,6 +18,14 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
         yield f"the weights are {sorted({str(linear.weight.dtype) for linear in linears})}, a merged weight has one dtype"
     if len({linear.weight.requires_grad for linear in linears}) > 1:
         yield "some of the weights are frozen, a merged weight is trained as a whole or not at all"
+    if len({linear.bias.requires_grad for linear in linears if linear.bias is not None}) > 1:
+        yield "some of the biases are frozen, a merged bias is trained as a whole or not at all"
+    if any(linear.viewed_as_if_contiguous(_rows(linears)) for linear in linears):
+        yield "an output is taken apart by view() across its last dimension, a column of a merged output needs reshape()"
+
+
+def _rows(linears: tuple[Operation, ...]) -> int:
+    return sum(linear.weight.shape[0] for linear in linears)
 
 
 def build(backend, linears: tuple[Operation, ...]) -> nn.Module:
@@ -25,7 +33,7 @@ def build(backend, linears: tuple[Operation, ...]) -> nn.Module:
     first = linears[0]
     return backend.Linear(
         first.weight.shape[1],
-        sum(linear.weight.shape[0] for linear in linears),
+        _rows(linears),
         bias=first.bias is not None,
         params_dtype=first.weight.dtype,
         device="meta",

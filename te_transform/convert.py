@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx, nn
@@ -16,7 +17,7 @@ from te_transform.model import ModelError, check_model
 from te_transform.normalise import normalise
 from te_transform.plan import Plan, plan
 from te_transform.progress import progress
-from te_transform.report import Report
+from te_transform.report import Report, collapse
 from te_transform.rewrite import snapshot
 from te_transform.trace import record
 from te_transform.verify import check_sites
@@ -123,7 +124,14 @@ def _planned(model: nn.Module, sample: Inputs, options: Options) -> tuple[Plan, 
 
 def _report(model: nn.Module, made: Plan, before: fx.Graph, options: Options) -> Report:
     after = snapshot(made.recording)
-    return Report(type(model).__name__, tuple(made.outcomes), before, after, (options.backend_reason,))
+    notes = (options.backend_reason, *_layout_notes(made.projections))
+    return Report(type(model).__name__, tuple(made.outcomes), before, after, notes)
+
+
+def _layout_notes(projections: dict[str, str]) -> Iterator[str]:
+    for name in sorted(set(projections.values())):
+        paths = ", ".join(pattern for pattern, _ in collapse(p for p, layout in projections.items() if layout == name))
+        yield f"queries, keys and values are {name} in {paths}"
 
 
 def _copy(model: nn.Module) -> nn.Module:

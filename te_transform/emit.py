@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from te_transform import dispatch
+from te_transform.dispatch import DispatchSlot
 from te_transform.plan import Site
 from te_transform.rule import Operation
 from te_transform.slots import Fusion, HeldSlot, LinearSlot, NormSlot, OwnerSlot, Slot, SlotModule, View, hide, slot_class
@@ -119,6 +121,8 @@ def _take_out(
         back = {attribute: parameters[view.name] for attribute, view in slot.views.items()}
         module.__class__ = type(module)._te_transform_made_of[0]
         del module.__dict__["_te_transform_slot"]
+        if slot.config is not None:
+            module.__dict__["config"] = slot.config
         module._parameters.clear()
         module._parameters.update({name: back.get(name, own.get(name)) for name in slot.order})
     path, _, child = fusion.path.rpartition(".")
@@ -175,7 +179,8 @@ def _slots(site: Site, fusion: Fusion, holders: dict) -> Iterator[tuple[nn.Modul
             yield module, LinearSlot, slot_of(module, fusion=fusion, columns=columns)
     if site.owner:
         owner = site.owner.module
-        yield owner, OwnerSlot, slot_of(owner, fusion=fusion, rewritten=site.rewritten)
+        kind = OwnerSlot if site.rewritten else DispatchSlot
+        yield owner, kind, slot_of(owner, fusion=fusion, rewritten=site.rewritten, scale=site.scale)
 
 
 def _specialise(module: nn.Module, kind: type[SlotModule], slot: Slot) -> None:
@@ -183,3 +188,5 @@ def _specialise(module: nn.Module, kind: type[SlotModule], slot: Slot) -> None:
         del module._parameters[name]
     module.__dict__["_te_transform_slot"] = slot
     module.__class__ = slot_class(type(module), kind, tuple(slot.views))
+    if kind is DispatchSlot:
+        dispatch.enter(module, slot)

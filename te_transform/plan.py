@@ -10,7 +10,9 @@ from torch import fx, nn
 
 from te_transform import rewrite, vocabulary
 from te_transform.config import Options
+from te_transform.dispatch import dispatches
 from te_transform.forward import Refusal, Rewritten, rewrite_forward
+from te_transform.layout import qkv_layout
 from te_transform.pattern import Match, Miss, Siblings, find
 from te_transform.refusals import refusals
 from te_transform.rule import Operation, Outcome, Rule, ask, roles
@@ -31,7 +33,8 @@ class Site:
     linears: list[tuple[Operation, Columns | None]] = field(default_factory=list)
     norm: Operation | None = None
     owner: Call | None = None
-    rewritten: Rewritten | None = None
+    rewritten: Rewritten | None = None  # None: the owner calls its attention core by name
+    scale: float | None = None
 
     @property
     def name(self) -> str:
@@ -46,6 +49,7 @@ class Plan:
     recording: Recording
     sites: dict[str, Site] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
+    projections: dict[str, str] = field(default_factory=dict)  # path of a fused QKV projection -> its layout
 
     def roll_back(self, refused: list[Outcome]) -> None:
         """Let `refused` stand in the report where the same rules and paths were said to be fused."""
@@ -56,7 +60,7 @@ class Plan:
 
 def plan(recording: Recording, options: Options) -> Plan:
     """Run the rules, in order, over a normalised recording: its graph is rewritten, the model is only read."""
-    made = Plan(recording)
+    made = Plan(recording, projections=_projections(recording))
     for rule in options.passes:
         misses: list[Miss] = []
         for match in find(rule.pattern, recording.graph, misses):
@@ -64,6 +68,12 @@ def plan(recording: Recording, options: Options) -> Plan:
                 made.outcomes.append(_apply(rule, match, made, options))
         made.outcomes += _near_misses(rule, misses)
     return made
+
+
+def _projections(recording: Recording) -> dict[str, str]:
+    cores = [node for node in recording.graph.nodes if node.target is vocabulary.sdpa]
+    layouts = filter(None, map(qkv_layout, cores))
+    return {layout.projection.meta["path"]: layout.name for layout in layouts}
 
 
 def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
@@ -103,7 +113,9 @@ def _site(rule: Rule, match: Match, operations: list[Operation], fused: nn.Modul
         owner=owner,
     )
     _check_host(site, made)
-    if owner is not None:
+    if owner is not None and not linears and dispatches(owner.module):
+        site.scale = operations[0].scale
+    elif owner is not None:
         outside = norm.call if norm and not norm.call.within(owner) else None
         site.rewritten = rewrite_forward(owner, made.recording, outside, lambda local: _fuse_in(local, rule))
     return site

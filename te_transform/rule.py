@@ -93,6 +93,18 @@ class Operation:
         """The name of the site that made this linear out of several, if one did."""
         return self.node.meta.get("merged")
 
+    def viewed_as_if_contiguous(self, width: int) -> bool:
+        """Whether a reader calls view() in a way that a slice out of a last dimension of `width` cannot do."""
+        *lead, own = self.node.meta["tensor_meta"].shape
+        slice_of = torch.empty(*lead, width, device="meta")[..., :own]
+        for reader in self.node.users:
+            if "view" in reader.meta.get("spelled", ()) and reader.target is torch.reshape:
+                try:
+                    slice_of.view(reader.args[1])
+                except RuntimeError:
+                    return True
+        return False
+
     @cached_property
     def stored(self) -> dict[str, Stored]:
         """The operation's weights by argument name: those arguments that are a tensor of the model, or its transpose."""

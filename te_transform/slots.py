@@ -56,7 +56,9 @@ class Slot:
     order: tuple[str, ...] = ()  # its parameters in the order they had
     fusion: Fusion | None = None
     columns: tuple[int, int] | None = None  # a linear's share of the fused output
-    rewritten: Any = None  # an owner's forwards, see forward.py
+    rewritten: Any = None  # an owner's forwards, see guards.py
+    config: Any = None  # what stood at the module's config before, see dispatch.py
+    scale: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

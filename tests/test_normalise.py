@@ -22,7 +22,7 @@ HIDDEN, HEADS, WIDTH, LENGTH, BATCH = 32, 4, 8, 6, 3
 
 
 def run(recording: Recording, inputs: Inputs) -> list[Tensor]:
-    given = dict(inputs.named_tensors(recording.root, *inputs.clone()))
+    given = dict(inputs.named_leaves(recording.root, *inputs.clone()))
     names = [node.target for node in recording.graph.nodes if node.op == "placeholder"]
     torch.manual_seed(0)
     with torch.no_grad():
@@ -246,8 +246,14 @@ def test_linear_with_its_weight_transposed() -> None:
         assert weight.meta["tensor_meta"].shape == (20, HIDDEN)
 
 
+def test_a_linear_says_that_its_weight_is_computed() -> None:
+    recording = normalised(lambda m, x: F.linear(x, m.w * 2), torch.randn(2, 5, HIDDEN), w=torch.randn(20, HIDDEN))
+    _, weight, _ = the(recording, vocabulary.linear)
+    assert weight.target is torch.mul
+
+
 NOT_LINEARS = {
-    "the weight is computed": lambda m, x: F.linear(x, m.w * 2),
+    "a product with a computed weight": lambda m, x: x @ (m.w * 2),
     "the weight is an input": lambda m, x: x @ x.mT,
     "addmm scales": lambda m, x: torch.addmm(m.b, x[0], m.w, alpha=2),
 }

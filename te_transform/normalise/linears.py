@@ -31,6 +31,11 @@ def _is_parameter(rank: int) -> Callable[[Any], bool]:
     return holds
 
 
+def _is_matrix(value: Any) -> bool:
+    """Any weight: one that is computed at every call is said to be a linear too, so that its refusal has a reason."""
+    return is_tensor_node(value) and len(shape_of(value)) == 2
+
+
 def _linear(recording: Recording, match: Match) -> tuple:
     return vocabulary.linear, (match.bound["x"], match.bound["weight"], match.bound["bias"])
 
@@ -73,7 +78,7 @@ _X, _WEIGHT, _BIAS = Var("x", is_tensor_node), Var("weight", _is_parameter(2)), 
 _FLAT = Call(torch.reshape, _X, Var("flat"))
 
 LINEARS = (
-    Spelling(Call(F.linear, _X, _WEIGHT, Var("bias")), _linear),
+    Spelling(Call(F.linear, _X, Var("weight", _is_matrix), Var("bias")), _linear),
     Spelling(Call(torch.addmm, _BIAS, _X, _WEIGHT), _product),
     Spelling(Call(torch.matmul, _X, _WEIGHT), _product),
 )

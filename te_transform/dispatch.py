@@ -1,0 +1,87 @@
+"""Attention through Hugging Face's own door, AttentionInterface: the model's code goes on building masks and caches.
+
+The converted module reads a copy of its config that names our core; model.config stays as it is, so that checkpoints and
+set_attn_implementation() see the model they knew. Masks, lengths and dropout are read at every call.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_transform.slots import OwnerSlot, Slot
+
+NAME = "te_transform"
+_KNOWN = ("position_ids", "cache_position", "use_cache", "sliding_window", "is_causal", "output_attentions")
+
+
+class DispatchSlot(OwnerSlot):
+    """A Hugging Face attention module whose written-out core is called by another name."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super(OwnerSlot, self).forward(*args, **kwargs)
+
+
+def dispatches(module: nn.Module) -> bool:
+    """Whether the module looks its attention core up by name, and today's name is the one for attention written out."""
+    scope = _scope(module)
+    named = {"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"} <= scope.keys()
+    return named and getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+
+
+def enter(module: nn.Module, slot: Slot) -> None:
+    """Let `module` find our core under its name."""
+    _scope(module)["ALL_ATTENTION_FUNCTIONS"].register(NAME, attend)
+    slot.config = module.config
+    module.__dict__["config"] = copy.copy(module.config)
+    # the public setter would pass the name on to configs that are shared with the rest of the model
+    module.config._attn_implementation_internal = NAME
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **rest: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as AttentionInterface calls it: query [batch, heads, length, width] -> [batch, length, heads, width].
+
+    Where the probabilities are wanted, or an argument is new to us, the function the model's config names is called.
+    """
+    slot: Slot = module._te_transform_slot
+    named = slot.config._attn_implementation
+    plain = all(key in _KNOWN or argument is None for key, argument in rest.items())
+    if named != "eager" or not slot.fusion.enabled or not plain or _wants_probabilities(rest):
+        scope = _scope(module)
+        function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(named, scope["eager_attention_forward"])
+        return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest)
+    slot.fusion.runs += 1
+    mask = None if attention_mask is None else attention_mask[..., : key.shape[-2]]
+    scale = slot.scale if scaling is None else scaling
+    grouped = key.shape[1] != query.shape[1]
+    out = slot.fusion.fused(query, key, value, mask, dropout, False, scale, grouped)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _scope(module: nn.Module) -> dict[str, Any]:
+    forward = inspect.unwrap(getattr(type(module), "_te_transform_made_of", (type(module),))[0].forward)
+    return getattr(forward, "__globals__", {})
+
+
+def _wants_probabilities(rest: dict[str, Any]) -> bool:
+    """Whether the caller asked for attention probabilities, which a fused core never has."""
+    if rest.get("output_attentions"):
+        return True
+    if torch.compiler.is_compiling():  # the collector's context variable cannot be compiled, nor what it collects
+        return False
+    from transformers.utils.output_capturing import _active_collector
+
+    return any("attentions" in name for name in _active_collector.get() or {})
