@@ -14,8 +14,6 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
     """Every reason why the projections cannot share one weight."""
     if len({linear.bias is None for linear in linears}) > 1:
         yield "some of the linears have a bias and some have none, a merged linear has one for all its rows or none"
-    if len({linear.weight.dtype for linear in linears}) > 1:
-        yield f"the weights are {sorted({str(linear.weight.dtype) for linear in linears})}, a merged weight has one dtype"
     if len({linear.weight.requires_grad for linear in linears}) > 1:
         yield "some of the weights are frozen, a merged weight is trained as a whole or not at all"
     if len({linear.bias.requires_grad for linear in linears if linear.bias is not None}) > 1:

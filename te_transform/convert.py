@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from te_transform.config import Options
 from te_transform.emit import Emitted, emit, undo
-from te_transform.finalise import finalise
+from te_transform.finalise import finalise, unfinalise
 from te_transform.inputs import Inputs, as_inputs
 from te_transform.model import ModelError, check_model
 from te_transform.normalise import normalise
@@ -19,7 +19,7 @@ from te_transform.plan import Plan, plan
 from te_transform.progress import progress
 from te_transform.report import Report, collapse
 from te_transform.rewrite import snapshot
-from te_transform.trace import record
+from te_transform.trace import TraceError, record
 from te_transform.verify import check_sites
 
 log = logging.getLogger(__name__)
@@ -79,16 +79,18 @@ def convert(
     emitted: list[Emitted] = []
     try:
         for site in progress(made.sites.values(), "converting"):
-            emitted.append(emit(converted, site))
+            emit(converted, site, emitted)
         if verify:
             made.roll_back(check_sites(converted, emitted, samples))
+        converted.__dict__["_te_transform"] = _report(converted, made, before, options)
+        log.info("%s", converted.__dict__["_te_transform"])
         finalise(converted, options)
     except BaseException:
+        unfinalise(converted)
+        converted.__dict__.pop("_te_transform", None)
         for site in reversed(emitted):
             undo(converted, site)
         raise
-    converted.__dict__["_te_transform"] = _report(converted, made, before, options)
-    log.info("%s", converted.__dict__["_te_transform"])
     return converted
 
 
@@ -117,7 +119,10 @@ def report(converted: nn.Module) -> Report:
 
 
 def _planned(model: nn.Module, sample: Inputs, options: Options) -> tuple[Plan, fx.Graph]:
-    recording = normalise(record(model, sample))
+    try:
+        recording = normalise(record(model, sample.doubled()))
+    except TraceError:
+        recording = normalise(record(model, sample))
     before = snapshot(recording)
     return plan(recording, options), before
 

@@ -44,13 +44,13 @@ class Owner:
     """A module whose forward is to be rewritten, as the whole model's normalised recording saw it called.
 
     `norm` is the call of a norm outside the owner that belongs to the fusion; `fuse` puts the fusion into the owner's own
-    normalised recording, as a call of `fused`, and returns the modules whose insides it took.
+    normalised recording, as a call of `fused`.
     """
 
     call: Call
     recorded: Recording
     norm: Call | None
-    fuse: Callable[[Recording], set[nn.Module]]
+    fuse: Callable[[Recording], None]
     given: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -142,9 +142,12 @@ def _rewritten(owner: Owner, recording: Recording, passed: frozenset[str], mode:
     casting = {node.meta["call"].module for node in recording.graph.nodes if _names_dtype(node)}
     normalise(recording)
     masks = use_causal_flag(recording)
-    consumed = owner.fuse(recording) - {owner.module}
+    owner.fuse(recording)
     own = next(call for call in recording.calls if call.module is owner.module)
-    rewrite.collapse(recording, own)
+    again = rewrite.collapse(recording, own)
+    # called in the original forward but not in the rewritten one: taken by the fusion, or without effect when recorded
+    gone = [c for c in recording.calls if c is not own and not any(c.within(kept) for kept in again)]
+    consumed = {call.module for call in gone} - {recording.root}
     rewrite.rename_attributes(recording, lambda name: _own_name(own, name))
     # where no cast is left, none was dropped that another dtype would need
     mode.paths.append(_path(owner, recording, passed, any_float=casting <= consumed))

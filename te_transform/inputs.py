@@ -40,6 +40,14 @@ class Inputs:
         args, kwargs = tree_map_only(torch.Tensor, detached, (self.args, self.kwargs))
         return copy.deepcopy((args, kwargs), {id(t): t for t in leaves.values()})
 
+    def doubled(self) -> Inputs:
+        """Two samples where there is one, so that the batch is told from what is always 1."""
+
+        def twice(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == 1 else tensor
+
+        return Inputs(*tree_map_only(torch.Tensor, twice, (self.args, self.kwargs)))
+
     def sizes(self) -> set[int]:
         """The sizes that another call may have otherwise: batch and lengths, not the width of floating features."""
         found: set[int] = set()
@@ -93,11 +101,17 @@ def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
 
 
 def invent(model: nn.Module) -> Inputs:
-    """Inputs for a model whose first module says what it reads: token ids, an image or features.
+    """Inputs for a model whose first module says what it reads: token ids, an image or features; always the same ones.
 
     Raises:
         InputError: nothing in the model says what its forward takes.
     """
+    with torch.random.fork_rng(devices=[]):  # they are drawn on the CPU
+        torch.random.default_generator.manual_seed(0)
+        return _invented(model)
+
+
+def _invented(model: nn.Module) -> Inputs:
     if hasattr(model, "dummy_inputs") and isinstance(getattr(model, "config", None), object):
         return _invent_hugging_face(model)
     required = [
@@ -119,18 +133,18 @@ _READERS = (nn.Embedding, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Mul
 
 def _read_by(module: nn.Module, device: torch.device) -> torch.Tensor:
     if isinstance(module, nn.Embedding):
-        return torch.randint(module.num_embeddings, (BATCH, LENGTH), device=device)
+        return torch.randint(module.num_embeddings, (BATCH, LENGTH)).to(device)
     dtype = next(module.parameters()).dtype
     if isinstance(module, nn.Conv2d):
         side = 4 * max(module.kernel_size)
-        return torch.randn(BATCH, module.in_channels, side, side, device=device, dtype=dtype)
+        return torch.randn(BATCH, module.in_channels, side, side).to(device, dtype)
     if isinstance(module, nn.Linear):
         width = (module.in_features,)
     elif isinstance(module, nn.MultiheadAttention):
         width = (module.embed_dim,)
     else:
         width = tuple(module.normalized_shape)
-    return torch.randn(BATCH, LENGTH, *width, device=device, dtype=dtype)
+    return torch.randn(BATCH, LENGTH, *width).to(device, dtype)
 
 
 def _invent_hugging_face(model: nn.Module) -> Inputs:
@@ -140,14 +154,14 @@ def _invent_hugging_face(model: nn.Module) -> Inputs:
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)
         side = vision.image_size if isinstance(vision.image_size, (tuple, list)) else (vision.image_size,) * 2
-        return Inputs((), {name: torch.randn(BATCH, vision.num_channels, *side, device=device, dtype=dtype)})
+        return Inputs((), {name: torch.randn(BATCH, vision.num_channels, *side).to(device, dtype)})
     if name != "input_ids":
         raise InputError(
             f"no example inputs were given and none can be invented for {type(model).__name__} (its main input is "
             f"{name}): pass example_inputs={{'{name}': tensor, ...}}"
         )
     vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (BATCH, LENGTH), device=device)
+    ids = torch.randint(vocabulary, (BATCH, LENGTH)).to(device)
     kwargs = {name: ids}
     if getattr(config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = ids.clone()

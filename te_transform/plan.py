@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +53,15 @@ class Plan:
     outcomes: list[Outcome] = field(default_factory=list)
     projections: dict[str, str] = field(default_factory=dict)  # path of a fused QKV projection -> its layout
 
+    @cached_property
+    def held(self) -> Counter[int]:
+        """How many modules hold each parameter, by its id."""
+        return Counter(id(p) for module in self.recording.root.modules() for p in module._parameters.values())
+
+    def unmerged(self, operation: Operation) -> list[tuple[Operation, Columns | None]]:
+        """The operation, or the linears that it was made of, with their columns."""
+        return self.sites[operation.merged].linears if operation.merged else [(operation, None)]
+
     def roll_back(self, refused: list[Outcome]) -> None:
         """Let `refused` stand in the report where the same rules and paths were said to be fused."""
         instead = {(outcome.rule, outcome.path): outcome for outcome in refused}
@@ -82,7 +93,8 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
     operations = [op for role in bound.values() for op in (role if isinstance(role, tuple) else (role,))]
     operations = [op for op in operations if isinstance(op, Operation)]
     path = match.root.meta["path"]
-    reasons = [*refusals(match, operations, made.recording, options)]
+    unmerged = [op for operation in operations for op, _ in made.unmerged(operation)]
+    reasons = [*refusals(match, operations, unmerged, made.recording, options)]
     if not any("a parameter is needed" in reason for reason in reasons):
         reasons += ask(rule.refuse, known)
     if not reasons:
@@ -101,7 +113,7 @@ def _site(rule: Rule, match: Match, operations: list[Operation], fused: nn.Modul
     linears = [op for op in operations if op.word == "linear"]
     norm = next((op for op in operations if op.word in ("layer_norm", "rms_norm")), None)
     merged = [made.sites[op.merged] for op in linears if op.merged]
-    readers = [pair for op in linears for pair in (made.sites[op.merged].linears if op.merged else [(op, None)])]
+    readers = [pair for op in linears for pair in made.unmerged(op)]
     owner = _owner(match, norm, [op for op, _ in readers])
     site = Site(
         rules=[name for absorbed in merged for name in absorbed.rules] + [rule.name],
@@ -113,11 +125,13 @@ def _site(rule: Rule, match: Match, operations: list[Operation], fused: nn.Modul
         owner=owner,
     )
     _check_host(site, made)
+    _check_ties(site, made)
     if owner is not None and not linears and dispatches(owner.module):
         site.scale = operations[0].scale
     elif owner is not None:
         outside = norm.call if norm and not norm.call.within(owner) else None
-        site.rewritten = rewrite_forward(owner, made.recording, outside, lambda local: _fuse_in(local, rule))
+        merged = {op.module for op, span in readers if span is not None}
+        site.rewritten = rewrite_forward(owner, made.recording, outside, lambda local: _fuse_in(local, rule, merged))
     return site
 
 
@@ -127,6 +141,16 @@ def _check_host(site: Site, made: Plan) -> None:
         raise Refusal(f"{type(host).__name__} has an attribute named 'fused', the fused module needs that name")
     if site.owner and any(other.owner and other.owner.module is site.owner.module for other in made.sites.values()):
         raise Refusal(f"the forward of {type(host).__name__} is rewritten for another fusion, one is possible")
+
+
+def _check_ties(site: Site, made: Plan) -> None:
+    operations = [op for op, _ in site.linears] + ([site.norm] if site.norm else [])
+    for operation in operations:
+        for argument, stored in operation.stored.items():
+            joined = not any(layout.is_same and layout.pieces[0].name == stored.name for layout in site.layouts.values())
+            if joined and made.held[id(stored.tensor)] > 1:
+                raise Refusal(f"the {operation.word}'s {argument} is shared with another module, one that is joined or "
+                              "permuted needs to be the module's own: untie it")
 
 
 def _owner(match: Match, norm: Operation | None, linears: list[Operation]) -> Call | None:
@@ -155,16 +179,16 @@ def _inputs(match: Match) -> tuple[Any, ...]:
     return match.root.args[:1] if match.root.target is vocabulary.linear else match.root.args
 
 
-def _fuse_in(local: Recording, rule: Rule) -> set[nn.Module]:
-    """Put `rule`'s fusion into an owner's recording; returns the modules whose insides it took."""
+def _fuse_in(local: Recording, rule: Rule, merged: set[nn.Module]) -> set[nn.Module]:
+    """Put `rule`'s fusion, in which the linears `merged` are one, into an owner's recording; returns the modules whose
+    insides it took."""
     for match in find(Siblings(vocabulary.linear, "linears"), local.graph):
-        rewrite.merge(local, match.nodes, "merged", torch.empty(0, device="meta"), None)
+        if {node.meta["call"].module for node in match.nodes} <= merged:
+            rewrite.merge(local, match.nodes, "merged", torch.empty(0, device="meta"), None)
     matches = find(rule.pattern, local.graph)
     if len(matches) != 1:
         raise Refusal(f"recorded on its own the module holds {len(matches)} such places, exactly one is needed")
-    taken = {call.module for node in matches[0].nodes for call in node.meta.get("calls", {node.meta["call"]})}
     rewrite.call_fused(local, matches[0].nodes, "fused", _inputs(matches[0]))
-    return taken
 
 
 def _layouts(

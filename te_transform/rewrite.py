@@ -164,17 +164,20 @@ def writes(node: fx.Node) -> bool:
     return node.op == "call_function" and (inplace or name in ("setitem", "__iadd__", "__imul__", "iadd", "imul"))
 
 
-def collapse(recording: Recording, owner: Call) -> None:
+def collapse(recording: Recording, owner: Call) -> list[Call]:
     """Turn the calls `owner` made of its children back into calls, unless a fusion has taken their insides.
 
     What is left is the owner's own forward: its glue, its children called as they always were. Anything recorded
-    outside `owner` (a norm in front of it) stays as it is.
+    outside `owner` (a norm in front of it) stays as it is. Returns the calls that are made again.
     """
     sweep(recording)
+    again = []
     for child in (c for c in recording.calls if c.parent is owner):
         inside = [n for n in recording.graph.nodes if n.meta.get("call") and n.meta["call"].within(child)]
         if inside:
             _collapse_call(recording, owner, child, inside)
+            again.append(child)
+    return again
 
 
 def _collapse_call(recording: Recording, owner: Call, child: Call, inside: list[fx.Node]) -> None:
