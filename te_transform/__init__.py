@@ -15,6 +15,7 @@ from te_transform.optimizer import OptimizerError, move_optimizer
 from te_transform.passes import PIPELINE
 from te_transform.rule import Outcome, Rule
 from te_transform.trace import TraceError, trace
+from te_transform.verify import Verification, verify
 
 __all__ = [
     "PIPELINE",
@@ -26,10 +27,12 @@ __all__ = [
     "Outcome",
     "Rule",
     "TraceError",
+    "Verification",
     "convert",
     "inspect",
     "move_optimizer",
     "report",
     "revert",
     "trace",
+    "verify",
 ]

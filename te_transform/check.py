@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from te_transform.compare import Row, judge
+from te_transform.dispatch import DispatchSlot
 from te_transform.emit import Emitted, undo
 from te_transform.inputs import Inputs
 from te_transform.originals import Original, fusions, original_parameters
@@ -20,6 +21,7 @@ from te_transform.progress import progress
 from te_transform.replay import in_double, only
 from te_transform.rule import Outcome
 from te_transform.slots import Fusion, LinearSlot, OwnerSlot
+from te_transform.trace import TraceError
 
 IDLE = "the fused module never ran on the example inputs, its input reaches it on another way than recorded"
 
@@ -27,8 +29,8 @@ IDLE = "the fused module never ran on the example inputs, its input reaches it o
 def check_sites(model: nn.Module, emitted: list[Emitted], samples: list[Inputs]) -> list[Outcome]:
     """Compare each site with the modules it replaced, on the inputs they get when `model` runs on `samples`.
 
-    Forward and gradients, in training and in evaluation mode, dropout off, against fp64 (see compare.py). Needs the
-    memory of one site in fp64 and of each site's inputs; a model on the meta device has no numbers and passes.
+    Forward and gradients, in training and in evaluation mode, dropout off, against fp64 (see compare.py).
+    Needs the memory of one site in fp64 and of each site's inputs. A model on the meta device is not checked.
 
     Args:
         model: the converted model; but for failing sites it is left bitwise as it was, its random state too.
@@ -41,17 +43,21 @@ def check_sites(model: nn.Module, emitted: list[Emitted], samples: list[Inputs])
     if any(parameter.is_meta for parameter in model.parameters()):
         return []
     with preserved(model):
-        captured = _captured(model, emitted, samples)
-        reasons = {site: _wrong(model, site, captured[site]) for site in progress(emitted, "verifying")}
-        reasons = {site: reason for site, reason in reasons.items() if reason}
+        paths = {module: path for path, module in model.named_modules()}
+        replays = {site: _Replay(site, paths) for site in emitted}
+        captured = _capture(model, list(replays.values()), samples)
+        found = {
+            site: _wrong(replays[site], captured[replays[site]]) for site in progress(emitted, "verifying")
+        }
+        reasons = {site: reason for site, reason in found.items() if reason}
         reasons |= _unused(model, [site for site in emitted if site not in reasons], samples)
     for site in reversed(list(reasons)):
         undo(model, site)
         emitted.remove(site)
     return [
-        Outcome(rule, place(site.fusion), "refused", (f"rolled back: {reason}",))
+        Outcome(rule, path, "refused", (f"rolled back: {reason}",))
         for site, reason in reasons.items()
-        for rule in site.rules
+        for rule, path in site.rules
     ]
 
 
@@ -61,7 +67,7 @@ def place(fusion: Fusion) -> str:
 
 
 def guilty(suspects: Sequence[Any], fails: Callable[[Sequence[Any]], bool]) -> list[Any]:
-    """Those of `suspects` that fail, in so far as halving tells: alone, or the smallest part that fails together."""
+    """Those of `suspects` that fail alone, else the smallest part that fails together, found by halving."""
     if len(suspects) <= 1:
         return list(suspects)
     middle = len(suspects) // 2
@@ -82,6 +88,7 @@ class _Replay(nn.Module):
 
     def __init__(self, site: Emitted, paths: dict[nn.Module, str]):
         super().__init__()
+        self.fusion = site.fusion
         modules = [module for module, slot in site.slots if slot.fusion is site.fusion]
         owner = next((module for module in modules if isinstance(module, OwnerSlot)), None)
         inside = owner is not None and site.fusion.norm in set(owner.modules())
@@ -104,9 +111,12 @@ class _Replay(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(enumerate(args)), **kwargs}
         if self.norm is not None:
-            given.update(dict.fromkeys(self.places, self.norm(given[self.places[0]])))
+            given |= dict.fromkeys(self.places, self.norm(given[self.places[0]]))
         if self.has_owner:
-            return self.readers[0](*[given[i] for i in range(len(args))], **{key: given[key] for key in kwargs})
+            args = tuple(given.pop(place) for place in range(len(args)))
+            out = self.readers[0](*args, **given)
+            # without probabilities, which are computed for those who ask: as a call of the whole model does
+            return out[0] if isinstance(self.readers[0], DispatchSlot) else out
         paths = self.paths[-len(self.readers) :]
         return {path: linear(given[0]) for path, linear in zip(paths, self.readers, strict=True)}
 
@@ -120,11 +130,12 @@ class _Tap:
         self.normalised: Any = None
         self.captured: _Captured | None = None
         self.hooks = []
+        reader = site.readers[0]
         if site.norm is not None:
             self.hooks.append(site.norm.register_forward_pre_hook(self._norm_called, with_kwargs=True))
             self.hooks.append(site.norm.register_forward_hook(self._norm_returned))
         if site.has_owner or site.norm is None:
-            self.hooks.append(site.readers[0].register_forward_pre_hook(self._reader_called, with_kwargs=True))
+            self.hooks.append(reader.register_forward_pre_hook(self._reader_called, with_kwargs=True))
 
     def remove(self) -> None:
         for hook in self.hooks:
@@ -148,12 +159,14 @@ class _Tap:
         if not self.site.has_owner:
             self.captured = _Captured(Inputs((_kept(next(iter(given.values())), trained=True),)), ())
             return
-        memo = {id(self.source[0]): self.source[1], id(self.normalised): self.source[1]} if self.source else {}
+        known: dict[int, Tensor] = {}  # one tensor passed twice stays one tensor
+        if self.source:
+            known |= {id(self.source[0]): self.source[1], id(self.normalised): self.source[1]}
 
         def kept(tensor: Tensor) -> Tensor:
-            if id(tensor) not in memo:
-                memo[id(tensor)] = _kept(tensor)
-            return memo[id(tensor)]
+            if id(tensor) not in known:
+                known[id(tensor)] = _kept(tensor)
+            return known[id(tensor)]
 
         self.captured = _Captured(Inputs(*tree_map_only(Tensor, kept, (args, kwargs))), places)
 
@@ -164,22 +177,26 @@ def _kept(tensor: Tensor, trained: bool = False) -> Tensor:
     return tensor.detach().clone().requires_grad_(trained and tensor.is_floating_point())
 
 
-def _captured(model: nn.Module, emitted: list[Emitted], samples: list[Inputs]) -> dict[Emitted, list[_Captured]]:
+def _capture(
+    model: nn.Module, replays: list[_Replay], samples: list[Inputs]
+) -> dict[_Replay, list[_Captured]]:
     """What each site is called with, in training mode, by the model on its original modules."""
-    paths = {module: path for path, module in model.named_modules()}
-    replays = [_Replay(site, paths) for site in emitted]
-    captured: dict[Emitted, list[_Captured]] = {site: [] for site in emitted}
+    captured: dict[_Replay, list[_Captured]] = {replay: [] for replay in replays}
     trainable = not any(parameter.is_inference() for parameter in model.parameters())
+    forgetful = torch.autograd.graph.saved_tensors_hooks(lambda saved: None, lambda none: none)
     for sample in samples:
         with contextlib.ExitStack() as stack:
             taps = [_Tap(replay) for replay in replays]
             for tap in taps:
                 stack.callback(tap.remove)
-            stack.enter_context(torch.set_grad_enabled(trainable))  # to see what requires a gradient, at no memory:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: None, lambda none: none))
-            _run(model, (), sample)
-        for site, tap in zip(emitted, taps, strict=True):
-            captured[site] += [tap.captured] if tap.captured else []
+            # to see what requires a gradient; of the graph nothing else is kept
+            try:
+                with torch.set_grad_enabled(trainable), forgetful:
+                    _run(model, (), sample)
+            except Exception as error:  # on its original modules
+                raise TraceError.of(model, sample, error) from error
+        for tap in taps:
+            captured[tap.site] += [tap.captured] if tap.captured else []
     return captured
 
 
@@ -195,25 +212,24 @@ def _run(model: nn.Module, enabled: Sequence[Fusion], sample: Inputs) -> set[Fus
         return {fusion for fusion in enabled if fusion.runs}
 
 
-def _wrong(model: nn.Module, site: Emitted, captures: list[_Captured]) -> str | None:
+def _wrong(replay: _Replay, captures: list[_Captured]) -> str | None:
     """What is wrong with a site: its worst number, or what running it raised."""
     if not captures:
         return IDLE
-    replay = _Replay(site, {module: path for path, module in model.named_modules()})
     try:
-        failed = [row for row in _rows(replay, site.fusion, captures) if not row.ok]
+        failed = [row for row in _rows(replay, captures) if not row.ok]
     except Exception as error:  # whatever it is, the model runs without this site
         return f"on its recorded inputs it raised {type(error).__name__}: {error}"
     return str(max(failed, key=lambda row: row.times)) if failed else None
 
 
-def _rows(replay: _Replay, fusion: Fusion, captures: list[_Captured]) -> list[Row]:
+def _rows(replay: _Replay, captures: list[_Captured]) -> list[Row]:
     rows = []
     twin = in_double(replay)
     for captured in captures:
         replay.places = twin.places = captured.places
         for training in (True, False):
-            rows += judge(replay, replay, twin, captured.inputs, _Replay.by_name, [fusion], training)
+            rows += judge(replay, replay, twin, captured.inputs, _Replay.by_name, [replay.fusion], training)
     return rows
 
 
@@ -224,8 +240,7 @@ def _unused(model: nn.Module, sites: list[Emitted], samples: list[Inputs]) -> di
     with torch.no_grad():
         for sample in samples:
             if error := _raised(model, list(by_fusion), sample):
-                found = guilty(list(by_fusion), lambda some, sample=sample: _raised(model, some, sample) is not None)
-                for fusion in found:
+                for fusion in guilty(list(by_fusion), lambda some, on=sample: bool(_raised(model, some, on))):
                     reasons[by_fusion.pop(fusion)] = f"with the fused module the model raised {error}"
         ran = set().union(*(_run(model, list(by_fusion), sample) for sample in samples))
     return reasons | {site: IDLE for fusion, site in by_fusion.items() if fusion not in ran}

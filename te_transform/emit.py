@@ -28,19 +28,19 @@ class Emitted:
     fusion: Fusion
     slots: list[tuple[nn.Module, Slot]] = field(default_factory=list)
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    rules: tuple[str, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()  # each with the path it is reported at
 
 
-def emit(model: nn.Module, site: Site) -> Emitted:
+def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
     """Put `site` into `model`. Needs the memory of the site's joined parameters once; their originals' is freed.
 
-    Whatever raises does so before the model is touched.
+    What undo() takes is added to `emitted` before anything is touched: wherever this is interrupted, undo() works.
     """
     holders = dict(_holders(site))
     originals = {name: holder._parameters[attribute] for name, (holder, attribute) in holders.items()}
     joined = {target: _joined(layout, originals) for target, layout in site.layouts.items()}
     fusion = Fusion(
-        rule=site.rules[-1],
+        rule=site.rules[-1][0],
         path=site.name,
         fused=site.fused,
         layouts=site.layouts,
@@ -48,22 +48,22 @@ def emit(model: nn.Module, site: Site) -> Emitted:
         columns=tuple(span for _, span in site.linears if span is not None),
         originals={name: weakref.ref(p) for name, p in originals.items()},
     )
-    emitted = Emitted(fusion, parameters=originals, rules=tuple(site.rules))
-    for target, parameter in joined.items():
-        site.fused._parameters[target] = parameter
-        _alias(site.layouts[target], parameter, originals)
-    for module, kind, slot in _slots(site, fusion, holders):
-        _specialise(module, kind, slot)
-        emitted.slots.append((module, slot))
-    hide(site.fused)
     host = model.get_submodule(site.path)
+    slots = list(_slots(site, fusion, holders))
+    site.fused._parameters.update(joined)
     site.fused.train(host.training)
+    hide(site.fused)
+    emitted.append(Emitted(fusion, [(module, slot) for module, _, slot in slots], originals, tuple(site.rules)))
+    for target, parameter in joined.items():
+        _alias(site.layouts[target], parameter, originals)
+    for module, kind, slot in slots:
+        _specialise(module, kind, slot)
     host._modules["fused"] = site.fused
-    return emitted
 
 
 def undo(model: nn.Module, emitted: Emitted) -> None:
-    """Take a site out again: the very Parameters that were there, with today's values in storage of their own."""
+    """Take a site out again, whole or half made: the very Parameters that were there, with today's values in storage
+    of their own."""
     for name, parameter in emitted.parameters.items():
         layout, fused = _where(emitted.fusion, name)
         if not layout.is_same:
@@ -119,14 +119,16 @@ def _take_out(
     for module, slot in slots:
         own = dict(module._parameters)
         back = {attribute: parameters[view.name] for attribute, view in slot.views.items()}
-        module.__class__ = type(module)._te_transform_made_of[0]
-        del module.__dict__["_te_transform_slot"]
+        if isinstance(module, SlotModule):
+            module.__class__ = type(module)._te_transform_made_of[0]
+        module.__dict__.pop("_te_transform_slot", None)
         if slot.config is not None:
             module.__dict__["config"] = slot.config
         module._parameters.clear()
-        module._parameters.update({name: back.get(name, own.get(name)) for name in slot.order})
+        names = dict.fromkeys((*slot.order, *own))
+        module._parameters.update({name: back.get(name, own.get(name)) for name in names})
     path, _, child = fusion.path.rpartition(".")
-    del model.get_submodule(path)._modules[child]
+    model.get_submodule(path)._modules.pop(child, None)
 
 
 def _holders(site: Site) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
@@ -146,8 +148,8 @@ def _joined(layout: Layout, originals: dict[str, nn.Parameter]) -> nn.Parameter:
     if layout.is_same:
         return originals[layout.pieces[0].name]
     used = [originals[piece.name] for piece in layout.pieces]
-    with torch.no_grad():
-        joined = nn.Parameter(layout.join(originals).contiguous(), requires_grad=used[0].requires_grad)
+    values = {name: parameter.detach() for name, parameter in originals.items()}
+    joined = nn.Parameter(layout.join(values).contiguous(), requires_grad=used[0].requires_grad)
     if all(p.grad is not None for p in used):
         joined.grad = layout.join({piece.name: p.grad for piece, p in zip(layout.pieces, used, strict=True)}).contiguous()
     return joined
@@ -184,9 +186,9 @@ def _slots(site: Site, fusion: Fusion, holders: dict) -> Iterator[tuple[nn.Modul
 
 
 def _specialise(module: nn.Module, kind: type[SlotModule], slot: Slot) -> None:
-    for name in slot.views:
-        del module._parameters[name]
     module.__dict__["_te_transform_slot"] = slot
     module.__class__ = slot_class(type(module), kind, tuple(slot.views))
+    for name in slot.views:
+        del module._parameters[name]
     if kind is DispatchSlot:
         dispatch.enter(module, slot)

@@ -11,3 +11,8 @@ def finalise(model: nn.Module, options: Options) -> None:
     """Compile the model in place, if that was asked: it keeps its class, and compiles at its first call."""
     if options.compile:
         model.compile(mode=None if options.compile is True else options.compile)
+
+
+def unfinalise(model: nn.Module) -> None:
+    """Undo `finalise`, whether it was done or not."""
+    model.__dict__.pop("_compiled_call_impl", None)  # none was there before: check_model() refuses compiled models

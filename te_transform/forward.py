@@ -13,19 +13,20 @@ import contextlib
 import inspect
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from te_transform import rewrite
+from te_transform.alike import likeness
 from te_transform.causal import use_causal_flag
 from te_transform.guards import Mask, Mode, Path, Rewritten
 from te_transform.inputs import Inputs
@@ -73,18 +74,44 @@ class Owner:
         return names[0]
 
 
-def rewrite_forward(call: Call, recorded: Recording, norm: Call | None, fuse: Callable) -> Rewritten:
+@dataclass(eq=False)
+class Draft:
+    """The paths of a forward in one mode, without the module: what modules called alike can share."""
+
+    paths: list[Path] = field(default_factory=list)
+    gone: tuple[str, ...] = ()  # modules that the rewritten forward does not call, by their path below the owner
+    masks: dict[str, Tensor] = field(default_factory=dict)  # buffers proved to be causal, as bool where that says it all
+
+    def of(self, owner: Owner) -> Mode:
+        """The mode of this very module."""
+        gone = [owner.module.get_submodule(path) for path in self.gone] + ([owner.norm.module] if owner.norm else [])
+        family = (owner.module, *gone)
+        return Mode(
+            paths=self.paths,
+            watched=[(module, _scalars(module)) for module in family],
+            children=[(p, name, c) for p in family for name, c in p._modules.items() if c in gone],
+            masks=[Mask.of(owner.module, path, value) for path, value in self.masks.items()],
+        )
+
+
+Drafts = dict[Hashable, tuple[Draft, Draft]]  # training and evaluation, by likeness
+
+
+def rewrite_forward(call: Call, recorded: Recording, norm: Call | None, fuse: Callable, known: Drafts) -> Rewritten:
     """The forward of `call`'s module with a fusion in it; the arguments are those of Owner.
+
+    `known` are the drafts of modules that may have been called alike; a new one is added.
 
     Raises:
         Refusal: in training mode the forward could not be recorded or rewritten.
     """
     signature = inspect.signature(call.module.forward)
     owner = Owner(call, recorded, norm, fuse, _arguments(call, signature))
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # sizes stay symbolic until they become nodes
-        training, evaluation = _mode(owner, train=True), Mode()
-        with contextlib.suppress(Refusal):  # evaluation then runs the original forward
-            evaluation = _mode(owner, train=False)
+    key = likeness(call, recorded, norm)
+    drafts = known.get(key) or known.setdefault(key, _drafts(owner))
+    training, evaluation = (draft.of(owner) for draft in drafts)
+    if not all(mask.holds() for mask in (*training.masks, *evaluation.masks)):  # alike, but for the values of a mask
+        training, evaluation = (draft.of(owner) for draft in _drafts(owner))
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return Rewritten(
         parameters=tuple(name for name, p in signature.parameters.items() if p.kind in kinds),
@@ -94,21 +121,29 @@ def rewrite_forward(call: Call, recorded: Recording, norm: Call | None, fuse: Ca
     )
 
 
-def _mode(owner: Owner, train: bool) -> Mode:
+def _drafts(owner: Owner) -> tuple[Draft, Draft]:
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # sizes stay symbolic until they become nodes
+        training, evaluation = _draft(owner, train=True), Draft()
+        with contextlib.suppress(Refusal):  # evaluation then runs the original forward
+            evaluation = _draft(owner, train=False)
+    return training, evaluation
+
+
+def _draft(owner: Owner, train: bool) -> Draft:
     """The paths at any size and at the sizes that make a difference, in one mode."""
     passed = _handed_on(owner.module) - {owner.normalised}  # which has to be checked, not only handed on
     if passed:
         with contextlib.suppress(Refusal):
-            return _mode_with(owner, train, passed)
-    return _mode_with(owner, train, frozenset())
+            return _draft_with(owner, train, passed)
+    return _draft_with(owner, train, frozenset())
 
 
-def _mode_with(owner: Owner, train: bool, passed: frozenset[str]) -> Mode:
-    mode = Mode()
-    for sizes in _rewritten(owner, _recorded(owner, train, {}, passed), passed, mode):
+def _draft_with(owner: Owner, train: bool, passed: frozenset[str]) -> Draft:
+    draft = Draft()
+    for sizes in _rewritten(owner, _recorded(owner, train, {}, passed), passed, draft):
         with contextlib.suppress(Refusal):
-            _rewritten(owner, _recorded(owner, train, sizes, passed), passed, mode)
-    return mode
+            _rewritten(owner, _recorded(owner, train, sizes, passed), passed, draft)
+    return draft
 
 
 class _After(nn.Module):
@@ -137,8 +172,8 @@ def _recorded(owner: Owner, train: bool, sizes: Sizes, passed: frozenset[str]) -
         ) from error
 
 
-def _rewritten(owner: Owner, recording: Recording, passed: frozenset[str], mode: Mode) -> list[Sizes]:
-    """Add the path of this recording to `mode`; returns the sizes that it excludes."""
+def _rewritten(owner: Owner, recording: Recording, passed: frozenset[str], draft: Draft) -> list[Sizes]:
+    """Add the path of this recording to `draft`; returns the sizes that it excludes."""
     casting = {node.meta["call"].module for node in recording.graph.nodes if _names_dtype(node)}
     normalise(recording)
     masks = use_causal_flag(recording)
@@ -147,15 +182,18 @@ def _rewritten(owner: Owner, recording: Recording, passed: frozenset[str], mode:
     again = rewrite.collapse(recording, own)
     # called in the original forward but not in the rewritten one: taken by the fusion, or without effect when recorded
     gone = [c for c in recording.calls if c is not own and not any(c.within(kept) for kept in again)]
-    consumed = {call.module for call in gone} - {recording.root}
+    inside = [call.path.removeprefix(own.path).lstrip(".") for call in gone if call.within(own)]
     rewrite.rename_attributes(recording, lambda name: _own_name(own, name))
     # where no cast is left, none was dropped that another dtype would need
-    mode.paths.append(_path(owner, recording, passed, any_float=casting <= consumed))
-    family = (owner.module, *consumed)
-    mode.watched = [(module, _scalars(module)) for module in family]
-    mode.children = [(p, name, c) for p in family for name, c in p._modules.items() if c in consumed]
-    mode.masks = [Mask.of(owner.module, _own_name(own, name), tensor) for name, tensor in masks.items()]
+    any_float = casting <= {call.module for call in gone} - {recording.root}
+    draft.paths.append(_path(owner, recording, passed, any_float))
+    draft.gone = tuple(dict.fromkeys((*draft.gone, *inside)))
+    draft.masks |= {_own_name(own, name): _compact(tensor) for name, tensor in masks.items()}
     return _special_sizes(recording, passed)
+
+
+def _compact(mask: Tensor) -> Tensor:
+    return mask.bool() if torch.equal(mask.bool().to(mask.dtype), mask) else mask.clone()
 
 
 def _path(owner: Owner, recording: Recording, handed_on: frozenset[str], any_float: bool) -> Path:

@@ -84,11 +84,9 @@ class Mask:
     seen: tuple[weakref.ref, int] | None = None
 
     @classmethod
-    def of(cls, owner: nn.Module, path: str, buffer: Tensor) -> Mask:
-        """The mask at `path` below `owner`, with a copy of its value: as bool where that says it all."""
+    def of(cls, owner: nn.Module, path: str, value: Tensor) -> Mask:
+        """The mask at `path` below `owner`, whose proved value was `value`."""
         parent, _, name = path.rpartition(".")
-        small = buffer.bool()
-        value = small if torch.equal(small.to(buffer.dtype), buffer) else buffer.clone()
         return cls(owner.get_submodule(parent), name, value)
 
     def holds(self) -> bool:

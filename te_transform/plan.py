@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import fx, nn
 from te_transform import rewrite, vocabulary
 from te_transform.config import Options
 from te_transform.dispatch import dispatches
-from te_transform.forward import Refusal, Rewritten, rewrite_forward
+from te_transform.forward import Drafts, Refusal, rewrite_forward
+from te_transform.guards import Rewritten
 from te_transform.layout import qkv_layout
 from te_transform.pattern import Match, Miss, Siblings, find
 from te_transform.refusals import refusals
@@ -28,7 +29,7 @@ Columns = tuple[int, int]
 class Site:
     """One fusion to be made: the fused module, on meta, what its parameters are made of, and where it goes."""
 
-    rules: list[str]
+    rules: list[tuple[str, str]]  # the rules that made it, each with the path it is reported at
     path: str  # of the module that will host the fused one
     fused: nn.Module
     layouts: dict[str, Layout]
@@ -51,6 +52,7 @@ class Plan:
     recording: Recording
     sites: dict[str, Site] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
+    drafts: dict[str, Drafts] = field(default_factory=dict)  # of rewritten forwards, by rule
     projections: dict[str, str] = field(default_factory=dict)  # path of a fused QKV projection -> its layout
 
     @cached_property
@@ -115,9 +117,10 @@ def _site(rule: Rule, match: Match, operations: list[Operation], fused: nn.Modul
     merged = [made.sites[op.merged] for op in linears if op.merged]
     readers = [pair for op in linears for pair in made.unmerged(op)]
     owner = _owner(match, norm, [op for op, _ in readers])
+    path = owner.path if owner else readers[0][0].path
     site = Site(
-        rules=[name for absorbed in merged for name in absorbed.rules] + [rule.name],
-        path=owner.path if owner else readers[0][0].path,
+        rules=[*(made_by for absorbed in merged for made_by in absorbed.rules), (rule.name, path)],
+        path=path,
         fused=fused,
         layouts=_layouts(rule, moves, operations, fused, made),
         linears=readers,
@@ -130,8 +133,10 @@ def _site(rule: Rule, match: Match, operations: list[Operation], fused: nn.Modul
         site.scale = operations[0].scale
     elif owner is not None:
         outside = norm.call if norm and not norm.call.within(owner) else None
-        merged = {op.module for op, span in readers if span is not None}
-        site.rewritten = rewrite_forward(owner, made.recording, outside, lambda local: _fuse_in(local, rule, merged))
+        joined = {op.module for op, span in readers if span is not None}
+        fuse = partial(_fuse_in, rule=rule, merged=joined)
+        known = made.drafts.setdefault(rule.name, {})
+        site.rewritten = rewrite_forward(owner, made.recording, outside, fuse, known)
     return site
 
 
@@ -179,9 +184,8 @@ def _inputs(match: Match) -> tuple[Any, ...]:
     return match.root.args[:1] if match.root.target is vocabulary.linear else match.root.args
 
 
-def _fuse_in(local: Recording, rule: Rule, merged: set[nn.Module]) -> set[nn.Module]:
-    """Put `rule`'s fusion, in which the linears `merged` are one, into an owner's recording; returns the modules whose
-    insides it took."""
+def _fuse_in(local: Recording, rule: Rule, merged: set[nn.Module]) -> None:
+    """Put `rule`'s fusion, in which the linears `merged` are one, into an owner's recording."""
     for match in find(Siblings(vocabulary.linear, "linears"), local.graph):
         if {node.meta["call"].module for node in match.nodes} <= merged:
             rewrite.merge(local, match.nodes, "merged", torch.empty(0, device="meta"), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,11 +25,15 @@ def preserved(model: nn.Module) -> Iterator[None]:
     versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     python_random = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_random = numpy.random.get_state() if numpy else None
     try:
         with torch.random.fork_rng(devices=sorted({d.index or 0 for d in devices})):
             yield
     finally:
         random.setstate(python_random)
+        if numpy:
+            numpy.random.set_state(numpy_random)
         for module, before in attributes:
             _restore(module.__dict__, before)
         with torch.no_grad():

@@ -19,14 +19,19 @@ WEIGHTED = ("linear", "layer_norm", "rms_norm")
 _LINEAR_FORWARDS = {nn.Linear.forward}
 
 
-def refusals(match: Match, operations: list[Operation], recording: Recording, options: Options) -> Iterator[str]:
-    """Every generic reason, as a clause of what the model has, a comma, and one of what is needed."""
+def refusals(
+    match: Match, operations: list[Operation], unmerged: list[Operation], recording: Recording, options: Options
+) -> Iterator[str]:
+    """Every generic reason, as a clause of what the model has, a comma, and one of what is needed.
+
+    `unmerged` are the operations, with those that a merged one was made of in its place.
+    """
     for operation in operations:
         yield from _skipped(operation, options)
         if operation.word in WEIGHTED and operation.merged is None:
             yield from _of_module(operation, recording)
             yield from _of_weights(operation)
-    yield from _mixed(operations)
+    yield from _mixed(unmerged)
     yield from _read_elsewhere(match)
 
 
@@ -87,13 +92,12 @@ def _of_weight(what: str, stored: Tensor) -> Iterator[str]:
 
 
 def _mixed(operations: list[Operation]) -> Iterator[str]:
-    weights = {op.word: op.weight for op in operations if op.word in WEIGHTED and isinstance(op.weight, Tensor)}
-    if len({w.dtype for w in weights.values()}) > 1:
-        found = ", ".join(f"{name} {_short(w.dtype)}" for name, w in weights.items())
+    weights = [(op.word, op.weight) for op in operations if op.word in WEIGHTED and isinstance(op.weight, Tensor)]
+    if len({weight.dtype for _, weight in weights}) > 1:
+        found = ", ".join(dict.fromkeys(f"{word} {_short(weight.dtype)}" for word, weight in weights))
         yield f"the parameters are of several dtypes ({found}), a fused module has one"
-    placed = {op.word: op.weight.device for op in operations if op.word in weights and op.merged is None}
-    if len(set(placed.values())) > 1:
-        found = ", ".join(f"{name} on {device}" for name, device in placed.items())
+    if len({weight.device for _, weight in weights}) > 1:
+        found = ", ".join(dict.fromkeys(f"{word} on {weight.device}" for word, weight in weights))
         yield f"the parameters are on several devices ({found}), a fused module is on one"
 
 

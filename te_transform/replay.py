@@ -1,4 +1,4 @@
-"""Run a module, or its copy in fp64, forward and backward, so that its numbers can be compared, and leave no trace."""
+"""Run a module forward and backward, or its copy in fp64, so that numbers can be compared; leave no trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_with_path
+from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from te_transform.inputs import Inputs
 from te_transform.originals import Original, fusions
@@ -39,8 +39,9 @@ def run(
     training: bool,
     cotangents: Mapping[str, Tensor] | None = None,
     double: bool = False,
+    rounding: int | None = None,
 ) -> Run:
-    """Run `module` with its dropouts off, forward and backward; nothing is left behind but its training flags.
+    """Run `module` with its dropouts off, forward and backward; only its training flags are changed.
 
     Args:
         module: what is called with `inputs`; random numbers come from the state that the generators are in.
@@ -49,11 +50,13 @@ def run(
         training: the mode, of the module and of all in it.
         cotangents: those of the run that this one will be compared to, None for the first.
         double: run in fp64, whatever dtypes the forward asks for (of a module that is in fp64).
+        rounding: a seed; every result that a gradient flows through is put off by a random half ulp at most.
     """
     module.train(training)
     args, kwargs, leaves = _given(inputs, double)
     trained = {name: original for name, original in parameters.items() if original.held.requires_grad}
-    with _same_random(module), torch.enable_grad(), _undropped_cores(module), _default(double), _Judged(double):
+    mode = _Judged(double, None if rounding is None else torch.Generator().manual_seed(rounding))
+    with _same_random(module), torch.enable_grad(), _undropped_cores(module), _default(double), mode:
         outputs = dict(_named(module(*args, **kwargs)))
         if cotangents is None:
             cotangents = _cotangents(outputs)
@@ -63,7 +66,8 @@ def run(
 
 def in_double(module: nn.Module) -> nn.Module:
     """A copy of `module` in fp64, on its original modules."""
-    twin = copy.deepcopy(module)
+    report = module.__dict__.get("_te_transform")
+    twin = copy.deepcopy(module, {id(report): report})  # its graphs hold the model's tensors
     for fusion in fusions(twin):
         fusion.enabled = False
         fusion.fused.double()  # its host may lie outside
@@ -108,7 +112,10 @@ def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[st
 def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of an output, named by the way to them; key-value caches are passed over."""
     if isinstance(value, Tensor):
-        yield name, value + 0 if type(value) is not Tensor else value  # a Deferred is read here, as a user would
+        yield (
+            name,
+            value + 0 if type(value) is not Tensor else value,
+        )  # a Deferred is read here, as a user would
         return
     if isinstance(value, Mapping):
         items = value.items()
@@ -174,19 +181,22 @@ _DROPOUTS = {
 }  # fmt: skip
 _ATTENTIONS = {  # where they take dropout_p
     F.scaled_dot_product_attention: 4,
-    F.multi_head_attention_forward: list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p"),
+    F.multi_head_attention_forward: list(inspect.signature(F.multi_head_attention_forward).parameters).index(
+        "dropout_p"
+    ),
 }
 
 
 class _Judged(TorchFunctionMode):
     """Dropout does nothing, in training mode too, and no module is touched for it: two runs can be compared.
 
-    With `double`, a forward that asks for a narrower dtype (a norm's float()) gets fp64: the reference rounds nowhere.
+    With `double`, a forward that asks for a narrower dtype (a norm's float()) gets fp64, rounding to no less.
+    With a `generator`, results are rounded at random.
     """
 
-    def __init__(self, double: bool):
+    def __init__(self, double: bool, generator: torch.Generator | None):
         super().__init__()
-        self.double = double
+        self.double, self.generator = double, generator
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -200,9 +210,41 @@ class _Judged(TorchFunctionMode):
             args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
             kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
         if self.double:
-            func = Tensor.double if func in (Tensor.float, Tensor.half, Tensor.bfloat16) else func
+            func = _DOUBLE.get(func, func)
             args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        return out if self.generator is None else self._rounded(out, tree_leaves((args, kwargs)))
+
+    def _rounded(self, out: Any, given: list[Any]) -> Any:
+        if type(out) in (tuple, list):
+            return type(out)(self._rounded(item, given) for item in out)
+        if type(out) is not Tensor or not out.is_floating_point() or not out.requires_grad:
+            return out  # positions and masks: an index made of one may not jump
+        storage = out.untyped_storage()._cdata
+        if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == storage for t in given):
+            return out  # a view, nothing was computed
+        dtype = torch.finfo(out.dtype)
+        noise = torch.rand(out.shape, generator=self.generator, dtype=torch.float64).to(out.device) - 0.5
+        noisy = (out.double() * (1 + dtype.eps * noise)).to(out.dtype)
+        return torch.where(
+            out.abs() < dtype.max / 2, noisy, out
+        )  # a masked score is all mask, no rounding shows
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """torch's grouped_mm of rows [rows, in] by experts [experts, in, out], which it has in no fp64."""
+    ends = offs.tolist()
+    products = [x[start:stop] @ expert for start, stop, expert in zip([0, *ends], ends, weight, strict=False)]
+    rest = x.new_zeros(x.shape[0] - ends[-1], weight.shape[-1])
+    return torch.cat([*products, rest])
+
+
+_DOUBLE = {
+    Tensor.float: Tensor.double,
+    Tensor.half: Tensor.double,
+    Tensor.bfloat16: Tensor.double,
+    torch._grouped_mm: _grouped_mm,  # what F.grouped_mm calls
+}
 
 
 def _wide(value: Any) -> Any:

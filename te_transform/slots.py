@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from te_transform.weights import Layout
 
@@ -73,6 +75,13 @@ class View:
     def layout(self) -> Layout:
         return self.fusion.layouts[self.target]
 
+    def fixed(self, attribute: str) -> str:
+        """Why the attribute can get no new tensor."""
+        return (
+            f"{attribute!r} is part of {type(self.fusion.fused).__name__}.{self.target} since te_transform.convert(), a "
+            f"new tensor cannot take its place: write into it (module.{attribute}.copy_(...)) or revert() the model"
+        )
+
     def read(self) -> Tensor:
         """The parameter itself where it moved as it was, else a view of its rows (a copy where rows are permuted)."""
         return self.layout.part(getattr(self.fusion.fused, self.target), self.name)
@@ -104,13 +113,42 @@ class SlotModule(nn.Module):
         view = slot.views.get(name)
         if view is None:
             super().__setattr__(name, value)
+        elif name in self._parameters:  # only while a state dict is loaded
+            self._parameters[name] = value
         elif view.layout.is_same and isinstance(value, nn.Parameter):
             setattr(view.fusion.fused, view.target, value)  # a tie made anew
         else:
-            raise AttributeError(
-                f"{name!r} is part of {type(view.fusion.fused).__name__}.{view.target} since te_transform.convert(), a "
-                f"new tensor cannot take its place: write into it (module.{name}.copy_(...)) or revert() the model"
-            )
+            raise AttributeError(view.fixed(name))
+
+    def __delattr__(self, name: str) -> None:
+        view = self._te_transform_slot.views.get(name)
+        if view is not None:
+            raise AttributeError(view.fixed(name))
+        super().__delattr__(name)
+
+    def requires_grad_(self, requires_grad: bool = True) -> SlotModule:
+        """As nn.Module's, for the parameters that this module had.
+
+        Raises:
+            RuntimeError: it has a share of a joined parameter, which would have to change as a whole.
+        """
+        views = self._te_transform_slot.views
+        for name, view in views.items():
+            held = getattr(view.fusion.fused, view.target)
+            own = all(any(v.name == piece.name for v in views.values()) for piece in view.layout.pieces)
+            if not own and held.requires_grad != requires_grad:
+                raise RuntimeError(
+                    f"{name!r} is a share of {type(view.fusion.fused).__name__}.{view.target}, which is trained as a "
+                    "whole or not at all: set requires_grad before te_transform.convert(), or of the module above"
+                )
+            held.requires_grad_(requires_grad)
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.requires_grad_(requires_grad)
+        for child in self.children():
+            if child is not self._modules.get("fused"):
+                child.requires_grad_(requires_grad)
+        return self
 
     def extra_repr(self) -> str:
         slot: Slot = self._te_transform_slot
@@ -125,11 +163,14 @@ class SlotModule(nn.Module):
 class NormSlot(SlotModule):
     """A norm whose result is computed by the fused module that reads it, or here when anybody else does."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         fusion: Fusion = self._te_transform_slot.fusion
-        if args or kwargs or not fusion.enabled or _traced() or type(x) is not Tensor or _would_change_dtype(self, x):
-            return super().forward(x, *args, **kwargs)
-        return defer(x, self)
+        given = (*args, *kwargs.values())  # one tensor, by whatever name
+        if len(given) != 1 or type(given[0]) is not Tensor or not fusion.enabled or _traced():
+            return super().forward(*args, **kwargs)
+        if _would_change_dtype(self, given[0]):
+            return super().forward(*args, **kwargs)
+        return defer(given[0], self)
 
     def now(self, x: Tensor) -> Tensor:
         """The normalised tensor, computed."""
@@ -139,11 +180,12 @@ class NormSlot(SlotModule):
 class LinearSlot(SlotModule):
     """A linear that takes its columns of the fused product."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         slot: Slot = self._te_transform_slot
-        if args or kwargs or not slot.fusion.enabled or _traced():
-            return super().forward(x, *args, **kwargs)
-        return _share(slot.fusion, x, slot.columns)
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not slot.fusion.enabled or _traced():
+            return super().forward(*args, **kwargs)
+        return _share(slot.fusion, given[0], slot.columns)
 
 
 class OwnerSlot(SlotModule):
@@ -155,6 +197,9 @@ class OwnerSlot(SlotModule):
         if ready is None:
             return super().forward(*args, **kwargs)
         slot.fusion.runs += 1
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, Deferred):
+                given.taken = True
         return ready()
 
 
@@ -171,48 +216,74 @@ class Deferred(Tensor):
     source: Tensor
     norm: NormSlot
     value: Tensor | None
-    stamp: tuple  # the source's version and the modes when the norm was called
+    history: Any  # the autograd node that `value` stands for
+    stamp: tuple  # of the source and the norm's parameters, when the norm was called
+    saving: Any  # the saved tensors hooks of that moment
+    taken: bool  # whether a fused module has taken the norm over
+    version: int  # of `value` when it was computed
 
     @staticmethod
     def __new__(cls, source: Tensor, norm: NormSlot) -> Deferred:
         deferred = torch.Tensor._make_wrapper_subclass(
             cls, source.shape, strides=source.stride(), dtype=source.dtype, device=source.device
         )
-        deferred.source, deferred.norm, deferred.value = source, norm, None
+        deferred.source, deferred.norm, deferred.value, deferred.taken = source, norm, None, False
         return deferred
 
     def now(self) -> Tensor:
         """The normalised tensor; computed once, as it would have been when the norm was called."""
         if self.value is None:
-            if _version(self.source) != self.stamp[0]:
-                raise RuntimeError(
-                    f"{type(self.norm).__name__}'s input was changed in place before its output was read, te_transform "
-                    "had put the computation off: convert with skip= for this norm, or change a copy of the input"
-                )
-            _, grad, autocast = self.stamp
-            with torch.set_grad_enabled(grad), torch.autocast(self.source.device.type, enabled=autocast):
-                self.value = self.norm.now(self.source)
+            self._compute()
+        if self.history is not _node(self):  # code below autograd has had it: the graph knows this tensor alone
+            with _as_when(self), torch.enable_grad():
+                self.value = _Reread.apply(self)
+            self.history, self.version = _node(self), _version(self.value)
         return self.value
 
+    def below(self) -> Tensor:
+        """As now(), for code below autograd, where what is computed gets no graph."""
+        if self.value is None:
+            self._compute()
+            self.history = Deferred  # none that autograd knows
+        return self.value
+
+    def _compute(self) -> None:
+        if self.stamp[0] != _stamp(self.source, *_parameters(self.norm))[0]:
+            raise RuntimeError(
+                f"{type(self.norm).__name__}'s input or parameters were changed in place before its output was "
+                "read, te_transform had put the computation off: convert with skip= for this norm, or read its "
+                "output earlier"
+            )
+        with _as_when(self):
+            self.value = self.norm.now(self.source)
+        self.version = _version(self.value)
+
     def unread(self) -> bool:
-        """Whether a fused module may still take the norm over: nobody read it, nothing has changed since."""
-        return self.value is None and self.stamp == _stamp(self.source)
+        """Whether a fused module may take the norm over: nobody read it, or one did before, and nothing has changed."""
+        if self.value is not None and not (self.taken and _version(self.value) == self.version >= 0):
+            return False
+        return self.stamp == _stamp(self.source, *_parameters(self.norm))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
         if func in _SHAPE_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        args, kwargs = _read((args, kwargs or {}))
-        return func(*args, **kwargs)
+                return func(*args, **kwargs)
+        if func in _WATCHING:
+            _check_watched(args[0] if func is not torch.autograd.grad else [*args, kwargs.get("inputs")][1])
+        read, kwargs = _read((args, kwargs))
+        out = func(*read, **kwargs)
+        unmoved = bool(args) and isinstance(args[0], Deferred) and out is args[0].value
+        return args[0] if unmoved else out  # x.mul_(2) is x
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        args, kwargs = _read((args, kwargs or {}))
+        args, kwargs = tree_map_only(Deferred, Deferred.below, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:
-        return f"Deferred({type(self.norm).__name__} of {list(self.shape)}, {'read' if self.value is not None else 'unread'})"
+        return repr(self.now())
 
 
 _SHAPE_ONLY = {
@@ -222,29 +293,88 @@ _SHAPE_ONLY = {
 }  # fmt: skip
 
 
+_WATCHING = {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad}
+
+
+def _check_watched(tensors: Any) -> None:
+    for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
+        if isinstance(tensor, Deferred) and tensor.taken:
+            raise RuntimeError(
+                f"{type(tensor.norm).__name__}'s output was taken over by a fused module, its whole gradient is "
+                "not computed: ask for it before the output is used, or convert with skip= for this norm"
+            )
+
+
 def defer(x: Tensor, norm: NormSlot) -> Tensor:
     """The norm of `x`, unread; code that looks behind PyTorch's back (an autograd.Function) gets its gradients too."""
-    parameters = [p for p in (view.read() for view in norm._te_transform_slot.views.values()) if p.requires_grad]
-    trained = torch.is_grad_enabled() and (x.requires_grad or parameters)
+    parameters = _parameters(norm)
+    trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters))
     deferred = _Defer.apply(norm, x, *parameters) if trained else Deferred(x, norm)
-    deferred.stamp = _stamp(x)
+    deferred.stamp, deferred.history = _stamp(x, *parameters), _node(deferred)
+    deferred.saving = _saving_hooks()
     return deferred
+
+
+def _parameters(norm: NormSlot) -> list[Tensor]:
+    return [view.read() for view in norm._te_transform_slot.views.values()]
+
+
+def _node(tensor: Tensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.grad_fn
+
+
+def _saving_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+@contextlib.contextmanager
+def _as_when(deferred: Deferred) -> Iterator[None]:
+    """The modes that were on when the norm was called; a checkpoint begun since does not count what is saved."""
+    _, grad, inference, _ = deferred.stamp
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        if _autocast(deferred.source) is not None:
+            stack.enter_context(torch.autocast(deferred.source.device.type, enabled=False))
+        if _saving_hooks() != deferred.saving:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+        yield
+
+
+def _itself(saved: Tensor) -> Tensor:
+    return saved
 
 
 class _Defer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, norm: NormSlot, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.norm, ctx.parameters = norm, parameters
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, *parameters)  # the parameters, so that autograd sees if they are changed
         return Deferred(x, norm)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        (x,) = ctx.saved_tensors
+        x, *_ = ctx.saved_tensors
+        again = torch.is_grad_enabled()
         with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            grads = torch.autograd.grad(ctx.norm.now(x), (x, *ctx.parameters), grad)
-        return (None, *grads)
+            x = x.view_as(x) if x.requires_grad else x.detach()
+            sources = (x, *ctx.parameters)
+            trained = [tensor for tensor in sources if tensor.requires_grad]
+            grads = iter(torch.autograd.grad(ctx.norm.now(x), trained, grad, create_graph=again))
+        return (None, *(next(grads) if tensor.requires_grad else None for tensor in sources))
+
+
+class _Reread(torch.autograd.Function):
+    """A Deferred's value, with the history that autograd has of the Deferred itself."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred) -> Tensor:
+        return deferred.value.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 @dataclass(eq=False)
@@ -253,27 +383,32 @@ class _Shared:
 
     source: weakref.ref
     stamp: tuple
-    product: Tensor
-    left: set[tuple[int, int]]
+    left: dict[tuple[int, int], Tensor]
 
-    def take(self, columns: tuple[int, int]) -> Tensor:
-        self.left.discard(columns)
-        return self.product[..., slice(*columns)]
+
+class _Split(torch.autograd.Function):
+    """Columns of a product as tensors of their own: if one is changed in place, the others keep their version."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, *columns: tuple[int, int]) -> tuple[Tensor, ...]:
+        return tuple(product.data[..., slice(*span)].data for span in columns)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        return torch.cat(grads, -1), *(None for _ in grads)
 
 
 def _share(fusion: Fusion, x: Tensor, columns: tuple[int, int] | None) -> Tensor:
     """This linear's columns of the fused product of `x`: of the product a sibling has just made, else of a new one."""
-    shared = fusion.shared
-    if shared is not None and columns in shared.left and shared.source() is x and shared.stamp == _stamp_of(fusion, x):
-        out = shared.take(columns)
-        fusion.shared = shared if shared.left else None
-        return out
-    product = _product(fusion, x)
     if columns is None:
-        return product
-    left = {span for span in fusion.columns if span != columns}
-    fusion.shared = _Shared(weakref.ref(x), _stamp_of(fusion, x), product, left)
-    return product[..., slice(*columns)]
+        return _product(fusion, x)
+    shared, stamp = fusion.shared, _stamp_of(fusion, x)
+    if shared is None or columns not in shared.left or shared.source() is not x or shared.stamp != stamp:
+        parts = _Split.apply(_product(fusion, x), *fusion.columns)
+        shared = _Shared(weakref.ref(x), _stamp_of(fusion, x), dict(zip(fusion.columns, parts, strict=True)))
+    out = shared.left.pop(columns)
+    fusion.shared = shared if shared.left else None
+    return out
 
 
 def _product(fusion: Fusion, x: Tensor) -> Tensor:
@@ -281,6 +416,7 @@ def _product(fusion: Fusion, x: Tensor) -> Tensor:
     if fusion.norm is None:
         return fusion.fused(x)
     if isinstance(x, Deferred) and x.norm is fusion.norm and x.unread():
+        x.taken = True
         return fusion.fused(x.source)
     fusion.runs -= 1
     fused = fusion.fused  # already normalised, on a path of its own: the linear alone
@@ -303,22 +439,33 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def _stamp(x: Tensor) -> tuple:
-    return _version(x), torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+def _stamp(*tensors: Tensor) -> tuple:
+    """What a result computed from `tensors` now depends on: what they hold, and the modes."""
+    held = tuple((id(tensor), _version(tensor)) for tensor in tensors)
+    return held, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast(tensors[0])
 
 
 def _stamp_of(fusion: Fusion, x: Tensor) -> tuple:
-    read = isinstance(x, Deferred) and x.value is not None
-    return *_stamp(x.source if isinstance(x, Deferred) else x), read and _version(x.value), _version(fusion.fused.weight)
+    value = x.value if isinstance(x, Deferred) else None
+    source = x.source if isinstance(x, Deferred) else x
+    weights = [parameter for parameter in fusion.fused._parameters.values() if parameter is not None]
+    return _stamp(source, *weights, *([] if value is None else [value])), _saving_hooks()
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def _traced() -> bool:
-    """Under a compiler or tracer the plain modules are what it can fuse best."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """Under a compiler, a tracer or a function transform the plain modules are what is understood best."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _would_change_dtype(norm: NormSlot, x: Tensor) -> bool:
-    if torch.is_autocast_enabled(x.device.type):
+    if _autocast(x) is not None:
         return True
     return any(view.read().dtype != x.dtype for view in norm._te_transform_slot.views.values())
 
@@ -330,11 +477,13 @@ def _own_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     own = dict(module._parameters)
     with torch.no_grad() if write else contextlib.nullcontext():
         views = {name: view.read() for name, view in slot.views.items()}
+    names = dict.fromkeys((*slot.order, *own))
     module._parameters.clear()
-    module._parameters.update({name: views.get(name, own.get(name)) for name in slot.order})
+    module._parameters.update({name: views.get(name, own.get(name)) for name in names})
     try:
         yield
         if write:
+            own.update({name: module._parameters[name] for name in own})
             _write_back(slot, views, module._parameters)
     finally:
         module._parameters.clear()
@@ -347,6 +496,11 @@ def _write_back(slot: Slot, views: dict[str, Tensor], now: dict[str, Tensor | No
         if value is not views[name] and view.layout.is_same:  # load_state_dict(assign=True)
             setattr(view.fusion.fused, view.target, value)
         elif value is not views[name] or view.layout.order is not None:
+            if (value.dtype, value.device) != (views[name].dtype, views[name].device):
+                raise RuntimeError(
+                    f"{name!r} is {views[name].dtype} on {views[name].device} and joined with others, load_state_dict("
+                    "assign=True) cannot make it another: move the model first, by to() or to_empty()"
+                )
             with torch.no_grad():
                 view.write(value)
 

@@ -35,6 +35,13 @@ _MISNAMED = {torch.Tensor.__pow__: torch.Tensor.pow, torch.Tensor.__ipow__: torc
 class TraceError(RuntimeError):
     """The model could not be run on the inputs given; the model is as it was."""
 
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Inputs, error: Exception) -> TraceError:
+        return cls(
+            f"{type(model).__name__} failed on the example inputs ({inputs}): {type(error).__name__}: {error}\n"
+            "Pass example_inputs that a plain model(...) call accepts."
+        )
+
 
 @dataclass(frozen=True)
 class Passed:
@@ -146,10 +153,7 @@ def record(
             with _watched(model, tape), tape:
                 output = model(*args, **kwargs)
         except Exception as error:
-            raise TraceError(
-                f"{type(model).__name__} failed on the example inputs ({inputs}): {type(error).__name__}: {error}\n"
-                "Pass example_inputs that a plain model(...) call accepts."
-            ) from error
+            raise TraceError.of(model, inputs, error) from error
         recording.graph.output(tape.to_nodes(output))
     _drop_unread(recording.graph)
     return recording

@@ -15,9 +15,9 @@ EXAMPLE = "example inputs"
 
 
 def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[tuple[str, Inputs]]:
-    """Each sample, and the first again with fresh values, another batch, another length, left-padded; all labelled.
+    """Each sample, then the first with fresh values, another batch, another length, left-padded; with labels.
 
-    A size is known by its value, as the example has it; whether the model runs at the others it has to say itself.
+    A size is known by the value that it has in the example. Whether the model runs at others, it has to say.
     """
     for number, sample in enumerate(samples, 1):
         yield EXAMPLE + (f" {number}" if len(samples) > 1 else ""), sample
@@ -42,14 +42,14 @@ def _parameters(model: nn.Module) -> set[str]:
 
 
 def _left_padded(ids: Tensor) -> Tensor:
-    """[batch, length] as integers, 0 where there is padding: a third of the first row, less in each row below."""
+    """[batch, length] of 0 and 1, 0 where there is padding: a third of the first row, less in each below."""
     batch, length = ids.shape
     missing = torch.arange(batch, 0, -1, device=ids.device) * length // (3 * batch)
     return (torch.arange(length, device=ids.device) >= missing[:, None]).long()
 
 
 def _sizes(inputs: Inputs) -> tuple[int | None, int | None]:
-    """The batch, which is the first size of the first tensor, and the length, the next size of the ids if there are any."""
+    """The batch, the first size of the first tensor, and the length, its next one or that of ids."""
     tensors = [t for t in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
     if not tensors:
         return None, None
@@ -68,7 +68,9 @@ def _varied(
         key = id(tensor)
         if key not in made:
             mask = _is_mask(tensor)
-            features = tensor.dim() - 1 if tensor.is_floating_point() and tensor.dim() > 2 and not mask else -1
+            features = (
+                tensor.dim() - 1 if tensor.is_floating_point() and tensor.dim() > 2 and not mask else -1
+            )
             for dim in range(tensor.dim())[dims]:
                 if tensor.shape[dim] == size and dim != features:
                     index = torch.arange(wanted, device=tensor.device).clamp(max=size - 1)
@@ -85,7 +87,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _fresh(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Other values of the same kind: normal ones of the same mean and scale, or integers out of those there."""
+    """Other values of the same kind: normal ones of the same mean and scale, or integers that are there."""
     if tensor.is_floating_point():
         noise = torch.randn(tensor.shape, generator=generator).to(tensor)
         return noise * tensor.std() + tensor.mean()

@@ -1,4 +1,4 @@
-"""Compare a converted model with its original: every output and gradient, the state dict, and where a difference is from."""
+"""Compare a converted model with its original, and say what differs because of what."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _WORST = 5  # gradients shown of each set of inputs
 class Verification:
     """What verify() found; true if all is as it was.
 
-    `rows` holds every comparison, `guilty` the paths of the sites that a difference comes from, `skipped` a sentence for
-    each set of inputs that the original model does not take.
+    `rows` holds every comparison, `guilty` the paths of the sites that a difference comes from, `skipped` a
+    sentence for each set of inputs that the original model does not take.
     """
 
     model: str
@@ -59,16 +59,18 @@ class Verification:
         return f"{self.model}: NOT the same, {failed} of {len(self.rows)} comparisons failed"
 
     def __rich__(self) -> Group:
-        table = Table("inputs", "compared", "converted", "original", "allowed", "", box=box.SIMPLE_HEAD, expand=False)
+        columns = ("inputs", "compared", "converted", "original", "allowed", "")
+        table = Table(*columns, box=box.SIMPLE_HEAD, caption="errors are relative and against fp64")
         for inputs, group in groupby(self.rows, key=lambda row: row.inputs):
             for line in _lines(inputs, list(group)):
                 table.add_row(*line)
         notes = [f"guilty: {path or 'the model itself'}" for path in self.guilty]
         notes += [f"skipped: {sentence}" for sentence in self.skipped]
-        return Group(Text(self.title, style="bold"), Text("errors relative to fp64"), table, *map(Text, notes))
+        return Group(Text(self.title, style="bold"), table, *map(Text, notes))
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
+        plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
+        console = Console(file=io.StringIO(), legacy_windows=False, **plain)
         console.print(self)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
@@ -77,15 +79,16 @@ class Verification:
 
 
 def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -> Verification:
-    """Compare `converted` with `model`, forward and every gradient, against the original's arithmetic in fp64.
+    """Compare `converted` with `model`, forward and each gradient, against the original's arithmetic in fp64.
 
-    In training mode with dropout off and in evaluation mode; on the example inputs, fresh random values, another batch
-    size, another length, and a left-padded batch where the model takes an attention_mask. compare.py says what passes.
-    The state dicts have to agree bitwise. After a failure, subsets of the fusions are run to find those that cause it.
-    What torch.compile makes of a model is not looked at. Needs the memory of `model` in fp64, and of its gradients.
+    In training mode with dropout off and in evaluation mode; on the example inputs, fresh random values,
+    another batch size, another length, and a left-padded batch where the model takes an attention_mask.
+    compare.py says what passes. The state dicts have to agree bitwise. After a failure, subsets of the
+    fusions are run to find those that cause it. What torch.compile makes of the model is not looked at. Needs
+    the memory of `model` in fp64 and of its gradients.
 
     Args:
-        model: the original, or the converted model itself after convert(inplace=True). Both are left bitwise as they are.
+        model: the original, or the converted model itself if it was converted in place; left as it is.
         converted: what te_transform.convert() returned.
         example_inputs: as convert() takes them.
 
@@ -96,7 +99,8 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
     _check(model, converted)
     compiled = any(module._compiled_call_impl is not None for module in converted.modules())
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-    sets = [(label, _trained(inputs)) for label, inputs in variations(model, as_inputs(model, example_inputs))]
+    samples = as_inputs(model, example_inputs)
+    sets = [(label, _trained(inputs)) for label, inputs in variations(model, samples)]
     states = list(_compare_states(model, converted))
     with preserved(model), preserved(converted), eager:
         twin = in_double(model)
@@ -104,22 +108,27 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
         def rows_of(label: str, inputs: Inputs, training: bool, enabled: Sequence[Fusion]) -> list[Row]:
             return judge(model, converted, twin, inputs, original_parameters, enabled, training, label)
 
+        def fails(enabled: Sequence[Fusion]) -> bool:
+            return any(_failed(rows_of(*one, enabled)) for one in failing)
+
         rows, failing, skipped = _all_rows(sets, partial(rows_of, enabled=fusions(converted)))
-        found = _guilty(converted, lambda enabled: any(_failed(rows_of(*one, enabled)) for one in failing)) if failing else []
-    found = dict.fromkeys([*_holders(converted, states), *map(place, found)])
-    return Verification(type(model).__name__, (*states, *rows), tuple(found), tuple(skipped))
+        # where the original modules fail too, in the converted model, it is their parameters
+        found = guilty(fusions(converted), fails) if failing and not fails(()) else []
+    paths = dict.fromkeys([*_holders(converted, states), *map(place, found)])
+    return Verification(type(model).__name__, (*states, *rows), tuple(paths), tuple(skipped))
 
 
 def _check(model: nn.Module, converted: nn.Module) -> None:
-    if not isinstance(converted, nn.Module) or not ("_te_transform" in converted.__dict__ or fusions(converted)):
+    is_module = isinstance(converted, nn.Module)
+    if not is_module or not ("_te_transform" in vars(converted) or fusions(converted)):
         raise ValueError(
-            f"the second model is a {type(converted).__name__} that te_transform.convert() did not return, a converted "
-            "model is needed: verify(model, te_transform.convert(model))"
+            f"the second model is a {type(converted).__name__} that te_transform.convert() did not return, a "
+            "converted model is needed: verify(model, te_transform.convert(model))"
         )
     if _plain_class(model) is not _plain_class(converted):
         raise ValueError(
-            f"the first model is a {type(model).__name__}, the second a converted {type(converted).__name__}, the "
-            "same class is needed: pass the model that was converted"
+            f"the first model is a {type(model).__name__}, the second was a {type(converted).__name__}, "
+            "the same class is needed: pass the model that was converted"
         )
 
 
@@ -149,18 +158,15 @@ def _all_rows(
                 failing += [(label, inputs, training)] if _failed(found) else []
         except OriginalError as error:
             if label.startswith(EXAMPLE):
-                raise ValueError(f"the original does not run on the example inputs ({inputs}), it raised {error}") from error
+                raise ValueError(
+                    f"the original does not run on the example inputs ({inputs}), it raised {error}"
+                ) from error
             skipped.append(f"{label}, the original raised {error}")
     return rows, failing, skipped
 
 
 def _failed(rows: list[Row]) -> bool:
     return not all(row.ok for row in rows)
-
-
-def _guilty(converted: nn.Module, fails: Callable[[Sequence[Fusion]], bool]) -> list[Fusion]:
-    """The fusions that a failure comes from; none if the original modules in the converted model fail too."""
-    return [] if fails(()) else guilty(fusions(converted), fails)
 
 
 def _compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
@@ -192,11 +198,12 @@ def _holders(converted: nn.Module, states: list[Row]) -> Iterator[str]:
 
 
 def _lines(inputs: str, rows: list[Row]) -> Iterator[tuple[str, ...]]:
-    """A line for each output, for the worst gradients and whatever else failed, and one that counts the passed ones."""
+    """A line for each output, for the worst gradients and whatever else failed, and one that counts."""
     gradients = sorted((row for row in rows if row.name.startswith("gradient")), key=lambda row: -row.times)
-    shown = [row for row in rows if row not in gradients] + gradients[:_WORST]
-    for number, row in enumerate(shown):
-        numbers = [f"{value:.1e}" for value in (row.converted, row.original, row.allowed)] if row.dtype else [""] * 3
+    others = [row for row in rows if not row.name.startswith("gradient")]
+    for number, row in enumerate(others + gradients[:_WORST]):
+        errors = (row.converted, row.original, row.allowed)
+        numbers = [f"{error:.1e}" for error in errors] if row.dtype else [""] * 3
         verdict = "ok" if row.ok else f"FAILED {row.reason}".rstrip()
         yield "" if number else inputs, row.name, *numbers, verdict
     yield "", f"{sum(row.ok for row in rows)} of {len(rows)} passed", "", "", "", ""

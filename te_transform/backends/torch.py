@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform import vocabulary
 
@@ -135,6 +136,11 @@ class DotProductAttention(nn.Module):
         enable_gqa: bool = False,
     ) -> Tensor:
         """query [batch, heads, length, width], key and value likewise; the mask keeps True, or is added."""
+        if mask is not None and mask.is_floating_point() and torch.is_grad_enabled():
+            # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong (torch 2.13):
+            # they normalise by a log-sum-exp in which the number of keys has been rounded away
+            with sdpa_kernel(SDPBackend.MATH):
+                return vocabulary.sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
         return vocabulary.sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
 
 
