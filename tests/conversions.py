@@ -1,0 +1,126 @@
+"""Models and what te_transform.convert() made of them, made once a process: run them, change only copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_transform
+from te_transform.originals import fusions, original_parameters
+from te_transform.report import Report
+from tests.zoo import CASES, EXTRA, Case, Inputs, tensors, zero_dropout
+
+ALL = CASES | EXTRA
+EVERYWHERE = 1e-5  # how far a converted model may be off in fp32, relative to the norm of what is compared
+
+
+def each(names: Iterable[str]) -> pytest.MarkDecorator:
+    """A test's `name` is each of `names`; those of one model run in one process, which converts it once."""
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in names])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model and the converted one."""
+
+    case: Case
+    original: nn.Module
+    converted: nn.Module
+
+    def run(self, inputs: Inputs, training: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of both, with the same random numbers."""
+        return run(self.original, inputs, training), run(self.converted, inputs, training)
+
+    def copy(self) -> Pair:
+        return Pair(self.case, copy.deepcopy(self.original), copy.deepcopy(self.converted))
+
+    @property
+    def report(self) -> Report:
+        return te_transform.report(self.converted)
+
+
+@cache
+def as_built(name: str) -> Pair:
+    """As a user has it: with the model's own dropouts, verified, the original kept."""
+    model = ALL[name].build()
+    return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample()))
+
+
+@cache
+def undropped(name: str) -> Pair:
+    """Built without dropout, so that train mode can be compared; another model only where the case drops."""
+    if not drops(name):
+        return as_built(name)
+    model = zero_dropout(ALL[name].build())
+    return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample(), verify=False))
+
+
+@cache
+def in_bf16(name: str) -> Pair:
+    """As built, in bf16, converted in place."""
+    original, model = ALL[name].build().bfloat16(), ALL[name].build().bfloat16()
+    sample = cast(ALL[name].sample(), torch.bfloat16)
+    converted = te_transform.convert(model, sample, inplace=True)
+    assert converted is model
+    return Pair(ALL[name], original, converted)
+
+
+@cache
+def drops(name: str) -> bool:
+    """Whether the model, as it is built, has a dropout that shows."""
+    model, inputs = ALL[name].build(), ALL[name].sample()
+    one, other = (run(model, inputs, training=True, seed=seed) for seed in (0, 1))
+    return not all(map(torch.equal, one, other))
+
+
+def run(model: nn.Module, inputs: Inputs, training: bool = False, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return list(tensors(model.train(training)(**inputs)))
+
+
+def error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest distance of an output from what it should be, relative to that one's norm."""
+    pairs = zip(actual, expected, strict=True)
+    return max(((a.double() - e.double()).norm() / e.double().norm()).item() for a, e in pairs)
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """The inputs with their floating tensors in another dtype; what was one tensor stays one."""
+    changed = {id(tensor): tensor.to(dtype) for tensor in inputs.values() if tensor.is_floating_point()}
+    return {name: changed.get(id(tensor), tensor) for name, tensor in inputs.items()}
+
+
+def gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor | None]:
+    """Of sum(output * fixed noise), for every original parameter that is trained, by its original name."""
+    torch.manual_seed(0)
+    outputs = [output for output in tensors(model.train()(**inputs)) if output.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    loss = sum((output * torch.randn(output.shape, generator=generator)).sum() for output in outputs)
+    parameters = {name: o for name, o in original_parameters(model).items() if o.held.requires_grad}
+    held = list(dict.fromkeys(original.held for original in parameters.values()))
+    found = dict(zip(held, torch.autograd.grad(loss, held, allow_unused=True), strict=True))
+    return {
+        name: None if found[original.held] is None else original.part(found[original.held])
+        for name, original in parameters.items()
+    }
+
+
+def idle(model: nn.Module) -> set[str]:
+    """The fused modules that have not run since the last call of this function."""
+    found = {fusion.path.removesuffix(".fused") for fusion in fusions(model) if not fusion.runs}
+    for fusion in fusions(model):
+        fusion.runs = 0
+    return found
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two state dicts have the same names in the same order, and the same values, dtypes, shapes."""
+    pairs = zip(one.values(), other.values(), strict=False)
+    return list(one) == list(other) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

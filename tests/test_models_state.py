@@ -1,0 +1,108 @@
+"""A converted model saves, loads and goes home under the original names, bit by bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_transform
+from tests.conversions import ALL, EVERYWHERE, as_built, each, error, run, same_bits, undropped
+from tests.zoo import CASES
+
+every_case = each(ALL)
+
+
+def ties(model: nn.Module) -> list[set[str]]:
+    """The names in the state dict that are one storage, where more than one is."""
+    names: dict[tuple, set[str]] = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.numel():
+            names.setdefault((tensor.data_ptr(), tensor.shape), set()).add(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def perturbed(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with other values in every parameter, tied ones alike; buffers stay."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return other.state_dict()
+
+
+@every_case
+def test_state_dict_is_the_original_one(name: str) -> None:
+    pair = as_built(name)
+    expected, actual = pair.original.state_dict(), pair.converted.state_dict()
+    assert same_bits(actual, expected)
+    assert same_bits(expected, pair.case.build().state_dict())  # convert() left the original alone
+    assert {n: (t.shape, t.stride()) for n, t in actual.items()}.keys() == expected.keys()
+    assert ties(pair.converted) == ties(pair.original)
+    assert all(t.requires_grad is False for t in actual.values())
+
+
+@every_case
+def test_the_original_stays_as_it_was(name: str) -> None:
+    original, built = as_built(name).original, ALL[name].build()
+    assert str(original) == str(built)
+    for one, other in zip(original.modules(), built.modules(), strict=True):
+        assert type(one) is type(other)
+        assert vars(one).keys() == vars(other).keys()
+
+
+@each(CASES)
+def test_loads_an_original_state_dict(name: str) -> None:
+    pair, other = undropped(name), undropped(name).copy()
+    state = perturbed(pair.original)
+    other.original.load_state_dict(state)
+
+    result = other.converted.load_state_dict(state, strict=True)
+
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert same_bits(other.converted.state_dict(), state)
+    assert same_bits(pair.converted.state_dict(), pair.original.state_dict())  # a copy shares nothing
+    for training in (False, True):
+        expected, actual = other.run(pair.case.sample(), training)
+        assert error(actual, expected) <= EVERYWHERE
+
+
+@each(CASES)
+def test_reverts_to_what_it_was(name: str) -> None:
+    pair = as_built(name)
+    if not te_transform.report(pair.converted).fused:
+        with pytest.raises(ValueError, match="has no converted module"):
+            te_transform.revert(pair.converted)
+        return
+    pair = pair.copy()
+    original, converted = pair.original.eval(), pair.converted.eval()
+    state = perturbed(original)
+    for model in (original, converted):
+        model.load_state_dict(state)
+
+    reverted = te_transform.revert(converted)
+
+    assert reverted is converted
+    assert same_bits(reverted.state_dict(), state)
+    assert str(reverted) == str(original)
+    assert tied_parameters(reverted) == tied_parameters(original)
+    for (path, one), (other_path, other) in zip(
+        reverted.named_modules(), original.named_modules(), strict=True
+    ):
+        assert path == other_path
+        assert type(one) is type(other)
+        assert vars(one).keys() == vars(other).keys()
+        assert list(one._parameters) == list(other._parameters)
+        assert one.training == other.training
+    for training in (False, True):
+        actual, expected = (run(m, pair.case.sample(), training) for m in (reverted, original))
+        assert all(map(torch.equal, actual, expected))
