@@ -55,7 +55,9 @@ def refuse(
         yield f"the MLP maps {fc1.weight.shape[1]} features to {fc2.weight.shape[0]}, LayerNormMLP keeps their number"
 
 
-def build(backend, norm: Operation, fc1: Operation, activation: Operation, fc2: Operation, gated: str) -> nn.Module:
+def build(
+    backend, norm: Operation, fc1: Operation, activation: Operation, fc2: Operation, gated: str
+) -> nn.Module:
     """The fused module."""
     hidden_size, ffn_hidden_size = fc2.weight.shape
     return backend.LayerNormMLP(
@@ -64,7 +66,9 @@ def build(backend, norm: Operation, fc1: Operation, activation: Operation, fc2: 
         eps=norm.eps,
         bias=fc1.bias is not None,
         normalization=layernorm_linear.NORMALIZATION[norm.word],
-        activation=_activations(backend, gated)["gelu_tanh" if activation.word == "gelu" else activation.word],
+        activation=_activations(backend, gated)[
+            "gelu_tanh" if activation.word == "gelu" else activation.word
+        ],
         zero_centered_gamma=norm.zero_centered_gamma,
         params_dtype=fc1.weight.dtype,
         device="meta",

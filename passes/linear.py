@@ -18,7 +18,11 @@ def build(backend, linear: Operation) -> nn.Module:
     """The same linear."""
     out_features, in_features = linear.weight.shape
     return backend.Linear(
-        in_features, out_features, bias=linear.bias is not None, params_dtype=linear.weight.dtype, device="meta"
+        in_features,
+        out_features,
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+        device="meta",
     )
 
 

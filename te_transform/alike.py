@@ -20,7 +20,12 @@ def likeness(call: Call, recording: Recording, norm: Call | None) -> Hashable:
     """
     modules = [(path, _module(module, call.path)) for path, module in call.module.named_modules()]
     before = _module(norm.module, norm.path) if norm else None
-    return tuple(modules), before, _operations(call, recording), _value(recording, {}, (call.args, call.kwargs))
+    return (
+        tuple(modules),
+        before,
+        _operations(call, recording),
+        _value(recording, {}, (call.args, call.kwargs)),
+    )
 
 
 def _module(module: nn.Module, path: str) -> Hashable:

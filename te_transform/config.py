@@ -32,7 +32,9 @@ class Options:
     verify: bool = True
 
     @classmethod
-    def of(cls, *, backend: str = "auto", passes: Any = None, recipe: Any = None, skip: Any = (), **flags: Any) -> Options:
+    def of(
+        cls, *, backend: str = "auto", passes: Any = None, recipe: Any = None, skip: Any = (), **flags: Any
+    ) -> Options:
         """The options of these arguments of convert().
 
         Raises:
@@ -45,19 +47,29 @@ class Options:
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
         chosen, reason = choose(backend)
         if passes is not None and not isinstance(passes, (tuple, list)):
-            raise OptionError(f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is")
+            raise OptionError(
+                f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"
+            )
         rules = PIPELINE if passes is None else tuple(passes)
         if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
-            raise OptionError(f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE")
+            raise OptionError(
+                f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE"
+            )
         if isinstance(recipe, str) and recipe not in RECIPES:
-            raise OptionError(f"recipe is {recipe!r}, None, a TE recipe or one of {', '.join(RECIPES)} is needed")
+            raise OptionError(
+                f"recipe is {recipe!r}, None, a TE recipe or one of {', '.join(RECIPES)} is needed"
+            )
         if recipe is not None and chosen.NAME == "torch":
-            raise OptionError(f"recipe is {recipe!r}, it needs backend='te' and this is {reason}: leave recipe=None")
+            raise OptionError(
+                f"recipe is {recipe!r}, it needs backend='te' and this is {reason}: leave recipe=None"
+            )
         if not isinstance(skip, (str, tuple, list, set, frozenset)):
             raise OptionError(f"skip is {skip!r}, module paths or globs such as 'model.layers.0*' are needed")
         globs = (skip,) if isinstance(skip, str) else tuple(skip)
         if wrong := [glob for glob in globs if not isinstance(glob, str)]:
-            raise OptionError(f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed")
+            raise OptionError(
+                f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed"
+            )
         mode = flags.get("compile", False)
         if not isinstance(mode, bool) and mode not in COMPILE_MODES:
             raise OptionError(f"compile is {mode!r}, a bool or one of {', '.join(COMPILE_MODES)} is needed")

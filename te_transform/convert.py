@@ -114,7 +114,9 @@ def report(converted: nn.Module) -> Report:
     """
     found = converted.__dict__.get("_te_transform") if isinstance(converted, nn.Module) else None
     if found is None:
-        raise ModelError(f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one")
+        raise ModelError(
+            f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
+        )
     return found
 
 
@@ -135,7 +137,9 @@ def _report(model: nn.Module, made: Plan, before: fx.Graph, options: Options) ->
 
 def _layout_notes(projections: dict[str, str]) -> Iterator[str]:
     for name in sorted(set(projections.values())):
-        paths = ", ".join(pattern for pattern, _ in collapse(p for p, layout in projections.items() if layout == name))
+        paths = ", ".join(
+            pattern for pattern, _ in collapse(p for p, layout in projections.items() if layout == name)
+        )
         yield f"queries, keys and values are {name} in {paths}"
 
 

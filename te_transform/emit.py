@@ -17,7 +17,18 @@ from te_transform import dispatch
 from te_transform.dispatch import DispatchSlot
 from te_transform.plan import Site
 from te_transform.rule import Operation
-from te_transform.slots import Fusion, HeldSlot, LinearSlot, NormSlot, OwnerSlot, Slot, SlotModule, View, hide, slot_class
+from te_transform.slots import (
+    Fusion,
+    HeldSlot,
+    LinearSlot,
+    NormSlot,
+    OwnerSlot,
+    Slot,
+    SlotModule,
+    View,
+    hide,
+    slot_class,
+)
 from te_transform.weights import Layout
 
 
@@ -53,7 +64,9 @@ def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
     site.fused._parameters.update(joined)
     site.fused.train(host.training)
     hide(site.fused)
-    emitted.append(Emitted(fusion, [(module, slot) for module, _, slot in slots], originals, tuple(site.rules)))
+    emitted.append(
+        Emitted(fusion, [(module, slot) for module, _, slot in slots], originals, tuple(site.rules))
+    )
     for target, parameter in joined.items():
         _alias(site.layouts[target], parameter, originals)
     for module, kind, slot in slots:
@@ -79,10 +92,14 @@ def revert(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: `model` is not a converted one.
     """
-    slots = [(module, module._te_transform_slot) for module in model.modules() if isinstance(module, SlotModule)]
+    slots = [
+        (module, module._te_transform_slot) for module in model.modules() if isinstance(module, SlotModule)
+    ]
     if not slots:
         raise ValueError(f"{type(model).__name__} has no converted module, te_transform.convert() it first")
-    fusions = {view.fusion for _, slot in slots for view in slot.views.values()} | {s.fusion for _, s in slots if s.fusion}
+    fusions = {view.fusion for _, slot in slots for view in slot.views.values()} | {
+        s.fusion for _, s in slots if s.fusion
+    }
     for fusion in fusions:
         parameters = {
             piece.name: _own(layout, getattr(fusion.fused, target), piece.name)
@@ -109,7 +126,9 @@ def _belongs(slot: Slot, fusion: Fusion) -> bool:
 
 
 def _where(fusion: Fusion, name: str) -> tuple[Layout, Tensor]:
-    target = next(t for t, layout in fusion.layouts.items() if any(piece.name == name for piece in layout.pieces))
+    target = next(
+        t for t, layout in fusion.layouts.items() if any(piece.name == name for piece in layout.pieces)
+    )
     return fusion.layouts[target], getattr(fusion.fused, target)
 
 
@@ -151,7 +170,9 @@ def _joined(layout: Layout, originals: dict[str, nn.Parameter]) -> nn.Parameter:
     values = {name: parameter.detach() for name, parameter in originals.items()}
     joined = nn.Parameter(layout.join(values).contiguous(), requires_grad=used[0].requires_grad)
     if all(p.grad is not None for p in used):
-        joined.grad = layout.join({piece.name: p.grad for piece, p in zip(layout.pieces, used, strict=True)}).contiguous()
+        joined.grad = layout.join(
+            {piece.name: p.grad for piece, p in zip(layout.pieces, used, strict=True)}
+        ).contiguous()
     return joined
 
 

@@ -15,7 +15,6 @@ import textwrap
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -68,9 +67,15 @@ class Owner:
         if self.norm is None:
             return None
         out = self.recorded.now(self.norm.output)
-        names = [n for n, value in self.given.items() if isinstance(value, fx.Node) and self.recorded.now(value) is out]
+        names = [
+            n
+            for n, value in self.given.items()
+            if isinstance(value, fx.Node) and self.recorded.now(value) is out
+        ]
         if len(names) != 1:
-            raise Refusal("the norm's output reaches the module by no argument of its own, the fused module needs it there")
+            raise Refusal(
+                "the norm's output reaches the module by no argument of its own, the fused module needs it there"
+            )
         return names[0]
 
 
@@ -79,12 +84,18 @@ class Draft:
     """The paths of a forward in one mode, without the module: what modules called alike can share."""
 
     paths: list[Path] = field(default_factory=list)
-    gone: tuple[str, ...] = ()  # modules that the rewritten forward does not call, by their path below the owner
-    masks: dict[str, Tensor] = field(default_factory=dict)  # buffers proved to be causal, as bool where that says it all
+    gone: tuple[
+        str, ...
+    ] = ()  # modules that the rewritten forward does not call, by their path below the owner
+    masks: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # buffers proved to be causal, as bool where that says it all
 
     def of(self, owner: Owner) -> Mode:
         """The mode of this very module."""
-        gone = [owner.module.get_submodule(path) for path in self.gone] + ([owner.norm.module] if owner.norm else [])
+        gone = [owner.module.get_submodule(path) for path in self.gone] + (
+            [owner.norm.module] if owner.norm else []
+        )
         family = (owner.module, *gone)
         return Mode(
             paths=self.paths,
@@ -97,7 +108,9 @@ class Draft:
 Drafts = dict[Hashable, tuple[Draft, Draft]]  # training and evaluation, by likeness
 
 
-def rewrite_forward(call: Call, recorded: Recording, norm: Call | None, fuse: Callable, known: Drafts) -> Rewritten:
+def rewrite_forward(
+    call: Call, recorded: Recording, norm: Call | None, fuse: Callable, known: Drafts
+) -> Rewritten:
     """The forward of `call`'s module with a fusion in it; the arguments are those of Owner.
 
     `known` are the drafts of modules that may have been called alike; a new one is added.
@@ -110,7 +123,9 @@ def rewrite_forward(call: Call, recorded: Recording, norm: Call | None, fuse: Ca
     key = likeness(call, recorded, norm)
     drafts = known.get(key) or known.setdefault(key, _drafts(owner))
     training, evaluation = (draft.of(owner) for draft in drafts)
-    if not all(mask.holds() for mask in (*training.masks, *evaluation.masks)):  # alike, but for the values of a mask
+    if not all(
+        mask.holds() for mask in (*training.masks, *evaluation.masks)
+    ):  # alike, but for the values of a mask
         training, evaluation = (draft.of(owner) for draft in _drafts(owner))
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return Rewritten(
@@ -122,7 +137,9 @@ def rewrite_forward(call: Call, recorded: Recording, norm: Call | None, fuse: Ca
 
 
 def _drafts(owner: Owner) -> tuple[Draft, Draft]:
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # sizes stay symbolic until they become nodes
+    with warnings.catch_warnings(
+        action="ignore", category=UserWarning
+    ):  # sizes stay symbolic until they become nodes
         training, evaluation = _draft(owner, train=True), Draft()
         with contextlib.suppress(Refusal):  # evaluation then runs the original forward
             evaluation = _draft(owner, train=False)
@@ -200,7 +217,9 @@ def _path(owner: Owner, recording: Recording, handed_on: frozenset[str], any_flo
     placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
     tensors = {node.name: node.meta["tensor_meta"] for node in placeholders if node.name not in handed_on}
     passed = tuple(node.name for node in placeholders if node.name in handed_on)
-    if missing := [n for n, v in owner.given.items() if isinstance(v, fx.Node) and n not in (*tensors, *passed)]:
+    if missing := [
+        n for n, v in owner.given.items() if isinstance(v, fx.Node) and n not in (*tensors, *passed)
+    ]:
         raise Refusal(f"the arguments {missing} are one tensor, a rewritten forward takes each tensor once")
     symbols = _symbols(recording, handed_on)
     _materialise_sizes(recording, symbols)
@@ -219,7 +238,9 @@ def _path(owner: Owner, recording: Recording, handed_on: frozenset[str], any_flo
 
 def _own_name(own: Call, name: str) -> str:
     if not name.startswith(own.path and f"{own.path}.") or name.startswith("_constant_"):
-        raise Refusal("the forward reads a tensor that is no parameter, buffer or argument, its value could change unseen")
+        raise Refusal(
+            "the forward reads a tensor that is no parameter, buffer or argument, its value could change unseen"
+        )
     return name.removeprefix(own.path).lstrip(".")
 
 
@@ -254,7 +275,11 @@ def _handed_on(module: nn.Module) -> frozenset[str]:
 def _given_to_child(call: ast.AST, module: nn.Module) -> Iterator[ast.Name]:
     """The bare names among the arguments of `self.child(...)`."""
     function = call.func if isinstance(call, ast.Call) else None
-    if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self" and function.attr in module._modules:
+    if (
+        isinstance(function, ast.Attribute)
+        and ast.unparse(function.value) == "self"
+        and function.attr in module._modules
+    ):
         for argument in (*call.args, *(keyword.value for keyword in call.keywords if keyword.arg)):
             if isinstance(argument, ast.Name):
                 yield argument
@@ -263,9 +288,13 @@ def _given_to_child(call: ast.AST, module: nn.Module) -> Iterator[ast.Name]:
 def _example(name: str, value: Any, sizes: Sizes, passed: frozenset[str]) -> Any:
     if isinstance(value, fx.Node):
         meta = value.meta["tensor_meta"]
-        return torch.zeros([sizes.get((name, dim), size) for dim, size in enumerate(meta.shape)], dtype=meta.dtype)
+        return torch.zeros(
+            [sizes.get((name, dim), size) for dim, size in enumerate(meta.shape)], dtype=meta.dtype
+        )
     if isinstance(value, (tuple, list, dict)) and any(isinstance(v, fx.Node) for v in _leaves(value)):
-        raise Refusal("the forward takes tensors inside a container, a rewritten forward needs each by a name of its own")
+        raise Refusal(
+            "the forward takes tensors inside a container, a rewritten forward needs each by a name of its own"
+        )
     return Passed(name, value) if name in passed else value
 
 
@@ -299,11 +328,16 @@ def _special_sizes(recording: Recording, handed_on: frozenset[str]) -> list[Size
             alike.setdefault(size.node.hint, []).append((name, dim))
             symbols[size.node.expr] = size.node.hint
     unequal = [g.expr for g in recording.shapes.guards if g.expr.func is sympy.Ne and g.expr.lhs in symbols]
-    special = {(symbols[e.lhs], int(e.rhs)) for e in unequal if e.rhs.is_Integer} | {(size, 1) for size in alike}
+    special = {(symbols[e.lhs], int(e.rhs)) for e in unequal if e.rhs.is_Integer} | {
+        (size, 1) for size in alike
+    }
     alone = [(example, dict.fromkeys(alike[example], size)) for example, size in sorted(special)]
     # generation decodes one token of one sample, and fills the whole buffer with one sample
     return [sizes for _, sizes in alone] + [
-        sizes | dict.fromkeys(alike[other], 1) for example, sizes in alone for other in alike if other != example
+        sizes | dict.fromkeys(alike[other], 1)
+        for example, sizes in alone
+        for other in alike
+        if other != example
     ]
 
 
@@ -341,7 +375,9 @@ def _materialise_sizes(recording: Recording, symbols: dict[Any, tuple[str, int]]
                 env = {s: fx.Proxy(graph.call_method("size", (inputs[name], dim))) for s, (name, dim) in symbols.items()
                        if s in expression.free_symbols}  # fmt: skip
                 if missing := expression.free_symbols - env.keys():
-                    raise Refusal(f"a size depends on {missing}, a rewritten forward needs it from its inputs' sizes")
+                    raise Refusal(
+                        f"a size depends on {missing}, a rewritten forward needs it from its inputs' sizes"
+                    )
                 made[expression] = sympy_interp(PythonReferenceAnalysis, env, expression).node
         return made[expression]
 
@@ -354,10 +390,16 @@ def _size_guard(recording: Recording, handed_on: frozenset[str], symbols: dict[A
     """The source of a function of the tensors' shapes: whether they are sizes that the recording holds for."""
     expressions = {guard.expr for guard in recording.shapes.guards}
     if unknown := {s for e in expressions for s in e.free_symbols} - symbols.keys():
-        raise Refusal(f"the forward branches on {unknown}, a rewritten forward can check its inputs' sizes only")
+        raise Refusal(
+            f"the forward branches on {unknown}, a rewritten forward can check its inputs' sizes only"
+        )
     tests = [f"{symbol} > 1" for symbol in symbols]  # the recording took no free size for 0 or 1
     tests += [f"({PythonPrinter().doprint(expression)})" for expression in sorted(expressions, key=str)]
-    tests += [f"{name}[{dim}] == {size}" for name, dim, size in _input_sizes(recording, handed_on) if isinstance(size, int)]
+    tests += [
+        f"{name}[{dim}] == {size}"
+        for name, dim, size in _input_sizes(recording, handed_on)
+        if isinstance(size, int)
+    ]
     values = ", ".join(f"{name}[{dim}]" for name, dim in symbols.values())
     body = f"(lambda {', '.join(map(str, symbols))}: {' and '.join(tests) or 'True'})({values})"
     names = dict.fromkeys(name for name, _, _ in _input_sizes(recording, handed_on))

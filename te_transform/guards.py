@@ -36,13 +36,19 @@ class Path:
         self.fits: Callable[..., bool] = eval(self.sizes)
 
     def __getstate__(self) -> dict[str, Any]:
-        modules = {name: value.__name__ for name, value in self.names.items() if isinstance(value, ModuleType)}
+        modules = {
+            name: value.__name__ for name, value in self.names.items() if isinstance(value, ModuleType)
+        }
         names = {name: value for name, value in self.names.items() if name not in modules}
-        return {k: v for k, v in self.__dict__.items() if k not in ("run", "fits")} | {"names": (names, modules)}
+        return {k: v for k, v in self.__dict__.items() if k not in ("run", "fits")} | {
+            "names": (names, modules)
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names, modules = state["names"]
-        self.__dict__.update(state, names=names | {name: import_module(path) for name, path in modules.items()})
+        self.__dict__.update(
+            state, names=names | {name: import_module(path) for name, path in modules.items()}
+        )
         self.__post_init__()
 
     def arguments(self, fusion: Fusion, given: dict[str, Any]) -> dict[str, Any] | None:
@@ -139,7 +145,9 @@ class Rewritten:
     training: Mode
     evaluation: Mode
 
-    def ready(self, owner: nn.Module, fusion: Fusion, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    def ready(
+        self, owner: nn.Module, fusion: Fusion, args: tuple, kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | None:
         """The rewritten forward of this very call, or None where the original has to run."""
         mode = self.training if owner.training else self.evaluation
         if not mode.paths or len(args) > len(self.parameters) or not mode.unchanged(owner.training):

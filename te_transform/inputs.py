@@ -73,7 +73,9 @@ def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
         return [_quiet(model, invent(model))]
     samples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     if not samples:
-        raise InputError("example_inputs is an empty list, one sample at least is needed: pass a tensor, tuple or dict")
+        raise InputError(
+            "example_inputs is an empty list, one sample at least is needed: pass a tensor, tuple or dict"
+        )
     return [_quiet(model, _one(sample)) for sample in samples]
 
 
@@ -115,7 +117,8 @@ def _invented(model: nn.Module) -> Inputs:
     if hasattr(model, "dummy_inputs") and isinstance(getattr(model, "config", None), object):
         return _invent_hugging_face(model)
     required = [
-        p for p in inspect.signature(model.forward).parameters.values()
+        p
+        for p in inspect.signature(model.forward).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     first = next((m for m in model.modules() if isinstance(m, _READERS)), None)

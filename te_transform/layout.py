@@ -17,7 +17,14 @@ _MOVES = (
     torch.reshape, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.cat, torch.chunk, torch.split,
     torch.unbind, torch.flatten, torch.movedim, torch.t, operator.getitem, vocabulary.columns, torch.Tensor.contiguous,
 )  # fmt: skip
-_STAYS = (vocabulary.rope, vocabulary.rms_norm, vocabulary.layer_norm, vocabulary.zero_hidden, vocabulary.cast, torch.mul)
+_STAYS = (
+    vocabulary.rope,
+    vocabulary.rms_norm,
+    vocabulary.layer_norm,
+    vocabulary.zero_hidden,
+    vocabulary.cast,
+    torch.mul,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,9 @@ class QKV:
             return "[q|k|v]"
         groups, width = self.key.shape
         together = torch.cat([self.query.reshape(groups, -1), self.key, self.value], dim=1)
-        return "interleaved" if torch.equal(together.flatten(), torch.arange(together.numel())) else "permuted"
+        return (
+            "interleaved" if torch.equal(together.flatten(), torch.arange(together.numel())) else "permuted"
+        )
 
 
 def qkv_layout(attention: fx.Node) -> QKV | None:

@@ -21,22 +21,34 @@ def check_model(model: Any) -> None:
         ModelError: what was given, what is needed, what to do.
     """
     if not isinstance(model, nn.Module):
-        raise ModelError(f"convert() was given a {type(model).__name__}, a torch.nn.Module is needed: pass the model itself")
+        raise ModelError(
+            f"convert() was given a {type(model).__name__}, a torch.nn.Module is needed: pass the model itself"
+        )
     kind = type(model).__name__
     for path, module in model.named_modules():
         where = f"its part {path} ({type(module).__name__})" if path else kind
         if isinstance(module, torch.jit.ScriptModule):
-            raise ModelError(f"{where} is a ScriptModule, a Python module is needed: convert before torch.jit.script")
+            raise ModelError(
+                f"{where} is a ScriptModule, a Python module is needed: convert before torch.jit.script"
+            )
         if isinstance(module, _compiled_class()):
-            raise ModelError(f"{where} is a compiled module, the plain one is needed: convert its _orig_mod, compile=True")
+            raise ModelError(
+                f"{where} is a compiled module, the plain one is needed: convert its _orig_mod, compile=True"
+            )
         if module._compiled_call_impl is not None or _is_compiled(module.forward):
             raise ModelError(f"{where} is compiled, the plain module is needed: convert first, then compile")
     if wrapped := _wrapped_by(model):
-        raise ModelError(f"the model is wrapped by {wrapped}, the plain model is needed: convert first, then wrap")
+        raise ModelError(
+            f"the model is wrapped by {wrapped}, the plain model is needed: convert first, then wrap"
+        )
     if any(isinstance(module, SlotModule) for module in model.modules()):
-        raise ModelError(f"{kind} is converted already, an original model is needed: te_transform.revert() it first")
+        raise ModelError(
+            f"{kind} is converted already, an original model is needed: te_transform.revert() it first"
+        )
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise ModelError(f"{kind} has lazy tensors without a shape, real ones are needed: run it once on real inputs")
+        raise ModelError(
+            f"{kind} has lazy tensors without a shape, real ones are needed: run it once on real inputs"
+        )
     if next(model.parameters(), None) is None:
         raise ModelError(f"{kind} has no parameters, there is nothing to convert: pass a model with weights")
 
@@ -50,7 +62,9 @@ def _compiled_class() -> type:
 
 def _is_compiled(forward: Any) -> bool:
     """Whether torch.compile has wrapped it; torch.compiler.disable leaves the same mark, and one of its own."""
-    return hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False)
+    return hasattr(forward, "_torchdynamo_orig_callable") and not getattr(
+        forward, "_torchdynamo_disable", False
+    )
 
 
 def _wrapped_by(model: nn.Module) -> str | None:

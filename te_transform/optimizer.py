@@ -56,7 +56,9 @@ def move_optimizer(
             if joined:
                 state[held] = joined
     moved = optimizer if inplace else copy.copy(optimizer)
-    moved.param_groups = [{**group, "params": held} for group, held in zip(optimizer.param_groups, groups, strict=True)]
+    moved.param_groups = [
+        {**group, "params": held} for group, held in zip(optimizer.param_groups, groups, strict=True)
+    ]
     moved.state = state
     return moved
 
@@ -85,7 +87,9 @@ def _owned(optimizer: Optimizer, names: dict[int, dict[str, Original]]) -> dict[
                     "source model's: pass the model that the optimizer was made for as source="
                 )
             for name, original in names[id(parameter)].items():
-                state = {k: _part(original, v, k, name) for k, v in optimizer.state.get(parameter, {}).items()}
+                state = {
+                    k: _part(original, v, k, name) for k, v in optimizer.state.get(parameter, {}).items()
+                }
                 owned[name] = _Owned(index, state)
     return owned
 

@@ -214,11 +214,11 @@ class Siblings:
     role: str
 
 
-def Linear(x: Any = None, role: str = "linear") -> Call:  # noqa: N802 - pattern constructors are capitalised
+def Linear(x: Any = None, role: str = "linear") -> Call:
     return Call(vocabulary.linear, *_input(x), role=role)
 
 
-def Norm(x: Any = None, role: str = "norm") -> Call:  # noqa: N802
+def Norm(x: Any = None, role: str = "norm") -> Call:
     return Call((vocabulary.layer_norm, vocabulary.rms_norm), *_input(x), role=role)
 
 
@@ -258,7 +258,9 @@ def argument(node: fx.Node, name: str) -> Any:
     """
     parameters = _parameters(node.target)
     if name not in parameters:
-        raise AttributeError(f"{node.target.__name__} has no argument {name!r}, it has {', '.join(parameters)}")
+        raise AttributeError(
+            f"{node.target.__name__} has no argument {name!r}, it has {', '.join(parameters)}"
+        )
     index = list(parameters).index(name)
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, parameters[name].default)
 
@@ -282,4 +284,6 @@ def dtype_of(value: fx.Node) -> torch.dtype:
 
 def same_shape(one: Any, other: Any) -> bool:
     """Whether two shapes are equal whatever the symbolic sizes in them are; asks without leaving a guard."""
-    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        statically_known_true(a == b) for a, b in zip(one, other, strict=True)
+    )

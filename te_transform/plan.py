@@ -77,7 +77,9 @@ def plan(recording: Recording, options: Options) -> Plan:
     for rule in options.passes:
         misses: list[Miss] = []
         for match in find(rule.pattern, recording.graph, misses):
-            if not any(node._erased for node in match.nodes):  # a match before may have taken a part of this one
+            if not any(
+                node._erased for node in match.nodes
+            ):  # a match before may have taken a part of this one
                 made.outcomes.append(_apply(rule, match, made, options))
         made.outcomes += _near_misses(rule, misses)
     return made
@@ -111,7 +113,14 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
     return Outcome(rule.name, site.path, "fused")
 
 
-def _site(rule: Rule, match: Match, operations: list[Operation], fused: nn.Module, moves: tuple[Move, ...], made: Plan) -> Site:
+def _site(
+    rule: Rule,
+    match: Match,
+    operations: list[Operation],
+    fused: nn.Module,
+    moves: tuple[Move, ...],
+    made: Plan,
+) -> Site:
     linears = [op for op in operations if op.word == "linear"]
     norm = next((op for op in operations if op.word in ("layer_norm", "rms_norm")), None)
     merged = [made.sites[op.merged] for op in linears if op.merged]
@@ -143,24 +152,36 @@ def _site(rule: Rule, match: Match, operations: list[Operation], fused: nn.Modul
 def _check_host(site: Site, made: Plan) -> None:
     host = made.recording.root.get_submodule(site.path)
     if hasattr(host, "fused") and site.path not in {absorbed.path for absorbed in made.sites.values()}:
-        raise Refusal(f"{type(host).__name__} has an attribute named 'fused', the fused module needs that name")
-    if site.owner and any(other.owner and other.owner.module is site.owner.module for other in made.sites.values()):
-        raise Refusal(f"the forward of {type(host).__name__} is rewritten for another fusion, one is possible")
+        raise Refusal(
+            f"{type(host).__name__} has an attribute named 'fused', the fused module needs that name"
+        )
+    if site.owner and any(
+        other.owner and other.owner.module is site.owner.module for other in made.sites.values()
+    ):
+        raise Refusal(
+            f"the forward of {type(host).__name__} is rewritten for another fusion, one is possible"
+        )
 
 
 def _check_ties(site: Site, made: Plan) -> None:
     operations = [op for op, _ in site.linears] + ([site.norm] if site.norm else [])
     for operation in operations:
         for argument, stored in operation.stored.items():
-            joined = not any(layout.is_same and layout.pieces[0].name == stored.name for layout in site.layouts.values())
+            joined = not any(
+                layout.is_same and layout.pieces[0].name == stored.name for layout in site.layouts.values()
+            )
             if joined and made.held[id(stored.tensor)] > 1:
-                raise Refusal(f"the {operation.word}'s {argument} is shared with another module, one that is joined or "
-                              "permuted needs to be the module's own: untie it")
+                raise Refusal(
+                    f"the {operation.word}'s {argument} is shared with another module, one that is joined or "
+                    "permuted needs to be the module's own: untie it"
+                )
 
 
 def _owner(match: Match, norm: Operation | None, linears: list[Operation]) -> Call | None:
     """The module whose own forward holds the glue of the match; None where norm and linear meet without any."""
-    glue = [n for n in match.nodes if n.target is not vocabulary.linear and (norm is None or n is not norm.node)]
+    glue = [
+        n for n in match.nodes if n.target is not vocabulary.linear and (norm is None or n is not norm.node)
+    ]
     return rewrite.innermost([n.meta["call"] for n in glue] + [op.call for op in linears]) if glue else None
 
 
@@ -191,7 +212,9 @@ def _fuse_in(local: Recording, rule: Rule, merged: set[nn.Module]) -> None:
             rewrite.merge(local, match.nodes, "merged", torch.empty(0, device="meta"), None)
     matches = find(rule.pattern, local.graph)
     if len(matches) != 1:
-        raise Refusal(f"recorded on its own the module holds {len(matches)} such places, exactly one is needed")
+        raise Refusal(
+            f"recorded on its own the module holds {len(matches)} such places, exactly one is needed"
+        )
     rewrite.call_fused(local, matches[0].nodes, "fused", _inputs(matches[0]))
 
 
@@ -203,7 +226,11 @@ def _layouts(
     Raises:
         LedgerError: a move is misspelt or missing, or a shape does not fit: the rule is wrong, not the model.
     """
-    known = {f"{name}.{target}": layout for name, site in made.sites.items() for target, layout in site.layouts.items()}
+    known = {
+        f"{name}.{target}": layout
+        for name, site in made.sites.items()
+        for target, layout in site.layouts.items()
+    }
     layouts = {}
     for move in moves:
         source = _source(move, rule, operations, known)
@@ -217,7 +244,9 @@ def _layouts(
     for name, layout in layouts.items():
         rows = sum(piece.rows for piece in layout.pieces)
         if rows != parameters[name].shape[0]:
-            raise LedgerError(f"rule {rule.name!r} moves {rows} rows into {name}, which has {parameters[name].shape[0]}")
+            raise LedgerError(
+                f"rule {rule.name!r} moves {rows} rows into {name}, which has {parameters[name].shape[0]}"
+            )
     return layouts
 
 
@@ -225,11 +254,17 @@ def _source(move: Move, rule: Rule, operations: list[Operation], known: dict[str
     role, _, name = move.source.partition(".")
     sources = [op for op in operations if op.role == role]
     if not sources or isinstance(move, Concat) != (len(sources) > 1):
-        raise LedgerError(f"rule {rule.name!r} moves {move.source!r}, the match has {len(sources)} operations {role!r}")
+        raise LedgerError(
+            f"rule {rule.name!r} moves {move.source!r}, the match has {len(sources)} operations {role!r}"
+        )
     pieces = [_layout_of(op, name, known) for op in sources]
     if any(piece is None for piece in pieces):
         return None
-    layout = Layout(tuple(p for layout in pieces for p in layout.pieces)) if isinstance(move, Concat) else pieces[0]
+    layout = (
+        Layout(tuple(p for layout in pieces for p in layout.pieces))
+        if isinstance(move, Concat)
+        else pieces[0]
+    )
     return layout.halves_swapped() if isinstance(move, SwapHalves) else layout
 
 
@@ -237,7 +272,9 @@ def _layout_of(op: Operation, name: str, known: dict[str, Layout]) -> Layout | N
     stored = op.stored.get(name)
     if stored is None:
         return None
-    return known.get(stored.name) or Layout((Piece(stored.name, getattr(op, name).shape[0], stored.transposed),))
+    return known.get(stored.name) or Layout(
+        (Piece(stored.name, getattr(op, name).shape[0], stored.transposed),)
+    )
 
 
 def _near_misses(rule: Rule, misses: list[Miss]) -> list[Outcome]:

@@ -42,7 +42,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
     written = [name for name, p, version in versions if p._version != version]
     if written:
-        raise RuntimeError(f"the model's forward writes into its own parameters {written}, convert() needs them unchanged")
+        raise RuntimeError(
+            f"the model's forward writes into its own parameters {written}, convert() needs them unchanged"
+        )
 
 
 def _shallow(value: Any) -> tuple[Any, Any]:

@@ -16,4 +16,6 @@ def progress(items: Collection[T], doing: str) -> Iterator[T]:
     from rich.console import Console
 
     watched = sys.stderr.isatty()
-    yield from track(items, f"te_transform: {doing}", console=Console(stderr=True), disable=not watched, transient=True)
+    yield from track(
+        items, f"te_transform: {doing}", console=Console(stderr=True), disable=not watched, transient=True
+    )

@@ -20,7 +20,11 @@ _LINEAR_FORWARDS = {nn.Linear.forward}
 
 
 def refusals(
-    match: Match, operations: list[Operation], unmerged: list[Operation], recording: Recording, options: Options
+    match: Match,
+    operations: list[Operation],
+    unmerged: list[Operation],
+    recording: Recording,
+    options: Options,
 ) -> Iterator[str]:
     """Every generic reason, as a clause of what the model has, a comma, and one of what is needed.
 
@@ -92,7 +96,9 @@ def _of_weight(what: str, stored: Tensor) -> Iterator[str]:
 
 
 def _mixed(operations: list[Operation]) -> Iterator[str]:
-    weights = [(op.word, op.weight) for op in operations if op.word in WEIGHTED and isinstance(op.weight, Tensor)]
+    weights = [
+        (op.word, op.weight) for op in operations if op.word in WEIGHTED and isinstance(op.weight, Tensor)
+    ]
     if len({weight.dtype for _, weight in weights}) > 1:
         found = ", ".join(dict.fromkeys(f"{word} {_short(weight.dtype)}" for word, weight in weights))
         yield f"the parameters are of several dtypes ({found}), a fused module has one"

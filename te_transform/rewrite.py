@@ -14,7 +14,9 @@ from te_transform import vocabulary
 from te_transform.trace import Call, Recording
 
 
-def replace(recording: Recording, nodes: Sequence[fx.Node], target: Callable, args: tuple, **meta: Any) -> fx.Node:
+def replace(
+    recording: Recording, nodes: Sequence[fx.Node], target: Callable, args: tuple, **meta: Any
+) -> fx.Node:
     """Put one call of `target` where `nodes` computed the same value, `nodes[0]` last; the rest goes if unread.
 
     The new node stands at the root's place and carries its metadata; its `call` is the innermost module call that
@@ -46,7 +48,9 @@ def merge(
     """One linear on `weight` and `bias`, called `name`, in place of `linears`; returns the columns that were theirs."""
     rows = [node.meta["tensor_meta"].shape[-1] for node in linears]
     with recording.graph.inserting_before(linears[0]):
-        parameters = [_attribute(recording, f"{name}.{k}", t) for k, t in (("weight", weight), ("bias", bias))]
+        parameters = [
+            _attribute(recording, f"{name}.{k}", t) for k, t in (("weight", weight), ("bias", bias))
+        ]
         merged = recording.graph.call_function(vocabulary.linear, (linears[0].args[0], *parameters))
     meta = linears[0].meta["tensor_meta"]
     _inherit(merged, linears, {"tensor_meta": meta._replace(shape=torch.Size((*meta.shape[:-1], sum(rows))))})
@@ -90,7 +94,12 @@ def _name(node: fx.Node) -> str:
 
 
 def insert(
-    recording: Recording, nodes: Sequence[fx.Node], target: Callable, args: tuple, like: fx.Node, shape: Sequence | None = None
+    recording: Recording,
+    nodes: Sequence[fx.Node],
+    target: Callable,
+    args: tuple,
+    like: fx.Node,
+    shape: Sequence | None = None,
 ) -> fx.Node:
     """A new call in front of `nodes[0]`, as part of what will replace `nodes`: of the dtype of `like`, and its shape if
     none is given."""
@@ -161,7 +170,9 @@ def writes(node: fx.Node) -> bool:
     """Whether the node changes a tensor in place."""
     name = _name(node)
     inplace = (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True
-    return node.op == "call_function" and (inplace or name in ("setitem", "__iadd__", "__imul__", "iadd", "imul"))
+    return node.op == "call_function" and (
+        inplace or name in ("setitem", "__iadd__", "__imul__", "iadd", "imul")
+    )
 
 
 def collapse(recording: Recording, owner: Call) -> list[Call]:
@@ -199,9 +210,19 @@ def _hand_out(recording: Recording, output: Any, source: fx.Node, inside: set[fx
             source.meta.setdefault("tensor_meta", output.meta.get("tensor_meta"))
             pass_on(recording, output, source)
         return
-    items = output.items() if isinstance(output, dict) else enumerate(output) if isinstance(output, (tuple, list)) else ()
+    items = (
+        output.items()
+        if isinstance(output, dict)
+        else enumerate(output)
+        if isinstance(output, (tuple, list))
+        else ()
+    )
     for key, item in items:
-        if recording.now(item) in inside if isinstance(item, fx.Node) else isinstance(item, (tuple, list, dict)):
+        if (
+            recording.now(item) in inside
+            if isinstance(item, fx.Node)
+            else isinstance(item, (tuple, list, dict))
+        ):
             _hand_out(recording, item, recording.graph.call_function(operator.getitem, (source, key)), inside)
 
 

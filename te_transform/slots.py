@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_transform.weights import Layout
 
+
 @dataclass(eq=False)
 class Fusion:
     """One fused site at run time: the fused module, and the norm whose place it takes, if any.
@@ -391,20 +392,26 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, *columns: tuple[int, int]) -> tuple[Tensor, ...]:
-        return tuple(product.data[..., slice(*span)].data for span in columns)
+        return tuple(part.data for part in _slices(product.data, *columns))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         return torch.cat(grads, -1), *(None for _ in grads)
 
 
+def _slices(product: Tensor, *columns: tuple[int, int]) -> tuple[Tensor, ...]:
+    return tuple(product[..., slice(*span)] for span in columns)
+
+
 def _share(fusion: Fusion, x: Tensor, columns: tuple[int, int] | None) -> Tensor:
     """This linear's columns of the fused product of `x`: of the product a sibling has just made, else of a new one."""
     if columns is None:
         return _product(fusion, x)
-    shared, stamp = fusion.shared, _stamp_of(fusion, x)
-    if shared is None or columns not in shared.left or shared.source() is not x or shared.stamp != stamp:
-        parts = _Split.apply(_product(fusion, x), *fusion.columns)
+    shared = fusion.shared
+    if shared is None or columns not in shared.left or shared.source() is not x or shared.stamp != _stamp_of(fusion, x):
+        product = _product(fusion, x)
+        split = _Split.apply if torch.is_grad_enabled() else _slices
+        parts = split(product, *fusion.columns)
         shared = _Shared(weakref.ref(x), _stamp_of(fusion, x), dict(zip(fusion.columns, parts, strict=True)))
     out = shared.left.pop(columns)
     fusion.shared = shared if shared.left else None
@@ -441,7 +448,7 @@ def _version(x: Tensor) -> int:
 
 def _stamp(*tensors: Tensor) -> tuple:
     """What a result computed from `tensors` now depends on: what they hold, and the modes."""
-    held = tuple((id(tensor), _version(tensor)) for tensor in tensors)
+    held = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
     return held, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast(tensors[0])
 
 

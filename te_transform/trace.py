@@ -143,7 +143,9 @@ def record(
             mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=recording.shapes))
             fakes = {name: _fake(mode, t) for name, t in tensors.items()}
             stack.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: _fake(mode, t, free_sizes or ()), (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda t: _fake(mode, t, free_sizes or ()), (args, kwargs)
+            )
         else:
             fakes = tensors
         tape = _Tape(recording, owner, {id(t): name for name, t in reversed(fakes.items())}, tensors)
@@ -161,7 +163,11 @@ def record(
 
 class _Tape(TorchFunctionMode):
     def __init__(
-        self, recording: Recording, owner: nn.Module | None, names: dict[int, str], tensors: dict[str, torch.Tensor]
+        self,
+        recording: Recording,
+        owner: nn.Module | None,
+        names: dict[int, str],
+        tensors: dict[str, torch.Tensor],
     ):
         super().__init__()
         self.recording, self.graph, self.owner = recording, recording.graph, owner
@@ -171,7 +177,9 @@ class _Tape(TorchFunctionMode):
         self.frames: list[Call] = []
         self.last_leaf = self.graph._root
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _LOOK_INSIDE:
             with self:
@@ -271,7 +279,9 @@ def _watched(model: nn.Module, tape: _Tape) -> Iterator[None]:
             enter = _entering(tape, path)
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(
-                module.register_forward_hook(lambda m, a, out: tape.leave(out), prepend=True, always_call=True)
+                module.register_forward_hook(
+                    lambda m, a, out: tape.leave(out), prepend=True, always_call=True
+                )
             )
         yield
     finally:
@@ -295,7 +305,9 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, free_sizes: Collection[int
         return mode.from_tensor(tensor, static_shapes=True)
     sizes = [DimDynamic.DYNAMIC if size in free_sizes else DimDynamic.STATIC for size in tensor.shape]
     source = ConstantSource(f"input_{id(tensor)}")
-    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes), source=source)
+    return mode.from_tensor(
+        tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes), source=source
+    )
 
 
 def _without_dispatch(func: Callable) -> Callable:

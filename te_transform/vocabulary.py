@@ -16,7 +16,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
+) -> Tensor:
     """LayerNorm over the last dimension (Ba et al. 2016); zero-centred: the scale is 1 + weight."""
     return F.layer_norm(x, x.shape[-1:], _gamma(weight, zero_centered_gamma), bias, eps)
 
@@ -90,7 +92,9 @@ def sdpa(
 
     scale None is 1 / sqrt(width). With enable_gqa, each key/value head serves a run of query heads.
     """
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def kept(hidden: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Layout:
     pieces: tuple[Piece, ...]
     order: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def is_same(self) -> bool:
         """Whether the fused parameter is one original parameter as it stands."""
         return len(self.pieces) == 1 and not self.pieces[0].transposed and self.order is None
@@ -97,9 +98,9 @@ class Layout:
 
     def part(self, fused: Tensor, name: str) -> Tensor:
         """The original tensor `name` inside `fused`: a view, or a copy where the rows were permuted."""
-        piece, start, stop = next(span for span in self.spans() if span[0].name == name)
         if self.is_same:
             return fused
+        piece, start, stop = next(span for span in self.spans() if span[0].name == name)
         if self.order is not None:
             where = torch.empty(len(self.order), dtype=torch.long)
             where[list(self.order)] = torch.arange(len(self.order))

@@ -34,7 +34,9 @@ GATED_ACTIVATIONS = {word.__name__: name for name, word in _GATED.items()}
 class Linear(nn.Module):
     """y = x W^T + b; weight [out, in]."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: str):
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: str
+    ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = _parameter(device, params_dtype, out_features, in_features)
@@ -45,7 +47,9 @@ class Linear(nn.Module):
         return vocabulary.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        )
 
 
 class LayerNormLinear(nn.Module):
