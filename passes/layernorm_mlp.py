@@ -44,15 +44,24 @@ def refuse(
     yield from layernorm_linear.refuse(norm)
     known = _activations(backend, gated)
     if activation.word == "gelu" and not approximate:
-        yield "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow approximate=True"
+        yield (
+            "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow "
+            "approximate=True"
+        )
     elif activation.word != "gelu" and activation.word not in known:
         yield f"the activation is {activation.word}, LayerNormMLP has {', '.join(sorted(known))}"
     if dropout is not None:
-        yield f"a dropout of {dropout.p} stands before the second linear, LayerNormMLP has none there: set it to 0"
+        yield (
+            f"a dropout of {dropout.p} stands before the second linear, LayerNormMLP has none there: set it "
+            f"to 0"
+        )
     if (fc1.bias is None) != (fc2.bias is None):
         yield "one of the two linears has a bias and one has none, LayerNormMLP has both or none"
     if fc1.weight.shape[1] != fc2.weight.shape[0]:
-        yield f"the MLP maps {fc1.weight.shape[1]} features to {fc2.weight.shape[0]}, LayerNormMLP keeps their number"
+        yield (
+            f"the MLP maps {fc1.weight.shape[1]} features to {fc2.weight.shape[0]}, LayerNormMLP keeps their "
+            f"number"
+        )
 
 
 def build(
@@ -95,7 +104,8 @@ def _activations(backend, gated: str) -> dict[str, str]:
 RULE = Rule(
     name="layernorm_mlp", pattern=Linear(_DROPPED, role="fc2"), refuse=refuse, build=build, weights=weights
 )
-"""Saves the normalised tensor's round trip and, in FP8, the activation's: it is quantised where it is computed.
+"""Saves the normalised tensor's round trip and, in FP8, the activation's: it is quantised where it is
+computed.
 
 With approximate=True an exact GELU becomes the tanh one: at most 4.8e-4 apart (at |x| = 2.7).
 """

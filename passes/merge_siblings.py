@@ -13,13 +13,19 @@ from te_transform.weights import Concat
 def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
     """Every reason why the projections cannot share one weight."""
     if len({linear.bias is None for linear in linears}) > 1:
-        yield "some of the linears have a bias and some have none, a merged linear has one for all its rows or none"
+        yield (
+            "some of the linears have a bias and some have none, a merged linear has one for all its rows or "
+            "none"
+        )
     if len({linear.weight.requires_grad for linear in linears}) > 1:
         yield "some of the weights are frozen, a merged weight is trained as a whole or not at all"
     if len({linear.bias.requires_grad for linear in linears if linear.bias is not None}) > 1:
         yield "some of the biases are frozen, a merged bias is trained as a whole or not at all"
     if any(linear.viewed_as_if_contiguous(_rows(linears)) for linear in linears):
-        yield "an output is taken apart by view() across its last dimension, a column of a merged output needs reshape()"
+        yield (
+            "an output is taken apart by view() across its last dimension, a column of a merged output needs "
+            "reshape()"
+        )
 
 
 def _rows(linears: tuple[Operation, ...]) -> int:

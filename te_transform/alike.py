@@ -1,4 +1,5 @@
-"""Whether two modules were called alike: layers of one model share what was worked out for the first of them."""
+"""Whether two modules were called alike: layers of one model share what was worked out for the first of
+them."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ _OWN = ("_parameters", "_buffers", "_modules", "training")  # nn.Module's, looke
 
 
 def likeness(call: Call, recording: Recording, norm: Call | None) -> Hashable:
-    """A key that two calls share only if their modules have the same classes, attributes and shapes inside, and were
-    recorded as the same operations on inputs alike.
+    """A key that two calls share only if their modules have the same classes, attributes and shapes inside,
+    and were recorded as the same operations on inputs alike.
 
-    Classes and attributes alone would not do: layers of one class differ by their mask (Gemma 2) or by who owns a bias (T5).
+    Classes and attributes alone would not do: layers of one class differ by their mask (Gemma 2) or by who
+    owns a bias (T5).
     """
     modules = [(path, _module(module, call.path)) for path, module in call.module.named_modules()]
     before = _module(norm.module, norm.path) if norm else None

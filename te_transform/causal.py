@@ -12,10 +12,11 @@ from te_transform import rewrite, vocabulary
 from te_transform.pattern import argument
 from te_transform.trace import Recording
 
-# elementwise, or a slice of a buffer: what holds for the whole mask then holds for every upper left corner of it
+# elementwise, or a slice of a buffer: what holds for the whole mask holds for every upper left corner of it
 _ALLOWED = (
-    operator.getitem, torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, torch.logical_not, torch.unsqueeze,
-    torch.reshape, torch.arange, torch.ones, torch.tril, torch.triu, torch.Tensor.to, vocabulary.cast, vocabulary.kept,
+    operator.getitem, torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, torch.logical_not,
+    torch.unsqueeze, torch.reshape, torch.arange, torch.ones, torch.tril, torch.triu, torch.Tensor.to,
+    vocabulary.cast, vocabulary.kept,
 )  # fmt: skip
 _LENGTHS = (1, 2, 3, 7, 16)
 

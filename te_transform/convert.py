@@ -1,4 +1,5 @@
-"""trace -> normalise -> match -> rewrite -> verify -> finalise -> report: the whole of te_transform, on one line."""
+"""trace -> normalise -> match -> rewrite -> verify -> finalise -> report: the whole of te_transform, on one
+line."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def convert(
 
     Args:
         model: any transformer in plain PyTorch; left untouched unless `inplace`.
-        example_inputs: a tensor, a tuple (args), a dict (kwargs) or a list of those, as a plain model(...) takes them;
+        example_inputs: a tensor, a tuple (args), a dict (kwargs) or a list of those, as a plain model(...)
+            takes them;
             None: invented where the model says what it reads.
         backend: "te", "torch", or "auto": te where it runs, else torch; the report says which and why.
         recipe: None, "fp8-delayed", "fp8-current", "fp8-block", "mxfp8" or a TE recipe object.
@@ -51,15 +53,18 @@ def convert(
         approximate: allow rules that change the numbers (the exact GELU becomes the tanh one).
         compile: False, True or a torch.compile mode: compile the converted model.
         inplace: convert `model` itself; peak memory is the model plus one site.
-        verify: check every rewritten site against the original on the example inputs, forward and gradients; a site
+        verify: check every rewritten site against the original on the example inputs, forward and gradients;
+            a site
             that fails is taken back and reported.
 
     Returns:
-        The converted model, an instance of the original class. te_transform.report() tells what was done and why not.
+        The converted model, an instance of the original class. te_transform.report() tells what was done and
+        why not.
 
     Raises:
-        ModelError: this is no model that can be converted (a ScriptModule, a DDP wrapper, ...); the message says why.
-        InputError, OptionError, BackendError, TraceError: as their messages say. Whatever is raised, `model` is
+        ModelError: this is no model that can be converted (a ScriptModule, a DDP wrapper, ...); the message
+            says why. InputError, OptionError, BackendError, TraceError: as their messages say. Whatever is
+            raised, `model` is
             bitwise what it was.
     """
     check_model(model)
@@ -95,7 +100,8 @@ def convert(
 
 
 def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
-    """What convert() would do with the same arguments, and why not more; nothing is changed, no GPU and no TE needed.
+    """What convert() would do with the same arguments, and why not more; nothing is changed, no GPU and no TE
+    needed.
 
     Raises:
         ModelError, InputError, OptionError, TraceError: as convert() does.
@@ -107,7 +113,8 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
 
 
 def report(converted: nn.Module) -> Report:
-    """What convert() did to this model: sites fused and refused, with reasons, and the graphs before and after.
+    """What convert() did to this model: sites fused and refused, with reasons, and the graphs before and
+    after.
 
     Raises:
         ModelError: `converted` does not come from te_transform.convert().
@@ -148,6 +155,7 @@ def _copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), a copy is needed to leave the "
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), a copy is needed to "
+            f"leave the "
             "original untouched: pass inplace=True"
         ) from error

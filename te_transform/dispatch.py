@@ -1,7 +1,9 @@
-"""Attention through Hugging Face's own door, AttentionInterface: the model's code goes on building masks and caches.
+"""Attention through Hugging Face's own door, AttentionInterface: the model's code goes on building masks and
+caches.
 
-The converted module reads a copy of its config that names our core; model.config stays as it is, so that checkpoints and
-set_attn_implementation() see the model they knew. Masks, lengths and dropout are read at every call.
+The converted module reads a copy of its config that names our core; model.config stays as it is, so that
+checkpoints and set_attn_implementation() see the model they knew. Masks, lengths and dropout are read at
+every call.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class DispatchSlot(OwnerSlot):
 
 
 def dispatches(module: nn.Module) -> bool:
-    """Whether the module looks its attention core up by name, and today's name is the one for attention written out."""
+    """Whether the module looks its attention core up by name, and today's name is the one for attention
+    written out."""
     scope = _scope(module)
     named = {"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"} <= scope.keys()
     return named and getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
@@ -52,9 +55,11 @@ def attend(
     dropout: float = 0.0,
     **rest: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as AttentionInterface calls it: query [batch, heads, length, width] -> [batch, length, heads, width].
+    """Attention as AttentionInterface calls it: query [batch, heads, length, width] -> [batch, length, heads,
+    width].
 
-    Where the probabilities are wanted, or an argument is new to us, the function the model's config names is called.
+    Where the probabilities are wanted, or an argument is new to us, the function the model's config names is
+    called.
     """
     slot: Slot = module._te_transform_slot
     named = slot.config._attn_implementation

@@ -1,7 +1,7 @@
 """Edit the user's module tree: the only file that does.
 
-Modules keep their place and identity; they gain a subclass of their own class (slots.py), and their parameters move into
-a fused module that the first of them hosts.
+Modules keep their place and identity; they gain a subclass of their own class (slots.py), and their
+parameters move into a fused module that the first of them hosts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from te_transform.weights import Layout
 
 @dataclass(eq=False)
 class Emitted:
-    """A site in the tree, with what undoing it takes: the Parameter objects, their storage now inside the fused ones."""
+    """A site in the tree, with what undoing it takes: the Parameter objects, their storage now inside the
+    fused ones."""
 
     fusion: Fusion
     slots: list[tuple[nn.Module, Slot]] = field(default_factory=list)
@@ -43,9 +44,11 @@ class Emitted:
 
 
 def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
-    """Put `site` into `model`. Needs the memory of the site's joined parameters once; their originals' is freed.
+    """Put `site` into `model`. Needs the memory of the site's joined parameters once; their originals' is
+    freed.
 
-    What undo() takes is added to `emitted` before anything is touched: wherever this is interrupted, undo() works.
+    What undo() takes is added to `emitted` before anything is touched: wherever this is interrupted, undo()
+    works.
     """
     holders = dict(_holders(site))
     originals = {name: holder._parameters[attribute] for name, (holder, attribute) in holders.items()}
@@ -75,8 +78,8 @@ def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
 
 
 def undo(model: nn.Module, emitted: Emitted) -> None:
-    """Take a site out again, whole or half made: the very Parameters that were there, with today's values in storage
-    of their own."""
+    """Take a site out again, whole or half made: the very Parameters that were there, with today's values in
+    storage of their own."""
     for name, parameter in emitted.parameters.items():
         layout, fused = _where(emitted.fusion, name)
         if not layout.is_same:
@@ -177,7 +180,8 @@ def _joined(layout: Layout, originals: dict[str, nn.Parameter]) -> nn.Parameter:
 
 
 def _alias(layout: Layout, joined: nn.Parameter, originals: dict[str, nn.Parameter]) -> None:
-    """Let the original Parameters, which an optimizer may hold, share the joined storage: nothing is kept twice."""
+    """Let the original Parameters, which an optimizer may hold, share the joined storage: nothing is kept
+    twice."""
     if not layout.is_same:
         for piece in layout.pieces:
             originals[piece.name].data = layout.part(joined.detach(), piece.name)

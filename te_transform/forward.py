@@ -1,9 +1,10 @@
 """A module's forward, rewritten: for glue that no submodule holds (attention written out, fc2(act(fc1(x)))).
 
-The owner is recorded again on its own, with symbolic sizes, and the fusion is put into that graph. What comes out is
-a function of the forward's tensors for training and one for evaluation, with the guards under which each is the
-forward (guards.py): the same arguments given, sizes in the relations the recording met, attributes and children
-unchanged. A size that makes a difference, 1 or a length that fills a whole buffer, gets a path of its own.
+The owner is recorded again on its own, with symbolic sizes, and the fusion is put into that graph. What comes
+out is a function of the forward's tensors for training and one for evaluation, with the guards under which
+each is the forward (guards.py): the same arguments given, sizes in the relations the recording met,
+attributes and children unchanged. A size that makes a difference, 1 or a length that fills a whole buffer,
+gets a path of its own.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Refusal(Exception):
 class Owner:
     """A module whose forward is to be rewritten, as the whole model's normalised recording saw it called.
 
-    `norm` is the call of a norm outside the owner that belongs to the fusion; `fuse` puts the fusion into the owner's own
-    normalised recording, as a call of `fused`.
+    `norm` is the call of a norm outside the owner that belongs to the fusion; `fuse` puts the fusion into the
+    owner's own normalised recording, as a call of `fused`.
     """
 
     call: Call
@@ -74,7 +75,8 @@ class Owner:
         ]
         if len(names) != 1:
             raise Refusal(
-                "the norm's output reaches the module by no argument of its own, the fused module needs it there"
+                "the norm's output reaches the module by no argument of its own, the fused module needs it "
+                "there"
             )
         return names[0]
 
@@ -175,7 +177,8 @@ class _After(nn.Module):
 
 
 def _recorded(owner: Owner, train: bool, sizes: Sizes, passed: frozenset[str]) -> Recording:
-    """The owner's own recording, on tensors like those it was called with, with the `sizes` given instead of theirs."""
+    """The owner's own recording, on tensors like those it was called with, with the `sizes` given instead of
+    theirs."""
     example = {name: _example(name, value, sizes, passed) for name, value in owner.given.items()}
     root = _After(owner.norm.module, owner.module, owner.normalised) if owner.norm else owner.module
     free = frozenset(owner.recorded.inputs.sizes() - set(sizes.values()))
@@ -197,7 +200,8 @@ def _rewritten(owner: Owner, recording: Recording, passed: frozenset[str], draft
     owner.fuse(recording)
     own = next(call for call in recording.calls if call.module is owner.module)
     again = rewrite.collapse(recording, own)
-    # called in the original forward but not in the rewritten one: taken by the fusion, or without effect when recorded
+    # called in the original forward but not in the rewritten one: taken by the fusion, or without effect when
+    # recorded
     gone = [c for c in recording.calls if c is not own and not any(c.within(kept) for kept in again)]
     inside = [call.path.removeprefix(own.path).lstrip(".") for call in gone if call.within(own)]
     rewrite.rename_attributes(recording, lambda name: _own_name(own, name))
@@ -239,7 +243,8 @@ def _path(owner: Owner, recording: Recording, handed_on: frozenset[str], any_flo
 def _own_name(own: Call, name: str) -> str:
     if not name.startswith(own.path and f"{own.path}.") or name.startswith("_constant_"):
         raise Refusal(
-            "the forward reads a tensor that is no parameter, buffer or argument, its value could change unseen"
+            "the forward reads a tensor that is no parameter, buffer or argument, its value could change "
+            "unseen"
         )
     return name.removeprefix(own.path).lstrip(".")
 
@@ -261,7 +266,8 @@ def _arguments(call: Call, signature: inspect.Signature) -> dict[str, Any]:
 
 
 def _handed_on(module: nn.Module) -> frozenset[str]:
-    """The parameters of a forward that it ignores, or only hands on to its children as they are (a cache, a mask)."""
+    """The parameters of a forward that it ignores, or only hands on to its children as they are (a cache, a
+    mask)."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward))))
     except (OSError, TypeError, SyntaxError):
@@ -293,7 +299,8 @@ def _example(name: str, value: Any, sizes: Sizes, passed: frozenset[str]) -> Any
         )
     if isinstance(value, (tuple, list, dict)) and any(isinstance(v, fx.Node) for v in _leaves(value)):
         raise Refusal(
-            "the forward takes tensors inside a container, a rewritten forward needs each by a name of its own"
+            "the forward takes tensors inside a container, a rewritten forward needs each by a name of its "
+            "own"
         )
     return Passed(name, value) if name in passed else value
 
@@ -372,8 +379,10 @@ def _materialise_sizes(recording: Recording, symbols: dict[Any, tuple[str, int]]
             return int(expression)
         if expression not in made:
             with graph.inserting_before(first):
-                env = {s: fx.Proxy(graph.call_method("size", (inputs[name], dim))) for s, (name, dim) in symbols.items()
-                       if s in expression.free_symbols}  # fmt: skip
+                places = {s: place for s, place in symbols.items() if s in expression.free_symbols}
+                env = {
+                    s: fx.Proxy(graph.call_method("size", (inputs[n], dim))) for s, (n, dim) in places.items()
+                }
                 if missing := expression.free_symbols - env.keys():
                     raise Refusal(
                         f"a size depends on {missing}, a rewritten forward needs it from its inputs' sizes"
@@ -387,7 +396,8 @@ def _materialise_sizes(recording: Recording, symbols: dict[Any, tuple[str, int]]
 
 
 def _size_guard(recording: Recording, handed_on: frozenset[str], symbols: dict[Any, tuple[str, int]]) -> str:
-    """The source of a function of the tensors' shapes: whether they are sizes that the recording holds for."""
+    """The source of a function of the tensors' shapes: whether they are sizes that the recording holds
+    for."""
     expressions = {guard.expr for guard in recording.shapes.guards}
     if unknown := {s for e in expressions for s in e.free_symbols} - symbols.keys():
         raise Refusal(

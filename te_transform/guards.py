@@ -52,7 +52,8 @@ class Path:
         self.__post_init__()
 
     def arguments(self, fusion: Fusion, given: dict[str, Any]) -> dict[str, Any] | None:
-        """The function's arguments for a call of the original, or None where this path was not made for such a call."""
+        """The function's arguments for a call of the original, or None where this path was not made for such
+        a call."""
         if len(given) != len(self.tensors) + len(self.passed) + len(self.constants):
             return None
         for name, value in self.constants.items():

@@ -31,7 +31,8 @@ class Inputs:
         return ", ".join(parts) or "none"
 
     def clone(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments again, in tensors and containers of their own: a forward may write into its inputs."""
+        """The arguments again, in tensors and containers of their own: a forward may write into its
+        inputs."""
         leaves: dict[int, torch.Tensor] = {}  # one tensor passed twice stays one tensor
 
         def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,8 @@ class Inputs:
         return Inputs(*tree_map_only(torch.Tensor, twice, (self.args, self.kwargs)))
 
     def sizes(self) -> set[int]:
-        """The sizes that another call may have otherwise: batch and lengths, not the width of floating features."""
+        """The sizes that another call may have otherwise: batch and lengths, not the width of floating
+        features."""
         found: set[int] = set()
         for leaf in tree_leaves((self.args, self.kwargs)):
             if isinstance(leaf, torch.Tensor):
@@ -58,7 +60,8 @@ class Inputs:
         return found - {0, 1}
 
     def named_leaves(self, model: nn.Module, args: tuple, kwargs: dict) -> Iterator[tuple[str, Any]]:
-        """Each tensor or other value among the arguments with the name forward() gives it (`mask`, `states_0`, ...)."""
+        """Each tensor or other value among the arguments with the name forward() gives it (`mask`,
+        `states_0`, ...)."""
         for path, leaf in tree_flatten_with_path(_bound(model, args, kwargs))[0]:
             yield "_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf
 
@@ -67,7 +70,8 @@ def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
     """The example inputs in one form, each on the model's own terms (a cache is switched off).
 
     Raises:
-        InputError: not a tensor, tuple, dict or list of those; or None, and none can be invented for this model.
+        InputError: not a tensor, tuple, dict or list of those; or None, and none can be invented for this
+            model.
     """
     if example_inputs is None:
         return [_quiet(model, invent(model))]
@@ -89,7 +93,8 @@ def _one(sample: Any) -> Inputs:
     if isinstance(sample, dict) or hasattr(sample, "keys"):  # a tokenizer's BatchEncoding is a mapping too
         return Inputs((), dict(sample))
     raise InputError(
-        f"example_inputs has a {type(sample).__name__}, a tensor, a tuple (args), a dict (kwargs) or a list of those "
+        f"example_inputs has a {type(sample).__name__}, a tensor, a tuple (args), a dict (kwargs) or a list "
+        f"of those "
         "is needed: wrap it, for instance (x,) or {'x': x}"
     )
 
@@ -103,7 +108,8 @@ def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
 
 
 def invent(model: nn.Module) -> Inputs:
-    """Inputs for a model whose first module says what it reads: token ids, an image or features; always the same ones.
+    """Inputs for a model whose first module says what it reads: token ids, an image or features; always the
+    same ones.
 
     Raises:
         InputError: nothing in the model says what its forward takes.
@@ -125,7 +131,8 @@ def _invented(model: nn.Module) -> Inputs:
     if len(required) != 1 or first is None:
         takes = ", ".join(p.name for p in required) or "nothing by position"
         raise InputError(
-            f"no example inputs were given and none can be invented for {type(model).__name__} (its forward takes "
+            f"no example inputs were given and none can be invented for {type(model).__name__} (its forward "
+            f"takes "
             f"{takes}): pass example_inputs=(tensor, ...) or example_inputs={{'name': tensor, ...}}"
         )
     return Inputs((_read_by(first, next(model.parameters()).device),))
@@ -160,7 +167,8 @@ def _invent_hugging_face(model: nn.Module) -> Inputs:
         return Inputs((), {name: torch.randn(BATCH, vision.num_channels, *side).to(device, dtype)})
     if name != "input_ids":
         raise InputError(
-            f"no example inputs were given and none can be invented for {type(model).__name__} (its main input is "
+            f"no example inputs were given and none can be invented for {type(model).__name__} (its main "
+            f"input is "
             f"{name}): pass example_inputs={{'{name}': tensor, ...}}"
         )
     vocabulary = config.get_text_config().vocab_size

@@ -14,8 +14,9 @@ from te_transform.pattern import shape_of
 
 # what only moves values; a rotation, a norm or a scale leaves every value at its place
 _MOVES = (
-    torch.reshape, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.cat, torch.chunk, torch.split,
-    torch.unbind, torch.flatten, torch.movedim, torch.t, operator.getitem, vocabulary.columns, torch.Tensor.contiguous,
+    torch.reshape, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.cat, torch.chunk,
+    torch.split, torch.unbind, torch.flatten, torch.movedim, torch.t, operator.getitem, vocabulary.columns,
+    torch.Tensor.contiguous,
 )  # fmt: skip
 _STAYS = (
     vocabulary.rope,
@@ -29,7 +30,8 @@ _STAYS = (
 
 @dataclass(frozen=True)
 class QKV:
-    """The rows of one projection's weight that make the queries, keys and values: index tensors [heads, width]."""
+    """The rows of one projection's weight that make the queries, keys and values: index tensors [heads,
+    width]."""
 
     projection: fx.Node
     query: Tensor
@@ -43,10 +45,11 @@ class QKV:
 
     @property
     def name(self) -> str:
-        """ "[q|k|v]": three blocks; "interleaved": query, key and value of a head (or a group of heads) together."""
+        """ "[q|k|v]": three blocks; "interleaved": query, key and value of a head (or a group of heads)
+        together."""
         if self.order == tuple(range(len(self.order))):
             return "[q|k|v]"
-        groups, width = self.key.shape
+        groups = self.key.shape[0]
         together = torch.cat([self.query.reshape(groups, -1), self.key, self.value], dim=1)
         return (
             "interleaved" if torch.equal(together.flatten(), torch.arange(together.numel())) else "permuted"
@@ -54,9 +57,11 @@ class QKV:
 
 
 def qkv_layout(attention: fx.Node) -> QKV | None:
-    """The layout of the projection that an sdpa's three operands come from; None where that is not one linear.
+    """The layout of the projection that an sdpa's three operands come from; None where that is not one
+    linear.
 
-    Every row's number is pushed through the graph's own slicing, so any way to write it gives the same answer.
+    Every row's number is pushed through the graph's own slicing, so any way to write it gives the same
+    answer.
     """
     sources = [_source(operand) for operand in attention.args[:3]]
     if sources[0] is None or len(set(sources)) > 1:

@@ -22,7 +22,8 @@ def check_model(model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"convert() was given a {type(model).__name__}, a torch.nn.Module is needed: pass the model itself"
+            f"convert() was given a {type(model).__name__}, a torch.nn.Module is needed: pass the model "
+            f"itself"
         )
     kind = type(model).__name__
     for path, module in model.named_modules():
@@ -61,7 +62,8 @@ def _compiled_class() -> type:
 
 
 def _is_compiled(forward: Any) -> bool:
-    """Whether torch.compile has wrapped it; torch.compiler.disable leaves the same mark, and one of its own."""
+    """Whether torch.compile has wrapped it; torch.compiler.disable leaves the same mark, and one of its
+    own."""
     return hasattr(forward, "_torchdynamo_orig_callable") and not getattr(
         forward, "_torchdynamo_disable", False
     )

@@ -31,17 +31,20 @@ def move_optimizer(
 ) -> Optimizer:
     """The same optimizer, hyperparameters and state, for the parameters of `target`.
 
-    Works both ways: from a model to its conversion, and from a converted model to a reverted copy of it. State that has
-    the shape of its parameter (Adam's and AdamW's moments, momentum) is joined and split as the parameters are, bitwise.
+    Works both ways: from a model to its conversion, and from a converted model to a reverted copy of it.
+    State that has the shape of its parameter (Adam's and AdamW's moments, momentum) is joined and split as
+    the parameters are, bitwise.
 
     Args:
         optimizer: any torch.optim optimizer over the parameters of `source`.
         target: the model whose parameters it is to step from now on.
         source: the model it steps now; None where `target` was converted in place.
-        inplace: change `optimizer` itself, so that schedulers and scalers go on with it; else it is left untouched.
+        inplace: change `optimizer` itself, so that schedulers and scalers go on with it; else it is left
+            untouched.
 
     Raises:
-        OptimizerError: parameters that are joined in `target` are in different groups, have made different numbers of
+        OptimizerError: parameters that are joined in `target` are in different groups, have made different
+            numbers of
             steps, or have state of another shape (Adafactor's rows and columns, LBFGS); or the optimizer has
             parameters that are not the source's. Nothing has been changed then.
     """
@@ -83,7 +86,8 @@ def _owned(optimizer: Optimizer, names: dict[int, dict[str, Original]]) -> dict[
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise OptimizerError(
-                    f"the optimizer's group {index} has a parameter of shape {list(parameter.shape)} that is none of the "
+                    f"the optimizer's group {index} has a parameter of shape {list(parameter.shape)} that is "
+                    f"none of the "
                     "source model's: pass the model that the optimizer was made for as source="
                 )
             for name, original in names[id(parameter)].items():
@@ -104,7 +108,8 @@ def _part(original: Original, value: Any, key: str, name: str) -> Any:
     if original.view is None or original.view.layout.is_same:
         return value
     raise OptimizerError(
-        f"the state {key!r} of {name} has shape {list(value.shape)}, to be split it needs the shape of its parameter "
+        f"the state {key!r} of {name} has shape {list(value.shape)}, to be split it needs the shape of its "
+        f"parameter "
         f"{list(original.held.shape)}: revert without the optimizer, or start a new one"
     )
 
@@ -121,7 +126,8 @@ def _group(parts: dict[str, _Owned], originals: dict[str, Original]) -> int:
     if missing or len(groups) > 1:
         found = ", ".join(f"{name} in {parts[name].group if name in parts else 'none'}" for name in originals)
         raise OptimizerError(
-            f"one parameter now holds what is in different groups of the optimizer ({found}), it has to be in one: give "
+            f"one parameter now holds what is in different groups of the optimizer ({found}), it has to be "
+            f"in one: give "
             "them one group, or convert with skip="
         )
     return groups.pop()
@@ -149,7 +155,8 @@ def _join(held: nn.Parameter, originals: dict[str, Original], values: dict[str, 
     elif not joining or all(_equal(first, value) for value in values.values()):
         return first
     raise OptimizerError(
-        f"the state {key!r} of {', '.join(values)} differs or has another shape than the parameters, to be joined it needs "
+        f"the state {key!r} of {', '.join(values)} differs or has another shape than the parameters, to be "
+        f"joined it needs "
         "theirs and the same number of steps: convert with skip= for these modules, or start a new optimizer"
     )
 

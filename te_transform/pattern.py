@@ -24,7 +24,8 @@ from te_transform import vocabulary
 
 @dataclass(frozen=True)
 class Match:
-    """What a pattern found: `bound` values by name (nodes, constants, tags) and the `nodes` it covers, root first."""
+    """What a pattern found: `bound` values by name (nodes, constants, tags) and the `nodes` it covers, root
+    first."""
 
     bound: dict[str, Any] = field(default_factory=dict)
     nodes: tuple[fx.Node, ...] = ()
@@ -43,7 +44,8 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """A match that did not come to be: the nodes that fitted, root first, and what stood where `wanted` was needed."""
+    """A match that did not come to be: the nodes that fitted, root first, and what stood where `wanted` was
+    needed."""
 
     nodes: tuple[fx.Node, ...]
     found: Any
@@ -75,7 +77,8 @@ class Var(Pattern):
 
 
 class Call(Pattern):
-    """A call of one of `targets`, with no keywords, whose leading arguments match `args`; `role` is its name in rules.
+    """A call of one of `targets`, with no keywords, whose leading arguments match `args`; `role` is its name
+    in rules.
 
     With `commute` the first two arguments may come in either order.
     """
@@ -138,7 +141,8 @@ class Near(Pattern):
 
 
 class AnyOrder(Pattern):
-    """`operands` combined by nested calls of `target`, in any order and grouping: AnyOrder(torch.mul, a, b, c)."""
+    """`operands` combined by nested calls of `target`, in any order and grouping: AnyOrder(torch.mul, a, b,
+    c)."""
 
     def __init__(self, target: Callable, *operands: Pattern):
         self.target, self.operands = target, operands
@@ -207,7 +211,8 @@ class Maybe(Pattern):
 class Siblings:
     """All calls of `target` that read one value, made by children of one module: q, k and v, or gate and up.
 
-    Not a tree, so `find` groups the graph's nodes; the match binds `role` to the tuple of nodes, in recorded order.
+    Not a tree, so `find` groups the graph's nodes; the match binds `role` to the tuple of nodes, in recorded
+    order.
     """
 
     target: Callable
@@ -227,7 +232,8 @@ def _input(x: Any) -> tuple:
 
 
 def find(pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None = None) -> list[Match]:
-    """Every match of `pattern` in `graph`, in the graph's order; misses that fitted at their root go to `misses`."""
+    """Every match of `pattern` in `graph`, in the graph's order; misses that fitted at their root go to
+    `misses`."""
     if isinstance(pattern, Siblings):
         return _find_siblings(pattern, graph)
     found = []

@@ -27,7 +27,8 @@ Columns = tuple[int, int]
 
 @dataclass(eq=False)
 class Site:
-    """One fusion to be made: the fused module, on meta, what its parameters are made of, and where it goes."""
+    """One fusion to be made: the fused module, on meta, what its parameters are made of, and where it
+    goes."""
 
     rules: list[tuple[str, str]]  # the rules that made it, each with the path it is reported at
     path: str  # of the module that will host the fused one
@@ -72,7 +73,8 @@ class Plan:
 
 
 def plan(recording: Recording, options: Options) -> Plan:
-    """Run the rules, in order, over a normalised recording: its graph is rewritten, the model is only read."""
+    """Run the rules, in order, over a normalised recording: its graph is rewritten, the model is only
+    read."""
     made = Plan(recording, projections=_projections(recording))
     for rule in options.passes:
         misses: list[Miss] = []
@@ -178,7 +180,8 @@ def _check_ties(site: Site, made: Plan) -> None:
 
 
 def _owner(match: Match, norm: Operation | None, linears: list[Operation]) -> Call | None:
-    """The module whose own forward holds the glue of the match; None where norm and linear meet without any."""
+    """The module whose own forward holds the glue of the match; None where norm and linear meet without
+    any."""
     glue = [
         n for n in match.nodes if n.target is not vocabulary.linear and (norm is None or n is not norm.node)
     ]
@@ -199,7 +202,8 @@ def _put(site: Site, rule: Rule, match: Match, made: Plan) -> None:
 
 
 def _inputs(match: Match) -> tuple[Any, ...]:
-    """What the fused module is called with: the pattern's x, or all the arguments of the one call it replaces."""
+    """What the fused module is called with: the pattern's x, or all the arguments of the one call it
+    replaces."""
     if "x" in match.bound:
         return (match.bound["x"],)
     return match.root.args[:1] if match.root.target is vocabulary.linear else match.root.args
@@ -239,7 +243,8 @@ def _layouts(
     parameters = dict(fused.named_parameters())
     if layouts.keys() != parameters.keys():
         raise LedgerError(
-            f"rule {rule.name!r} moves {sorted(layouts)}, its fused {type(fused).__name__} has {sorted(parameters)}"
+            f"rule {rule.name!r} moves {sorted(layouts)}, its fused {type(fused).__name__} has "
+            f"{sorted(parameters)}"
         )
     for name, layout in layouts.items():
         rows = sum(piece.rows for piece in layout.pieces)

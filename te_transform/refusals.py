@@ -63,7 +63,10 @@ def _skipped(operation: Operation, options: Options) -> Iterator[str]:
 def _of_module(operation: Operation, recording: Recording) -> Iterator[str]:
     module, kind = operation.module, type(operation.module).__name__
     if not solo(operation, recording):
-        yield f"the {operation.word} is computed in the forward of {kind}, a module that does nothing else is needed"
+        yield (
+            f"the {operation.word} is computed in the forward of {kind}, a module that does nothing else is "
+            f"needed"
+        )
         return
     calls = sum(call.module is module for call in recording.calls)
     if calls > 1:
@@ -71,7 +74,10 @@ def _of_module(operation: Operation, recording: Recording) -> Iterator[str]:
     if any(getattr(module, hooks) for hooks in _HOOKS):
         yield f"{kind} has hooks, they would see the fused module's tensors: remove them first"
     if parametrize.is_parametrized(module):
-        yield f"{kind} is parametrized, a plain parameter is needed: torch.nn.utils.parametrize.remove_parametrizations"
+        yield (
+            f"{kind} is parametrized, a plain parameter is needed: "
+            f"torch.nn.utils.parametrize.remove_parametrizations"
+        )
     if isinstance(module, nn.Linear) and type(module).forward not in _LINEAR_FORWARDS:
         yield f"{kind} is a Linear with a forward of its own, nn.Linear's is needed"
 
@@ -113,7 +119,10 @@ def _read_elsewhere(match: Match) -> Iterator[str]:
         readers = sorted({_reader(user) for user in node.users if user not in own})
         if readers:
             word = getattr(node.target, "__name__", str(node.target))
-            yield f"the output of the {word} is also read by {', '.join(readers)}, the fused module does not hand it out"
+            yield (
+                f"the output of the {word} is also read by {', '.join(readers)}, the fused module does not "
+                f"hand it out"
+            )
 
 
 def _reader(user: fx.Node) -> str:

@@ -17,10 +17,11 @@ from te_transform.trace import Call, Recording
 def replace(
     recording: Recording, nodes: Sequence[fx.Node], target: Callable, args: tuple, **meta: Any
 ) -> fx.Node:
-    """Put one call of `target` where `nodes` computed the same value, `nodes[0]` last; the rest goes if unread.
+    """Put one call of `target` where `nodes` computed the same value, `nodes[0]` last; the rest goes if
+    unread.
 
-    The new node stands at the root's place and carries its metadata; its `call` is the innermost module call that
-    made all of `nodes`.
+    The new node stands at the root's place and carries its metadata; its `call` is the innermost module call
+    that made all of `nodes`.
     """
     root = nodes[0]
     with recording.graph.inserting_before(root):
@@ -45,7 +46,8 @@ def call_fused(recording: Recording, nodes: Sequence[fx.Node], name: str, args: 
 def merge(
     recording: Recording, linears: Sequence[fx.Node], name: str, weight: Tensor, bias: Tensor | None
 ) -> list[tuple[int, int]]:
-    """One linear on `weight` and `bias`, called `name`, in place of `linears`; returns the columns that were theirs."""
+    """One linear on `weight` and `bias`, called `name`, in place of `linears`; returns the columns that were
+    theirs."""
     rows = [node.meta["tensor_meta"].shape[-1] for node in linears]
     with recording.graph.inserting_before(linears[0]):
         parameters = [
@@ -77,7 +79,8 @@ def _attribute(recording: Recording, name: str, tensor: Tensor | None) -> fx.Nod
 
 
 def _inherit(node: fx.Node, nodes: Sequence[fx.Node], meta: dict[str, Any]) -> None:
-    """The root's metadata; `calls`, all module calls, and `spelled`, all recorded calls, that went into the node."""
+    """The root's metadata; `calls`, all module calls, and `spelled`, all recorded calls, that went into the
+    node."""
     node.meta = {**nodes[0].meta, **meta}
     set_call(node, innermost(n.meta.get("call") for n in nodes))
     node.meta["calls"] = {c for n in nodes for c in n.meta.get("calls", {n.meta.get("call")})} - {None}
@@ -101,8 +104,8 @@ def insert(
     like: fx.Node,
     shape: Sequence | None = None,
 ) -> fx.Node:
-    """A new call in front of `nodes[0]`, as part of what will replace `nodes`: of the dtype of `like`, and its shape if
-    none is given."""
+    """A new call in front of `nodes[0]`, as part of what will replace `nodes`: of the dtype of `like`, and
+    its shape if none is given."""
     with recording.graph.inserting_before(nodes[0]):
         node = recording.graph.call_function(target, args)
     meta = like.meta["tensor_meta"]
@@ -178,8 +181,8 @@ def writes(node: fx.Node) -> bool:
 def collapse(recording: Recording, owner: Call) -> list[Call]:
     """Turn the calls `owner` made of its children back into calls, unless a fusion has taken their insides.
 
-    What is left is the owner's own forward: its glue, its children called as they always were. Anything recorded
-    outside `owner` (a norm in front of it) stays as it is. Returns the calls that are made again.
+    What is left is the owner's own forward: its glue, its children called as they always were. Anything
+    recorded outside `owner` (a norm in front of it) stays as it is. Returns the calls that are made again.
     """
     sweep(recording)
     again = []
@@ -236,7 +239,8 @@ def rename_attributes(recording: Recording, name: Callable[[str], str]) -> None:
 
 
 def snapshot(recording: Recording) -> fx.Graph:
-    """The graph as it stands, on its own: without the model, whose tensors and calls the recording keeps alive."""
+    """The graph as it stands, on its own: without the model, whose tensors and calls the recording keeps
+    alive."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in recording.graph.nodes:

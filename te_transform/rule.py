@@ -21,9 +21,10 @@ from te_transform.weights import Move
 class Rule:
     """One rewrite: where it applies, why it may not, what stands there afterwards, and where the weights go.
 
-    `refuse`, `build` and `weights` (where it is a function) are called with the match's roles by parameter name: an
-    Operation, a tuple of them for Siblings, a tag for OneOf; `backend` and `approximate` (the option) are there to be
-    asked for too. A parameter with a default is left to it where the match has no such role.
+    `refuse`, `build` and `weights` (where it is a function) are called with the match's roles by parameter
+    name: an Operation, a tuple of them for Siblings, a tag for OneOf; `backend` and `approximate` (the
+    option) are there to be asked for too. A parameter with a default is left to it where the match has no
+    such role.
     """
 
     name: str
@@ -45,7 +46,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the model as an operation reads it: its name in the model, and whether it is read transposed."""
+    """A tensor of the model as an operation reads it: its name in the model, and whether it is read
+    transposed."""
 
     name: str
     tensor: Tensor
@@ -53,10 +55,11 @@ class Stored:
 
 
 class Operation:
-    """One operation of a match as rules see it: its arguments by their vocabulary names, parameters as tensors.
+    """One operation of a match as rules see it: its arguments by their vocabulary names, parameters as
+    tensors.
 
-    `linear.weight.shape`, `norm.eps`, `norm.bias is None`; `path` is the module that made the call, `word` the
-    vocabulary's name of the operation, `spelled` the names of the torch calls it was recorded as.
+    `linear.weight.shape`, `norm.eps`, `norm.bias is None`; `path` is the module that made the call, `word`
+    the vocabulary's name of the operation, `spelled` the names of the torch calls it was recorded as.
     """
 
     def __init__(self, role: str, node: fx.Node, recording: Recording):
@@ -94,7 +97,8 @@ class Operation:
         return self.node.meta.get("merged")
 
     def viewed_as_if_contiguous(self, width: int) -> bool:
-        """Whether a reader calls view() in a way that a slice out of a last dimension of `width` cannot do."""
+        """Whether a reader calls view() in a way that a slice out of a last dimension of `width` cannot
+        do."""
         *lead, own = self.node.meta["tensor_meta"].shape
         slice_of = torch.empty(*lead, width, device="meta")[..., :own]
         for reader in self.node.users:
@@ -107,7 +111,8 @@ class Operation:
 
     @cached_property
     def stored(self) -> dict[str, Stored]:
-        """The operation's weights by argument name: those arguments that are a tensor of the model, or its transpose."""
+        """The operation's weights by argument name: those arguments that are a tensor of the model, or its
+        transpose."""
         found = {}
         for name in inspect.signature(self.node.target).parameters:
             value = argument(self.node, name)

@@ -1,14 +1,15 @@
 """What runs in the user's own modules after conversion.
 
-A converted module keeps its identity, its name and its class (a subclass of it, made here, under the same name); its
-parameters become views of a fused one, and its forward does what it always did, faster when the caller allows it:
+A converted module keeps its identity, its name and its class (a subclass of it, made here, under the same
+name); its parameters become views of a fused one, and its forward does what it always did, faster when the
+caller allows it:
 
     a norm      hands out a Deferred, the normalised tensor that nobody has computed yet;
     a linear    takes its columns of the fused product, or multiplies by its own rows;
     an owner    runs its rewritten forward when the guards hold, its own when they do not.
 
-None of them can lie: whoever else reads a Deferred gets the norm's value, and whatever tensor a linear is handed, it
-returns that tensor's projection.
+None of them can lie: whoever else reads a Deferred gets the norm's value, and whatever tensor a linear is
+handed, it returns that tensor's projection.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Fusion:
     enabled: bool = True
     runs: int = 0  # how often the fused module ran in place of the original ones
     shared: _Shared | None = None
-    originals: dict[str, weakref.ref] = field(default_factory=dict)  # the Parameters an optimizer may still hold
+    originals: dict[str, weakref.ref] = field(
+        default_factory=dict
+    )  # the Parameters an optimizer may still hold
 
     def __getstate__(self) -> dict[str, Any]:
         # a product in flight and an optimizer belong to this model, not to a copy of it
@@ -53,7 +56,8 @@ class Fusion:
 
 @dataclass(eq=False)
 class Slot:
-    """A converted module's part in its fusions: which of its parameters live where, and what its forward does."""
+    """A converted module's part in its fusions: which of its parameters live where, and what its forward
+    does."""
 
     views: dict[str, View] = field(default_factory=dict)
     order: tuple[str, ...] = ()  # its parameters in the order they had
@@ -79,12 +83,15 @@ class View:
     def fixed(self, attribute: str) -> str:
         """Why the attribute can get no new tensor."""
         return (
-            f"{attribute!r} is part of {type(self.fusion.fused).__name__}.{self.target} since te_transform.convert(), a "
-            f"new tensor cannot take its place: write into it (module.{attribute}.copy_(...)) or revert() the model"
+            f"{attribute!r} is part of {type(self.fusion.fused).__name__}.{self.target} since "
+            f"te_transform.convert(), a "
+            f"new tensor cannot take its place: write into it (module.{attribute}.copy_(...)) or revert() "
+            f"the model"
         )
 
     def read(self) -> Tensor:
-        """The parameter itself where it moved as it was, else a view of its rows (a copy where rows are permuted)."""
+        """The parameter itself where it moved as it was, else a view of its rows (a copy where rows are
+        permuted)."""
         return self.layout.part(getattr(self.fusion.fused, self.target), self.name)
 
     def write(self, value: Tensor) -> None:
@@ -99,7 +106,8 @@ class View:
 
 
 class SlotModule(nn.Module):
-    """What every converted module gains: its parameters read, saved and loaded as if they were still its own."""
+    """What every converted module gains: its parameters read, saved and loaded as if they were still its
+    own."""
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         with _own_parameters(self):
@@ -139,8 +147,10 @@ class SlotModule(nn.Module):
             own = all(any(v.name == piece.name for v in views.values()) for piece in view.layout.pieces)
             if not own and held.requires_grad != requires_grad:
                 raise RuntimeError(
-                    f"{name!r} is a share of {type(view.fusion.fused).__name__}.{view.target}, which is trained as a "
-                    "whole or not at all: set requires_grad before te_transform.convert(), or of the module above"
+                    f"{name!r} is a share of {type(view.fusion.fused).__name__}.{view.target}, which is "
+                    f"trained as a "
+                    "whole or not at all: set requires_grad before te_transform.convert(), or of the module "
+                    "above"
                 )
             held.requires_grad_(requires_grad)
         for parameter in self._parameters.values():
@@ -205,7 +215,8 @@ class OwnerSlot(SlotModule):
 
 
 class HeldSlot(SlotModule):
-    """A module whose parameters a fusion holds, and whose forward is its own: only other callers still use it."""
+    """A module whose parameters a fusion holds, and whose forward is its own: only other callers still use
+    it."""
 
 
 class Deferred(Tensor):
@@ -235,7 +246,9 @@ class Deferred(Tensor):
         """The normalised tensor; computed once, as it would have been when the norm was called."""
         if self.value is None:
             self._compute()
-        if self.history is not _node(self):  # code below autograd has had it: the graph knows this tensor alone
+        if self.history is not _node(
+            self
+        ):  # code below autograd has had it: the graph knows this tensor alone
             with _as_when(self), torch.enable_grad():
                 self.value = _Reread.apply(self)
             self.history, self.version = _node(self), _version(self.value)
@@ -251,8 +264,10 @@ class Deferred(Tensor):
     def _compute(self) -> None:
         if self.stamp[0] != _stamp(self.source, *_parameters(self.norm))[0]:
             raise RuntimeError(
-                f"{type(self.norm).__name__}'s input or parameters were changed in place before its output was "
-                "read, te_transform had put the computation off: convert with skip= for this norm, or read its "
+                f"{type(self.norm).__name__}'s input or parameters were changed in place before its output "
+                f"was "
+                "read, te_transform had put the computation off: convert with skip= for this norm, or read "
+                "its "
                 "output earlier"
             )
         with _as_when(self):
@@ -260,7 +275,8 @@ class Deferred(Tensor):
         self.version = _version(self.value)
 
     def unread(self) -> bool:
-        """Whether a fused module may take the norm over: nobody read it, or one did before, and nothing has changed."""
+        """Whether a fused module may take the norm over: nobody read it, or one did before, and nothing has
+        changed."""
         if self.value is not None and not (self.taken and _version(self.value) == self.version >= 0):
             return False
         return self.stamp == _stamp(self.source, *_parameters(self.norm))
@@ -288,8 +304,8 @@ class Deferred(Tensor):
 
 
 _SHAPE_ONLY = {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point,
-    Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.device.__get__, Tensor.dtype.__get__, Tensor.is_cuda.__get__,
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.shape.__get__,
+    Tensor.ndim.__get__, Tensor.device.__get__, Tensor.dtype.__get__, Tensor.is_cuda.__get__,
     Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_nested.__get__,
 }  # fmt: skip
 
@@ -301,13 +317,15 @@ def _check_watched(tensors: Any) -> None:
     for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
         if isinstance(tensor, Deferred) and tensor.taken:
             raise RuntimeError(
-                f"{type(tensor.norm).__name__}'s output was taken over by a fused module, its whole gradient is "
+                f"{type(tensor.norm).__name__}'s output was taken over by a fused module, its whole gradient "
+                f"is "
                 "not computed: ask for it before the output is used, or convert with skip= for this norm"
             )
 
 
 def defer(x: Tensor, norm: NormSlot) -> Tensor:
-    """The norm of `x`, unread; code that looks behind PyTorch's back (an autograd.Function) gets its gradients too."""
+    """The norm of `x`, unread; code that looks behind PyTorch's back (an autograd.Function) gets its
+    gradients too."""
     parameters = _parameters(norm)
     trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters))
     deferred = _Defer.apply(norm, x, *parameters) if trained else Deferred(x, norm)
@@ -331,7 +349,8 @@ def _saving_hooks() -> Any:
 
 @contextlib.contextmanager
 def _as_when(deferred: Deferred) -> Iterator[None]:
-    """The modes that were on when the norm was called; a checkpoint begun since does not count what is saved."""
+    """The modes that were on when the norm was called; a checkpoint begun since does not count what is
+    saved."""
     _, grad, inference, _ = deferred.stamp
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(inference))
@@ -388,7 +407,8 @@ class _Shared:
 
 
 class _Split(torch.autograd.Function):
-    """Columns of a product as tensors of their own: if one is changed in place, the others keep their version."""
+    """Columns of a product as tensors of their own: if one is changed in place, the others keep their
+    version."""
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, *columns: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -404,11 +424,17 @@ def _slices(product: Tensor, *columns: tuple[int, int]) -> tuple[Tensor, ...]:
 
 
 def _share(fusion: Fusion, x: Tensor, columns: tuple[int, int] | None) -> Tensor:
-    """This linear's columns of the fused product of `x`: of the product a sibling has just made, else of a new one."""
+    """This linear's columns of the fused product of `x`: of the product a sibling has just made, else of a
+    new one."""
     if columns is None:
         return _product(fusion, x)
     shared = fusion.shared
-    if shared is None or columns not in shared.left or shared.source() is not x or shared.stamp != _stamp_of(fusion, x):
+    if (
+        shared is None
+        or columns not in shared.left
+        or shared.source() is not x
+        or shared.stamp != _stamp_of(fusion, x)
+    ):
         product = _product(fusion, x)
         split = _Split.apply if torch.is_grad_enabled() else _slices
         parts = split(product, *fusion.columns)
@@ -436,7 +462,9 @@ def _read(value: Any) -> Any:
         return value.now()
     if isinstance(value, (tuple, list)):
         items = [_read(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple takes fields
+        return (
+            type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        )  # a named tuple takes fields
     if isinstance(value, dict):
         return {key: _read(item) for key, item in value.items()}
     return value
@@ -479,7 +507,8 @@ def _would_change_dtype(norm: NormSlot, x: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _own_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
-    """The module's original parameters in its own dictionary again, for as long as nn.Module's code reads them."""
+    """The module's original parameters in its own dictionary again, for as long as nn.Module's code reads
+    them."""
     slot: Slot = module._te_transform_slot
     own = dict(module._parameters)
     with torch.no_grad() if write else contextlib.nullcontext():
@@ -505,7 +534,8 @@ def _write_back(slot: Slot, views: dict[str, Tensor], now: dict[str, Tensor | No
         elif value is not views[name] or view.layout.order is not None:
             if (value.dtype, value.device) != (views[name].dtype, views[name].device):
                 raise RuntimeError(
-                    f"{name!r} is {views[name].dtype} on {views[name].device} and joined with others, load_state_dict("
+                    f"{name!r} is {views[name].dtype} on {views[name].device} and joined with others, "
+                    f"load_state_dict("
                     "assign=True) cannot make it another: move the model first, by to() or to_empty()"
                 )
             with torch.no_grad():
@@ -524,9 +554,14 @@ def _nothing(*_: Any) -> None:
 
 @cache
 def slot_class(base: type, kind: type, names: tuple[str, ...]) -> type:
-    """A subclass of `base` under its own name, with `kind`'s behaviour and the parameters `names` read through views."""
+    """A subclass of `base` under its own name, with `kind`'s behaviour and the parameters `names` read
+    through views."""
     reads = {name: property(_reader(name)) for name in names}
-    made_of = {"_te_transform_made_of": (base, kind, names), "__module__": base.__module__, "__doc__": base.__doc__}
+    made_of = {
+        "_te_transform_made_of": (base, kind, names),
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+    }
     made = type(base.__name__, (kind, base), {**reads, **made_of})
     made.__qualname__ = base.__qualname__
     return made

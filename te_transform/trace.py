@@ -1,7 +1,8 @@
 """Record one real forward of a model into a torch.fx.Graph.
 
-Symbolic tracing follows Python and stops at the first `if` on a tensor; recording runs the model and writes down
-each torch-level call it makes. One sample is one path: the graph holds the branches and the sizes of this call.
+Symbolic tracing follows Python and stops at the first `if` on a tensor; recording runs the model and writes
+down each torch-level call it makes. One sample is one path: the graph holds the branches and the sizes of
+this call.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class TraceError(RuntimeError):
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, error: Exception) -> TraceError:
         return cls(
-            f"{type(model).__name__} failed on the example inputs ({inputs}): {type(error).__name__}: {error}\n"
+            f"{type(model).__name__} failed on the example inputs ({inputs}): {type(error).__name__}: "
+            f"{error}\n"
             "Pass example_inputs that a plain model(...) call accepts."
         )
 
@@ -72,7 +74,8 @@ class Call:
 
 @dataclass(eq=False)
 class Recording:
-    """A recorded forward: its graph, the tensors the get_attr nodes name, every module call in the order made.
+    """A recorded forward: its graph, the tensors the get_attr nodes name, every module call in the order
+    made.
 
     `shapes` is the ShapeEnv of a symbolic recording, in which sizes are expressions of the inputs' sizes.
     """
@@ -102,12 +105,14 @@ class Recording:
 def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -> fx.GraphModule:
     """The torch-level graph of one forward of `model`, to read or to run.
 
-    Parameters and buffers are get_attr nodes under their own names; every node's `meta` has the `path` and `class`
-    of the module that made the call, and `tensor_meta`. The sizes of this sample are constants of the graph.
+    Parameters and buffers are get_attr nodes under their own names; every node's `meta` has the `path` and
+    `class` of the module that made the call, and `tensor_meta`. The sizes of this sample are constants of the
+    graph.
 
     Args:
         model: any module; it is left bitwise as it was, its random state too.
-        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, a list of those (the first is
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, a list of those (the
+            first is
             traced), or None to have them invented.
         train: record the training path (with its dropouts) or the evaluation path.
 
@@ -128,9 +133,11 @@ def record(
 ) -> Recording:
     """Run `model` once on `inputs` and write down its calls; see `trace`.
 
-    With `free_sizes` the recording is symbolic: dimensions of the inputs that have one of these sizes become symbols,
-    and other sizes expressions of them. Such a recording, or one of a model on the meta device, runs on fake tensors:
-    no memory, no arithmetic. Arguments that are Passed reach the children of `owner` as what they stand for.
+    With `free_sizes` the recording is symbolic: dimensions of the inputs that have one of these sizes become
+    symbols, and other sizes expressions of them. Such a recording, or one of a model on the meta device, runs
+    on fake
+    tensors: no memory, no arithmetic. Arguments that are Passed reach the children of `owner` as what they
+    stand for.
     """
     fake = free_sizes is not None or any(p.is_meta for p in model.parameters())
     recording = Recording(model, inputs, shapes=None if free_sizes is None else ShapeEnv(duck_shape=False))

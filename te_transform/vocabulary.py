@@ -1,7 +1,7 @@
 """The words of the normal form: one executable reference function per operation, in plain PyTorch.
 
-normalise.py rewrites every spelling of an operation into these; patterns, rules and the torch backend know no other.
-Positional arguments only, so that one operation has one form in a graph.
+normalise.py rewrites every spelling of an operation into these; patterns, rules and the torch backend know no
+other. Positional arguments only, so that one operation has one form in a graph.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ def layer_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019), statistics in fp32 or wider.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019), statistics in fp32
+    or wider.
 
-    Rounds once, as TE does, where some models round before the scale. The result has the dtype of x, promoted with
-    the weight's; zero-centred: the scale is 1 + weight, added in fp32 or wider (in bf16 the sum would lose the weight).
+    Rounds once, as TE does, where some models round before the scale. The result has the dtype of x, promoted
+    with the weight's; zero-centred: the scale is 1 + weight, added in fp32 or wider (in bf16 the sum would
+    lose the weight).
     """
     if weight is None or (weight.dtype == x.dtype and not zero_centered_gamma):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -98,7 +100,8 @@ def sdpa(
 
 
 def kept(hidden: Tensor) -> Tensor:
-    """What a mask filled with a finite number keeps: what it does not hide and, where it hides a whole row, that row.
+    """What a mask filled with a finite number keeps: what it does not hide and, where it hides a whole row,
+    that row.
 
     All scores of such a row are the same number, so its softmax is uniform; see zero_hidden.
     """
@@ -106,7 +109,8 @@ def kept(hidden: Tensor) -> Tensor:
 
 
 def zero_hidden(query: Tensor, hidden: Tensor) -> Tensor:
-    """The query with zeros where `hidden` leaves it no key: its scores are then all the same, as in a filled row."""
+    """The query with zeros where `hidden` leaves it no key: its scores are then all the same, as in a filled
+    row."""
     return query.masked_fill(hidden.all(-1, keepdim=True), 0)
 
 

@@ -1,9 +1,10 @@
 """Where every weight goes: declared once per rule, run both ways.
 
-A rule declares moves between roles, Same("norm.weight", "fused.layer_norm_weight"). Bound to a match they become
-Layouts, one for each fused parameter: the original parameters it is made of, row block by row block. A ledger is the
-dict {fused parameter: Layout}; `forward` turns an original checkpoint into a fused one, `backward` turns it back,
-bitwise, and both work on anything shaped like the parameters: gradients and optimizer moments too.
+A rule declares moves between roles, Same("norm.weight", "fused.layer_norm_weight"). Bound to a match they
+become Layouts, one for each fused parameter: the original parameters it is made of, row block by row block. A
+ledger is the dict {fused parameter: Layout}; `forward` turns an original checkpoint into a fused one,
+`backward` turns it back, bitwise, and both work on anything shaped like the parameters: gradients and
+optimizer moments too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Concat:
 
 @dataclass(frozen=True)
 class SwapHalves:
-    """The target is the source with its second half of rows first: a gate and its activated partner change places."""
+    """The target is the source with its second half of rows first: a gate and its activated partner change
+    places."""
 
     source: str
     target: str
@@ -56,7 +58,8 @@ class Piece:
     transposed: bool = False
 
     def stored(self, block: Tensor) -> Tensor:
-        """The block of the fused parameter, a view of it, as the original module stores it (and back again)."""
+        """The block of the fused parameter, a view of it, as the original module stores it (and back
+        again)."""
         return block.t() if self.transposed else block
 
 
@@ -73,7 +76,8 @@ class Layout:
         return len(self.pieces) == 1 and not self.pieces[0].transposed and self.order is None
 
     def halves_swapped(self) -> Layout:
-        """The same rows, the second half first: by the order of the pieces where they split so, else by permutation."""
+        """The same rows, the second half first: by the order of the pieces where they split so, else by
+        permutation."""
         rows = sum(piece.rows for piece in self.pieces)
         for piece, _, stop in self.spans():
             if 2 * stop == rows and self.order is None:

@@ -1,4 +1,5 @@
-"""Rewritten forwards: the fused path runs when its guards hold, the original one when they do not, and both are right."""
+"""Rewritten forwards: the fused path runs when its guards hold, the original one when they do not, and both
+are right."""
 
 import copy
 
@@ -49,7 +50,9 @@ def assert_agree(model: nn.Module, converted: nn.Module, *args, fused: bool, **k
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("batch", "length"), [(2, 5), (3, 7), (1, 5), (4, 1), (2, BLOCK), (1, BLOCK), (1, 1)])
+@pytest.mark.parametrize(
+    ("batch", "length"), [(2, 5), (3, 7), (1, 5), (4, 1), (2, BLOCK), (1, BLOCK), (1, 1)]
+)
 def test_any_batch_and_length(batch: int, length: int, training: bool) -> None:
     model = Attention().train(training)
     assert_agree(model, convert(model), torch.randn(batch, length, H), fused=True)
@@ -79,7 +82,9 @@ def test_a_causal_buffer_becomes_the_flag(monkeypatch) -> None:
     model, seen = Attention(), []
     converted = convert(model)
     core = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: seen.append(a[3:6]) or core(*a, **k))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **k: seen.append(a[3:6]) or core(*a, **k)
+    )
     assert_agree(model, converted, torch.randn(2, 6, H), fused=True)
     assert seen == [(None, 0.0, True)]
 
@@ -205,7 +210,8 @@ def test_a_forward_that_branches_on_values_is_refused_with_a_reason() -> None:
     converted = convert(Branches())
     (site,) = (s for s in te_transform.report(converted).refused if s.rule == "attention")
     assert site.reasons == (
-        "the forward of Branches could not be recorded with free sizes (GuardOnDataDependentSymNode), a rewritten "
+        "the forward of Branches could not be recorded with free sizes (GuardOnDataDependentSymNode), a "
+        "rewritten "
         "forward has to run at any size",
     )
 
@@ -257,7 +263,11 @@ def test_dispatch_leaves_the_config_and_follows_it(name: str) -> None:
     before = [fusion.runs for fusion in fusions(converted) if fusion.rule == "attention"]
     torch.testing.assert_close(logits(converted), logits(model), rtol=1e-5, atol=1e-5)
     assert before == [fusion.runs for fusion in fusions(converted) if fusion.rule == "attention"]
-    assert all("te_transform" not in str(m.config) for m in te_transform.revert(converted).modules() if hasattr(m, "config"))
+    assert all(
+        "te_transform" not in str(m.config)
+        for m in te_transform.revert(converted).modules()
+        if hasattr(m, "config")
+    )
 
 
 @pytest.mark.parametrize("name", EAGER)

@@ -247,7 +247,9 @@ def test_linear_with_its_weight_transposed() -> None:
 
 
 def test_a_linear_says_that_its_weight_is_computed() -> None:
-    recording = normalised(lambda m, x: F.linear(x, m.w * 2), torch.randn(2, 5, HIDDEN), w=torch.randn(20, HIDDEN))
+    recording = normalised(
+        lambda m, x: F.linear(x, m.w * 2), torch.randn(2, 5, HIDDEN), w=torch.randn(20, HIDDEN)
+    )
     _, weight, _ = the(recording, vocabulary.linear)
     assert weight.target is torch.mul
 

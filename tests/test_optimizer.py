@@ -68,7 +68,9 @@ def test_training_goes_on_converted_and_reverted(name: str, make) -> None:
 def test_there_and_back_is_bitwise() -> None:
     model, optimizer, inputs = started("llama", OPTIMIZERS["AdamW"])
     converted = te_transform.convert(model, inputs, verify=False)
-    back = te_transform.move_optimizer(te_transform.move_optimizer(optimizer, converted, model), model, converted)
+    back = te_transform.move_optimizer(
+        te_transform.move_optimizer(optimizer, converted, model), model, converted
+    )
     for before, after in zip(optimizer.param_groups, back.param_groups, strict=True):
         assert {id(p) for p in before["params"]} == {id(p) for p in after["params"]}
     for parameter in model.parameters():
@@ -110,7 +112,9 @@ def test_parameters_without_state_and_frozen_ones() -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     converted = te_transform.convert(model, inputs, verify=False)
     moved = te_transform.move_optimizer(optimizer, converted, model)
-    assert {id(p) for p in moved.param_groups[0]["params"]} == {id(p) for p in converted.parameters() if p.requires_grad}
+    assert {id(p) for p in moved.param_groups[0]["params"]} == {
+        id(p) for p in converted.parameters() if p.requires_grad
+    }
     assert_agree(train(model, optimizer, inputs), train(converted, moved, inputs))
 
 
@@ -120,7 +124,9 @@ def test_joined_parameters_in_two_groups_are_refused() -> None:
     others = [p for name, p in model.named_parameters() if "q_proj" not in name]
     optimizer = torch.optim.SGD([{"params": queries, "lr": 0.1}, {"params": others, "lr": 0.2}])
     converted = te_transform.convert(model, inputs, verify=False)
-    with pytest.raises(OptimizerError, match=r"q_proj.weight in 0, model.layers.0.self_attn.k_proj.weight in 1"):
+    with pytest.raises(
+        OptimizerError, match=r"q_proj.weight in 0, model.layers.0.self_attn.k_proj.weight in 1"
+    ):
         te_transform.move_optimizer(optimizer, converted, model)
     apart = te_transform.convert(model, inputs, verify=False, skip="*.self_attn")
     assert len(te_transform.move_optimizer(optimizer, apart, model).param_groups) == 2
@@ -149,5 +155,7 @@ def test_another_models_optimizer_is_refused() -> None:
     model, inputs = CASES["llama"].build(), CASES["llama"].sample(2, 12, 0, False)
     converted = te_transform.convert(model, inputs, verify=False)
     stranger = torch.optim.SGD(CASES["gpt2"].build().parameters(), lr=0.1)
-    with pytest.raises(OptimizerError, match="is none of the source model's: pass the model that the optimizer was made for"):
+    with pytest.raises(
+        OptimizerError, match="is none of the source model's: pass the model that the optimizer was made for"
+    ):
         te_transform.move_optimizer(stranger, converted, model)

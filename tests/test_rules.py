@@ -14,7 +14,9 @@ H, FFN = 16, 32
 class MLP(nn.Module):
     """norm and a gated or plain MLP, with everything that a test wants to vary."""
 
-    def __init__(self, combine, *, fc1_bias=True, fc2_bias=True, norm=None, out=H, gated=False, p=0.0) -> None:
+    def __init__(
+        self, combine, *, fc1_bias=True, fc2_bias=True, norm=None, out=H, gated=False, p=0.0
+    ) -> None:
         super().__init__()
         self.norm = norm or nn.LayerNorm(H)
         self.fc1 = nn.Linear(H, 2 * FFN if gated else FFN, bias=fc1_bias)
@@ -98,14 +100,25 @@ def test_layernorm_mlp(model: nn.Module, activation: str) -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (MLP(F.gelu), "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow approximate=True"),
+        (
+            MLP(F.gelu),
+            "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow "
+            "approximate=True",
+        ),
         (
             MLP(halves(F.gelu, 0), gated=True),
-            "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow approximate=True",
+            "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow "
+            "approximate=True",
         ),
         (MLP(torch.sigmoid), "the activation is sigmoid, LayerNormMLP has gelu_tanh, quick_gelu, relu, silu"),
-        (MLP(F.relu, p=0.25), "a dropout of 0.25 stands before the second linear, LayerNormMLP has none there: set it to 0"),
-        (MLP(F.relu, fc1_bias=False), "one of the two linears has a bias and one has none, LayerNormMLP has both or none"),
+        (
+            MLP(F.relu, p=0.25),
+            "a dropout of 0.25 stands before the second linear, LayerNormMLP has none there: set it to 0",
+        ),
+        (
+            MLP(F.relu, fc1_bias=False),
+            "one of the two linears has a bias and one has none, LayerNormMLP has both or none",
+        ),
         (MLP(F.relu, out=8), "the MLP maps 16 features to 8, LayerNormMLP keeps their number"),
         (
             MLP(F.relu, norm=nn.LayerNorm(H, elementwise_affine=False)),
@@ -144,7 +157,10 @@ def test_layernorm_linear(norm: nn.Module, bias: bool) -> None:
     ("norm", "reason"),
     [
         (nn.LayerNorm(H, elementwise_affine=False), "the norm has no scale, the fused module always has one"),
-        (nn.LayerNorm(H, bias=False), "the LayerNorm has no bias, the fused module's LayerNorm always has one"),
+        (
+            nn.LayerNorm(H, bias=False),
+            "the LayerNorm has no bias, the fused module's LayerNorm always has one",
+        ),
         (nn.RMSNorm(H, elementwise_affine=False), "the norm has no scale, the fused module always has one"),
     ],
 )
@@ -188,16 +204,21 @@ def frozen(model: nn.Module, name: str) -> nn.Module:
     [
         (
             Siblings(biases=(True, False, True)),
-            "some of the linears have a bias and some have none, a merged linear has one for all its rows or none",
+            "some of the linears have a bias and some have none, a merged linear has one for all its rows "
+            "or none",
         ),
         (
             frozen(Siblings(), "k.weight"),
             "some of the weights are frozen, a merged weight is trained as a whole or not at all",
         ),
-        (frozen(Siblings(), "k.bias"), "some of the biases are frozen, a merged bias is trained as a whole or not at all"),
+        (
+            frozen(Siblings(), "k.bias"),
+            "some of the biases are frozen, a merged bias is trained as a whole or not at all",
+        ),
         (
             Siblings(read=lambda y: y.view(y.shape[0], -1)),
-            "an output is taken apart by view() across its last dimension, a column of a merged output needs reshape()",
+            "an output is taken apart by view() across its last dimension, a column of a merged output "
+            "needs reshape()",
         ),
     ],
 )
@@ -256,8 +277,10 @@ def test_attention_refuses_what_is_called_already() -> None:
 
 def test_the_pipeline_is_the_catalogue_in_its_order() -> None:
     modules = (merge_siblings, attention, layernorm_mlp, layernorm_linear, linear)
-    assert te_transform.PIPELINE == tuple(module.RULE for module in modules)
-    assert [rule.name for rule in te_transform.PIPELINE] == [module.__name__.rpartition(".")[2] for module in modules]
+    assert tuple(module.RULE for module in modules) == te_transform.PIPELINE
+    assert [rule.name for rule in te_transform.PIPELINE] == [
+        module.__name__.rpartition(".")[2] for module in modules
+    ]
 
 
 def test_order_matters() -> None:
@@ -266,12 +289,19 @@ def test_order_matters() -> None:
     def counts(*rules) -> dict[str, int]:
         return dict(te_transform.inspect(model, x, passes=[module.RULE for module in rules]).counts)
 
-    assert counts(merge_siblings, layernorm_mlp, layernorm_linear, linear) == {"merge_siblings": 1, "layernorm_mlp": 1}
+    assert counts(merge_siblings, layernorm_mlp, layernorm_linear, linear) == {
+        "merge_siblings": 1,
+        "layernorm_mlp": 1,
+    }
     # layernorm_linear first takes the norm and the first linear away from layernorm_mlp
     early = counts(merge_siblings, layernorm_linear, layernorm_mlp, linear)
     assert early == {"merge_siblings": 1, "layernorm_linear": 1, "linear": 1}
-    # without the merge the gate and the up projection are two linears of one norm, which is none of the patterns
-    assert counts(layernorm_mlp, layernorm_linear, merge_siblings, linear) == {"merge_siblings": 1, "linear": 2}
+    # without the merge the gate and the up projection are two linears of one norm, which is none of the
+    # patterns
+    assert counts(layernorm_mlp, layernorm_linear, merge_siblings, linear) == {
+        "merge_siblings": 1,
+        "linear": 2,
+    }
     # linear first leaves nothing for the others
     assert counts(linear, merge_siblings, layernorm_mlp, layernorm_linear) == {"linear": 3}
 

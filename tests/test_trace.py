@@ -42,7 +42,8 @@ def assert_same_state(model: nn.Module, before: dict) -> None:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_the_graph_computes_what_the_model_does(name: str, train: bool, monkeypatch) -> None:
-    # torch.nn's attention has a kernel of its own for evaluation that rounds otherwise; a traced forward does without
+    # torch.nn's attention has a kernel of its own for evaluation that rounds otherwise; a traced forward does
+    # without
     monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
     model = zero_dropout(ALL[name].build())
     inputs = ALL[name].sample(2, 12, 0, False)
@@ -75,7 +76,10 @@ def test_training_shows_the_dropouts_that_evaluation_hides() -> None:
 
     def dropouts(train: bool) -> int:
         nodes = te_transform.trace(model, inputs, train=train).graph.nodes
-        return sum(n.target is F.dropout and n.args[2:3] != (False,) and n.kwargs.get("training") is not False for n in nodes)
+        return sum(
+            n.target is F.dropout and n.args[2:3] != (False,) and n.kwargs.get("training") is not False
+            for n in nodes
+        )
 
     assert dropouts(train=True) > 0
     assert dropouts(train=True) > dropouts(train=False)
@@ -113,7 +117,9 @@ def test_a_model_that_changes_itself_is_put_back() -> None:
 def test_a_failed_trace_puts_the_model_back_and_says_what_failed() -> None:
     model, x = Stateful(), torch.randn(3, 4)
     before = state_of(model)
-    with pytest.raises(te_transform.TraceError, match=r"Stateful failed on the example inputs \(float32\[3, 4\], True\): Va"):
+    with pytest.raises(
+        te_transform.TraceError, match=r"Stateful failed on the example inputs \(float32\[3, 4\], True\): Va"
+    ):
         te_transform.trace(model, (x, True))
     assert_same_state(model, before)
 
@@ -154,8 +160,10 @@ def test_a_model_larger_than_memory_is_traced_on_the_meta_device() -> None:
 
 def test_free_sizes_become_symbols() -> None:
     model, x = ALL["nanogpt_manual"].build(), torch.zeros(2, 12, 64)
-    attention = model.transformer.h[0].attn if hasattr(model, "transformer") else next(
-        m for m in model.modules() if type(m).__name__ == "CausalSelfAttention"
+    attention = (
+        model.transformer.h[0].attn
+        if hasattr(model, "transformer")
+        else next(m for m in model.modules() if type(m).__name__ == "CausalSelfAttention")
     )
     recording = record(attention, as_inputs(attention, x)[0], free_sizes=frozenset((2, 12)))
     (placeholder,) = (n for n in recording.graph.nodes if n.op == "placeholder")
@@ -167,7 +175,9 @@ def test_free_sizes_become_symbols() -> None:
 
 def test_one_tensor_given_twice_is_one_placeholder() -> None:
     attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
-    placeholders = [n.target for n in te_transform.trace(attention, (x, x, x)).graph.nodes if n.op == "placeholder"]
+    placeholders = [
+        n.target for n in te_transform.trace(attention, (x, x, x)).graph.nodes if n.op == "placeholder"
+    ]
     assert placeholders == ["query"]
 
 
@@ -187,7 +197,9 @@ def test_inputs_that_cannot_be_invented_are_asked_for() -> None:
         def forward(self, x, y):
             return self.linear(x) + y
 
-    with pytest.raises(InputError, match=r"none can be invented for Two \(its forward takes x, y\): pass example_inputs="):
+    with pytest.raises(
+        InputError, match=r"none can be invented for Two \(its forward takes x, y\): pass example_inputs="
+    ):
         te_transform.trace(Two())
 
 

@@ -30,7 +30,9 @@ LEDGERS = {
 def test_a_ledger_is_bitwise_both_ways(ledger: dict[str, Layout]) -> None:
     originals = tensors(a=(6, 4), b=(2, 4), c=(2, 4), t=(4, 6), x=(2,), y=(2,), untouched=(3,))
     fused = forward(ledger, originals)
-    assert fused.keys() == ledger.keys() | (originals.keys() - {p.name for m in ledger.values() for p in m.pieces})
+    assert fused.keys() == ledger.keys() | (
+        originals.keys() - {p.name for m in ledger.values() for p in m.pieces}
+    )
     back = backward(ledger, fused)
     assert back.keys() == originals.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in originals.items())

@@ -1,4 +1,5 @@
-"""What the fused modules are made of: `torch` (plain PyTorch, anywhere) or `te` (NVIDIA Transformer Engine)."""
+"""What the fused modules are made of: `torch` (plain PyTorch, anywhere) or `te` (NVIDIA Transformer
+Engine)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The fused modules in plain PyTorch, with Transformer Engine's constructor arguments, parameter names and semantics.
+"""The fused modules in plain PyTorch, with Transformer Engine's constructor arguments, parameter names and
+semantics.
 
 The reference that everything is tested against on any machine, and the right lowering where TE is not there.
 """
@@ -53,7 +54,8 @@ class Linear(nn.Module):
 
 
 class LayerNormLinear(nn.Module):
-    """A linear of a LayerNorm or RMSNorm; layer_norm_weight [in], layer_norm_bias [in] (LayerNorm), weight, bias."""
+    """A linear of a LayerNorm or RMSNorm; layer_norm_weight [in], layer_norm_bias [in] (LayerNorm), weight,
+    bias."""
 
     def __init__(
         self,
@@ -80,13 +82,15 @@ class LayerNormLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, "
             f"{self.normalization}, eps={self.eps}"
         )
 
 
 class LayerNormMLP(nn.Module):
-    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is gated."""
+    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is
+    gated."""
 
     def __init__(
         self,
@@ -122,7 +126,10 @@ class LayerNormMLP(nn.Module):
         return vocabulary.linear(hidden, self.fc2_weight, self.fc2_bias)
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, {self.ffn_hidden_size}, {self.activation}, {self.normalization}, eps={self.eps}"
+        return (
+            f"{self.hidden_size}, {self.ffn_hidden_size}, {self.activation}, {self.normalization}, "
+            f"eps={self.eps}"
+        )
 
 
 class DotProductAttention(nn.Module):
@@ -141,8 +148,8 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """query [batch, heads, length, width], key and value likewise; the mask keeps True, or is added."""
         if mask is not None and mask.is_floating_point() and torch.is_grad_enabled():
-            # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong (torch 2.13):
-            # they normalise by a log-sum-exp in which the number of keys has been rounded away
+            # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong (torch
+            # 2.13): they normalise by a log-sum-exp in which the number of keys has been rounded away
             with sdpa_kernel(SDPBackend.MATH):
                 return vocabulary.sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
         return vocabulary.sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)

@@ -32,7 +32,8 @@ def _is_parameter(rank: int) -> Callable[[Any], bool]:
 
 
 def _is_matrix(value: Any) -> bool:
-    """Any weight: one that is computed at every call is said to be a linear too, so that its refusal has a reason."""
+    """Any weight: one that is computed at every call is said to be a linear too, so that its refusal has a
+    reason."""
     return is_tensor_node(value) and len(shape_of(value)) == 2
 
 
