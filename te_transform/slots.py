@@ -179,7 +179,7 @@ class NormSlot(SlotModule):
         given = (*args, *kwargs.values())  # one tensor, by whatever name
         if len(given) != 1 or type(given[0]) is not Tensor or not fusion.enabled or _traced():
             return super().forward(*args, **kwargs)
-        if _would_change_dtype(self, given[0]):
+        if _unversioned(given[0]) or _would_change_dtype(self, given[0]):
             return super().forward(*args, **kwargs)
         return defer(given[0], self)
 
@@ -195,6 +195,8 @@ class LinearSlot(SlotModule):
         slot: Slot = self._te_transform_slot
         given = (*args, *kwargs.values())
         if len(given) != 1 or not slot.fusion.enabled or _traced():
+            return super().forward(*args, **kwargs)
+        if slot.columns is not None and _unversioned(given[0]):
             return super().forward(*args, **kwargs)
         return _share(slot.fusion, given[0], slot.columns)
 
@@ -468,6 +470,11 @@ def _read(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _read(item) for key, item in value.items()}
     return value
+
+
+def _unversioned(x: Tensor) -> bool:
+    """Whether PyTorch does not count the writes into `x`: nothing may then be put off or shared."""
+    return not isinstance(x, Deferred) and x.is_inference()
 
 
 def _version(x: Tensor) -> int:

@@ -425,9 +425,6 @@ def test_what_a_norm_read_may_not_change_unseen(normed: Pair):
         y.sum()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="inference tensors have no version, nothing tells that the input was changed"
-)
 def test_what_a_norm_read_may_not_change_unseen_in_inference_mode_either(normed: Pair):
     with torch.inference_mode():
         found = []
