@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_transform.slots import Deferred, Fusion
+from te_transform.deferred import Deferred
+from te_transform.slots import Fusion
 
 
 @dataclass(eq=False)

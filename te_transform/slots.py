@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map_only
 
+from te_transform.deferred import Deferred, autocast, defer, read, saving_hooks, stamp, unversioned
 from te_transform.weights import Layout
 
 
@@ -179,13 +179,17 @@ class NormSlot(SlotModule):
         given = (*args, *kwargs.values())  # one tensor, by whatever name
         if len(given) != 1 or type(given[0]) is not Tensor or not fusion.enabled or _traced():
             return super().forward(*args, **kwargs)
-        if _unversioned(given[0]) or _would_change_dtype(self, given[0]):
+        if unversioned(given[0]) or _would_change_dtype(self, given[0]):
             return super().forward(*args, **kwargs)
         return defer(given[0], self)
 
     def now(self, x: Tensor) -> Tensor:
         """The normalised tensor, computed."""
         return super().forward(x)
+
+    def own_parameters(self) -> list[Tensor]:
+        """The norm's scale and bias, wherever they are held."""
+        return [view.read() for view in self._te_transform_slot.views.values()]
 
 
 class LinearSlot(SlotModule):
@@ -196,7 +200,7 @@ class LinearSlot(SlotModule):
         given = (*args, *kwargs.values())
         if len(given) != 1 or not slot.fusion.enabled or _traced():
             return super().forward(*args, **kwargs)
-        if slot.columns is not None and _unversioned(given[0]):
+        if slot.columns is not None and unversioned(given[0]):
             return super().forward(*args, **kwargs)
         return _share(slot.fusion, given[0], slot.columns)
 
@@ -219,184 +223,6 @@ class OwnerSlot(SlotModule):
 class HeldSlot(SlotModule):
     """A module whose parameters a fusion holds, and whose forward is its own: only other callers still use
     it."""
-
-
-class Deferred(Tensor):
-    """A norm's output before anybody has read it: its shape is known, its values are computed on first use.
-
-    A fused module reads `source` instead, and does the norm itself.
-    """
-
-    source: Tensor
-    norm: NormSlot
-    value: Tensor | None
-    history: Any  # the autograd node that `value` stands for
-    stamp: tuple  # of the source and the norm's parameters, when the norm was called
-    saving: Any  # the saved tensors hooks of that moment
-    taken: bool  # whether a fused module has taken the norm over
-    version: int  # of `value` when it was computed
-
-    @staticmethod
-    def __new__(cls, source: Tensor, norm: NormSlot) -> Deferred:
-        deferred = torch.Tensor._make_wrapper_subclass(
-            cls, source.shape, strides=source.stride(), dtype=source.dtype, device=source.device
-        )
-        deferred.source, deferred.norm, deferred.value, deferred.taken = source, norm, None, False
-        return deferred
-
-    def now(self) -> Tensor:
-        """The normalised tensor; computed once, as it would have been when the norm was called."""
-        if self.value is None:
-            self._compute()
-        if self.history is not _node(
-            self
-        ):  # code below autograd has had it: the graph knows this tensor alone
-            with _as_when(self), torch.enable_grad():
-                self.value = _Reread.apply(self)
-            self.history, self.version = _node(self), _version(self.value)
-        return self.value
-
-    def below(self) -> Tensor:
-        """As now(), for code below autograd, where what is computed gets no graph."""
-        if self.value is None:
-            self._compute()
-            self.history = Deferred  # none that autograd knows
-        return self.value
-
-    def _compute(self) -> None:
-        if self.stamp[0] != _stamp(self.source, *_parameters(self.norm))[0]:
-            raise RuntimeError(
-                f"{type(self.norm).__name__}'s input or parameters were changed in place before its output "
-                f"was "
-                "read, te_transform had put the computation off: convert with skip= for this norm, or read "
-                "its "
-                "output earlier"
-            )
-        with _as_when(self):
-            self.value = self.norm.now(self.source)
-        self.version = _version(self.value)
-
-    def unread(self) -> bool:
-        """Whether a fused module may take the norm over: nobody read it, or one did before, and nothing has
-        changed."""
-        if self.value is not None and not (self.taken and _version(self.value) == self.version >= 0):
-            return False
-        return self.stamp == _stamp(self.source, *_parameters(self.norm))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _SHAPE_ONLY:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _WATCHING:
-            _check_watched(args[0] if func is not torch.autograd.grad else [*args, kwargs.get("inputs")][1])
-        read, kwargs = _read((args, kwargs))
-        out = func(*read, **kwargs)
-        unmoved = bool(args) and isinstance(args[0], Deferred) and out is args[0].value
-        return args[0] if unmoved else out  # x.mul_(2) is x
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        args, kwargs = tree_map_only(Deferred, Deferred.below, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __repr__(self, **_: Any) -> str:
-        return repr(self.now())
-
-
-_SHAPE_ONLY = {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.shape.__get__,
-    Tensor.ndim.__get__, Tensor.device.__get__, Tensor.dtype.__get__, Tensor.is_cuda.__get__,
-    Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_nested.__get__,
-}  # fmt: skip
-
-
-_WATCHING = {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad}
-
-
-def _check_watched(tensors: Any) -> None:
-    for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
-        if isinstance(tensor, Deferred) and tensor.taken:
-            raise RuntimeError(
-                f"{type(tensor.norm).__name__}'s output was taken over by a fused module, its whole gradient "
-                f"is "
-                "not computed: ask for it before the output is used, or convert with skip= for this norm"
-            )
-
-
-def defer(x: Tensor, norm: NormSlot) -> Tensor:
-    """The norm of `x`, unread; code that looks behind PyTorch's back (an autograd.Function) gets its
-    gradients too."""
-    parameters = _parameters(norm)
-    trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters))
-    deferred = _Defer.apply(norm, x, *parameters) if trained else Deferred(x, norm)
-    deferred.stamp, deferred.history = _stamp(x, *parameters), _node(deferred)
-    deferred.saving = _saving_hooks()
-    return deferred
-
-
-def _parameters(norm: NormSlot) -> list[Tensor]:
-    return [view.read() for view in norm._te_transform_slot.views.values()]
-
-
-def _node(tensor: Tensor) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.grad_fn
-
-
-def _saving_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-@contextlib.contextmanager
-def _as_when(deferred: Deferred) -> Iterator[None]:
-    """The modes that were on when the norm was called; a checkpoint begun since does not count what is
-    saved."""
-    _, grad, inference, _ = deferred.stamp
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(inference))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        if _autocast(deferred.source) is not None:
-            stack.enter_context(torch.autocast(deferred.source.device.type, enabled=False))
-        if _saving_hooks() != deferred.saving:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
-        yield
-
-
-def _itself(saved: Tensor) -> Tensor:
-    return saved
-
-
-class _Defer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, norm: NormSlot, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.norm, ctx.parameters = norm, parameters
-        ctx.save_for_backward(x, *parameters)  # the parameters, so that autograd sees if they are changed
-        return Deferred(x, norm)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        x, *_ = ctx.saved_tensors
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            x = x.view_as(x) if x.requires_grad else x.detach()
-            sources = (x, *ctx.parameters)
-            trained = [tensor for tensor in sources if tensor.requires_grad]
-            grads = iter(torch.autograd.grad(ctx.norm.now(x), trained, grad, create_graph=again))
-        return (None, *(next(grads) if tensor.requires_grad else None for tensor in sources))
-
-
-class _Reread(torch.autograd.Function):
-    """A Deferred's value, with the history that autograd has of the Deferred itself."""
-
-    @staticmethod
-    def forward(ctx: Any, deferred: Deferred) -> Tensor:
-        return deferred.value.data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 @dataclass(eq=False)
@@ -455,48 +281,14 @@ def _product(fusion: Fusion, x: Tensor) -> Tensor:
         return fusion.fused(x.source)
     fusion.runs -= 1
     fused = fusion.fused  # already normalised, on a path of its own: the linear alone
-    return torch.nn.functional.linear(_read(x), fused.weight, fused.bias)
-
-
-def _read(value: Any) -> Any:
-    """`value` with every Deferred in it computed."""
-    if isinstance(value, Deferred):
-        return value.now()
-    if isinstance(value, (tuple, list)):
-        items = [_read(item) for item in value]
-        return (
-            type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        )  # a named tuple takes fields
-    if isinstance(value, dict):
-        return {key: _read(item) for key, item in value.items()}
-    return value
-
-
-def _unversioned(x: Tensor) -> bool:
-    """Whether PyTorch does not count the writes into `x`: nothing may then be put off or shared."""
-    return not isinstance(x, Deferred) and x.is_inference()
-
-
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
-
-
-def _stamp(*tensors: Tensor) -> tuple:
-    """What a result computed from `tensors` now depends on: what they hold, and the modes."""
-    held = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
-    return held, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast(tensors[0])
+    return torch.nn.functional.linear(read(x), fused.weight, fused.bias)
 
 
 def _stamp_of(fusion: Fusion, x: Tensor) -> tuple:
     value = x.value if isinstance(x, Deferred) else None
     source = x.source if isinstance(x, Deferred) else x
     weights = [parameter for parameter in fusion.fused._parameters.values() if parameter is not None]
-    return _stamp(source, *weights, *([] if value is None else [value])), _saving_hooks()
-
-
-def _autocast(x: Tensor) -> torch.dtype | None:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    return stamp(source, *weights, *([] if value is None else [value])), saving_hooks()
 
 
 def _traced() -> bool:
@@ -507,9 +299,9 @@ def _traced() -> bool:
 
 
 def _would_change_dtype(norm: NormSlot, x: Tensor) -> bool:
-    if _autocast(x) is not None:
+    if autocast(x) is not None:
         return True
-    return any(view.read().dtype != x.dtype for view in norm._te_transform_slot.views.values())
+    return any(parameter.dtype != x.dtype for parameter in norm.own_parameters())
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
+from te_transform.deferred import Deferred
 from te_transform.originals import original_parameters
-from te_transform.slots import Deferred
 from tests.models.tiny import WIDTH, Attention, Tiny
 from tests.zoo import CASES, seeded
 
