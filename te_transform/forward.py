@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import logging
 import textwrap
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -183,13 +184,25 @@ def _recorded(owner: Owner, train: bool, sizes: Sizes, passed: frozenset[str]) -
     root = _After(owner.norm.module, owner.module, owner.normalised) if owner.norm else owner.module
     free = frozenset(owner.recorded.inputs.sizes() - set(sizes.values()))
     try:
-        return record(root, Inputs((), example), train=train, free_sizes=free, owner=owner.module)
+        with _quietly():
+            return record(root, Inputs((), example), train=train, free_sizes=free, owner=owner.module)
     except (TraceError, RuntimeError) as error:
         cause = error.__cause__ or error
         raise Refusal(
             f"the forward of {type(owner.module).__name__} could not be recorded with free sizes "
             f"({type(cause).__name__}), a rewritten forward has to run at any size"
         ) from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without PyTorch's own account of a fake operation that failed: the report says what came of it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _rewritten(owner: Owner, recording: Recording, passed: frozenset[str], draft: Draft) -> list[Sizes]:
