@@ -8,7 +8,7 @@ quickstart: $(READY)
 	$(BIN)/python examples/quickstart.py
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -62,10 +62,9 @@ def convert(
         why not.
 
     Raises:
-        ModelError: this is no model that can be converted (a ScriptModule, a DDP wrapper, ...); the message
-            says why. InputError, OptionError, BackendError, TraceError: as their messages say. Whatever is
-            raised, `model` is
-            bitwise what it was.
+        ModelError: this is no model that can be converted (a ScriptModule, a DDP wrapper, ...).
+        InputError, OptionError, BackendError, TraceError: as their messages say.
+        Whatever is raised, `model` is bitwise what it was.
     """
     check_model(model)
     options = Options.of(
