@@ -53,9 +53,8 @@ class Deferred(Tensor):
         """The normalised tensor; computed once, as it would have been when the norm was called."""
         if self.value is None:
             self._compute()
-        if self.history is not _node(
-            self
-        ):  # code below autograd has had it: the graph knows this tensor alone
+        # code below autograd has had it: the graph knows this tensor alone
+        if self.history is not _node(self):
             with _as_when(self), torch.enable_grad():
                 self.value = _Reread.apply(self)
             self.history, self.version = _node(self), version(self.value)
@@ -206,9 +205,8 @@ def read(value: Any) -> Any:
         return value.now()
     if isinstance(value, (tuple, list)):
         items = [read(item) for item in value]
-        return (
-            type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        )  # a named tuple takes fields
+        named = hasattr(value, "_fields")  # a named tuple takes its fields one by one
+        return type(value)(*items) if named else type(value)(items)
     if isinstance(value, dict):
         return {key: read(item) for key, item in value.items()}
     return value

@@ -85,9 +85,8 @@ def _wants_probabilities(rest: dict[str, Any]) -> bool:
     """Whether the caller asked for attention probabilities, which a fused core never has."""
     if rest.get("output_attentions"):
         return True
-    if (
-        torch.compiler.is_compiling()
-    ):  # the collector's context variable cannot be compiled, nor what it collects
+    # the collector's context variable cannot be compiled, nor what it collects
+    if torch.compiler.is_compiling():
         return False
     from transformers.utils.output_capturing import _active_collector
 

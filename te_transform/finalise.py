@@ -15,6 +15,5 @@ def finalise(model: nn.Module, options: Options) -> None:
 
 def unfinalise(model: nn.Module) -> None:
     """Undo `finalise`, whether it was done or not."""
-    model.__dict__.pop(
-        "_compiled_call_impl", None
-    )  # none was there before: check_model() refuses compiled models
+    # none was there before: check_model() refuses compiled models
+    model.__dict__.pop("_compiled_call_impl", None)

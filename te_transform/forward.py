@@ -87,12 +87,10 @@ class Draft:
     """The paths of a forward in one mode, without the module: what modules called alike can share."""
 
     paths: list[Path] = field(default_factory=list)
-    gone: tuple[
-        str, ...
-    ] = ()  # modules that the rewritten forward does not call, by their path below the owner
-    masks: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # buffers proved to be causal, as bool where that says it all
+    # modules that the rewritten forward does not call, by their path below the owner
+    gone: tuple[str, ...] = ()
+    # buffers proved to be causal, as bool where that says it all
+    masks: dict[str, Tensor] = field(default_factory=dict)
 
     def of(self, owner: Owner) -> Mode:
         """The mode of this very module."""

@@ -79,9 +79,8 @@ def plan(recording: Recording, options: Options) -> Plan:
     for rule in options.passes:
         misses: list[Miss] = []
         for match in find(rule.pattern, recording.graph, misses):
-            if not any(
-                node._erased for node in match.nodes
-            ):  # a match before may have taken a part of this one
+            taken = any(node._erased for node in match.nodes)  # in part, by a match before
+            if not taken:
                 made.outcomes.append(_apply(rule, match, made, options))
         made.outcomes += _near_misses(rule, misses)
     return made

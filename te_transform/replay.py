@@ -112,10 +112,8 @@ def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[st
 def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of an output, named by the way to them; key-value caches are passed over."""
     if isinstance(value, Tensor):
-        yield (
-            name,
-            value + 0 if type(value) is not Tensor else value,
-        )  # a Deferred is read here, as a user would
+        # a Deferred is read here, as a user would
+        yield name, value + 0 if type(value) is not Tensor else value
         return
     if isinstance(value, Mapping):
         items = value.items()
@@ -226,9 +224,8 @@ class _Judged(TorchFunctionMode):
         dtype = torch.finfo(out.dtype)
         noise = torch.rand(out.shape, generator=self.generator, dtype=torch.float64).to(out.device) - 0.5
         noisy = (out.double() * (1 + dtype.eps * noise)).to(out.dtype)
-        return torch.where(
-            out.abs() < dtype.max / 2, noisy, out
-        )  # a masked score is all mask, no rounding shows
+        # a masked score is all mask, no rounding shows
+        return torch.where(out.abs() < dtype.max / 2, noisy, out)
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:

@@ -45,9 +45,8 @@ class Fusion:
     enabled: bool = True
     runs: int = 0  # how often the fused module ran in place of the original ones
     shared: _Shared | None = None
-    originals: dict[str, weakref.ref] = field(
-        default_factory=dict
-    )  # the Parameters an optimizer may still hold
+    # the Parameters an optimizer may still hold
+    originals: dict[str, weakref.ref] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         # a product in flight and an optimizer belong to this model, not to a copy of it
