@@ -62,7 +62,7 @@ def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
         columns=tuple(span for _, span in site.linears if span is not None),
         originals={name: weakref.ref(p) for name, p in originals.items()},
     )
-    host = model.get_submodule(site.path)
+    host = model.get_submodule(site.host)
     slots = list(_slots(site, fusion, holders))
     site.fused._parameters.update(joined)
     site.fused.train(host.training)

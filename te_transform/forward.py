@@ -230,8 +230,8 @@ def _compact(mask: Tensor) -> Tensor:
 
 def _path(owner: Owner, recording: Recording, handed_on: frozenset[str], any_float: bool) -> Path:
     placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
-    tensors = {node.name: node.meta["tensor_meta"] for node in placeholders if node.name not in handed_on}
-    passed = tuple(node.name for node in placeholders if node.name in handed_on)
+    tensors = {n.target: n.meta["tensor_meta"] for n in placeholders if n.target not in handed_on}
+    passed = tuple(node.target for node in placeholders if node.target in handed_on)
     if missing := [
         n for n, v in owner.given.items() if isinstance(v, fx.Node) and n not in (*tensors, *passed)
     ]:
@@ -305,9 +305,9 @@ def _given_to_child(call: ast.AST, module: nn.Module) -> Iterator[ast.Name]:
 def _example(name: str, value: Any, sizes: Sizes, passed: frozenset[str]) -> Any:
     if isinstance(value, fx.Node):
         meta = value.meta["tensor_meta"]
-        return torch.zeros(
-            [sizes.get((name, dim), size) for dim, size in enumerate(meta.shape)], dtype=meta.dtype
-        )
+        shape = [sizes.get((name, dim), size) for dim, size in enumerate(meta.shape)]
+        device = value.meta["device"]
+        return torch.zeros(shape, dtype=meta.dtype, device="cpu" if device.type == "meta" else device)
     if isinstance(value, (tuple, list, dict)) and any(isinstance(v, fx.Node) for v in _leaves(value)):
         raise Refusal(
             "the forward takes tensors inside a container, a rewritten forward needs each by a name of its "
@@ -361,9 +361,9 @@ def _special_sizes(recording: Recording, handed_on: frozenset[str]) -> list[Size
 
 def _input_sizes(recording: Recording, handed_on: frozenset[str]) -> Iterator[tuple[str, int, Any]]:
     for node in recording.graph.nodes:
-        if node.op == "placeholder" and node.name not in handed_on:
+        if node.op == "placeholder" and node.target not in handed_on:
             for dim, size in enumerate(node.meta["tensor_meta"].shape):
-                yield node.name, dim, size
+                yield node.target, dim, size
 
 
 def _symbols(recording: Recording, handed_on: frozenset[str]) -> dict[Any, tuple[str, int]]:
@@ -378,7 +378,7 @@ def _symbols(recording: Recording, handed_on: frozenset[str]) -> dict[Any, tuple
 def _materialise_sizes(recording: Recording, symbols: dict[Any, tuple[str, int]]) -> None:
     """Put nodes that compute them from the inputs' sizes where the recording had symbolic sizes."""
     graph = recording.graph
-    inputs = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    inputs = {n.target: n for n in graph.nodes if n.op == "placeholder"}
     first = next(n for n in graph.nodes if n.op != "placeholder")
     made: dict[Any, Any] = {}
 

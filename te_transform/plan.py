@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -31,7 +32,8 @@ class Site:
     goes."""
 
     rules: list[tuple[str, str]]  # the rules that made it, each with the path it is reported at
-    path: str  # of the module that will host the fused one
+    path: str  # that it is reported at
+    host: str  # of the module that the fused one will be a child of
     fused: nn.Module
     layouts: dict[str, Layout]
     linears: list[tuple[Operation, Columns | None]] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Site:
     @property
     def name(self) -> str:
         """The fused module's path in the converted model."""
-        return f"{self.path}.fused".lstrip(".")
+        return f"{self.host}.fused".lstrip(".")
 
 
 @dataclass(eq=False)
@@ -70,6 +72,9 @@ class Plan:
         instead = {(outcome.rule, outcome.path): outcome for outcome in refused}
         kept = [instead.pop((o.rule, o.path), o) if o.status == "fused" else o for o in self.outcomes]
         self.outcomes = kept + list(instead.values())
+        for node in self.recording.graph.nodes:
+            if node.target in {f"{outcome.path}.fused".lstrip(".") for outcome in refused}:
+                node.target = f"{node.target} (rolled back)"
 
 
 def plan(recording: Recording, options: Options) -> Plan:
@@ -131,6 +136,7 @@ def _site(
     site = Site(
         rules=[*(made_by for absorbed in merged for made_by in absorbed.rules), (rule.name, path)],
         path=path,
+        host=readers[0][0].path if owner and readers and _runs_its_children(owner.module) else path,
         fused=fused,
         layouts=_layouts(rule, moves, operations, fused, made),
         linears=readers,
@@ -144,15 +150,24 @@ def _site(
     elif owner is not None:
         outside = norm.call if norm and not norm.call.within(owner) else None
         joined = {op.module for op, span in readers if span is not None}
-        fuse = partial(_fuse_in, rule=rule, merged=joined)
+        name = site.name.removeprefix(owner.path).lstrip(".")
+        fuse = partial(_fuse_in, rule=rule, merged=joined, name=name)
         known = made.drafts.setdefault(rule.name, {})
         site.rewritten = rewrite_forward(owner, made.recording, outside, fuse, known)
     return site
 
 
+def _runs_its_children(module: nn.Module) -> bool:
+    """Whether the module's forward may go through all its children, where one more would be run too."""
+    if hasattr(type(module), "__iter__"):  # nn.Sequential
+        return True
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is None or not {"_modules", "children", "modules", "named_children"}.isdisjoint(code.co_names)
+
+
 def _check_host(site: Site, made: Plan) -> None:
-    host = made.recording.root.get_submodule(site.path)
-    if hasattr(host, "fused") and site.path not in {absorbed.path for absorbed in made.sites.values()}:
+    host = made.recording.root.get_submodule(site.host)
+    if hasattr(host, "fused") and site.host not in {absorbed.host for absorbed in made.sites.values()}:
         raise Refusal(
             f"{type(host).__name__} has an attribute named 'fused', the fused module needs that name"
         )
@@ -208,7 +223,7 @@ def _inputs(match: Match) -> tuple[Any, ...]:
     return match.root.args[:1] if match.root.target is vocabulary.linear else match.root.args
 
 
-def _fuse_in(local: Recording, rule: Rule, merged: set[nn.Module]) -> None:
+def _fuse_in(local: Recording, rule: Rule, merged: set[nn.Module], name: str) -> None:
     """Put `rule`'s fusion, in which the linears `merged` are one, into an owner's recording."""
     for match in find(Siblings(vocabulary.linear, "linears"), local.graph):
         if {node.meta["call"].module for node in match.nodes} <= merged:
@@ -218,7 +233,7 @@ def _fuse_in(local: Recording, rule: Rule, merged: set[nn.Module]) -> None:
         raise Refusal(
             f"recorded on its own the module holds {len(matches)} such places, exactly one is needed"
         )
-    rewrite.call_fused(local, matches[0].nodes, "fused", _inputs(matches[0]))
+    rewrite.call_fused(local, matches[0].nodes, name, _inputs(matches[0]))
 
 
 def _layouts(

@@ -129,9 +129,9 @@ def roles(match: Match, recording: Recording) -> dict[str, Any]:
     def seen(role: str, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(seen(role, item) for item in value)
-        is_word = (
-            isinstance(value, fx.Node) and getattr(value.target, "__module__", "") == vocabulary.__name__
-        )
+        # an operation that is only read, not covered, is the match's input whatever it is
+        covered = isinstance(value, fx.Node) and value in match.nodes
+        is_word = covered and getattr(value.target, "__module__", "") == vocabulary.__name__
         return Operation(role, value, recording) if is_word else value
 
     return {role: seen(role, value) for role, value in match.bound.items()}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -22,6 +23,7 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from te_transform.inputs import Inputs, as_inputs
 from te_transform.preserve import preserved
@@ -148,6 +150,7 @@ def record(
         args, kwargs = inputs.clone()
         if fake:
             mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=recording.shapes))
+            stack.enter_context(enable_python_dispatcher())  # some C++ compositions ask for sizes as numbers
             fakes = {name: _fake(mode, t) for name, t in tensors.items()}
             stack.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
             args, kwargs = tree_map_only(
@@ -179,8 +182,7 @@ class _Tape(TorchFunctionMode):
         super().__init__()
         self.recording, self.graph, self.owner = recording, recording.graph, owner
         self.names, self.tensors = names, tensors
-        self.nodes: dict[int, fx.Node] = {}
-        self.alive: list[torch.Tensor] = []  # an id is only unique among the living
+        self.nodes = WeakIdKeyDictionary()  # tensor or Passed -> node: a recording keeps no activation alive
         self.frames: list[Call] = []
         self.last_leaf = self.graph._root
 
@@ -214,9 +216,8 @@ class _Tape(TorchFunctionMode):
 
     def _bind(self, value: Any, node: fx.Node) -> None:
         if isinstance(value, torch.Tensor):
-            self.nodes[id(value)] = node
-            self.alive.append(value)
-            node.meta["tensor_meta"] = _extract_tensor_metadata(value)
+            self.nodes[value] = node
+            node.meta.update(tensor_meta=_extract_tensor_metadata(value), device=value.device)
         elif isinstance(value, (tuple, list)):
             for i, item in enumerate(value):
                 if _has_tensor(item):
@@ -225,28 +226,28 @@ class _Tape(TorchFunctionMode):
                     self._bind(item, part)
 
     def placeholder(self, name: str, leaf: Any) -> None:
-        if isinstance(leaf, (torch.Tensor, Passed)) and id(leaf) not in self.nodes:
+        if isinstance(leaf, (torch.Tensor, Passed)) and leaf not in self.nodes:
             self._leaf(self.graph.placeholder(name), leaf)
 
     def _leaf(self, node: fx.Node, leaf: torch.Tensor | Passed) -> None:
         node.meta.update(call=None, path=str(node.target).rpartition(".")[0])
         self.last_leaf = node
-        self.nodes[id(leaf)] = node
+        self.nodes[leaf] = node
         self._bind(leaf, node)
 
     def _node_of(self, tensor: torch.Tensor) -> fx.Node:
-        if id(tensor) not in self.nodes:
+        if tensor not in self.nodes:
             name = self.names.get(id(tensor)) or f"_constant_{len(self.recording.attributes)}"
             self.recording.attributes[name] = self.tensors.get(name, tensor)
             with self.graph.inserting_after(self.last_leaf):
                 self._leaf(self.graph.create_node("get_attr", name), tensor)
-        return self.nodes[id(tensor)]
+        return self.nodes[tensor]
 
     def to_nodes(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._node_of(value)
         if isinstance(value, Passed):
-            return self.nodes[id(value)]
+            return self.nodes[value]
         if isinstance(value, slice):
             return slice(*(self.to_nodes(v) for v in (value.start, value.stop, value.step)))
         if isinstance(value, (tuple, list)):
