@@ -311,3 +311,27 @@ def test_rules_have_a_file_a_name_and_say_what_they_save() -> None:
         module = __import__(f"te_transform.passes.{rule.name}", fromlist=["RULE"])
         assert module.RULE is rule
         assert module.__doc__
+
+
+def test_an_operation_that_is_only_read_is_no_part_of_the_match() -> None:
+    _, report = converted(nn.Sequential(nn.Linear(H, H), nn.LayerNorm(H), nn.Linear(H, H)))
+    report.expect(layernorm_linear=1, linear=1)
+
+
+def test_a_sequential_hosts_no_module_that_it_would_run() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(H)
+            self.mlp = nn.Sequential(nn.Linear(H, FFN), nn.GELU(approximate="tanh"), nn.Linear(FFN, H))
+
+        def forward(self, x):
+            return x + self.mlp(self.norm(x))
+
+    model, x = Block(), torch.randn(2, 5, H)
+    made, report = converted(model)
+    report.expect(layernorm_mlp=1)
+    assert len(made.mlp) == 3
+    torch.testing.assert_close(made.mlp(x), model.mlp(x))  # on its own, and so by its own forward
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in made.state_dict().items())
+    assert str(te_transform.revert(made)) == str(model)
