@@ -162,7 +162,7 @@ def _runs_its_children(module: nn.Module) -> bool:
     if hasattr(type(module), "__iter__"):  # nn.Sequential
         return True
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is None or not {"_modules", "children", "modules", "named_children"}.isdisjoint(code.co_names)
+    return code is None or not {"_modules", "children", "named_children"}.isdisjoint(code.co_names)
 
 
 def _check_host(site: Site, made: Plan) -> None:
