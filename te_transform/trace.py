@@ -8,6 +8,7 @@ this call.
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_transform.inputs import Inputs, as_inputs
+from te_transform.inputs import InputError, Inputs, as_inputs, invent
 from te_transform.preserve import preserved
 
 # nn.MultiheadAttention hides a linear, an attention core and another linear behind this one function.
@@ -114,15 +115,30 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
     Args:
         model: any module; it is left bitwise as it was, its random state too.
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, a list of those (the
-            first is
-            traced), or None to have them invented.
+            first is traced), or None to have them invented; where that cannot be done, a module that torch.fx
+            can trace symbolically (most MLPs) is, with its children as call_module nodes.
         train: record the training path (with its dropouts) or the evaluation path.
 
     Raises:
         TraceError: the forward failed on these inputs.
         te_transform.InputError: there are no inputs and none can be invented.
     """
-    return record(model, as_inputs(model, example_inputs)[0], train=train).module()
+    try:
+        inputs = as_inputs(model, example_inputs)[0]
+    except InputError:
+        if example_inputs is not None:
+            raise
+        return _symbolic(model, train)
+    return record(model, inputs, train=train).module()
+
+
+def _symbolic(model: nn.Module, train: bool) -> fx.GraphModule:
+    """torch.fx's own trace, of a copy: one that fails leaves proxies in the attributes of what it traced."""
+    try:
+        return fx.symbolic_trace(copy.deepcopy(model).train(train))
+    except Exception:
+        invent(model)  # says what is missing; that torch.fx needs no inputs was only a chance
+        raise
 
 
 def record(

@@ -195,12 +195,33 @@ def test_inputs_that_cannot_be_invented_are_asked_for() -> None:
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x, y):
-            return self.linear(x) + y
+            self.last = y
+            return self.linear(x) + y if x.sum() > 0 else y
 
+    model = Two()
+    before = state_of(model)
     with pytest.raises(
         InputError, match=r"none can be invented for Two \(its forward takes x, y\): pass example_inputs="
     ):
-        te_transform.trace(Two())
+        te_transform.trace(model)
+    assert_same_state(model, before)
+
+
+def test_a_module_of_no_known_inputs_is_traced_symbolically_on_a_copy() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x, scale):
+            return self.down(F.silu(self.gate(x)) * self.up(x)) * scale
+
+    model, x = Gated(), torch.randn(2, 4)
+    before = state_of(model)
+    graph = te_transform.trace(model)
+    assert_same_state(model, before)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["gate", "up", "down"]
+    assert torch.equal(graph(x, 2), model(x, 2))
 
 
 def test_a_list_of_samples_and_every_form_of_a_sample() -> None:
