@@ -68,7 +68,7 @@ def attend(
         scope = _scope(module)
         function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(named, scope["eager_attention_forward"])
         return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest)
-    slot.fusion.runs += 1
+    slot.fusion.count_run()
     mask = None if attention_mask is None else attention_mask[..., : key.shape[-2]]
     scale = slot.scale if scaling is None else scaling
     grouped = key.shape[1] != query.shape[1]

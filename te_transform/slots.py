@@ -48,6 +48,11 @@ class Fusion:
     # the Parameters an optimizer may still hold
     originals: dict[str, weakref.ref] = field(default_factory=dict)
 
+    def count_run(self) -> None:
+        """Note that the fused module runs; not under a compiler, which would compile anew for each number."""
+        if not torch.compiler.is_compiling():
+            self.runs += 1
+
     def __getstate__(self) -> dict[str, Any]:
         # a product in flight and an optimizer belong to this model, not to a copy of it
         return {**self.__dict__, "shared": None, "originals": {}}
@@ -212,7 +217,7 @@ class OwnerSlot(SlotModule):
         ready = slot.rewritten.ready(self, slot.fusion, args, kwargs) if slot.fusion.enabled else None
         if ready is None:
             return super().forward(*args, **kwargs)
-        slot.fusion.runs += 1
+        slot.fusion.count_run()
         for given in (*args, *kwargs.values()):
             if isinstance(given, Deferred):
                 given.taken = True

@@ -202,6 +202,20 @@ def test_compiled_whole(dynamic: bool) -> None:
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
 
 
+def test_a_compiled_forward_is_compiled_once() -> None:
+    converted, compilations = convert(Attention()), []
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph
+
+    compiled = torch.compile(converted, backend=backend, fullgraph=True)
+    for _ in range(4):
+        compiled(torch.randn(2, 6, H))
+    assert len(compilations) == 1
+
+
 def test_a_forward_that_branches_on_values_is_refused_with_a_reason() -> None:
     class Branches(Attention):
         def forward(self, x, scale=None):

@@ -1,0 +1,185 @@
+"""What te_transform costs: converting, tracing and, once converted, every call.
+
+    python benchmarks/convert_speed.py [--layers 24] [--json]
+
+Plain PyTorch on the CPU; each measurement has a process of its own, one at a time. Nothing is asserted.
+The last column tells how many cores others kept busy meanwhile: above a few tenths of one, times mean little.
+The full stack of 24 layers takes 12 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which are the tests'
+
+import measure
+import torch
+from models import SUBJECTS, VOCAB, llama, llama_block, loss
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import te_transform
+from te_transform.inputs import Inputs
+from te_transform.trace import record
+
+STAGES = ("record", "normalise", "plan", "emit")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `data` is what --json adds to it."""
+
+    what: str
+    result: str
+    detail: str
+    data: dict[str, Any]
+
+
+# Measurements, each in a process of its own
+
+
+def conversion(layers: int) -> dict[str, Any]:
+    """Convert a stack of `layers` Llama layers in place: seconds, by stage, and memory in layers."""
+    model, ids = llama(layers), torch.randint(VOCAB, (2, 8))
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    with (
+        measure.memory() as used,
+        measure.stopwatch(import_module("te_transform.convert"), STAGES) as stages,
+        measure.stopwatch(import_module("te_transform.plan"), ("rewrite_forward",)) as within,
+    ):
+        start = time.perf_counter()
+        te_transform.convert(model, ids, backend="torch", verify=False, inplace=True)
+        seconds = time.perf_counter() - start
+    fused = len(te_transform.report(model).fused)
+    held = {"extra": (used.peak - used.before) / layer, "kept": (used.after - used.before) / layer}
+    return {"layers": layers, "fused": fused, "seconds": seconds, **held, **stages, **within}
+
+
+def eager_forward(layers: int) -> dict[str, float]:
+    """Seconds of the forward that a conversion records, alone; it is the process's first, as there."""
+    model, ids = llama(layers).train(), torch.randint(VOCAB, (2, 8))
+    with torch.no_grad():
+        start = time.perf_counter()
+        model(ids)
+        return {"eager_forward": time.perf_counter() - start}
+
+
+def tracing() -> dict[str, Any]:
+    """Recording over one eager forward of a real-sized block, in train mode, without gradients."""
+    block, kwargs = llama_block()
+    block.train()
+    with torch.no_grad():
+        return asdict(measure.interleaved(lambda: block(**kwargs), lambda: record(block, Inputs((), kwargs))))
+
+
+def running(subject: int, compiled: bool, backward: bool) -> dict[str, Any]:
+    """Converted over original: forward in eval mode without gradients, or both ways in train mode."""
+    torch.set_num_threads(SUBJECTS[subject].threads or torch.get_num_threads())
+    model, kwargs = SUBJECTS[subject].build()
+    converted = te_transform.convert(model, kwargs, backend="torch", verify=False)
+    calls = [_call(m.train(backward), kwargs, compiled, backward) for m in (model, converted)]
+    return asdict(measure.interleaved(*calls, calls=SUBJECTS[subject].calls))
+
+
+def _call(model: nn.Module, kwargs: dict[str, Any], compiled: bool, backward: bool) -> Callable[[], None]:
+    run = torch.compile(model) if compiled else model
+
+    def forward() -> None:
+        with torch.no_grad():
+            run(**kwargs)
+
+    def both() -> None:
+        model.zero_grad()
+        loss(run(**kwargs)).backward()
+
+    return both if backward else forward
+
+
+# The table
+
+
+def main() -> None:
+    """Measure and print."""
+    summary, _, rest = __doc__.partition("\n")
+    parser = argparse.ArgumentParser(description=summary, epilog=rest)
+    parser.add_argument("--layers", type=int, default=24, help="of the largest stack (24 take 12 GB)")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    asked = parser.parse_args()
+    rows = [*_conversions(asked.layers), *_tracing(), *_running()]
+    if asked.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        Console().print(_table(rows))
+
+
+def _conversions(layers: int) -> Iterator[Row]:
+    done = []
+    for count in sorted({max(layers // 4, 1), max(layers // 2, 1), layers}):
+        found = _alone(eager_forward, count) | _alone(conversion, count)
+        done.append(found)
+        stages = ", ".join(f"{name} {found[name]:.2f}" for name in STAGES)
+        yield Row(
+            f"convert {count} Llama layers in place (h 4096, bf16, 2x8 tokens)",
+            f"{found['seconds']:.2f} s, peak +{found['extra']:.2f} layers",
+            f"{stages} s; of record, the eager forward {found['eager_forward']:.2f} s; of plan, rewriting "
+            f"forwards {found['rewrite_forward']:.2f} s; {found['kept']:+.2f} layers after",
+            found,
+        )
+    added = [(b["seconds"] - a["seconds"]) / (b["layers"] - a["layers"]) for a, b in pairwise(done)]
+    between = ", ".join(f"{a['layers']} to {b['layers']}" for a, b in pairwise(done))
+    yield Row("each layer more", ", ".join(f"{s:.3f} s" for s in added), f"from {between}", {"added": added})
+
+
+def _tracing() -> Iterator[Row]:
+    yield _ratio("record / eager forward, Llama block, 1x128 tokens, bf16", _alone(tracing))
+
+
+def _running() -> Iterator[Row]:
+    for index, compiled, backward in product(range(len(SUBJECTS)), (False, True), (False, True)):
+        how = f"{'torch.compile' if compiled else 'eager'}, {'forward + backward' if backward else 'forward'}"
+        found = _alone(running, index, compiled, backward)
+        yield _ratio(f"converted / original, {SUBJECTS[index].name}, {how}", found)
+
+
+def _ratio(what: str, found: dict[str, Any]) -> Row:
+    times = f"{1e3 * found['one']:.4g} -> {1e3 * found['other']:.4g} ms"
+    spread = f"quartiles {found['low']:.3f} to {found['high']:.3f} of {found['rounds']} pairs"
+    return Row(what, f"x {found['ratio']:.3f}", f"{times}, {spread}", found)
+
+
+def _alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What function(*args) finds in a new process, with its own memory, caches and first calls."""
+    print(f"{function.__name__}{args}", file=sys.stderr)
+    spawn = multiprocessing.get_context("spawn")
+    with measure.load() as load, ProcessPoolExecutor(1, mp_context=spawn) as process:
+        found = process.submit(function, *args).result()
+    return found | {"others": load.others, "load_average": os.getloadavg()[0]}
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title=f"te_transform on {os.cpu_count()} cores, torch {torch.__version__}")
+    for column, ratio in (("what", 4), ("result", 3), ("detail", 6)):
+        table.add_column(column, ratio=ratio)
+    table.add_column("others' cores, load", justify="right", ratio=1)
+    for row in rows:
+        load = f"{row.data['others']:.1f}, {row.data['load_average']:.1f}" if "others" in row.data else ""
+        table.add_row(row.what, row.result, row.detail, load)
+    return table
+
+
+if __name__ == "__main__":
+    main()
