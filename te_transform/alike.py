@@ -3,7 +3,8 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -15,13 +16,13 @@ _OWN = ("_parameters", "_buffers", "_modules", "training")  # nn.Module's, looke
 
 def likeness(call: Call, recording: Recording, norm: Call | None) -> Hashable:
     """A key that two calls share only if their modules have the same classes, attributes and shapes inside,
-    and were recorded as the same operations on inputs alike.
+    but for their own numbers, and were recorded as the same operations on inputs alike.
 
     Classes and attributes alone would not do: layers of one class differ by their mask (Gemma 2) or by who
     owns a bias (T5).
     """
-    modules = [(path, _module(module, call.path)) for path, module in call.module.named_modules()]
-    before = _module(norm.module, norm.path) if norm else None
+    modules = [(path, module_key(module, call.path)) for path, module in call.module.named_modules()]
+    before = module_key(norm.module, norm.path) if norm else None
     return (
         tuple(modules),
         before,
@@ -30,19 +31,62 @@ def likeness(call: Call, recording: Recording, norm: Call | None) -> Hashable:
     )
 
 
-def _module(module: nn.Module, path: str) -> Hashable:
-    places = {int(part) for part in path.split(".") if part.isdigit()}
+def own_numbers(*calls: Call | None) -> dict[nn.Module, dict[str, int]]:
+    """The attributes of each module below `calls` that may be a layer's number: one in the call's path."""
+    found = {}
+    for call in filter(None, calls):
+        places = _numbers_in(call.path)
+        for module in call.module.modules():
+            found[module] = {k: v for k, v in module.__dict__.items() if _is_number(v, places)}
+    return found
+
+
+@contextlib.contextmanager
+def reads(attributes: dict[nn.Module, dict[str, Any]]) -> Iterator[set[str]]:
+    """The names of those attributes that are read meanwhile; what reads none of them would be the same
+    without."""
+    seen: set[str] = set()
+    classes = {module: type(module) for module, names in attributes.items() if names}
+    try:
+        for module, kind in classes.items():
+            module.__class__ = _noting(kind, attributes[module], seen)
+        yield seen
+    finally:
+        for module, kind in classes.items():
+            module.__class__ = kind
+
+
+def _noting(kind: type, names: dict[str, Any], seen: set[str]) -> type:
+    def __getattribute__(self: nn.Module, name: str) -> Any:
+        if name in names:
+            seen.add(name)
+        return kind.__getattribute__(self, name)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, "__module__": kind.__module__})
+
+
+def module_key(module: nn.Module, path: str = "") -> Hashable:
+    """Its class, attributes and tensors' shapes; numbers in its `path` count as one."""
+    places = _numbers_in(path)
     attributes = {k: _attribute(v, places) for k, v in module.__dict__.items() if k not in _OWN}
     tensors = {**module._parameters, **module._buffers}
     shapes = {k: None if t is None else (t.shape, t.dtype, t.device) for k, t in tensors.items()}
     return type(module), tuple(attributes.items()), tuple(shapes.items()), tuple(module._modules)
 
 
-def _attribute(value: Any, places: set[int]) -> Hashable:
-    if isinstance(value, int) and not isinstance(value, bool) and value in places:
+def _numbers_in(path: str) -> set[int]:
+    return {int(part) for part in path.split(".") if part.isdigit()}
+
+
+def _is_number(value: Any, places: set[int]) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value in places
+
+
+def _attribute(value: Any, places: set[int] = frozenset()) -> Hashable:
+    if _is_number(value, places):
         return "the layer's own number"
     if isinstance(value, (tuple, list)):
-        return type(value), tuple(_attribute(item, places) for item in value)
+        return type(value), tuple(_attribute(item) for item in value)
     if isinstance(value, (dict, set)) and not value:
         return type(value)  # no hooks
     if isinstance(value, (bool, int, float, str, type(None), type)) or callable(value):
@@ -51,7 +95,7 @@ def _attribute(value: Any, places: set[int]) -> Hashable:
 
 
 def _operations(call: Call, recording: Recording) -> Hashable:
-    inside = [n for n in recording.graph.nodes if n.meta.get("call") and n.meta["call"].within(call)]
+    inside = recording.inside(call)
     numbers = {node: index for index, node in enumerate(inside)}
     return tuple((str(node.target), _value(recording, numbers, (node.args, node.kwargs))) for node in inside)
 

@@ -27,7 +27,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from te_transform import rewrite
-from te_transform.alike import likeness
+from te_transform.alike import likeness, own_numbers, reads
 from te_transform.causal import use_causal_flag
 from te_transform.guards import Mask, Mode, Path, Rewritten
 from te_transform.inputs import Inputs
@@ -106,7 +106,8 @@ class Draft:
         )
 
 
-Drafts = dict[Hashable, tuple[Draft, Draft]]  # training and evaluation, by likeness
+# training and evaluation, by likeness and, where the forward reads it, the layer's own number
+Drafts = dict[Hashable, tuple[Draft, Draft]]
 
 
 def rewrite_forward(
@@ -121,8 +122,7 @@ def rewrite_forward(
     """
     signature = inspect.signature(call.module.forward)
     owner = Owner(call, recorded, norm, fuse, _arguments(call, signature))
-    key = likeness(call, recorded, norm)
-    drafts = known.get(key) or known.setdefault(key, _drafts(owner))
+    drafts = _known_drafts(owner, known)
     training, evaluation = (draft.of(owner) for draft in drafts)
     if not all(
         mask.holds() for mask in (*training.masks, *evaluation.masks)
@@ -135,6 +135,17 @@ def rewrite_forward(
         training=training,
         evaluation=evaluation,
     )
+
+
+def _known_drafts(owner: Owner, known: Drafts) -> tuple[Draft, Draft]:
+    key = likeness(owner.call, owner.recorded, owner.norm)
+    numbers = own_numbers(owner.call, owner.norm)
+    own_key = key, tuple(item for named in numbers.values() for item in named.items())
+    if key not in known and own_key not in known:
+        with reads(numbers) as read:
+            drafts = _drafts(owner)
+        known[own_key if read else key] = drafts
+    return known[own_key] if own_key in known else known[key]
 
 
 def _drafts(owner: Owner) -> tuple[Draft, Draft]:

@@ -83,6 +83,7 @@ def plan(recording: Recording, options: Options) -> Plan:
     made = Plan(recording, projections=_projections(recording))
     for rule in options.passes:
         misses: list[Miss] = []
+        recording.index()
         for match in find(rule.pattern, recording.graph, misses):
             taken = any(node._erased for node in match.nodes)  # in part, by a match before
             if not taken:
@@ -212,14 +213,14 @@ def _put(site: Site, rule: Rule, match: Match, made: Plan) -> None:
         columns = rewrite.merge(recording, match.nodes, site.name, site.fused.weight, site.fused.bias)
         site.linears = [(op, span) for (op, _), span in zip(site.linears, columns, strict=True)]
     else:
-        rewrite.call_fused(recording, match.nodes, site.name, _inputs(match))
+        rewrite.call_fused(recording, match.nodes, site.name, _inputs(match, recording))
 
 
-def _inputs(match: Match) -> tuple[Any, ...]:
+def _inputs(match: Match, recording: Recording) -> tuple[Any, ...]:
     """What the fused module is called with: the pattern's x, or all the arguments of the one call it
     replaces."""
     if "x" in match.bound:
-        return (match.bound["x"],)
+        return (recording.now(match.bound["x"]),)  # which an earlier fusion may have made its output
     return match.root.args[:1] if match.root.target is vocabulary.linear else match.root.args
 
 
@@ -233,7 +234,7 @@ def _fuse_in(local: Recording, rule: Rule, merged: set[nn.Module], name: str) ->
         raise Refusal(
             f"recorded on its own the module holds {len(matches)} such places, exactly one is needed"
         )
-    rewrite.call_fused(local, matches[0].nodes, name, _inputs(matches[0]))
+    rewrite.call_fused(local, matches[0].nodes, name, _inputs(matches[0], local))
 
 
 def _layouts(

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from te_transform.config import Options
+from te_transform.evaluation import same_in_evaluation
 from te_transform.pattern import Match
 from te_transform.rule import Operation
 from te_transform.trace import Recording
@@ -49,7 +50,7 @@ def solo(operation: Operation, recording: Recording) -> bool:
         len(given) == 1
         and recording.now(given[0]) is recording.now(node.args[0])
         and recording.now(call.output) is node
-        and all(n is node or n in node.args[1:] for n in recording.graph.nodes if n.meta.get("call") is call)
+        and all(n is node or n in node.args[1:] for n in recording.inside(call))
     )
 
 
@@ -68,9 +69,11 @@ def _of_module(operation: Operation, recording: Recording) -> Iterator[str]:
             f"needed"
         )
         return
-    calls = sum(call.module is module for call in recording.calls)
+    calls = recording.times[module]
     if calls > 1:
         yield f"{kind} is called {calls} times in one forward, a fused module stands for one call"
+    if not same_in_evaluation(operation.call, recording.evaluated):
+        yield f"{kind} computes something else in evaluation mode, a fused module is the same in both"
     if any(getattr(module, hooks) for hooks in _HOOKS):
         yield f"{kind} has hooks, they would see the fused module's tensors: remove them first"
     if parametrize.is_parametrized(module):

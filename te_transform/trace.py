@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -90,6 +93,30 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     shapes: ShapeEnv | None = None
     renamed: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    made_by: dict[Call | None, list[fx.Node]] = field(default_factory=dict)  # as index() found it
+    evaluated: dict[Hashable, bool] = field(default_factory=dict)  # see evaluation.py
+
+    def index(self) -> None:
+        """Note which nodes each module call made, for `inside`: once for many questions."""
+        self.made_by = defaultdict(list)
+        for node in self.graph.nodes:
+            self.made_by[node.meta.get("call")].append(node)
+
+    @cached_property
+    def places(self) -> dict[Call, int]:
+        """Where each call stands among `calls`."""
+        return {call: place for place, call in enumerate(self.calls)}
+
+    @cached_property
+    def times(self) -> Counter[nn.Module]:
+        """How often each module was called."""
+        return Counter(call.module for call in self.calls)
+
+    def inside(self, call: Call) -> list[fx.Node]:
+        """What `call`, and the calls within it, made of the graph at the last index(), and is still there."""
+        start = self.places[call]
+        below = takewhile(lambda later: later.within(call), islice(self.calls, start, None))
+        return sorted(n for inner in below for n in self.made_by.get(inner, ()) if not n._erased)
 
     def now(self, value: Any) -> Any:
         """`value`, a node as it was recorded, as it stands in the graph after rewriting."""

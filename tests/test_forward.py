@@ -295,3 +295,29 @@ def test_dispatch_gives_the_probabilities_to_who_asks(name: str) -> None:
     assert len(actual) == len(expected) == 2
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+class Numbered(nn.Module):
+    """A layer that knows its number, and may go by it."""
+
+    def __init__(self, number: int, odd_one: int | None) -> None:
+        super().__init__()
+        self.number, self.odd_one = number, odd_one
+        self.norm, self.up, self.down = nn.LayerNorm(H), nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
+
+    def forward(self, x):
+        out = x + self.down(F.relu(self.up(self.norm(x))))
+        if self.odd_one is not None and not self.training and self.number == self.odd_one:
+            return 2 * out
+        return out
+
+
+@pytest.mark.parametrize("odd_one", [None, 1])
+def test_layers_share_a_forward_only_where_it_does_not_go_by_their_number(odd_one: int | None) -> None:
+    model = nn.Sequential(*(Numbered(number, odd_one) for number in range(3))).eval()
+    converted = convert(model)
+    assert te_transform.report(converted).counts["layernorm_mlp"] == 3
+    assert_agree(model, converted, torch.randn(2, 5, H), fused=True)
+    second, third = (layer._te_transform_slot.rewritten.evaluation for layer in converted[1:])
+    assert (second.paths is third.paths) == (odd_one is None)
+    assert all(type(layer)._te_transform_made_of[0] is Numbered for layer in converted)

@@ -335,3 +335,44 @@ def test_a_sequential_hosts_no_module_that_it_would_run() -> None:
     torch.testing.assert_close(made.mlp(x), model.mlp(x))  # on its own, and so by its own forward
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in made.state_dict().items())
     assert str(te_transform.revert(made)) == str(model)
+
+
+class OtherwiseInEvaluation(nn.Module):
+    """A linear, and something else when it is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FFN, H))
+
+    def forward(self, x):
+        return F.linear(x if self.training else x.round(), self.weight)
+
+
+def test_a_module_that_evaluates_otherwise_is_refused() -> None:
+    model = nn.Sequential(nn.LayerNorm(H), OtherwiseInEvaluation()).eval()
+    result, report = converted(model, passes=(layernorm_linear.RULE,))
+    (outcome,) = report.refused
+    (reason,) = outcome.reasons
+    assert reason.startswith("OtherwiseInEvaluation computes something else in evaluation mode, a fused")
+    x = torch.randn(2, 5, H)
+    torch.testing.assert_close(result(x), model(x), rtol=0, atol=0)
+
+
+class Chain(nn.Module):
+    """norm, linear, norm, and two linears that become one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.norm_2 = nn.LayerNorm(H), nn.Linear(H, H), nn.LayerNorm(H)
+        self.second, self.third = nn.Linear(H, FFN), nn.Linear(H, FFN)
+
+    def forward(self, x):
+        x = self.norm_2(self.first(self.norm(x)))
+        return self.second(x) + self.third(x)
+
+
+def test_a_fused_module_may_read_another() -> None:
+    _, report = converted(Chain())
+    assert report.counts == {"layernorm_linear": 2, "merge_siblings": 1}
+    read = [node.args[0] for node in report.after.nodes if node.op == "call_module"]
+    assert [node.op for node in read] == ["placeholder", "call_module"]
