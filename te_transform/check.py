@@ -20,7 +20,7 @@ from te_transform.preserve import preserved
 from te_transform.progress import progress
 from te_transform.replay import in_double, only
 from te_transform.rule import Outcome
-from te_transform.slots import Fusion, LinearSlot, OwnerSlot
+from te_transform.slots import Fusion, LinearSlot, NormSlot, OwnerSlot
 from te_transform.trace import TraceError
 
 IDLE = "the fused module never ran on the example inputs, its input reaches it on another way than recorded"
@@ -44,13 +44,15 @@ def check_sites(model: nn.Module, emitted: list[Emitted], samples: list[Inputs])
         return []
     with preserved(model):
         paths = {module: path for path, module in model.named_modules()}
-        replays = {site: _Replay(site, paths) for site in emitted}
+        # a site whose modules all run as they did has nothing to check
+        running = [site for site in emitted if any(slot.fusion for _, slot in site.slots)]
+        replays = {site: _Replay(site, paths) for site in running}
         captured = _capture(model, list(replays.values()), samples)
         found = {
-            site: _wrong(replays[site], captured[replays[site]]) for site in progress(emitted, "verifying")
+            site: _wrong(replays[site], captured[replays[site]]) for site in progress(running, "verifying")
         }
         reasons = {site: reason for site, reason in found.items() if reason}
-        reasons |= _unused(model, [site for site in emitted if site not in reasons], samples)
+        reasons |= _unused(model, [site for site in running if site not in reasons], samples)
     for site in reversed(list(reasons)):
         undo(model, site)
         emitted.remove(site)
@@ -91,8 +93,7 @@ class _Replay(nn.Module):
         self.fusion = site.fusion
         modules = [module for module, slot in site.slots if slot.fusion is site.fusion]
         owner = next((module for module in modules if isinstance(module, OwnerSlot)), None)
-        inside = owner is not None and site.fusion.norm in set(owner.modules())
-        self.norm = None if inside else site.fusion.norm
+        self.norm = next((module for module in modules if isinstance(module, NormSlot)), None)
         self.readers = nn.ModuleList([owner] if owner else [m for m in modules if isinstance(m, LinearSlot)])
         self.has_owner = owner is not None
         self.paths = [paths[module] for module in self._parts()]
@@ -117,6 +118,8 @@ class _Replay(nn.Module):
             out = self.readers[0](*args, **given)
             # without probabilities, which are computed for those who ask: as a call of the whole model does
             return out[0] if isinstance(self.readers[0], DispatchSlot) else out
+        if not self.readers:
+            return given[0]
         paths = self.paths[-len(self.readers) :]
         return {path: linear(given[0]) for path, linear in zip(paths, self.readers, strict=True)}
 
@@ -130,12 +133,13 @@ class _Tap:
         self.normalised: Any = None
         self.captured: _Captured | None = None
         self.hooks = []
-        reader = site.readers[0]
         if site.norm is not None:
             self.hooks.append(site.norm.register_forward_pre_hook(self._norm_called, with_kwargs=True))
             self.hooks.append(site.norm.register_forward_hook(self._norm_returned))
         if site.has_owner or site.norm is None:
-            self.hooks.append(reader.register_forward_pre_hook(self._reader_called, with_kwargs=True))
+            self.hooks.append(
+                site.readers[0].register_forward_pre_hook(self._reader_called, with_kwargs=True)
+            )
 
     def remove(self) -> None:
         for hook in self.hooks:

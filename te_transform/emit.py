@@ -1,7 +1,8 @@
 """Edit the user's module tree: the only file that does.
 
-Modules keep their place and identity; they gain a subclass of their own class (slots.py), and their
-parameters move into a fused module that the first of them hosts.
+Modules keep their place and identity; those that run otherwise gain a subclass of their own class (slots.py).
+Parameters that are joined move into a fused module that the first of them hosts, which reads all others where
+they are.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from torch import Tensor, nn
 
 from te_transform import dispatch
 from te_transform.dispatch import DispatchSlot
+from te_transform.originals import fusions
 from te_transform.plan import Site
 from te_transform.rule import Operation
 from te_transform.slots import (
+    Borrower,
+    DeferringNormSlot,
     Fusion,
     HeldSlot,
     LinearSlot,
@@ -34,8 +38,8 @@ from te_transform.weights import Layout
 
 @dataclass(eq=False)
 class Emitted:
-    """A site in the tree, with what undoing it takes: the Parameter objects, their storage now inside the
-    fused ones."""
+    """A site in the tree, with what undoing it takes: the Parameter objects that are joined, their storage
+    now inside the fused ones."""
 
     fusion: Fusion
     slots: list[tuple[nn.Module, Slot]] = field(default_factory=list)
@@ -51,27 +55,35 @@ def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
     works.
     """
     holders = dict(_holders(site))
-    originals = {name: holder._parameters[attribute] for name, (holder, attribute) in holders.items()}
-    joined = {target: _joined(layout, originals) for target, layout in site.layouts.items()}
+    at_home = {t: holders[layout.pieces[0].name] for t, layout in site.layouts.items() if layout.is_same}
+    moved = {t: layout for t, layout in site.layouts.items() if not layout.is_same}
+    originals = {
+        piece.name: holders[piece.name][0]._parameters[holders[piece.name][1]]
+        for layout in moved.values()
+        for piece in layout.pieces
+    }
+    joined = {target: _joined(layout, originals) for target, layout in moved.items()}
     fusion = Fusion(
         rule=site.rules[-1][0],
         path=site.name,
         fused=site.fused,
         layouts=site.layouts,
-        norm=site.norm.module if site.norm else None,
+        norm=site.norm.module if site.norm and site.joins_norm else None,
         columns=tuple(span for _, span in site.linears if span is not None),
         originals={name: weakref.ref(p) for name, p in originals.items()},
     )
     host = model.get_submodule(site.host)
-    slots = list(_slots(site, fusion, holders))
+    slots = list(_slots(site, fusion, {name: holders[name] for name in originals}))
+    _borrow(site.fused, at_home)
     site.fused._parameters.update(joined)
     site.fused.train(host.training)
+    site.fused.__dict__["_te_transform_fusion"] = fusion
     hide(site.fused)
     emitted.append(
         Emitted(fusion, [(module, slot) for module, _, slot in slots], originals, tuple(site.rules))
     )
     for target, parameter in joined.items():
-        _alias(site.layouts[target], parameter, originals)
+        _alias(moved[target], parameter, originals)
     for module, kind, slot in slots:
         _specialise(module, kind, slot)
     host._modules["fused"] = site.fused
@@ -82,32 +94,28 @@ def undo(model: nn.Module, emitted: Emitted) -> None:
     storage of their own."""
     for name, parameter in emitted.parameters.items():
         layout, fused = _where(emitted.fusion, name)
-        if not layout.is_same:
-            parameter.data = layout.part(fused.detach(), name).clone(memory_format=torch.contiguous_format)
+        parameter.data = layout.part(fused.detach(), name).clone(memory_format=torch.contiguous_format)
     _take_out(model, emitted.fusion, emitted.slots, emitted.parameters)
 
 
 def revert(model: nn.Module) -> nn.Module:
     """The original modules of a converted model, in place, with today's weights, bitwise.
 
-    Parameters that moved as they were are the same objects; those that were joined are new ones.
+    Parameters that were joined are new objects, all others are the same.
 
     Raises:
         ValueError: `model` is not a converted one.
     """
-    slots = [
-        (module, module._te_transform_slot) for module in model.modules() if isinstance(module, SlotModule)
-    ]
-    if not slots:
+    found = fusions(model)
+    if not found:
         raise ValueError(f"{type(model).__name__} has no converted module, te_transform.convert() it first")
-    fusions = {view.fusion for _, slot in slots for view in slot.views.values()} | {
-        s.fusion for _, s in slots if s.fusion
-    }
-    for fusion in fusions:
+    slots = [(m, m._te_transform_slot) for m in model.modules() if isinstance(m, SlotModule)]
+    for fusion in found:
         parameters = {
             piece.name: _own(layout, getattr(fusion.fused, target), piece.name)
             for target, layout in fusion.layouts.items()
             for piece in layout.pieces
+            if not layout.is_same
         }
         _take_out(model, fusion, [(m, s) for m, s in slots if _belongs(s, fusion)], parameters)
     model.__dict__.pop("_te_transform", None)
@@ -115,8 +123,6 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _own(layout: Layout, fused: nn.Parameter, name: str) -> nn.Parameter:
-    if layout.is_same:
-        return fused
     part = layout.part(fused.detach(), name).clone(memory_format=torch.contiguous_format)
     own = nn.Parameter(part, requires_grad=fused.requires_grad)
     if fused.grad is not None:
@@ -167,8 +173,6 @@ def _operations(site: Site) -> list[Operation]:
 
 
 def _joined(layout: Layout, originals: dict[str, nn.Parameter]) -> nn.Parameter:
-    if layout.is_same:
-        return originals[layout.pieces[0].name]
     used = [originals[piece.name] for piece in layout.pieces]
     values = {name: parameter.detach() for name, parameter in originals.items()}
     joined = nn.Parameter(layout.join(values).contiguous(), requires_grad=used[0].requires_grad)
@@ -182,32 +186,46 @@ def _joined(layout: Layout, originals: dict[str, nn.Parameter]) -> nn.Parameter:
 def _alias(layout: Layout, joined: nn.Parameter, originals: dict[str, nn.Parameter]) -> None:
     """Let the original Parameters, which an optimizer may hold, share the joined storage: nothing is kept
     twice."""
-    if not layout.is_same:
-        for piece in layout.pieces:
-            originals[piece.name].data = layout.part(joined.detach(), piece.name)
+    for piece in layout.pieces:
+        originals[piece.name].data = layout.part(joined.detach(), piece.name)
 
 
-def _slots(site: Site, fusion: Fusion, holders: dict) -> Iterator[tuple[nn.Module, type[SlotModule], Slot]]:
+def _borrow(fused: nn.Module, at_home: dict[str, tuple[nn.Module, str]]) -> None:
+    """Let the fused module read these parameters in the modules they belong to, instead of its own."""
+    fused.__dict__["_te_transform_borrowed"] = at_home
+    fused.__class__ = slot_class(type(fused), Borrower, tuple(at_home))
+    for name in at_home:
+        del fused._parameters[name]
+
+
+def _slots(site: Site, fusion: Fusion, joined: dict) -> Iterator[tuple[nn.Module, type[SlotModule], Slot]]:
+    """The modules that will run otherwise than they did, or whose parameters are among the `joined`."""
     targets = {piece.name: target for target, layout in site.layouts.items() for piece in layout.pieces}
 
     def slot_of(module: nn.Module, **more: object) -> Slot:
-        held = {attribute: name for name, (holder, attribute) in holders.items() if holder is module}
+        held = {attribute: name for name, (holder, attribute) in joined.items() if holder is module}
         views = {attribute: View(fusion, targets[name], name) for attribute, name in held.items()}
         return Slot(views, tuple(module._parameters), **more)
 
-    if site.norm:
-        kind = NormSlot
+    if site.norm_in_front and (site.joins_norm or not _is_one_kernel(site.norm.module)):
+        kind = DeferringNormSlot if site.joins_norm else NormSlot
         yield site.norm.module, kind, slot_of(site.norm.module, fusion=fusion)
     for operation, columns in site.linears:
         module = operation.module
-        if site.owner:
-            yield module, HeldSlot, slot_of(module)
-        else:
-            yield module, LinearSlot, slot_of(module, fusion=fusion, columns=columns)
+        slot = slot_of(module, columns=columns)
+        if not site.owner and (slot.views or columns or site.joins_norm):
+            slot.fusion = fusion
+            yield module, LinearSlot, slot
+        elif slot.views:
+            yield module, HeldSlot, slot
     if site.owner:
         owner = site.owner.module
         kind = OwnerSlot if site.rewritten else DispatchSlot
         yield owner, kind, slot_of(owner, fusion=fusion, rewritten=site.rewritten, scale=site.scale)
+
+
+def _is_one_kernel(norm: nn.Module) -> bool:
+    return type(norm).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
 
 
 def _specialise(module: nn.Module, kind: type[SlotModule], slot: Slot) -> None:

@@ -32,6 +32,7 @@ from te_transform.causal import use_causal_flag
 from te_transform.guards import Mask, Mode, Path, Rewritten
 from te_transform.inputs import Inputs
 from te_transform.normalise import normalise
+from te_transform.slots import scalars
 from te_transform.trace import Call, Passed, Recording, TraceError, record
 
 Sizes = Mapping[tuple[str, int], int]  # (argument, dimension) -> size
@@ -45,13 +46,15 @@ class Refusal(Exception):
 class Owner:
     """A module whose forward is to be rewritten, as the whole model's normalised recording saw it called.
 
-    `norm` is the call of a norm outside the owner that belongs to the fusion; `fuse` puts the fusion into the
-    owner's own normalised recording, as a call of `fused`.
+    `norm` is the call of a norm outside the owner that belongs to the fusion, and `joins_norm` whether the
+    fused module takes it over; `fuse` puts the fusion into the owner's own normalised recording, as a call of
+    `fused`.
     """
 
     call: Call
     recorded: Recording
     norm: Call | None
+    joins_norm: bool
     fuse: Callable[[Recording], None]
     given: dict[str, Any] = field(default_factory=dict)
 
@@ -94,13 +97,12 @@ class Draft:
 
     def of(self, owner: Owner) -> Mode:
         """The mode of this very module."""
-        gone = [owner.module.get_submodule(path) for path in self.gone] + (
-            [owner.norm.module] if owner.norm else []
-        )
+        norms = [owner.norm.module] if owner.norm and owner.joins_norm else []
+        gone = [owner.module.get_submodule(path) for path in self.gone] + norms
         family = (owner.module, *gone)
         return Mode(
             paths=self.paths,
-            watched=[(module, _scalars(module)) for module in family],
+            watched=[(module, scalars(module)) for module in family],
             children=[(p, name, c) for p in family for name, c in p._modules.items() if c in gone],
             masks=[Mask.of(owner.module, path, value) for path, value in self.masks.items()],
         )
@@ -111,7 +113,7 @@ Drafts = dict[Hashable, tuple[Draft, Draft]]
 
 
 def rewrite_forward(
-    call: Call, recorded: Recording, norm: Call | None, fuse: Callable, known: Drafts
+    call: Call, recorded: Recording, norm: Call | None, joins_norm: bool, fuse: Callable, known: Drafts
 ) -> Rewritten:
     """The forward of `call`'s module with a fusion in it; the arguments are those of Owner.
 
@@ -121,7 +123,7 @@ def rewrite_forward(
         Refusal: in training mode the forward could not be recorded or rewritten.
     """
     signature = inspect.signature(call.module.forward)
-    owner = Owner(call, recorded, norm, fuse, _arguments(call, signature))
+    owner = Owner(call, recorded, norm, joins_norm, fuse, _arguments(call, signature))
     drafts = _known_drafts(owner, known)
     training, evaluation = (draft.of(owner) for draft in drafts)
     if not all(
@@ -254,7 +256,7 @@ def _path(owner: Owner, recording: Recording, handed_on: frozenset[str], any_flo
         tensors={name: (len(meta.shape), meta.dtype) for name, meta in tensors.items()},
         passed=passed,
         constants={name: value for name, value in owner.given.items() if name not in (*tensors, *passed)},
-        deferred=owner.normalised,
+        deferred=owner.normalised if owner.joins_norm else None,
         any_float=any_float,
         sizes=_size_guard(recording, handed_on, symbols),
         source=code.src,
@@ -338,14 +340,6 @@ def _names_dtype(node: fx.Node) -> bool:
     if getattr(node.target, "__name__", "") in casts:
         return True
     return any(isinstance(leaf, torch.dtype) for leaf in _leaves((node.args, dict(node.kwargs))))
-
-
-def _scalars(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in module.__dict__.items()
-        if isinstance(value, (bool, int, float, str)) and name != "training"
-    }
 
 
 def _special_sizes(recording: Recording, handed_on: frozenset[str]) -> list[Sizes]:

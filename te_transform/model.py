@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_transform.slots import SlotModule
+from te_transform.slots import Made
 
 
 class ModelError(TypeError):
@@ -42,7 +42,7 @@ def check_model(model: Any) -> None:
         raise ModelError(
             f"the model is wrapped by {wrapped}, the plain model is needed: convert first, then wrap"
         )
-    if any(isinstance(module, SlotModule) for module in model.modules()):
+    if any(isinstance(module, Made) for module in model.modules()):
         raise ModelError(
             f"{kind} is converted already, an original model is needed: te_transform.revert() it first"
         )

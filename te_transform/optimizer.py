@@ -105,7 +105,7 @@ def _part(original: Original, value: Any, key: str, name: str) -> Any:
         return value.clone()
     if value.shape == original.held.shape:
         return original.part(value)
-    if original.view is None or original.view.layout.is_same:
+    if original.view is None:
         return value
     raise OptimizerError(
         f"the state {key!r} of {name} has shape {list(value.shape)}, to be split it needs the shape of its "
@@ -145,14 +145,13 @@ def _joined(held: nn.Parameter, originals: dict[str, Original], parts: dict[str,
 
 def _join(held: nn.Parameter, originals: dict[str, Original], values: dict[str, Any], key: str) -> Any:
     first, view = next(iter(values.values())), next(iter(originals.values())).view
-    joining = view is not None and not view.layout.is_same
     if isinstance(first, Tensor) and first.dim() > 0 and all(isinstance(v, Tensor) for v in values.values()):
-        if not joining:
+        if view is None:
             return first.clone()
         if all(v.numel() == view.layout.part(held, name).numel() for name, v in values.items()):
             with torch.no_grad():
                 return view.layout.join(values).contiguous()
-    elif not joining or all(_equal(first, value) for value in values.values()):
+    elif view is None or all(_equal(first, value) for value in values.values()):
         return first
     raise OptimizerError(
         f"the state {key!r} of {', '.join(values)} differs or has another shape than the parameters, to be "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from te_transform.slots import Fusion, SlotModule, View
+from te_transform.slots import Borrower, Fusion, SlotModule, View
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +30,13 @@ def original_parameters(model: nn.Module, prefix: str = "") -> dict[str, Origina
     found: dict[tuple[int, str], tuple[str, Original]] = {}
     for path, module in _original_modules(model, prefix):
         for attribute, original in _held_by(module):
-            whole = original.view is None or original.view.layout.is_same
-            key = (id(original.held), "" if whole else original.view.name)
+            key = (id(original.held), original.view.name if original.view else "")
             found.setdefault(key, (f"{path}.{attribute}".lstrip("."), original))
     return dict(found.values())
 
 
 def fusions(model: nn.Module) -> list[Fusion]:
-    """The fusions that the converted modules of `model` have a part in, in the order of the modules."""
+    """The fusions in `model`, and those that modules of it have a part in, in the order of the modules."""
     found: dict[Fusion, None] = {}
     for module in model.modules():
         if isinstance(module, SlotModule):
@@ -45,6 +44,8 @@ def fusions(model: nn.Module) -> list[Fusion]:
             found.update(dict.fromkeys(view.fusion for view in slot.views.values()))
             if slot.fusion is not None:
                 found[slot.fusion] = None
+        elif isinstance(module, Borrower):
+            found[module._te_transform_fusion] = None
     return list(found)
 
 

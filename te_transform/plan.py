@@ -38,9 +38,15 @@ class Site:
     layouts: dict[str, Layout]
     linears: list[tuple[Operation, Columns | None]] = field(default_factory=list)
     norm: Operation | None = None
+    joins_norm: bool = True  # whether the fused module computes a norm in front of it
     owner: Call | None = None
     rewritten: Rewritten | None = None  # None: the owner calls its attention core by name
     scale: float | None = None
+
+    @property
+    def norm_in_front(self) -> bool:
+        """Whether the norm is called before the fused module's place, by itself."""
+        return self.norm is not None and not (self.owner and self.norm.call.within(self.owner))
 
     @property
     def name(self) -> str:
@@ -111,7 +117,8 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
     if not reasons:
         try:
             moves = ask(rule.weights, known) if callable(rule.weights) else rule.weights
-            site = _site(rule, match, operations, ask(rule.build, known), moves, made)
+            joins = options.backend.JOINS_NORMS
+            site = _site(rule, match, operations, ask(rule.build, known), moves, made, joins)
         except Refusal as reason:
             reasons = [str(reason)]
     if reasons:
@@ -127,6 +134,7 @@ def _site(
     fused: nn.Module,
     moves: tuple[Move, ...],
     made: Plan,
+    joins_norms: bool,
 ) -> Site:
     linears = [op for op in operations if op.word == "linear"]
     norm = next((op for op in operations if op.word in ("layer_norm", "rms_norm")), None)
@@ -142,19 +150,22 @@ def _site(
         layouts=_layouts(rule, moves, operations, fused, made),
         linears=readers,
         norm=norm,
+        joins_norm=joins_norms,
         owner=owner,
     )
+    if site.norm_in_front and not joins_norms:
+        fused.normalised = True
     _check_host(site, made)
     _check_ties(site, made)
     if owner is not None and not linears and dispatches(owner.module):
         site.scale = operations[0].scale
     elif owner is not None:
-        outside = norm.call if norm and not norm.call.within(owner) else None
+        outside = norm.call if site.norm_in_front else None
         joined = {op.module for op, span in readers if span is not None}
         name = site.name.removeprefix(owner.path).lstrip(".")
         fuse = partial(_fuse_in, rule=rule, merged=joined, name=name)
         known = made.drafts.setdefault(rule.name, {})
-        site.rewritten = rewrite_forward(owner, made.recording, outside, fuse, known)
+        site.rewritten = rewrite_forward(owner, made.recording, outside, joins_norms, fuse, known)
     return site
 
 

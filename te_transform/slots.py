@@ -1,10 +1,12 @@
 """What runs in the user's own modules after conversion.
 
 A converted module keeps its identity, its name and its class (a subclass of it, made here, under the same
-name); its parameters become views of a fused one, and its forward does what it always did, faster when the
+name). Parameters that are joined with others become views of the joined one; those that are not stay where
+they are, and the fused module reads them there. A module's forward does what it always did, faster when the
 caller allows it:
 
-    a norm      hands out a Deferred, the normalised tensor that nobody has computed yet;
+    a norm      computes its result in one kernel, or hands out a Deferred, the normalised tensor that nobody
+                has computed yet, where the backend's fused modules do the norm themselves;
     a linear    takes its columns of the fused product, or multiplies by its own rows;
     an owner    runs its rewritten forward when the guards hold, its own when they do not.
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -40,7 +42,7 @@ class Fusion:
     path: str
     fused: nn.Module
     layouts: dict[str, Layout]
-    norm: nn.Module | None = None
+    norm: nn.Module | None = None  # None too where the norm runs in its own place
     columns: tuple[tuple[int, int], ...] = ()  # the shares of the linears that read one product
     enabled: bool = True
     runs: int = 0  # how often the fused module ran in place of the original ones
@@ -52,6 +54,10 @@ class Fusion:
         """Note that the fused module runs; not under a compiler, which would compile anew for each number."""
         if not torch.compiler.is_compiling():
             self.runs += 1
+
+    def weights(self) -> list[Tensor]:
+        """The fused module's parameters, its own and those that it reads elsewhere."""
+        return [getattr(self.fused, target) for target in self.layouts]
 
     def __getstate__(self) -> dict[str, Any]:
         # a product in flight and an optimizer belong to this model, not to a copy of it
@@ -74,7 +80,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """One original parameter: the piece called `name` of the fused module's parameter `target`."""
+    """One original parameter: the piece called `name` of the fused module's joined parameter `target`."""
 
     fusion: Fusion
     target: str
@@ -94,8 +100,7 @@ class View:
         )
 
     def read(self) -> Tensor:
-        """The parameter itself where it moved as it was, else a view of its rows (a copy where rows are
-        permuted)."""
+        """A view of the parameter's rows (a copy where rows are permuted)."""
         return self.layout.part(getattr(self.fusion.fused, self.target), self.name)
 
     def write(self, value: Tensor) -> None:
@@ -109,9 +114,36 @@ class View:
         fused.copy_(self.layout.join(originals))
 
 
-class SlotModule(nn.Module):
-    """What every converted module gains: its parameters read, saved and loaded as if they were still its
-    own."""
+class Made(nn.Module):
+    """A module whose class was made here, out of its own class and one of this file's."""
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        base, kind, names = type(self)._te_transform_made_of
+        return _unpickled, (base, kind, names), self.__dict__
+
+
+class Borrower(Made):
+    """A fused module that reads the parameters which nothing was joined to in the modules they belong to."""
+
+    @staticmethod
+    def reader(name: str) -> Callable[[nn.Module], Tensor]:
+        """How the parameter `name` is read."""
+
+        def read_at_home(self: nn.Module) -> Tensor:
+            module, attribute = self._te_transform_borrowed[name]
+            return getattr(module, attribute)
+
+        return read_at_home
+
+
+class SlotModule(Made):
+    """What every converted module gains: joined parameters are read, saved and loaded as if they were still
+    its own."""
+
+    @staticmethod
+    def reader(name: str) -> Callable[[nn.Module], Tensor]:
+        """How the parameter `name` is read."""
+        return lambda self: self._te_transform_slot.views[name].read()
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         with _own_parameters(self):
@@ -128,8 +160,6 @@ class SlotModule(nn.Module):
             super().__setattr__(name, value)
         elif name in self._parameters:  # only while a state dict is loaded
             self._parameters[name] = value
-        elif view.layout.is_same and isinstance(value, nn.Parameter):
-            setattr(view.fusion.fused, view.target, value)  # a tie made anew
         else:
             raise AttributeError(view.fixed(name))
 
@@ -170,43 +200,55 @@ class SlotModule(nn.Module):
         held = sorted({f"{v.fusion.path}.{v.target}" for v in slot.views.values()})
         return ", ".join(filter(None, [super().extra_repr(), f"held by {', '.join(held)}" if held else ""]))
 
-    def __reduce_ex__(self, protocol: int) -> Any:
-        base, kind, names = type(self)._te_transform_made_of
-        return _unpickled, (base, kind, names), self.__dict__
-
 
 class NormSlot(SlotModule):
-    """A norm whose result is computed by the fused module that reads it, or here when anybody else does."""
+    """A norm written out in several operations, computed in one kernel."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        fusion: Fusion = self._te_transform_slot.fusion
-        given = (*args, *kwargs.values())  # one tensor, by whatever name
-        if len(given) != 1 or type(given[0]) is not Tensor or not fusion.enabled or _traced():
+        x, fusion = _only(args, kwargs), self._te_transform_slot.fusion
+        if x is None or not fusion.enabled or _would_change_dtype(self, x):
             return super().forward(*args, **kwargs)
-        if unversioned(given[0]) or _would_change_dtype(self, given[0]):
-            return super().forward(*args, **kwargs)
-        return defer(given[0], self)
+        fusion.count_run()
+        return fusion.fused.normalise(x)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in scalars(self) and scalars(self)[name] != value:
+            self._te_transform_slot.fusion.enabled = False  # another eps: the fused module has the old one
+        super().__setattr__(name, value)
 
     def now(self, x: Tensor) -> Tensor:
-        """The normalised tensor, computed."""
+        """The normalised tensor, by the norm's own forward."""
         return super().forward(x)
 
     def own_parameters(self) -> list[Tensor]:
-        """The norm's scale and bias, wherever they are held."""
-        return [view.read() for view in self._te_transform_slot.views.values()]
+        """The norm's scale and bias."""
+        return [parameter for parameter in self._parameters.values() if parameter is not None]
+
+
+class DeferringNormSlot(NormSlot):
+    """A norm whose result is computed by the fused module that reads it, or here when anybody else does."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, fusion = _only(args, kwargs), self._te_transform_slot.fusion
+        if type(x) is not Tensor or not fusion.enabled or _traced():
+            return super(NormSlot, self).forward(*args, **kwargs)
+        if unversioned(x) or _would_change_dtype(self, x):
+            return super(NormSlot, self).forward(*args, **kwargs)
+        return defer(x, self)
 
 
 class LinearSlot(SlotModule):
     """A linear that takes its columns of the fused product."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        slot: Slot = self._te_transform_slot
-        given = (*args, *kwargs.values())
-        if len(given) != 1 or not slot.fusion.enabled or _traced():
+        x, slot = _only(args, kwargs), self._te_transform_slot
+        if x is None or not slot.fusion.enabled:
             return super().forward(*args, **kwargs)
-        if slot.columns is not None and unversioned(given[0]):
+        if slot.columns is None:
+            return _product(slot.fusion, x)
+        if _traced() or unversioned(x):
             return super().forward(*args, **kwargs)
-        return _share(slot.fusion, given[0], slot.columns)
+        return _share(slot.fusion, x, slot.columns)
 
 
 class OwnerSlot(SlotModule):
@@ -238,28 +280,9 @@ class _Shared:
     left: dict[tuple[int, int], Tensor]
 
 
-class _Split(torch.autograd.Function):
-    """Columns of a product as tensors of their own: if one is changed in place, the others keep their
-    version."""
-
-    @staticmethod
-    def forward(ctx: Any, product: Tensor, *columns: tuple[int, int]) -> tuple[Tensor, ...]:
-        return tuple(part.data for part in _slices(product.data, *columns))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        return torch.cat(grads, -1), *(None for _ in grads)
-
-
-def _slices(product: Tensor, *columns: tuple[int, int]) -> tuple[Tensor, ...]:
-    return tuple(product[..., slice(*span)] for span in columns)
-
-
-def _share(fusion: Fusion, x: Tensor, columns: tuple[int, int] | None) -> Tensor:
+def _share(fusion: Fusion, x: Tensor, columns: tuple[int, int]) -> Tensor:
     """This linear's columns of the fused product of `x`: of the product a sibling has just made, else of a
     new one."""
-    if columns is None:
-        return _product(fusion, x)
     shared = fusion.shared
     if (
         shared is None
@@ -267,9 +290,9 @@ def _share(fusion: Fusion, x: Tensor, columns: tuple[int, int] | None) -> Tensor
         or shared.source() is not x
         or shared.stamp != _stamp_of(fusion, x)
     ):
-        product = _product(fusion, x)
-        split = _Split.apply if torch.is_grad_enabled() else _slices
-        parts = split(product, *fusion.columns)
+        # tensors of their own, no views: if one is changed in place, the others keep their version
+        widths = [stop - start for start, stop in fusion.columns]
+        parts = torch.unsafe_split_with_sizes(_product(fusion, x), widths, -1)
         shared = _Shared(weakref.ref(x), _stamp_of(fusion, x), dict(zip(fusion.columns, parts, strict=True)))
     out = shared.left.pop(columns)
     fusion.shared = shared if shared.left else None
@@ -277,13 +300,13 @@ def _share(fusion: Fusion, x: Tensor, columns: tuple[int, int] | None) -> Tensor
 
 
 def _product(fusion: Fusion, x: Tensor) -> Tensor:
-    fusion.runs += 1
     if fusion.norm is None:
+        fusion.count_run()
         return fusion.fused(x)
     if isinstance(x, Deferred) and x.norm is fusion.norm and x.unread():
         x.taken = True
+        fusion.count_run()
         return fusion.fused(x.source)
-    fusion.runs -= 1
     fused = fusion.fused  # already normalised, on a path of its own: the linear alone
     return torch.nn.functional.linear(read(x), fused.weight, fused.bias)
 
@@ -291,8 +314,7 @@ def _product(fusion: Fusion, x: Tensor) -> Tensor:
 def _stamp_of(fusion: Fusion, x: Tensor) -> tuple:
     value = x.value if isinstance(x, Deferred) else None
     source = x.source if isinstance(x, Deferred) else x
-    weights = [parameter for parameter in fusion.fused._parameters.values() if parameter is not None]
-    return stamp(source, *weights, *([] if value is None else [value])), saving_hooks()
+    return stamp(source, *fusion.weights(), *([] if value is None else [value])), saving_hooks()
 
 
 def _traced() -> bool:
@@ -302,10 +324,20 @@ def _traced() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def _only(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The one tensor that a call was given, by whatever name."""
+    given = (*args, *kwargs.values())
+    return given[0] if len(given) == 1 and isinstance(given[0], Tensor) else None
+
+
+def scalars(module: nn.Module) -> dict[str, Any]:
+    """The attributes that a forward may go by."""
+    own = module.__dict__.items()
+    return {k: v for k, v in own if isinstance(v, (bool, int, float, str)) and k != "training"}
+
+
 def _would_change_dtype(norm: NormSlot, x: Tensor) -> bool:
-    if autocast(x) is not None:
-        return True
-    return any(parameter.dtype != x.dtype for parameter in norm.own_parameters())
+    return autocast(x) is not None or any(parameter.dtype != x.dtype for parameter in norm.own_parameters())
 
 
 @contextlib.contextmanager
@@ -332,9 +364,7 @@ def _own_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
 def _write_back(slot: Slot, views: dict[str, Tensor], now: dict[str, Tensor | None]) -> None:
     for name, view in slot.views.items():
         value = now[name]
-        if value is not views[name] and view.layout.is_same:  # load_state_dict(assign=True)
-            setattr(view.fusion.fused, view.target, value)
-        elif value is not views[name] or view.layout.order is not None:
+        if value is not views[name] or view.layout.order is not None:
             if (value.dtype, value.device) != (views[name].dtype, views[name].device):
                 raise RuntimeError(
                     f"{name!r} is {views[name].dtype} on {views[name].device} and joined with others, "
@@ -357,9 +387,9 @@ def _nothing(*_: Any) -> None:
 
 @cache
 def slot_class(base: type, kind: type, names: tuple[str, ...]) -> type:
-    """A subclass of `base` under its own name, with `kind`'s behaviour and the parameters `names` read
-    through views."""
-    reads = {name: property(_reader(name)) for name in names}
+    """A subclass of `base` under its own name, with `kind`'s behaviour and its way to read the parameters
+    `names`."""
+    reads = {name: property(kind.reader(name)) for name in names}
     made_of = {
         "_te_transform_made_of": (base, kind, names),
         "__module__": base.__module__,
@@ -368,10 +398,6 @@ def slot_class(base: type, kind: type, names: tuple[str, ...]) -> type:
     made = type(base.__name__, (kind, base), {**reads, **made_of})
     made.__qualname__ = base.__qualname__
     return made
-
-
-def _reader(name: str) -> Any:
-    return lambda self: self._te_transform_slot.views[name].read()
 
 
 def _unpickled(base: type, kind: type, names: tuple[str, ...]) -> nn.Module:

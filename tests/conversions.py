@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.originals import fusions, original_parameters
+from te_transform.backends import torch as plain
+from te_transform.originals import original_parameters
 from te_transform.report import Report
+from te_transform.slots import SlotModule
 from tests.zoo import CASES, EXTRA, Case, Inputs, tensors, zero_dropout
 
 ALL = CASES | EXTRA
@@ -45,25 +47,37 @@ class Pair:
         return te_transform.report(self.converted)
 
 
-@cache
 def as_built(name: str) -> Pair:
     """As a user has it: with the model's own dropouts, verified, the original kept."""
+    return _as_built(name, plain.JOINS_NORMS)
+
+
+@cache
+def _as_built(name: str, joins_norms: bool) -> Pair:
     model = ALL[name].build()
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample()))
 
 
-@cache
 def undropped(name: str) -> Pair:
     """Built without dropout, so that train mode can be compared; another model only where the case drops."""
+    return _undropped(name, plain.JOINS_NORMS)
+
+
+@cache
+def _undropped(name: str, joins_norms: bool) -> Pair:
     if not drops(name):
         return as_built(name)
     model = zero_dropout(ALL[name].build())
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample(), verify=False))
 
 
-@cache
 def in_bf16(name: str) -> Pair:
     """As built, in bf16, converted in place."""
+    return _in_bf16(name, plain.JOINS_NORMS)
+
+
+@cache
+def _in_bf16(name: str, joins_norms: bool) -> Pair:
     original, model = ALL[name].build().bfloat16(), ALL[name].build().bfloat16()
     sample = cast(ALL[name].sample(), torch.bfloat16)
     converted = te_transform.convert(model, sample, inplace=True)
@@ -113,9 +127,11 @@ def gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor | None]:
 
 
 def idle(model: nn.Module) -> set[str]:
-    """The fused modules that have not run since the last call of this function."""
-    found = {fusion.path.removesuffix(".fused") for fusion in fusions(model) if not fusion.runs}
-    for fusion in fusions(model):
+    """The sites that run otherwise than in the original, and have not since this function was last called."""
+    slots = (module._te_transform_slot for module in model.modules() if isinstance(module, SlotModule))
+    changed = {slot.fusion for slot in slots if slot.fusion is not None}
+    found = {fusion.path.removesuffix(".fused") for fusion in changed if not fusion.runs}
+    for fusion in changed:
         fusion.runs = 0
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform import emit as emitting
-from te_transform.slots import SlotModule
+from te_transform.slots import Made
 from tests.bitwise import untouched
 from tests.models.tiny import WIDTH, Attention, Tiny
 from tests.zoo import CASES, seeded
@@ -88,7 +88,7 @@ def fault_leaves_no_trace(
 ) -> None:
     with untouched(trained.model, storages=not inplace), pytest.raises(error):
         te_transform.convert(trained.model, X, inplace=inplace, **options)
-    assert not any(isinstance(module, SlotModule) for module in trained.model.modules())
+    assert not any(isinstance(module, Made) for module in trained.model.modules())
     one_storage_each(trained.model)
     for left, right in zip(trained.step(), Trained().step(), strict=True):
         assert torch.equal(left, right)
@@ -204,14 +204,15 @@ def test_emit_may_be_interrupted_at_any_line(name: str, monkeypatch: pytest.Monk
         fused = {key: parts_of(site.fused) for key, site in keep["plan"].sites.items()} if keep else {}
         with untouched(model, storages=False), pytest.raises(KeyboardInterrupt):
             emitting_lines(monkeypatch, model, inputs, line)
-        assert not any(isinstance(module, SlotModule) for module in model.modules())
+        assert not any(isinstance(module, Made) for module in model.modules())
         one_storage_each_but_ties(model)
-        for key, parts in fused.items():
-            keep["plan"].sites[key].fused._parameters.update(parts)
+        for key, (kind, parameters) in fused.items():
+            keep["plan"].sites[key].fused.__class__ = kind
+            keep["plan"].sites[key].fused._parameters.update(parameters)
 
 
-def parts_of(fused: nn.Module) -> dict[str, Tensor | None]:
-    return dict(fused._parameters)
+def parts_of(fused: nn.Module) -> tuple[type, dict[str, Tensor | None]]:
+    return type(fused), dict(fused._parameters)
 
 
 def one_storage_each_but_ties(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -19,11 +20,16 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.deferred import Deferred
 from te_transform.originals import original_parameters
+from te_transform.slots import Borrower
+from tests.conftest import only_joined
 from tests.models.tiny import WIDTH, Attention, Tiny
 from tests.zoo import CASES, seeded
 
 X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 OTHER = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+pytestmark = pytest.mark.usefixtures("norms")
 
 
 class Pair:
@@ -73,7 +79,7 @@ def converted(model: nn.Module, inputs: Any = X) -> Pair:
 
 
 @cache
-def _tiny() -> Pair:
+def _tiny(norms: str) -> Pair:
     pair = converted(seeded(Tiny))
     assert te_transform.report(pair.converted).counts == {
         "merge_siblings": 1,
@@ -85,18 +91,18 @@ def _tiny() -> Pair:
 
 
 @pytest.fixture
-def tiny() -> Pair:
-    return copy.deepcopy(_tiny())
+def tiny(norms: str) -> Pair:
+    return copy.deepcopy(_tiny(norms))
 
 
 @cache
-def _llama() -> Pair:
+def _llama(norms: str) -> Pair:
     return converted(CASES["llama"].build().eval(), CASES["llama"].sample())
 
 
 @pytest.fixture
-def llama() -> Pair:
-    return copy.deepcopy(_llama())
+def llama(norms: str) -> Pair:
+    return copy.deepcopy(_llama(norms))
 
 
 def forward(model: nn.Module, x: Tensor = X) -> Any:
@@ -123,7 +129,7 @@ class Normed(nn.Module):
 
 
 @pytest.fixture
-def normed() -> Pair:
+def normed(norms: str) -> Pair:
     pair = converted(seeded(Normed))
     assert te_transform.report(pair.converted).counts == {"layernorm_linear": 1}
     return pair
@@ -318,6 +324,7 @@ def test_the_input_of_a_norm_gets_its_gradient(name: str, normed: Pair):
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
+@only_joined
 @pytest.mark.parametrize("name", sorted(OF_THE_GRADIENT))
 def test_the_gradient_of_a_norm_that_was_taken_over_is_refused(name: str, normed: Pair):
     with pytest.raises(
@@ -327,6 +334,7 @@ def test_the_gradient_of_a_norm_that_was_taken_over_is_refused(name: str, normed
         normed.converted(X, READERS[name], first=False)
 
 
+@only_joined
 def test_a_gradient_asked_for_by_name(normed: Pair):
     kept = []
 
@@ -404,6 +412,7 @@ def test_autocast(tiny: Pair):
         tiny.agree(act, atol=2e-2)
 
 
+@only_joined
 def test_what_a_norm_read_may_not_change_unseen(normed: Pair):
     message = "LayerNorm's input or parameters were changed in place before its output was read, te_tr"
     norm, head = normed.converted.norm, normed.converted.head
@@ -869,8 +878,26 @@ def test_a_new_parameter(tiny: Pair):
         k_proj.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
     with pytest.raises(AttributeError, match=r"'weight' is part of LayerNormLinear\.weight"):
         del k_proj.weight
-    with pytest.raises(AttributeError, match="'weight' is part of"):
-        tiny.converted.head.weight = None
+
+
+def test_parameters_keep_their_names_unless_they_are_joined(tiny: Pair, llama: Pair):
+    for pair in (tiny, llama):
+        own, theirs = (dict(model.named_parameters()) for model in (pair.original, pair.converted))
+        assert all(re.search(r"[qkv]_proj|gate_proj|up_proj", name) for name in own.keys() - theirs.keys())
+        assert all(re.search(r"fused\.(fc1_)?(weight|bias)$", name) for name in theirs.keys() - own.keys())
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1.0])
+def test_an_eps_changed_after_conversion_counts(eps: float, tiny: Pair, llama: Pair):
+    def act(model: nn.Module) -> Tensor:
+        for module in model.modules():
+            for name in {"eps", "variance_epsilon"} & vars(module).keys():
+                if not isinstance(module, Borrower):
+                    setattr(module, name, eps)
+        return forward(model)
+
+    for pair in (tiny, llama):
+        pair.agree(act)
 
 
 def test_every_parameter_comes_once(tiny: Pair, llama: Pair):
@@ -912,12 +939,6 @@ def freeze(model: nn.Module, path: str) -> Tensor:
     return model(X)
 
 
-FUSED_OUTSIDE = pytest.mark.xfail(
-    strict=True,
-    reason="the norm's parameters are found below q_proj.fused, and so below attention, which freezes them",
-)
-
-
 @pytest.mark.parametrize(
     "path",
     [
@@ -926,7 +947,7 @@ FUSED_OUTSIDE = pytest.mark.xfail(
         "head",
         "blocks.0",
         "blocks.0.norm1",
-        pytest.param("blocks.0.attention", marks=FUSED_OUTSIDE),
+        "blocks.0.attention",
     ],
 )
 def test_freezing(path: str, tiny: Pair):
@@ -1190,6 +1211,7 @@ def test_lora_by_peft_on_a_converted_model(targets: Any, llama: Pair):
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4, rtol=1e-3)
 
 
+@only_joined
 def test_a_deferred_names_its_shape_without_being_computed(normed: Pair):
     y = normed.converted.norm(X)
     assert isinstance(y, Deferred)

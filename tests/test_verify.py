@@ -18,6 +18,7 @@ from te_transform.passes import layernorm_linear
 from te_transform.replay import Run, in_double, run
 from te_transform.variations import variations
 from te_transform.verify import Verification, verify
+from tests.conftest import only_joined
 from tests.zoo import CASES, EXTRA, Inputs
 
 VERIFIED = ("gpt2", "llama", "nanogpt_manual", "quickstart_mask")
@@ -127,6 +128,7 @@ def test_original_parameters_are_the_original_names_order_and_values(name: str) 
 # What is wrong is found
 
 
+@only_joined
 @pytest.mark.parametrize("wrong", [{"eps": 10.0}, {"wrong": "gamma"}], ids=["eps", "gamma"])
 def test_a_wrong_rule_is_taken_back_and_reported(wrong: dict) -> None:
     model, inputs = CASES["gpt2"].build().eval(), CASES["gpt2"].sample()
@@ -145,6 +147,7 @@ def test_a_wrong_rule_is_taken_back_and_reported(wrong: dict) -> None:
     assert all(torch.equal(own[key], theirs[key]) for key in own)
 
 
+@only_joined
 def test_only_the_wrong_site_is_taken_back() -> None:
     model, inputs = CASES["gpt2"].build(), CASES["gpt2"].sample()
     rule = layernorm_linear_with(path="transformer.h.1.ln_1", eps=10.0)
@@ -155,6 +158,7 @@ def test_only_the_wrong_site_is_taken_back() -> None:
     assert verify(model, converted, inputs)
 
 
+@only_joined
 def test_verify_bisects_to_the_wrong_site() -> None:
     model, inputs = CASES["gpt2"].build(), CASES["gpt2"].sample()
     rule = layernorm_linear_with(path="transformer.h.1.ln_1", eps=10.0)
@@ -197,6 +201,7 @@ class ReadsItsNorm(nn.Module):
         return self.linear(y)
 
 
+@only_joined
 def test_a_site_that_never_runs_is_taken_back() -> None:
     model = ReadsItsNorm()
     converted = te_transform.convert(model, torch.randn(2, 3, 8), passes=[layernorm_linear.RULE])
@@ -220,6 +225,7 @@ class WritesIntoTheStream(nn.Module):
         return self.linear(y) + x
 
 
+@only_joined
 def test_a_site_that_only_the_whole_model_upsets_is_not_left_in() -> None:
     model, x = WritesIntoTheStream(), torch.randn(2, 3, 8)
     converted = te_transform.convert(model, x, passes=[layernorm_linear.RULE])
@@ -229,6 +235,7 @@ def test_a_site_that_only_the_whole_model_upsets_is_not_left_in() -> None:
     assert torch.equal(converted(x), model(x))
 
 
+@only_joined
 def test_a_site_that_raises_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     from te_transform.backends import torch as backend
 

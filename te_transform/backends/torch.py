@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from te_transform import vocabulary
 
 NAME = "torch"
+# PyTorch has no kernel for a norm and what reads it: a norm in front of a fused module runs where it stood
+JOINS_NORMS = False
 
 # TE's names: its gelu is the tanh approximation, and X-glu activates the first half of fc1's output
 _PLAIN = {
@@ -53,7 +55,37 @@ class Linear(nn.Module):
         )
 
 
-class LayerNormLinear(nn.Module):
+class _Normalising(nn.Module):
+    """A module that begins with a LayerNorm or RMSNorm."""
+
+    normalised = False  # whether its input is already
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float,
+        normalization: str,
+        zero_centered_gamma: bool,
+        params_dtype: torch.dtype,
+        device: str,
+    ):
+        super().__init__()
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.layer_norm_weight = _parameter(device, params_dtype, width)
+        self.layer_norm_bias = (
+            _parameter(device, params_dtype, width) if normalization == "LayerNorm" else None
+        )
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """The norm alone, x [..., width] -> [..., width]."""
+        if self.normalization == "RMSNorm":
+            return vocabulary.rms_norm(x, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        return vocabulary.layer_norm(x, weight, bias, self.eps, self.zero_centered_gamma)
+
+
+class LayerNormLinear(_Normalising):
     """A linear of a LayerNorm or RMSNorm; layer_norm_weight [in], layer_norm_bias [in] (LayerNorm), weight,
     bias."""
 
@@ -69,16 +101,21 @@ class LayerNormLinear(nn.Module):
         params_dtype: torch.dtype,
         device: str,
     ):
-        super().__init__()
+        super().__init__(
+            in_features,
+            eps=eps,
+            normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            params_dtype=params_dtype,
+            device=device,
+        )
         self.in_features, self.out_features = in_features, out_features
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        _add_norm(self, in_features, params_dtype, device)
         self.weight = _parameter(device, params_dtype, out_features, in_features)
         self.bias = _parameter(device, params_dtype, out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return vocabulary.linear(_norm(self, x), self.weight, self.bias)
+        return vocabulary.linear(x if self.normalised else self.normalise(x), self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return (
@@ -88,7 +125,7 @@ class LayerNormLinear(nn.Module):
         )
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(_Normalising):
     """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is
     gated."""
 
@@ -105,11 +142,16 @@ class LayerNormMLP(nn.Module):
         params_dtype: torch.dtype,
         device: str,
     ):
-        super().__init__()
+        super().__init__(
+            hidden_size,
+            eps=eps,
+            normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            params_dtype=params_dtype,
+            device=device,
+        )
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         rows = ffn_hidden_size * (2 if activation in _GATED else 1)
-        _add_norm(self, hidden_size, params_dtype, device)
         self.fc1_weight = _parameter(device, params_dtype, rows, hidden_size)
         self.fc1_bias = _parameter(device, params_dtype, rows) if bias else None
         self.fc2_weight = _parameter(device, params_dtype, hidden_size, ffn_hidden_size)
@@ -117,7 +159,8 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., hidden]."""
-        hidden = vocabulary.linear(_norm(self, x), self.fc1_weight, self.fc1_bias)
+        x = x if self.normalised else self.normalise(x)
+        hidden = vocabulary.linear(x, self.fc1_weight, self.fc1_bias)
         if self.activation in _GATED:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = _GATED[self.activation](gate) * up
@@ -153,18 +196,6 @@ class DotProductAttention(nn.Module):
             with sdpa_kernel(SDPBackend.MATH):
                 return vocabulary.sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
         return vocabulary.sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def _add_norm(module: nn.Module, width: int, dtype: torch.dtype, device: str) -> None:
-    module.layer_norm_weight = _parameter(device, dtype, width)
-    module.layer_norm_bias = _parameter(device, dtype, width) if module.normalization == "LayerNorm" else None
-
-
-def _norm(module: nn.Module, x: Tensor) -> Tensor:
-    if module.normalization == "RMSNorm":
-        return vocabulary.rms_norm(x, module.layer_norm_weight, module.eps, module.zero_centered_gamma)
-    weight, bias = module.layer_norm_weight, module.layer_norm_bias
-    return vocabulary.layer_norm(x, weight, bias, module.eps, module.zero_centered_gamma)
 
 
 def _parameter(device: str, dtype: torch.dtype, *shape: int) -> nn.Parameter:
