@@ -3,8 +3,7 @@ them."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -31,38 +30,14 @@ def likeness(call: Call, recording: Recording, norm: Call | None) -> Hashable:
     )
 
 
-def own_numbers(*calls: Call | None) -> dict[nn.Module, dict[str, int]]:
-    """The attributes of each module below `calls` that may be a layer's number: one in the call's path."""
+def own_numbers(*calls: Call | None) -> dict[tuple[nn.Module, str], int]:
+    """The attributes of the modules below `calls` that may be a layer's number, one in the call's path."""
     found = {}
     for call in filter(None, calls):
         places = _numbers_in(call.path)
         for module in call.module.modules():
-            found[module] = {k: v for k, v in module.__dict__.items() if _is_number(v, places)}
+            found |= {(module, k): v for k, v in module.__dict__.items() if _is_number(v, places)}
     return found
-
-
-@contextlib.contextmanager
-def reads(attributes: dict[nn.Module, dict[str, Any]]) -> Iterator[set[str]]:
-    """The names of those attributes that are read meanwhile; what reads none of them would be the same
-    without."""
-    seen: set[str] = set()
-    classes = {module: type(module) for module, names in attributes.items() if names}
-    try:
-        for module, kind in classes.items():
-            module.__class__ = _noting(kind, attributes[module], seen)
-        yield seen
-    finally:
-        for module, kind in classes.items():
-            module.__class__ = kind
-
-
-def _noting(kind: type, names: dict[str, Any], seen: set[str]) -> type:
-    def __getattribute__(self: nn.Module, name: str) -> Any:
-        if name in names:
-            seen.add(name)
-        return kind.__getattribute__(self, name)
-
-    return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, "__module__": kind.__module__})
 
 
 def module_key(module: nn.Module, path: str = "") -> Hashable:

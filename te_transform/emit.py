@@ -25,6 +25,7 @@ from te_transform.slots import (
     Fusion,
     HeldSlot,
     LinearSlot,
+    Loan,
     NormSlot,
     OwnerSlot,
     Slot,
@@ -55,8 +56,8 @@ def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
     works.
     """
     holders = dict(_holders(site))
-    at_home = {t: holders[layout.pieces[0].name] for t, layout in site.layouts.items() if layout.is_same}
-    moved = {t: layout for t, layout in site.layouts.items() if not layout.is_same}
+    moved = {t: layout for t, layout in site.layouts.items() if not _stays(layout, site)}
+    at_home = {t: layout for t, layout in site.layouts.items() if t not in moved}
     originals = {
         piece.name: holders[piece.name][0]._parameters[holders[piece.name][1]]
         for layout in moved.values()
@@ -68,13 +69,13 @@ def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
         path=site.name,
         fused=site.fused,
         layouts=site.layouts,
-        norm=site.norm.module if site.norm and site.joins_norm else None,
+        norm=site.norm.module if site.norm and not site.plain else None,
         columns=tuple(span for _, span in site.linears if span is not None),
         originals={name: weakref.ref(p) for name, p in originals.items()},
     )
     host = model.get_submodule(site.host)
     slots = list(_slots(site, fusion, {name: holders[name] for name in originals}))
-    _borrow(site.fused, at_home)
+    _borrow(site.fused, at_home, holders)
     site.fused._parameters.update(joined)
     site.fused.train(host.training)
     site.fused.__dict__["_te_transform_fusion"] = fusion
@@ -115,7 +116,7 @@ def revert(model: nn.Module) -> nn.Module:
             piece.name: _own(layout, getattr(fusion.fused, target), piece.name)
             for target, layout in fusion.layouts.items()
             for piece in layout.pieces
-            if not layout.is_same
+            if target in fusion.fused._parameters
         }
         _take_out(model, fusion, [(m, s) for m, s in slots if _belongs(s, fusion)], parameters)
     model.__dict__.pop("_te_transform", None)
@@ -190,9 +191,16 @@ def _alias(layout: Layout, joined: nn.Parameter, originals: dict[str, nn.Paramet
         originals[piece.name].data = layout.part(joined.detach(), piece.name)
 
 
-def _borrow(fused: nn.Module, at_home: dict[str, tuple[nn.Module, str]]) -> None:
+def _stays(layout: Layout, site: Site) -> bool:
+    """Whether the parameter stays where it is, and the fused module reads it there."""
+    return layout.is_same or (site.plain and layout.is_whole)
+
+
+def _borrow(fused: nn.Module, at_home: dict[str, Layout], holders: dict) -> None:
     """Let the fused module read these parameters in the modules they belong to, instead of its own."""
-    fused.__dict__["_te_transform_borrowed"] = at_home
+    fused.__dict__["_te_transform_borrowed"] = {
+        target: Loan(*holders[layout.pieces[0].name], layout.pieces[0]) for target, layout in at_home.items()
+    }
     fused.__class__ = slot_class(type(fused), Borrower, tuple(at_home))
     for name in at_home:
         del fused._parameters[name]
@@ -207,13 +215,13 @@ def _slots(site: Site, fusion: Fusion, joined: dict) -> Iterator[tuple[nn.Module
         views = {attribute: View(fusion, targets[name], name) for attribute, name in held.items()}
         return Slot(views, tuple(module._parameters), **more)
 
-    if site.norm_in_front and (site.joins_norm or not _is_one_kernel(site.norm.module)):
-        kind = DeferringNormSlot if site.joins_norm else NormSlot
+    if site.norm_in_front and not (site.plain and _is_one_kernel(site.norm.module)):
+        kind = NormSlot if site.plain else DeferringNormSlot
         yield site.norm.module, kind, slot_of(site.norm.module, fusion=fusion)
     for operation, columns in site.linears:
         module = operation.module
         slot = slot_of(module, columns=columns)
-        if not site.owner and (slot.views or columns or site.joins_norm):
+        if not site.owner and (slot.views or columns or not site.plain):
             slot.fusion = fusion
             yield module, LinearSlot, slot
         elif slot.views:

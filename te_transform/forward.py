@@ -22,17 +22,18 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import TensorMetadata
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from te_transform import rewrite
-from te_transform.alike import likeness, own_numbers, reads
+from te_transform.alike import likeness, own_numbers
+from te_transform.attributes import touched
 from te_transform.causal import use_causal_flag
-from te_transform.guards import Mask, Mode, Path, Rewritten
+from te_transform.guards import Mask, Missing, Mode, Path, Rewritten, same, taken
 from te_transform.inputs import Inputs
 from te_transform.normalise import normalise
-from te_transform.slots import scalars
 from te_transform.trace import Call, Passed, Recording, TraceError, record
 
 Sizes = Mapping[tuple[str, int], int]  # (argument, dimension) -> size
@@ -56,6 +57,7 @@ class Owner:
     norm: Call | None
     joins_norm: bool
     fuse: Callable[[Recording], None]
+    signature: inspect.Signature
     given: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -94,15 +96,22 @@ class Draft:
     gone: tuple[str, ...] = ()
     # buffers proved to be causal, as bool where that says it all
     masks: dict[str, Tensor] = field(default_factory=dict)
+    # attributes that the recorded forward read: the module, by its number in the family, and the name
+    read: frozenset[tuple[int, str]] = frozenset()
+
+    def family(self, owner: Owner) -> list[nn.Module]:
+        """The modules whose part the rewritten forward plays, the owner first."""
+        norms = [owner.norm.module] if owner.norm and owner.joins_norm else []
+        return [owner.module, *(owner.module.get_submodule(path) for path in self.gone), *norms]
 
     def of(self, owner: Owner) -> Mode:
         """The mode of this very module."""
-        norms = [owner.norm.module] if owner.norm and owner.joins_norm else []
-        gone = [owner.module.get_submodule(path) for path in self.gone] + norms
-        family = (owner.module, *gone)
+        family = self.family(owner)
+        gone = family[1:]
         return Mode(
             paths=self.paths,
-            watched=[(module, scalars(module)) for module in family],
+            family=family,
+            watched=[(family[i], name, getattr(family[i], name)) for i, name in sorted(self.read)],
             children=[(p, name, c) for p in family for name, c in p._modules.items() if c in gone],
             masks=[Mask.of(owner.module, path, value) for path, value in self.masks.items()],
         )
@@ -123,30 +132,24 @@ def rewrite_forward(
         Refusal: in training mode the forward could not be recorded or rewritten.
     """
     signature = inspect.signature(call.module.forward)
-    owner = Owner(call, recorded, norm, joins_norm, fuse, _arguments(call, signature))
+    owner = Owner(call, recorded, norm, joins_norm, fuse, signature, _arguments(call, signature))
     drafts = _known_drafts(owner, known)
     training, evaluation = (draft.of(owner) for draft in drafts)
     if not all(
         mask.holds() for mask in (*training.masks, *evaluation.masks)
     ):  # alike, but for the values of a mask
         training, evaluation = (draft.of(owner) for draft in _drafts(owner))
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return Rewritten(
-        parameters=tuple(name for name, p in signature.parameters.items() if p.kind in kinds),
-        defaults={name: p.default for name, p in signature.parameters.items() if p.default is not p.empty},
-        training=training,
-        evaluation=evaluation,
-    )
+    return Rewritten(training, evaluation)
 
 
 def _known_drafts(owner: Owner, known: Drafts) -> tuple[Draft, Draft]:
     key = likeness(owner.call, owner.recorded, owner.norm)
     numbers = own_numbers(owner.call, owner.norm)
-    own_key = key, tuple(item for named in numbers.values() for item in named.items())
+    own_key = key, tuple(numbers.items())
     if key not in known and own_key not in known:
-        with reads(numbers) as read:
-            drafts = _drafts(owner)
-        known[own_key if read else key] = drafts
+        drafts = _drafts(owner)
+        read = {(draft.family(owner)[i], name) for draft in drafts for i, name in draft.read}
+        known[own_key if read & numbers.keys() else key] = drafts
     return known[own_key] if own_key in known else known[key]
 
 
@@ -171,9 +174,19 @@ def _draft(owner: Owner, train: bool) -> Draft:
 
 def _draft_with(owner: Owner, train: bool, passed: frozenset[str]) -> Draft:
     draft = Draft()
-    for sizes in _rewritten(owner, _recorded(owner, train, {}, passed), passed, draft):
-        with contextlib.suppress(Refusal):
-            _rewritten(owner, _recorded(owner, train, sizes, passed), passed, draft)
+    norms = {owner.norm.module} if owner.norm else set()
+    with touched({*owner.module.modules(), *norms}) as attributes:
+        for sizes in _rewritten(owner, _recorded(owner, train, {}, passed), passed, draft):
+            with contextlib.suppress(Refusal):
+                _rewritten(owner, _recorded(owner, train, sizes, passed), passed, draft)
+    family = draft.family(owner)
+    if written := sorted({name for module, name in attributes.written if module in family}):
+        raise Refusal(
+            f"the forward sets the attribute {', '.join(written)}, a rewritten forward does nothing but "
+            "compute its result"
+        )
+    numbers = {module: number for number, module in enumerate(family)}
+    draft.read = frozenset((numbers[m], name) for m, name in attributes.read if m in numbers)
     return draft
 
 
@@ -251,17 +264,56 @@ def _path(owner: Owner, recording: Recording, handed_on: frozenset[str], any_flo
         raise Refusal(f"the arguments {missing} are one tensor, a rewritten forward takes each tensor once")
     symbols = _symbols(recording, handed_on)
     _materialise_sizes(recording, symbols)
+    constants = {name: value for name, value in owner.given.items() if name not in (*tensors, *passed)}
     code = recording.graph.python_code("self")
-    return Path(
-        tensors={name: (len(meta.shape), meta.dtype) for name, meta in tensors.items()},
-        passed=passed,
-        constants={name: value for name, value in owner.given.items() if name not in (*tensors, *passed)},
-        deferred=owner.normalised if owner.joins_norm else None,
-        any_float=any_float,
-        sizes=_size_guard(recording, handed_on, symbols),
-        source=code.src,
-        names=code.globals,
-    )
+    sizes = _size_guard(recording, handed_on, symbols)
+    source, names = _arguments_source(owner, tensors, passed, constants, any_float, sizes)
+    return Path(code.src + source, code.globals | names)
+
+
+def _arguments_source(
+    owner: Owner,
+    tensors: dict[str, TensorMetadata],
+    passed: tuple[str, ...],
+    constants: dict[str, Any],
+    any_float: bool,
+    sizes: str,
+) -> tuple[str, dict[str, Any]]:
+    """The source of a path's arguments(), and what it refers to: literals where it can, as they need no guard
+    of a compiler."""
+    names: dict[str, Any] = {"_Tensor": Tensor, "_missing": Missing, "_same": same, "_taken": taken}
+    deferred = owner.normalised if owner.joins_norm else None
+    lines = []
+    for name, value in constants.items():
+        if value is None or isinstance(value, bool):
+            lines.append(f"if {name} is not {value}: return None")
+        else:
+            names[f"_constant_{name}"] = value
+            lines.append(f"if not _same({name}, _constant_{name}): return None")
+    for name, meta in tensors.items():
+        is_float = f"{name}.is_floating_point()" if any_float and meta.dtype.is_floating_point else "False"
+        names[f"_dtype_{name}"] = meta.dtype
+        lines += [f"{name} = _taken({name}, _norm)"] if name == deferred else []
+        lines += [
+            f"if not isinstance({name}, _Tensor) or {name}.dim() != {len(meta.shape)}: return None",
+            f"if {name}.dtype != _dtype_{name} and not {is_float}: return None",
+        ]
+    given = ", ".join(f"{name!r}: {name}" for name in (*tensors, *passed))
+    lines += [f"if _more or _rest or not {sizes}: return None", f"return {{{given}}}"]
+    head = f"def arguments(_norm, {_parameters(owner, names)}):"
+    return "\n".join(["", head, *(f"    {line}" for line in lines), ""]), names
+
+
+def _parameters(owner: Owner, names: dict[str, Any]) -> str:
+    """The parameters of the owner's forward, each with a default, which `names` gets."""
+    before, after = [], []
+    for name, parameter in owner.signature.parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        names[f"_default_{name}"] = Missing if parameter.default is parameter.empty else parameter.default
+        (after if parameter.kind is parameter.KEYWORD_ONLY else before).append(f"{name}=_default_{name}")
+    more = [f"{name}=_missing" for name in owner.given if name not in owner.signature.parameters]
+    return ", ".join([*before, "*_more", *after, *more, "**_rest"])
 
 
 def _own_name(own: Call, name: str) -> str:
@@ -412,8 +464,7 @@ def _materialise_sizes(recording: Recording, symbols: dict[Any, tuple[str, int]]
 
 
 def _size_guard(recording: Recording, handed_on: frozenset[str], symbols: dict[Any, tuple[str, int]]) -> str:
-    """The source of a function of the tensors' shapes: whether they are sizes that the recording holds
-    for."""
+    """An expression of the tensors: whether they have sizes that the recording holds for."""
     expressions = {guard.expr for guard in recording.shapes.guards}
     if unknown := {s for e in expressions for s in e.free_symbols} - symbols.keys():
         raise Refusal(
@@ -422,11 +473,9 @@ def _size_guard(recording: Recording, handed_on: frozenset[str], symbols: dict[A
     tests = [f"{symbol} > 1" for symbol in symbols]  # the recording took no free size for 0 or 1
     tests += [f"({PythonPrinter().doprint(expression)})" for expression in sorted(expressions, key=str)]
     tests += [
-        f"{name}[{dim}] == {size}"
+        f"{name}.shape[{dim}] == {size}"
         for name, dim, size in _input_sizes(recording, handed_on)
         if isinstance(size, int)
     ]
-    values = ", ".join(f"{name}[{dim}]" for name, dim in symbols.values())
-    body = f"(lambda {', '.join(map(str, symbols))}: {' and '.join(tests) or 'True'})({values})"
-    names = dict.fromkeys(name for name, _, _ in _input_sizes(recording, handed_on))
-    return f"lambda {', '.join(names)}: {body}"
+    values = ", ".join(f"{name}.shape[{dim}]" for name, dim in symbols.values())
+    return f"(lambda {', '.join(map(str, symbols))}: {' and '.join(tests) or 'True'})({values})"

@@ -14,72 +14,53 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.deferred import Deferred
-from te_transform.slots import Fusion
 
 
 @dataclass(eq=False)
 class Path:
-    """One way through a forward: a function of its arguments, and the arguments it was made for."""
+    """One way through a forward: the source of two functions, and what it refers to.
 
-    tensors: dict[str, tuple[int, torch.dtype]]  # name -> rank and dtype
-    passed: tuple[str, ...]  # arguments of any kind that the forward only hands on to a child
-    constants: dict[str, Any]
-    deferred: str | None  # the tensor that must be the unread output of the fusion's norm
-    any_float: bool  # whether the floating tensors may have another dtype
-    sizes: str  # the guards on sizes, source of a function of the tensors' shapes
-    source: str  # of a function forward(self, **tensors, **passed)
-    names: dict[str, Any]  # what the source refers to
+    arguments(norm, ...), called as the forward was: the arguments of run(), or None where this path was not
+    made for such a call; run(self, ...): the forward.
+    """
+
+    source: str
+    names: dict[str, Any]
 
     def __post_init__(self) -> None:
         scope = dict(self.names)
         exec(self.source, scope)
+        self.arguments: Callable[..., dict[str, Any] | None] = scope["arguments"]
         self.run: Callable[..., Any] = scope["forward"]
-        self.fits: Callable[..., bool] = eval(self.sizes)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> tuple[str, dict[str, Any], dict[str, str]]:
         modules = {
             name: value.__name__ for name, value in self.names.items() if isinstance(value, ModuleType)
         }
-        names = {name: value for name, value in self.names.items() if name not in modules}
-        return {k: v for k, v in self.__dict__.items() if k not in ("run", "fits")} | {
-            "names": (names, modules)
-        }
+        return self.source, {k: v for k, v in self.names.items() if k not in modules}, modules
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        names, modules = state["names"]
-        self.__dict__.update(
-            state, names=names | {name: import_module(path) for name, path in modules.items()}
-        )
+    def __setstate__(self, state: tuple[str, dict[str, Any], dict[str, str]]) -> None:
+        self.source, names, modules = state
+        self.names = names | {name: import_module(path) for name, path in modules.items()}
         self.__post_init__()
 
-    def arguments(self, fusion: Fusion, given: dict[str, Any]) -> dict[str, Any] | None:
-        """The function's arguments for a call of the original, or None where this path was not made for such
-        a call."""
-        if len(given) != len(self.tensors) + len(self.passed) + len(self.constants):
-            return None
-        for name, value in self.constants.items():
-            if name not in given or not _same(given[name], value):
-                return None
-        tensors = {}
-        for name, (rank, dtype) in self.tensors.items():
-            tensor = given.get(name)
-            if name == self.deferred:
-                if not (isinstance(tensor, Deferred) and tensor.norm is fusion.norm and tensor.unread()):
-                    return None
-                tensor = tensor.source
-            if not isinstance(tensor, Tensor) or tensor.dim() != rank:
-                return None
-            floats = tensor.is_floating_point() and dtype.is_floating_point
-            if tensor.dtype != dtype and not (self.any_float and floats):
-                return None
-            tensors[name] = tensor
-        if not self.fits(*[tensor.shape for tensor in tensors.values()]):
-            return None
-        return tensors | {name: given[name] for name in self.passed}
+
+class Missing:
+    """What stands for an argument that was not given; copies and pickles as itself."""
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether an argument is the constant that a path was made for."""
     return one is other or (not isinstance(one, Tensor) and type(one) is type(other) and one == other)
+
+
+def taken(tensor: Any, norm: nn.Module) -> Tensor | None:
+    """The source of the unread output of `norm`, which is then taken over; None if the tensor is anything
+    else."""
+    if not (isinstance(tensor, Deferred) and tensor.norm is norm and tensor.unread()):
+        return None
+    tensor.taken = True
+    return tensor.source
 
 
 @dataclass(eq=False)
@@ -118,45 +99,50 @@ class Mode:
     """The paths of a forward in training, or in evaluation, and what they rely on beside their arguments."""
 
     paths: list[Path] = field(default_factory=list)
-    watched: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
+    family: list[nn.Module] = field(default_factory=list)  # the owner, and those whose part it plays
+    watched: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     children: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
 
     def unchanged(self, training: bool) -> bool:
-        """Whether all that the recording may have read is still what it was, and no hook waits inside."""
-        for module, attributes in self.watched:
+        """Whether all that the recording read is still what it was, and no hook waits inside."""
+        for module in self.family:
             if module.training is not training:
                 return False
-            for name, value in attributes.items():
-                if getattr(module, name) != value:
-                    return False
-        for parent, name, child in self.children:
-            if parent._modules.get(name) is not child or child._forward_hooks or child._forward_pre_hooks:
+        for module, name, value in self.watched:
+            if not same(getattr(module, name), value):
                 return False
-            if child._backward_hooks or child._backward_pre_hooks:
+        for parent, name, child in self.children:
+            if parent._modules.get(name) is not child or (
+                not torch.compiler.is_compiling() and _hooked(child)
+            ):
                 return False
         return all(mask.holds() for mask in self.masks)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether a hook waits for the module's call; compiled code does not look for new ones either."""
+    if torch.compiler.is_compiling():
+        return False
+    forward, backward = module._forward_hooks, module._backward_hooks
+    return bool(forward or backward or module._forward_pre_hooks or module._backward_pre_hooks)
 
 
 @dataclass(eq=False)
 class Rewritten:
     """An owner's rewritten forward; a call that no path was made for runs the original one."""
 
-    parameters: tuple[str, ...]  # of the original forward, by position
-    defaults: dict[str, Any]
     training: Mode
     evaluation: Mode
 
     def ready(
-        self, owner: nn.Module, fusion: Fusion, args: tuple, kwargs: dict[str, Any]
+        self, owner: nn.Module, norm: nn.Module | None, args: tuple, kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
         """The rewritten forward of this very call, or None where the original has to run."""
         mode = self.training if owner.training else self.evaluation
-        if not mode.paths or len(args) > len(self.parameters) or not mode.unchanged(owner.training):
-            return None
-        given = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
-        for path in mode.paths:
-            arguments = path.arguments(fusion, given)
-            if arguments is not None:
-                return partial(path.run, owner, **arguments)
+        if mode.paths and mode.unchanged(owner.training):
+            for path in mode.paths:
+                arguments = path.arguments(norm, *args, **kwargs)
+                if arguments is not None:
+                    return partial(path.run, owner, **arguments)
         return None

@@ -38,7 +38,7 @@ class Site:
     layouts: dict[str, Layout]
     linears: list[tuple[Operation, Columns | None]] = field(default_factory=list)
     norm: Operation | None = None
-    joins_norm: bool = True  # whether the fused module computes a norm in front of it
+    plain: bool = False  # norms in front run where they stand, transposed weights are read where they are
     owner: Call | None = None
     rewritten: Rewritten | None = None  # None: the owner calls its attention core by name
     scale: float | None = None
@@ -117,8 +117,8 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
     if not reasons:
         try:
             moves = ask(rule.weights, known) if callable(rule.weights) else rule.weights
-            joins = options.backend.JOINS_NORMS
-            site = _site(rule, match, operations, ask(rule.build, known), moves, made, joins)
+            plain = options.backend.PLAIN
+            site = _site(rule, match, operations, ask(rule.build, known), moves, made, plain)
         except Refusal as reason:
             reasons = [str(reason)]
     if reasons:
@@ -134,7 +134,7 @@ def _site(
     fused: nn.Module,
     moves: tuple[Move, ...],
     made: Plan,
-    joins_norms: bool,
+    plain: bool,
 ) -> Site:
     linears = [op for op in operations if op.word == "linear"]
     norm = next((op for op in operations if op.word in ("layer_norm", "rms_norm")), None)
@@ -150,10 +150,10 @@ def _site(
         layouts=_layouts(rule, moves, operations, fused, made),
         linears=readers,
         norm=norm,
-        joins_norm=joins_norms,
+        plain=plain,
         owner=owner,
     )
-    if site.norm_in_front and not joins_norms:
+    if site.norm_in_front and plain:
         fused.normalised = True
     _check_host(site, made)
     _check_ties(site, made)
@@ -165,7 +165,7 @@ def _site(
         name = site.name.removeprefix(owner.path).lstrip(".")
         fuse = partial(_fuse_in, rule=rule, merged=joined, name=name)
         known = made.drafts.setdefault(rule.name, {})
-        site.rewritten = rewrite_forward(owner, made.recording, outside, joins_norms, fuse, known)
+        site.rewritten = rewrite_forward(owner, made.recording, outside, not plain, fuse, known)
     return site
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from te_transform.deferred import Deferred, autocast, defer, read, saving_hooks, stamp, unversioned
-from te_transform.weights import Layout
+from te_transform.weights import Layout, Piece
 
 
 @dataclass(eq=False)
@@ -114,6 +114,19 @@ class View:
         fused.copy_(self.layout.join(originals))
 
 
+@dataclass(frozen=True, eq=False)
+class Loan:
+    """An original parameter that stays where it is, and how a fused module reads it."""
+
+    module: nn.Module
+    attribute: str
+    piece: Piece
+
+    def read(self) -> Tensor:
+        """The parameter itself, or its transpose."""
+        return self.piece.stored(getattr(self.module, self.attribute))
+
+
 class Made(nn.Module):
     """A module whose class was made here, out of its own class and one of this file's."""
 
@@ -128,12 +141,7 @@ class Borrower(Made):
     @staticmethod
     def reader(name: str) -> Callable[[nn.Module], Tensor]:
         """How the parameter `name` is read."""
-
-        def read_at_home(self: nn.Module) -> Tensor:
-            module, attribute = self._te_transform_borrowed[name]
-            return getattr(module, attribute)
-
-        return read_at_home
+        return lambda self: self._te_transform_borrowed[name].read()
 
 
 class SlotModule(Made):
@@ -256,13 +264,10 @@ class OwnerSlot(SlotModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot: Slot = self._te_transform_slot
-        ready = slot.rewritten.ready(self, slot.fusion, args, kwargs) if slot.fusion.enabled else None
+        ready = slot.rewritten.ready(self, slot.fusion.norm, args, kwargs) if slot.fusion.enabled else None
         if ready is None:
             return super().forward(*args, **kwargs)
         slot.fusion.count_run()
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, Deferred):
-                given.taken = True
         return ready()
 
 

@@ -75,6 +75,11 @@ class Layout:
         """Whether the fused parameter is one original parameter as it stands."""
         return len(self.pieces) == 1 and not self.pieces[0].transposed and self.order is None
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the fused parameter is one original parameter, as it stands or transposed."""
+        return len(self.pieces) == 1 and self.order is None
+
     def halves_swapped(self) -> Layout:
         """The same rows, the second half first: by the order of the pieces where they split so, else by
         permutation."""

@@ -10,7 +10,7 @@ from te_transform.backends import torch as plain
 @pytest.fixture(params=["apart", "joined"])
 def norms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways: joined is how Transformer Engine's modules do it, and the harder case for slots."""
-    monkeypatch.setattr(plain, "JOINS_NORMS", request.param == "joined")
+    monkeypatch.setattr(plain, "PLAIN", request.param == "apart")
     return request.param
 
 

@@ -49,22 +49,22 @@ class Pair:
 
 def as_built(name: str) -> Pair:
     """As a user has it: with the model's own dropouts, verified, the original kept."""
-    return _as_built(name, plain.JOINS_NORMS)
+    return _as_built(name, plain.PLAIN)
 
 
 @cache
-def _as_built(name: str, joins_norms: bool) -> Pair:
+def _as_built(name: str, norms_apart: bool) -> Pair:
     model = ALL[name].build()
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample()))
 
 
 def undropped(name: str) -> Pair:
     """Built without dropout, so that train mode can be compared; another model only where the case drops."""
-    return _undropped(name, plain.JOINS_NORMS)
+    return _undropped(name, plain.PLAIN)
 
 
 @cache
-def _undropped(name: str, joins_norms: bool) -> Pair:
+def _undropped(name: str, norms_apart: bool) -> Pair:
     if not drops(name):
         return as_built(name)
     model = zero_dropout(ALL[name].build())
@@ -73,11 +73,11 @@ def _undropped(name: str, joins_norms: bool) -> Pair:
 
 def in_bf16(name: str) -> Pair:
     """As built, in bf16, converted in place."""
-    return _in_bf16(name, plain.JOINS_NORMS)
+    return _in_bf16(name, plain.PLAIN)
 
 
 @cache
-def _in_bf16(name: str, joins_norms: bool) -> Pair:
+def _in_bf16(name: str, norms_apart: bool) -> Pair:
     original, model = ALL[name].build().bfloat16(), ALL[name].build().bfloat16()
     sample = cast(ALL[name].sample(), torch.bfloat16)
     converted = te_transform.convert(model, sample, inplace=True)

@@ -152,11 +152,47 @@ def test_a_replaced_child_and_a_hook_inside_are_respected() -> None:
     assert_agree(model, converted, x, fused=False)
 
 
-def test_an_attribute_that_the_forward_may_read_is_watched() -> None:
-    model = Attention()
+class Adjustable(Attention):
+    """Goes by attributes of its own: a number, and a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.finish, self.unused = 1.0, torch.tanh, 1
+
+    def forward(self, x):
+        return self.finish(super().forward(x) * self.factor)
+
+
+@pytest.mark.parametrize(("name", "value"), [("factor", 2.0), ("finish", torch.sigmoid)])
+def test_an_attribute_that_the_forward_reads_is_watched(name: str, value) -> None:
+    model = Adjustable()
     converted, x = convert(model), torch.randn(2, 6, H)
-    model.p = converted.p = 0.3
-    assert_agree(model, converted, x, fused=False)
+    assert_agree(model, converted, x, fused=True)
+    before = getattr(model, name)
+    for now, fused in ((value, False), (before, True)):
+        setattr(model, name, now)
+        setattr(converted, name, now)
+        assert_agree(model, converted, x, fused=fused)
+    model.unused = converted.unused = 2
+    assert_agree(model, converted, x, fused=True)
+
+
+class Keeping(Attention):
+    """Keeps what it computed, for somebody to look at."""
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_a_forward_that_keeps_something_is_refused() -> None:
+    model, x = Keeping(), torch.randn(2, 6, H)
+    converted = convert(model)
+    assert "the forward sets the attribute last, a rewritten forward does nothing but compute its result" in {
+        reason for outcome in te_transform.report(converted).refused for reason in outcome.reasons
+    }
+    torch.testing.assert_close(converted(x), model(x))
+    assert torch.equal(converted.last, model.last)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

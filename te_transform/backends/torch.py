@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from te_transform import vocabulary
 
 NAME = "torch"
-# PyTorch has no kernel for a norm and what reads it: a norm in front of a fused module runs where it stood
-JOINS_NORMS = False
+# its modules are plain operations: nothing is gained by joining a norm with what reads it, so that norms run
+# where they stand, or by storing a transposed weight otherwise
+PLAIN = True
 
 # TE's names: its gelu is the tanh approximation, and X-glu activates the first half of fc1's output
 _PLAIN = {
