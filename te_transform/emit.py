@@ -229,7 +229,9 @@ def _slots(site: Site, fusion: Fusion, joined: dict) -> Iterator[tuple[nn.Module
     if site.owner:
         owner = site.owner.module
         kind = OwnerSlot if site.rewritten else DispatchSlot
-        yield owner, kind, slot_of(owner, fusion=fusion, rewritten=site.rewritten, scale=site.scale)
+        slot = slot_of(owner, fusion=fusion, rewritten=site.rewritten, scale=site.scale)
+        slot.left_to_compilers = bool(site.plain and site.linears and not joined)  # operations fused, no more
+        yield owner, kind, slot
 
 
 def _is_one_kernel(norm: nn.Module) -> bool:

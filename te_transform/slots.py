@@ -24,6 +24,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -74,6 +75,7 @@ class Slot:
     fusion: Fusion | None = None
     columns: tuple[int, int] | None = None  # a linear's share of the fused output
     rewritten: Any = None  # an owner's forwards, see guards.py
+    left_to_compilers: bool = False  # whether what an owner gains is what a compiler finds by itself
     config: Any = None  # what stood at the module's config before, see dispatch.py
     scale: float | None = None
 
@@ -213,6 +215,8 @@ class NormSlot(SlotModule):
     """A norm written out in several operations, computed in one kernel."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():  # which makes one kernel of it too
+            return super().forward(*args, **kwargs)
         x, fusion = _only(args, kwargs), self._te_transform_slot.fusion
         if x is None or not fusion.enabled or _would_change_dtype(self, x):
             return super().forward(*args, **kwargs)
@@ -255,7 +259,7 @@ class LinearSlot(SlotModule):
         if slot.columns is None:
             return _product(slot.fusion, x)
         if _traced() or unversioned(x):
-            return super().forward(*args, **kwargs)
+            return _rows(slot.fusion.fused, x, slice(*slot.columns))
         return _share(slot.fusion, x, slot.columns)
 
 
@@ -264,6 +268,8 @@ class OwnerSlot(SlotModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot: Slot = self._te_transform_slot
+        if slot.left_to_compilers and torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
         ready = slot.rewritten.ready(self, slot.fusion.norm, args, kwargs) if slot.fusion.enabled else None
         if ready is None:
             return super().forward(*args, **kwargs)
@@ -304,6 +310,12 @@ def _share(fusion: Fusion, x: Tensor, columns: tuple[int, int]) -> Tensor:
     return out
 
 
+def _rows(fused: nn.Module, x: Tensor, rows: slice) -> Tensor:
+    """The product with some rows of the joined weight."""
+    bias = None if fused.bias is None else fused.bias[rows]
+    return F.linear(x, fused.weight[rows], bias)
+
+
 def _product(fusion: Fusion, x: Tensor) -> Tensor:
     if fusion.norm is None:
         fusion.count_run()
@@ -313,7 +325,7 @@ def _product(fusion: Fusion, x: Tensor) -> Tensor:
         fusion.count_run()
         return fusion.fused(x.source)
     fused = fusion.fused  # already normalised, on a path of its own: the linear alone
-    return torch.nn.functional.linear(read(x), fused.weight, fused.bias)
+    return F.linear(read(x), fused.weight, fused.bias)
 
 
 def _stamp_of(fusion: Fusion, x: Tensor) -> tuple:
