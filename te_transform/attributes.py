@@ -23,8 +23,8 @@ class Touched:
 
 @contextlib.contextmanager
 def touched(modules: Iterable[nn.Module]) -> Iterator[Touched]:
-    """Note which attributes of `modules` are used meanwhile, beside parameters, buffers, children and what
-    nn.Module itself keeps."""
+    """Note which attributes of `modules` are used meanwhile, their training flags too, beside parameters,
+    buffers, children and what else nn.Module itself keeps."""
     found = Touched()
     classes = {module: type(module) for module in modules}
     try:
@@ -44,7 +44,7 @@ def _noting(kind: type, found: Touched) -> type:
         return value
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        if name not in _module_attributes() and not _registered(self, name):
+        if name not in _module_attributes() | {"training"} and not _registered(self, name):
             found.written.add((self, name))
         kind.__setattr__(self, name, value)
 
@@ -58,4 +58,4 @@ def _registered(module: nn.Module, name: str) -> bool:
 
 @cache
 def _module_attributes() -> frozenset[str]:
-    return frozenset(nn.Module().__dict__)
+    return frozenset(nn.Module().__dict__) - {"training"}

@@ -198,9 +198,9 @@ def _stays(layout: Layout, site: Site) -> bool:
 
 def _borrow(fused: nn.Module, at_home: dict[str, Layout], holders: dict) -> None:
     """Let the fused module read these parameters in the modules they belong to, instead of its own."""
-    fused.__dict__["_te_transform_borrowed"] = {
-        target: Loan(*holders[layout.pieces[0].name], layout.pieces[0]) for target, layout in at_home.items()
-    }
+    pieces = {target: layout.pieces[0] for target, layout in at_home.items()}
+    loans = {target: Loan(*holders[piece.name], piece.transposed) for target, piece in pieces.items()}
+    fused.__dict__["_te_transform_borrowed"] = loans
     fused.__class__ = slot_class(type(fused), Borrower, tuple(at_home))
     for name in at_home:
         del fused._parameters[name]

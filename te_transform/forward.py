@@ -104,15 +104,16 @@ class Draft:
         norms = [owner.norm.module] if owner.norm and owner.joins_norm else []
         return [owner.module, *(owner.module.get_submodule(path) for path in self.gone), *norms]
 
-    def of(self, owner: Owner) -> Mode:
+    def of(self, owner: Owner, training: bool) -> Mode:
         """The mode of this very module."""
         family = self.family(owner)
         gone = family[1:]
+        children = [(p, {name: c for name, c in p._modules.items() if c in gone}) for p in family]
+        read = [(family[i], name) for i, name in sorted(self.read)]
         return Mode(
             paths=self.paths,
-            family=family,
-            watched=[(family[i], name, getattr(family[i], name)) for i, name in sorted(self.read)],
-            children=[(p, name, c) for p in family for name, c in p._modules.items() if c in gone],
+            watched=[(m, name, training if name == "training" else getattr(m, name)) for m, name in read],
+            children=[(parent, named) for parent, named in children if named],
             masks=[Mask.of(owner.module, path, value) for path, value in self.masks.items()],
         )
 
@@ -134,12 +135,17 @@ def rewrite_forward(
     signature = inspect.signature(call.module.forward)
     owner = Owner(call, recorded, norm, joins_norm, fuse, signature, _arguments(call, signature))
     drafts = _known_drafts(owner, known)
-    training, evaluation = (draft.of(owner) for draft in drafts)
+    training, evaluation = _modes(owner, drafts)
     if not all(
         mask.holds() for mask in (*training.masks, *evaluation.masks)
     ):  # alike, but for the values of a mask
-        training, evaluation = (draft.of(owner) for draft in _drafts(owner))
+        training, evaluation = _modes(owner, _drafts(owner))
     return Rewritten(training, evaluation)
+
+
+def _modes(owner: Owner, drafts: tuple[Draft, Draft]) -> tuple[Mode, Mode]:
+    training, evaluation = drafts
+    return training.of(owner, training=True), evaluation.of(owner, training=False)
 
 
 def _known_drafts(owner: Owner, known: Drafts) -> tuple[Draft, Draft]:

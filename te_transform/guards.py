@@ -99,24 +99,19 @@ class Mode:
     """The paths of a forward in training, or in evaluation, and what they rely on beside their arguments."""
 
     paths: list[Path] = field(default_factory=list)
-    family: list[nn.Module] = field(default_factory=list)  # the owner, and those whose part it plays
-    watched: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    children: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
+    watched: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # attributes, with their values
+    children: list[tuple[nn.Module, dict[str, nn.Module]]] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
 
-    def unchanged(self, training: bool) -> bool:
+    def unchanged(self) -> bool:
         """Whether all that the recording read is still what it was, and no hook waits inside."""
-        for module in self.family:
-            if module.training is not training:
-                return False
         for module, name, value in self.watched:
             if not same(getattr(module, name), value):
                 return False
-        for parent, name, child in self.children:
-            if parent._modules.get(name) is not child or (
-                not torch.compiler.is_compiling() and _hooked(child)
-            ):
-                return False
+        for parent, named in self.children:
+            for name, child in named.items():
+                if parent._modules.get(name) is not child or _hooked(child):
+                    return False
         return all(mask.holds() for mask in self.masks)
 
 
@@ -140,7 +135,7 @@ class Rewritten:
     ) -> Callable[[], Any] | None:
         """The rewritten forward of this very call, or None where the original has to run."""
         mode = self.training if owner.training else self.evaluation
-        if mode.paths and mode.unchanged(owner.training):
+        if mode.paths and mode.unchanged():
             for path in mode.paths:
                 arguments = path.arguments(norm, *args, **kwargs)
                 if arguments is not None:
