@@ -1,6 +1,6 @@
 """What te_transform costs: converting, tracing and, once converted, every call.
 
-    python benchmarks/convert_speed.py [--layers 24] [--json]
+    python benchmarks/convert_speed.py [--layers 24] [--only converting tracing running] [--json]
 
 Plain PyTorch on the CPU; each measurement has a process of its own, one at a time. Nothing is asserted.
 The last column tells how many cores others kept busy meanwhile: above a few tenths of one, times mean little.
@@ -10,6 +10,7 @@ The full stack of 24 layers takes 12 GB.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -37,6 +38,8 @@ from te_transform.inputs import Inputs
 from te_transform.trace import record
 
 STAGES = ("record", "normalise", "plan", "emit")
+MEASURED = ("converting", "tracing", "running")
+RUNS = 3  # of each conversion; the fastest counts, as all that disturbs a run makes it slower
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ def conversion(layers: int) -> dict[str, Any]:
     """Convert a stack of `layers` Llama layers in place: seconds, by stage, and memory in layers."""
     model, ids = llama(layers), torch.randint(VOCAB, (2, 8))
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    _touch(2 * layer)
+    gc.collect()
+    gc.disable()  # as timeit does: one full collection, in some runs and not in others, takes 0.2 s
     with (
         measure.memory() as used,
         measure.stopwatch(import_module("te_transform.convert"), STAGES) as stages,
@@ -67,6 +73,33 @@ def conversion(layers: int) -> dict[str, Any]:
     fused = len(te_transform.report(model).fused)
     held = {"extra": (used.peak - used.before) / layer, "kept": (used.after - used.before) / layer}
     return {"layers": layers, "fused": fused, "seconds": seconds, **held, **stages, **within}
+
+
+def joining(layers: int) -> dict[str, float]:
+    """Seconds that copying the joined weights takes, q, k, v and gate, up of each layer: what converting
+    cannot do without."""
+    model = llama(layers)
+    _touch(2 * sum(p.nbytes for p in model.model.layers[0].parameters()))
+    start = time.perf_counter()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for linears in (
+                (attention.q_proj, attention.k_proj, attention.v_proj),
+                (mlp.gate_proj, mlp.up_proj),
+            ):
+                joined = torch.cat([linear.weight for linear in linears])
+                for linear, rows in zip(
+                    linears, joined.split([m.out_features for m in linears]), strict=True
+                ):
+                    linear.weight.data = rows
+    return {"joining": time.perf_counter() - start}
+
+
+def _touch(size: int) -> None:
+    """Have the machine back `size` bytes of memory before anything is timed: a virtual machine that never
+    used a page takes several times as long for its first."""
+    torch.ones(size, dtype=torch.uint8)
 
 
 def eager_forward(layers: int) -> dict[str, float]:
@@ -118,8 +151,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=summary, epilog=rest)
     parser.add_argument("--layers", type=int, default=24, help="of the largest stack (24 take 12 GB)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--only", choices=MEASURED, nargs="+", default=MEASURED, help="what to measure")
     asked = parser.parse_args()
-    rows = [*_conversions(asked.layers), *_tracing(), *_running()]
+    measured = {"converting": lambda: _conversions(asked.layers), "tracing": _tracing, "running": _running}
+    rows = [row for name in asked.only for row in measured[name]()]
     if asked.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
@@ -128,20 +163,34 @@ def main() -> None:
 
 def _conversions(layers: int) -> Iterator[Row]:
     done = []
-    for count in sorted({max(layers // 4, 1), max(layers // 2, 1), layers}):
-        found = _alone(eager_forward, count) | _alone(conversion, count)
+    for count in sorted({max(layers * quarter // 4, 1) for quarter in (1, 2, 3, 4)}):
+        found = min((_alone(conversion, count) for _ in range(RUNS)), key=lambda run: run["seconds"])
+        found |= _alone(eager_forward, count)
+        found |= min((_alone(joining, count) for _ in range(RUNS)), key=lambda run: run["joining"])
         done.append(found)
         stages = ", ".join(f"{name} {found[name]:.2f}" for name in STAGES)
         yield Row(
             f"convert {count} Llama layers in place (h 4096, bf16, 2x8 tokens)",
             f"{found['seconds']:.2f} s, peak +{found['extra']:.2f} layers",
             f"{stages} s; of record, the eager forward {found['eager_forward']:.2f} s; of plan, rewriting "
-            f"forwards {found['rewrite_forward']:.2f} s; {found['kept']:+.2f} layers after",
+            f"forwards {found['rewrite_forward']:.2f} s; of emit, copying joined weights, done alone, "
+            f"{found['joining']:.2f} s; {found['kept']:+.2f} layers after",
             found,
         )
-    added = [(b["seconds"] - a["seconds"]) / (b["layers"] - a["layers"]) for a, b in pairwise(done)]
     between = ", ".join(f"{a['layers']} to {b['layers']}" for a, b in pairwise(done))
+    added = _added(done, [found["seconds"] for found in done])
     yield Row("each layer more", ", ".join(f"{s:.3f} s" for s in added), f"from {between}", {"added": added})
+    # what is left is ours, and the same at any depth: the layers share the forwards that are rewritten once
+    shared = ("eager_forward", "joining", "rewrite_forward")
+    own = _added(done, [found["seconds"] - sum(found[name] for name in shared) for found in done])
+    less = "less the model's own forward, the copying of joined weights and what layers share"
+    yield Row("of that, our own", ", ".join(f"{s:.3f} s" for s in own), less, {"added": own})
+
+
+def _added(done: list[dict[str, Any]], seconds: list[float]) -> list[float]:
+    """Seconds for each layer more, from one stack to the next."""
+    pairs = pairwise(zip((found["layers"] for found in done), seconds, strict=True))
+    return [(b - a) / (more - less) for (less, a), (more, b) in pairs]
 
 
 def _tracing() -> Iterator[Row]:
