@@ -20,7 +20,7 @@ def same_in_evaluation(call: Call, known: Known) -> bool:
 
     `known` has the answers for modules alike; a new one is added.
     """
-    if type(call.module).forward.__module__.startswith("torch.nn."):
+    if (getattr(type(call.module).forward, "__module__", None) or "").startswith("torch.nn."):
         return True
     key = module_key(call.module), repr(fx.node.map_aggregate((call.args, call.kwargs), _shape))
     if key not in known:

@@ -117,8 +117,10 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
     if not reasons:
         try:
             moves = ask(rule.weights, known) if callable(rule.weights) else rule.weights
-            plain = options.backend.PLAIN
-            site = _site(rule, match, operations, ask(rule.build, known), moves, made, plain)
+            fused, backend = ask(rule.build, known), options.backend
+            # a rule may bring a module of its own, of which nothing is known
+            plain = backend.PLAIN and type(fused).__module__ == backend.__name__
+            site = _site(rule, match, operations, fused, moves, made, plain)
         except Refusal as reason:
             reasons = [str(reason)]
     if reasons:

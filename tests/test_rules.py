@@ -1,12 +1,16 @@
 """The catalogue: what each rule makes, every sentence it refuses with, and that their order matters."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import te_transform
+from te_transform.originals import fusions
 from te_transform.passes import attention, layernorm_linear, layernorm_mlp, linear, merge_siblings
+from te_transform.weights import Same
 
 H, FFN = 16, 32
 
@@ -376,3 +380,34 @@ def test_a_fused_module_may_read_another() -> None:
     assert report.counts == {"layernorm_linear": 2, "merge_siblings": 1}
     read = [node.args[0] for node in report.after.nodes if node.op == "call_module"]
     assert [node.op for node in read] == ["placeholder", "call_module"]
+
+
+class OwnNormLinear(nn.Module):
+    """A fused module that no backend has: it does the norm itself, always."""
+
+    def __init__(self, norm, linear) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        for name, tensor in (("scale", norm.weight), ("shift", norm.bias), ("weight", linear.weight)):
+            setattr(self, name, nn.Parameter(torch.empty_like(tensor, device="meta")))
+
+    def forward(self, x):
+        return F.linear(F.layer_norm(x, x.shape[-1:], self.scale, self.shift, self.eps), self.weight)
+
+
+def test_a_rule_may_bring_its_own_fused_module() -> None:
+    rule = replace(
+        layernorm_linear.RULE,
+        build=lambda norm, linear: OwnNormLinear(norm, linear),
+        weights=(
+            Same("norm.weight", "fused.scale"),
+            Same("norm.bias", "fused.shift"),
+            Same("linear.weight", "fused.weight"),
+        ),
+    )
+    model = nn.Sequential(nn.LayerNorm(H), nn.Identity(), nn.Linear(H, FFN, bias=False))
+    nn.init.normal_(model[0].weight)
+    result, report = converted(model, passes=(rule,), verify=False)
+    assert report.counts == {"layernorm_linear": 1}
+    assert isinstance(result[2].fused, OwnNormLinear)
+    assert [fusion.runs for fusion in fusions(result)] == [1]
