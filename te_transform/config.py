@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
+
+from torch import nn
 
 from te_transform.backends import choose
 from te_transform.rule import Rule
@@ -77,3 +80,17 @@ class Options:
             if not isinstance(flags.get(name, False), bool):
                 raise OptionError(f"{name} is {flags[name]!r}, True or False is needed")
         return cls(chosen, reason, rules, recipe, globs, **flags)
+
+    def check_skip(self, model: nn.Module) -> None:
+        """Raise unless every path or glob of `skip` names a module of `model`.
+
+        Raises:
+            OptionError: what was given, what is needed.
+        """
+        paths = [path for path, _ in model.named_modules()]
+        for glob in self.skip:
+            if not any(fnmatchcase(path, glob) for path in paths):
+                raise OptionError(
+                    f"skip has {glob!r}, which names no module of {type(model).__name__}: a path like "
+                    f"{paths[-1]!r} is needed, or a glob, see model.named_modules()"
+                )

@@ -77,6 +77,7 @@ def convert(
         inplace=inplace,
         verify=verify,
     )
+    options.check_skip(model)
     samples = as_inputs(model, example_inputs)
     converted = model if inplace else _copy(model)
     made, before = _planned(converted, samples[0], options)
@@ -107,6 +108,7 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     """
     check_model(model)
     chosen = Options.of(**options)
+    chosen.check_skip(model)
     made, before = _planned(model, as_inputs(model, example_inputs)[0], chosen)
     return _report(model, made, before, chosen)
 
@@ -137,8 +139,13 @@ def _planned(model: nn.Module, sample: Inputs, options: Options) -> tuple[Plan, 
 
 def _report(model: nn.Module, made: Plan, before: fx.Graph, options: Options) -> Report:
     after = snapshot(made.recording)
-    notes = (options.backend_reason, *_layout_notes(made.projections))
+    notes = (options.backend_reason, *_norm_notes(made), *_layout_notes(made.projections))
     return Report(type(model).__name__, tuple(made.outcomes), before, after, notes)
+
+
+def _norm_notes(made: Plan) -> Iterator[str]:
+    if any(site.plain and site.norm_in_front for site in made.sites.values()):
+        yield "norms run where they stand, PyTorch has no kernel that joins one with what reads it"
 
 
 def _layout_notes(projections: dict[str, str]) -> Iterator[str]:

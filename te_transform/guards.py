@@ -116,11 +116,13 @@ class Mode:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether a hook waits for the module's call; compiled code does not look for new ones either."""
+    """Whether something waits for the module's call, a hook or a forward of its own (accelerate's);
+    compiled code does not look for new hooks either."""
     if torch.compiler.is_compiling():
         return False
     forward, backward = module._forward_hooks, module._backward_hooks
-    return bool(forward or backward or module._forward_pre_hooks or module._backward_pre_hooks)
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(forward or backward or before or "forward" in module.__dict__)
 
 
 @dataclass(eq=False)

@@ -334,6 +334,11 @@ OPTIONS = {
         OptionError,
         "skip is 3, module paths or globs such as 'model.layers.0*' are needed",
     ),
+    "skip of nothing": (
+        {"skip": ["no.such.module"]},
+        OptionError,
+        "skip has 'no.such.module', which names no module of",
+    ),
     "skip of numbers": ({"skip": ["a", 3]}, OptionError, "skip has 3, module paths or globs such as"),
     "compile": (
         {"compile": "fast"},
