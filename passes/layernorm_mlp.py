@@ -53,14 +53,14 @@ def refuse(
     if dropout is not None:
         yield (
             f"a dropout of {dropout.p} stands before the second linear, LayerNormMLP has none there: set it "
-            f"to 0"
+            "to 0"
         )
     if (fc1.bias is None) != (fc2.bias is None):
         yield "one of the two linears has a bias and one has none, LayerNormMLP has both or none"
     if fc1.weight.shape[1] != fc2.weight.shape[0]:
         yield (
             f"the MLP maps {fc1.weight.shape[1]} features to {fc2.weight.shape[0]}, LayerNormMLP keeps their "
-            f"number"
+            "number"
         )
 
 

@@ -162,6 +162,5 @@ def _copy(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), a copy is needed to "
-            f"leave the "
-            "original untouched: pass inplace=True"
+            "leave the original untouched: pass inplace=True"
         ) from error

@@ -71,10 +71,8 @@ class Deferred(Tensor):
         if self.stamp[0] != stamp(self.source, *self.norm.own_parameters())[0]:
             raise RuntimeError(
                 f"{type(self.norm).__name__}'s input or parameters were changed in place before its output "
-                f"was "
-                "read, te_transform had put the computation off: convert with skip= for this norm, or read "
-                "its "
-                "output earlier"
+                "was read, te_transform had put the computation off: convert with skip= for this norm, or "
+                "read its output earlier"
             )
         with _as_when(self):
             self.value = self.norm.now(self.source)
@@ -124,8 +122,7 @@ def _check_watched(tensors: Any) -> None:
         if isinstance(tensor, Deferred) and tensor.taken:
             raise RuntimeError(
                 f"{type(tensor.norm).__name__}'s output was taken over by a fused module, its whole gradient "
-                f"is "
-                "not computed: ask for it before the output is used, or convert with skip= for this norm"
+                "is not computed: ask for it before the output is used, or convert with skip= for this norm"
             )
 
 

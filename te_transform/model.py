@@ -23,7 +23,7 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"convert() was given a {type(model).__name__}, a torch.nn.Module is needed: pass the model "
-            f"itself"
+            "itself"
         )
     kind = type(model).__name__
     for path, module in model.named_modules():

@@ -87,8 +87,7 @@ def _owned(optimizer: Optimizer, names: dict[int, dict[str, Original]]) -> dict[
             if id(parameter) not in names:
                 raise OptimizerError(
                     f"the optimizer's group {index} has a parameter of shape {list(parameter.shape)} that is "
-                    f"none of the "
-                    "source model's: pass the model that the optimizer was made for as source="
+                    "none of the source model's: pass the model that the optimizer was made for as source="
                 )
             for name, original in names[id(parameter)].items():
                 state = {
@@ -109,8 +108,7 @@ def _part(original: Original, value: Any, key: str, name: str) -> Any:
         return value
     raise OptimizerError(
         f"the state {key!r} of {name} has shape {list(value.shape)}, to be split it needs the shape of its "
-        f"parameter "
-        f"{list(original.held.shape)}: revert without the optimizer, or start a new one"
+        f"parameter {list(original.held.shape)}: revert without the optimizer, or start a new one"
     )
 
 
@@ -127,8 +125,7 @@ def _group(parts: dict[str, _Owned], originals: dict[str, Original]) -> int:
         found = ", ".join(f"{name} in {parts[name].group if name in parts else 'none'}" for name in originals)
         raise OptimizerError(
             f"one parameter now holds what is in different groups of the optimizer ({found}), it has to be "
-            f"in one: give "
-            "them one group, or convert with skip="
+            "in one: give them one group, or convert with skip="
         )
     return groups.pop()
 
@@ -155,8 +152,8 @@ def _join(held: nn.Parameter, originals: dict[str, Original], values: dict[str, 
         return first
     raise OptimizerError(
         f"the state {key!r} of {', '.join(values)} differs or has another shape than the parameters, to be "
-        f"joined it needs "
-        "theirs and the same number of steps: convert with skip= for these modules, or start a new optimizer"
+        "joined it needs theirs and the same number of steps: convert with skip= for these modules, or start "
+        "a new optimizer"
     )
 
 

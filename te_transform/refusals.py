@@ -66,7 +66,7 @@ def _of_module(operation: Operation, recording: Recording) -> Iterator[str]:
     if not solo(operation, recording):
         yield (
             f"the {operation.word} is computed in the forward of {kind}, a module that does nothing else is "
-            f"needed"
+            "needed"
         )
         return
     calls = recording.times[module]
@@ -79,7 +79,7 @@ def _of_module(operation: Operation, recording: Recording) -> Iterator[str]:
     if parametrize.is_parametrized(module):
         yield (
             f"{kind} is parametrized, a plain parameter is needed: "
-            f"torch.nn.utils.parametrize.remove_parametrizations"
+            "torch.nn.utils.parametrize.remove_parametrizations"
         )
     if isinstance(module, nn.Linear) and type(module).forward not in _LINEAR_FORWARDS:
         yield f"{kind} is a Linear with a forward of its own, nn.Linear's is needed"
@@ -124,7 +124,7 @@ def _read_elsewhere(match: Match) -> Iterator[str]:
             word = getattr(node.target, "__name__", str(node.target))
             yield (
                 f"the output of the {word} is also read by {', '.join(readers)}, the fused module does not "
-                f"hand it out"
+                "hand it out"
             )
 
 

@@ -96,9 +96,8 @@ class View:
         """Why the attribute can get no new tensor."""
         return (
             f"{attribute!r} is part of {type(self.fusion.fused).__name__}.{self.target} since "
-            f"te_transform.convert(), a "
-            f"new tensor cannot take its place: write into it (module.{attribute}.copy_(...)) or revert() "
-            f"the model"
+            "te_transform.convert(), a new tensor cannot take its place: write into it "
+            f"(module.{attribute}.copy_(...)) or revert() the model"
         )
 
     def read(self) -> Tensor:
@@ -193,9 +192,8 @@ class SlotModule(Made):
             if not own and held.requires_grad != requires_grad:
                 raise RuntimeError(
                     f"{name!r} is a share of {type(view.fusion.fused).__name__}.{view.target}, which is "
-                    f"trained as a "
-                    "whole or not at all: set requires_grad before te_transform.convert(), or of the module "
-                    "above"
+                    "trained as a whole or not at all: set requires_grad before te_transform.convert(), or "
+                    "of the module above"
                 )
             held.requires_grad_(requires_grad)
         for parameter in self._parameters.values():
@@ -386,8 +384,8 @@ def _write_back(slot: Slot, views: dict[str, Tensor], now: dict[str, Tensor | No
             if (value.dtype, value.device) != (views[name].dtype, views[name].device):
                 raise RuntimeError(
                     f"{name!r} is {views[name].dtype} on {views[name].device} and joined with others, "
-                    f"load_state_dict("
-                    "assign=True) cannot make it another: move the model first, by to() or to_empty()"
+                    "load_state_dict(assign=True) cannot make it another: move the model first, by to() or "
+                    "to_empty()"
                 )
             with torch.no_grad():
                 view.write(value)

@@ -127,8 +127,8 @@ def _check(model: nn.Module, converted: nn.Module) -> None:
         )
     if _plain_class(model) is not _plain_class(converted):
         raise ValueError(
-            f"the first model is a {type(model).__name__}, the second was a {type(converted).__name__}, "
-            "the same class is needed: pass the model that was converted"
+            f"the first model is a {type(model).__name__}, the second was a {type(converted).__name__}, the "
+            "same class is needed: pass the model that was converted"
         )
 
 

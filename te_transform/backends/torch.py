@@ -121,8 +121,7 @@ class LayerNormLinear(_Normalising):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, "
-            f"{self.normalization}, eps={self.eps}"
+            f"bias={self.bias is not None}, {self.normalization}, eps={self.eps}"
         )
 
 
