@@ -34,6 +34,7 @@ from te_transform.causal import use_causal_flag
 from te_transform.guards import Mask, Missing, Mode, Path, Rewritten, same, taken
 from te_transform.inputs import Inputs
 from te_transform.normalise import normalise
+from te_transform.slots import takes_subclasses
 from te_transform.trace import Call, Passed, Recording, TraceError, record
 
 Sizes = Mapping[tuple[str, int], int]  # (argument, dimension) -> size
@@ -180,12 +181,18 @@ def _draft(owner: Owner, train: bool) -> Draft:
 
 def _draft_with(owner: Owner, train: bool, passed: frozenset[str]) -> Draft:
     draft = Draft()
-    norms = {owner.norm.module} if owner.norm else set()
-    with touched({*owner.module.modules(), *norms}) as attributes:
+    modules = {*owner.module.modules(), *({owner.norm.module} if owner.norm else ())}
+    watched = {module for module in modules if takes_subclasses(type(module))}
+    with touched(watched) as attributes:
         for sizes in _rewritten(owner, _recorded(owner, train, {}, passed), passed, draft):
             with contextlib.suppress(Refusal):
                 _rewritten(owner, _recorded(owner, train, sizes, passed), passed, draft)
     family = draft.family(owner)
+    if unseen := sorted({type(module).__name__ for module in family if module not in watched}):
+        raise Refusal(
+            f"{', '.join(unseen)} refuses to be subclassed, a rewritten forward belongs to a subclass, and "
+            "what it goes by is seen through one"
+        )
     if written := sorted({name for module, name in attributes.written if module in family}):
         raise Refusal(
             f"the forward sets the attribute {', '.join(written)}, a rewritten forward does nothing but "

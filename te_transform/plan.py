@@ -20,6 +20,7 @@ from te_transform.layout import qkv_layout
 from te_transform.pattern import Match, Miss, Siblings, find
 from te_transform.refusals import refusals
 from te_transform.rule import Operation, Outcome, Rule, ask, roles
+from te_transform.slots import takes_subclasses
 from te_transform.trace import Call, Recording
 from te_transform.weights import Concat, Layout, LedgerError, Move, Piece, SwapHalves
 
@@ -184,6 +185,11 @@ def _check_host(site: Site, made: Plan) -> None:
     if hasattr(host, "fused") and site.host not in {absorbed.host for absorbed in made.sites.values()}:
         raise Refusal(
             f"{type(host).__name__} has an attribute named 'fused', the fused module needs that name"
+        )
+    if site.owner and not takes_subclasses(type(site.owner.module)):
+        raise Refusal(
+            f"{type(site.owner.module).__name__} refuses to be subclassed, a converted module is an instance "
+            "of a subclass of its class"
         )
     if site.owner and any(
         other.owner and other.owner.module is site.owner.module for other in made.sites.values()

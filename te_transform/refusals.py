@@ -13,6 +13,7 @@ from te_transform.config import Options
 from te_transform.evaluation import same_in_evaluation
 from te_transform.pattern import Match
 from te_transform.rule import Operation
+from te_transform.slots import takes_subclasses
 from te_transform.trace import Recording
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -74,6 +75,8 @@ def _of_module(operation: Operation, recording: Recording) -> Iterator[str]:
         yield f"{kind} is called {calls} times in one forward, a fused module stands for one call"
     if not same_in_evaluation(operation.call, recording.evaluated):
         yield f"{kind} computes something else in evaluation mode, a fused module is the same in both"
+    if not takes_subclasses(type(module)):
+        yield f"{kind} refuses to be subclassed, a converted module is an instance of a subclass of its class"
     if any(getattr(module, hooks) for hooks in _HOOKS):
         yield f"{kind} has hooks, they would see the fused module's tensors: remove them first"
     if parametrize.is_parametrized(module):

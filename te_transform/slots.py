@@ -402,6 +402,16 @@ def _nothing(*_: Any) -> None:
 
 
 @cache
+def takes_subclasses(kind: type) -> bool:
+    """Whether a class can have the subclass that a converted module is an instance of."""
+    try:
+        type(kind.__name__, (kind,), {})
+    except Exception:  # whatever its __init_subclass__ or metaclass says
+        return False
+    return True
+
+
+@cache
 def slot_class(base: type, kind: type, names: tuple[str, ...]) -> type:
     """A subclass of `base` under its own name, with `kind`'s behaviour and its way to read the parameters
     `names`."""

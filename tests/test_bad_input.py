@@ -781,3 +781,37 @@ def test_hooks_on_the_model_and_on_state_dicts_stay():
     converted(X)
     converted.state_dict()
     assert called == ["block", "model", "state_dict"]
+
+
+class Final(nn.Linear):
+    """A linear of a class that nobody may derive from."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        raise TypeError("Final is final")
+
+
+class FinalMLP(nn.Module):
+    """An MLP of such a class."""
+
+    def __init__(self, linear: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.up, self.down = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+    def __init_subclass__(cls, **options: object) -> None:
+        raise TypeError("FinalMLP is final")
+
+
+@pytest.mark.parametrize(("linear", "named"), [(Final, "Final"), (nn.Linear, "FinalMLP")])
+def test_a_class_that_takes_no_subclass_is_refused(linear: type[nn.Linear], named: str):
+    model = nn.Sequential(nn.LayerNorm(WIDTH), FinalMLP(linear))
+    converted = te_transform.convert(model, X)
+    reasons = {reason for site in te_transform.report(converted).refused for reason in site.reasons}
+    sentence = (
+        f"{named} refuses to be subclassed, a converted module is an instance of a subclass of its class"
+    )
+    assert sentence in reasons
+    assert "layernorm_mlp" not in te_transform.report(converted).counts
+    torch.testing.assert_close(converted(X), model(X))
