@@ -27,7 +27,7 @@ WHY = {
     "Router": "the router has its own forward",
     "a Linear with a forward of its own": "its own Linear class",
     "have a bias and some have none": "q and v have a bias, k has none",
-    "could not be recorded with free sizes": "attention recorded at fixed sizes only",
+    "recorded on its own the module holds 0": "attention recognised at fixed sizes only",
 }
 
 

@@ -78,6 +78,11 @@ class _Normalising(nn.Module):
             _parameter(device, params_dtype, width) if normalization == "LayerNorm" else None
         )
 
+    def norm_repr(self) -> str:
+        """The norm, as it is printed."""
+        where = " (runs in front)" if self.normalised else ""
+        return f"{self.normalization}{where}, eps={self.eps}"
+
     def normalise(self, x: Tensor) -> Tensor:
         """The norm alone, x [..., width] -> [..., width]."""
         if self.normalization == "RMSNorm":
@@ -121,7 +126,7 @@ class LayerNormLinear(_Normalising):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self.normalization}, eps={self.eps}"
+            f"bias={self.bias is not None}, {self.norm_repr()}"
         )
 
 
@@ -169,10 +174,7 @@ class LayerNormMLP(_Normalising):
         return vocabulary.linear(hidden, self.fc2_weight, self.fc2_bias)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.hidden_size}, {self.ffn_hidden_size}, {self.activation}, {self.normalization}, "
-            f"eps={self.eps}"
-        )
+        return f"{self.hidden_size}, {self.ffn_hidden_size}, {self.activation}, {self.norm_repr()}"
 
 
 class DotProductAttention(nn.Module):
