@@ -39,7 +39,7 @@ from te_transform.trace import record
 
 STAGES = ("record", "normalise", "plan", "emit")
 MEASURED = ("converting", "tracing", "running")
-RUNS = 3  # of each conversion; the fastest counts, as all that disturbs a run makes it slower
+RUNS = 3  # of each measurement for a number of layers; the fastest counts, as all that disturbs a run makes it slower
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,8 @@ def main() -> None:
 def _conversions(layers: int) -> Iterator[Row]:
     done = []
     for count in sorted({max(layers * quarter // 4, 1) for quarter in (1, 2, 3, 4)}):
-        found = min((_alone(conversion, count) for _ in range(RUNS)), key=lambda run: run["seconds"])
-        found |= _alone(eager_forward, count)
-        found |= min((_alone(joining, count) for _ in range(RUNS)), key=lambda run: run["joining"])
+        found = _fastest(conversion, count, "seconds")
+        found |= _fastest(eager_forward, count, "eager_forward") | _fastest(joining, count, "joining")
         done.append(found)
         stages = ", ".join(f"{name} {found[name]:.2f}" for name in STAGES)
         yield Row(
@@ -185,6 +184,10 @@ def _conversions(layers: int) -> Iterator[Row]:
     own = _added(done, [found["seconds"] - sum(found[name] for name in shared) for found in done])
     less = "less the model's own forward, the copying of joined weights and what layers share"
     yield Row("of that, our own", ", ".join(f"{s:.3f} s" for s in own), less, {"added": own})
+
+
+def _fastest(function: Callable[[int], dict[str, Any]], layers: int, key: str) -> dict[str, Any]:
+    return min((_alone(function, layers) for _ in range(RUNS)), key=lambda run: run[key])
 
 
 def _added(done: list[dict[str, Any]], seconds: list[float]) -> list[float]:
