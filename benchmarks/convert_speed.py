@@ -39,7 +39,7 @@ from te_transform.trace import record
 
 STAGES = ("record", "normalise", "plan", "emit")
 MEASURED = ("converting", "tracing", "running")
-RUNS = 3  # of each measurement for a number of layers; the fastest counts, as all that disturbs a run makes it slower
+RUNS = 3  # of each measurement of converting; the fastest counts: what disturbs a run makes it slower
 
 
 @dataclass(frozen=True)
