@@ -49,15 +49,15 @@ def module_key(module: nn.Module, path: str = "") -> Hashable:
     return type(module), tuple(attributes.items()), tuple(shapes.items()), tuple(module._modules)
 
 
-def _numbers_in(path: str) -> set[int]:
-    return {int(part) for part in path.split(".") if part.isdigit()}
+def _numbers_in(path: str) -> frozenset[int]:
+    return frozenset(int(part) for part in path.split(".") if part.isdigit())
 
 
-def _is_number(value: Any, places: set[int]) -> bool:
+def _is_number(value: Any, places: frozenset[int]) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value in places
 
 
-def _attribute(value: Any, places: set[int] = frozenset()) -> Hashable:
+def _attribute(value: Any, places: frozenset[int] = frozenset()) -> Hashable:
     if _is_number(value, places):
         return "the layer's own number"
     if isinstance(value, (tuple, list)):

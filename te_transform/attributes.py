@@ -39,12 +39,13 @@ def touched(modules: Iterable[nn.Module]) -> Iterator[Touched]:
 def _noting(kind: type, found: Touched) -> type:
     def __getattribute__(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
-        if name not in _module_attributes() and name in kind.__getattribute__(self, "__dict__"):
+        noted = name == "training" or name not in _module_attributes()
+        if noted and name in kind.__getattribute__(self, "__dict__"):
             found.read.add((self, name))
         return value
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        if name not in _module_attributes() | {"training"} and not _registered(self, name):
+        if name not in _module_attributes() and not _registered(self, name):
             found.written.add((self, name))
         kind.__setattr__(self, name, value)
 
@@ -58,4 +59,4 @@ def _registered(module: nn.Module, name: str) -> bool:
 
 @cache
 def _module_attributes() -> frozenset[str]:
-    return frozenset(nn.Module().__dict__) - {"training"}
+    return frozenset(nn.Module().__dict__)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
 from torch import fx
 
 from te_transform.alike import module_key
 from te_transform.inputs import Inputs
 from te_transform.normalise import normalise
-from te_transform.trace import Call, TraceError, record
+from te_transform.trace import Call, TraceError, example_of, record
 
 Known = dict[Hashable, bool]  # by the module's class, attributes and shapes
 
@@ -41,7 +40,4 @@ def _shape(value: object) -> object:
 
 
 def _example(value: object) -> object:
-    if not isinstance(value, fx.Node):
-        return value
-    meta, device = value.meta["tensor_meta"], value.meta["device"]
-    return torch.empty(meta.shape, dtype=meta.dtype, device="cpu" if device.type == "meta" else device)
+    return example_of(value, value.meta["tensor_meta"].shape) if isinstance(value, fx.Node) else value

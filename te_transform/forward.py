@@ -31,11 +31,11 @@ from te_transform import rewrite
 from te_transform.alike import likeness, own_numbers
 from te_transform.attributes import touched
 from te_transform.causal import use_causal_flag
-from te_transform.guards import Mask, Missing, Mode, Path, Rewritten, same, taken
+from te_transform.guards import Mask, Missing, Mode, Path, Rewritten, same, source_of
 from te_transform.inputs import Inputs
 from te_transform.normalise import normalise
 from te_transform.slots import takes_subclasses
-from te_transform.trace import Call, Passed, Recording, TraceError, record
+from te_transform.trace import Call, Passed, Recording, TraceError, example_of, record
 
 Sizes = Mapping[tuple[str, int], int]  # (argument, dimension) -> size
 
@@ -294,7 +294,7 @@ def _arguments_source(
 ) -> tuple[str, dict[str, Any]]:
     """The source of a path's arguments(), and what it refers to: literals where it can, as they need no guard
     of a compiler."""
-    names: dict[str, Any] = {"_Tensor": Tensor, "_missing": Missing, "_same": same, "_taken": taken}
+    names: dict[str, Any] = {"_Tensor": Tensor, "_missing": Missing, "_same": same, "_source_of": source_of}
     deferred = owner.normalised if owner.joins_norm else None
     lines = []
     for name, value in constants.items():
@@ -306,13 +306,15 @@ def _arguments_source(
     for name, meta in tensors.items():
         is_float = f"{name}.is_floating_point()" if any_float and meta.dtype.is_floating_point else "False"
         names[f"_dtype_{name}"] = meta.dtype
-        lines += [f"{name} = _taken({name}, _norm)"] if name == deferred else []
+        lines += [f"_deferred, {name} = {name}, _source_of({name}, _norm)"] if name == deferred else []
         lines += [
             f"if not isinstance({name}, _Tensor) or {name}.dim() != {len(meta.shape)}: return None",
             f"if {name}.dtype != _dtype_{name} and not {is_float}: return None",
         ]
     given = ", ".join(f"{name!r}: {name}" for name in (*tensors, *passed))
-    lines += [f"if _more or _rest or not {sizes}: return None", f"return {{{given}}}"]
+    lines.append(f"if _more or _rest or not {sizes}: return None")
+    lines += ["_deferred.taken = True"] if deferred else []  # now that nothing stands against it
+    lines.append(f"return {{{given}}}")
     head = f"def arguments(_norm, {_parameters(owner, names)}):"
     return "\n".join(["", head, *(f"    {line}" for line in lines), ""]), names
 
@@ -384,8 +386,7 @@ def _example(name: str, value: Any, sizes: Sizes, passed: frozenset[str]) -> Any
     if isinstance(value, fx.Node):
         meta = value.meta["tensor_meta"]
         shape = [sizes.get((name, dim), size) for dim, size in enumerate(meta.shape)]
-        device = value.meta["device"]
-        return torch.zeros(shape, dtype=meta.dtype, device="cpu" if device.type == "meta" else device)
+        return example_of(value, shape)
     if isinstance(value, (tuple, list, dict)) and any(isinstance(v, fx.Node) for v in _leaves(value)):
         raise Refusal(
             "the forward takes tensors inside a container, a rewritten forward needs each by a name of its "

@@ -54,13 +54,10 @@ def same(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, Tensor) and type(one) is type(other) and one == other)
 
 
-def taken(tensor: Any, norm: nn.Module) -> Tensor | None:
-    """The source of the unread output of `norm`, which is then taken over; None if the tensor is anything
-    else."""
-    if not (isinstance(tensor, Deferred) and tensor.norm is norm and tensor.unread()):
-        return None
-    tensor.taken = True
-    return tensor.source
+def source_of(tensor: Any, norm: nn.Module) -> Tensor | None:
+    """The source of the unread output of `norm`; None if the tensor is anything else."""
+    unread = isinstance(tensor, Deferred) and tensor.norm is norm and tensor.unread()
+    return tensor.source if unread else None
 
 
 @dataclass(eq=False)

@@ -223,7 +223,8 @@ class NormSlot(SlotModule):
         return fusion.fused.normalise(x)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in scalars(self) and scalars(self)[name] != value:
+        old = self.__dict__.get(name, value)
+        if name != "training" and isinstance(old, (bool, int, float, str)) and old != value:
             self._te_transform_slot.fusion.enabled = False  # another eps: the fused module has the old one
         super().__setattr__(name, value)
 
@@ -344,12 +345,6 @@ def _only(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """The one tensor that a call was given, by whatever name."""
     given = (*args, *kwargs.values())
     return given[0] if len(given) == 1 and isinstance(given[0], Tensor) else None
-
-
-def scalars(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a forward may go by."""
-    own = module.__dict__.items()
-    return {k: v for k, v in own if isinstance(v, (bool, int, float, str)) and k != "training"}
 
 
 def _would_change_dtype(norm: NormSlot, x: Tensor) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
@@ -212,6 +212,16 @@ def record(
         recording.graph.output(tape.to_nodes(output))
     _drop_unread(recording.graph)
     return recording
+
+
+def example_of(node: fx.Node, shape: Iterable[int]) -> torch.Tensor:
+    """Zeros of this shape, of the dtype and on the device that the node was recorded with.
+
+    On the CPU for a model on the meta device, which is recorded as if it were there.
+    """
+    device = node.meta["device"]
+    dtype = node.meta["tensor_meta"].dtype
+    return torch.zeros(tuple(shape), dtype=dtype, device="cpu" if device.type == "meta" else device)
 
 
 class _Tape(TorchFunctionMode):

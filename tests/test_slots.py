@@ -335,6 +335,20 @@ def test_the_gradient_of_a_norm_that_was_taken_over_is_refused(name: str, normed
 
 
 @only_joined
+def test_a_norm_is_taken_over_only_where_the_fused_module_runs(tiny: Pair):
+    """The MLP was recorded on [batch, length, width]: for a matrix its own forward runs."""
+
+    def act(model: nn.Module) -> Tensor:
+        block = model.blocks[0]
+        y = block.norm2(X[0].clone().requires_grad_())
+        out = block.mlp(y)
+        y.register_hook(lambda grad: 2 * grad)
+        return out + y
+
+    tiny.agree(act)
+
+
+@only_joined
 def test_a_gradient_asked_for_by_name(normed: Pair):
     kept = []
 
