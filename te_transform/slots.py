@@ -257,7 +257,8 @@ class LinearSlot(SlotModule):
         if x is None or not slot.fusion.enabled:
             return super().forward(*args, **kwargs)
         if slot.columns is None:
-            return _product(slot.fusion, x)
+            out = _fused(slot.fusion, x)
+            return super().forward(*args, **kwargs) if out is None else out
         if _traced() or unversioned(x):
             return _rows(slot.fusion.fused, x, slice(*slot.columns))
         return _share(slot.fusion, x, slot.columns)
@@ -316,7 +317,8 @@ def _rows(fused: nn.Module, x: Tensor, rows: slice) -> Tensor:
     return F.linear(x, fused.weight[rows], bias)
 
 
-def _product(fusion: Fusion, x: Tensor) -> Tensor:
+def _fused(fusion: Fusion, x: Tensor) -> Tensor | None:
+    """What the fused module makes of `x`; None where that is normalised already, on a path of its own."""
     if fusion.norm is None:
         fusion.count_run()
         return fusion.fused(x)
@@ -324,8 +326,12 @@ def _product(fusion: Fusion, x: Tensor) -> Tensor:
         x.taken = True
         fusion.count_run()
         return fusion.fused(x.source)
-    fused = fusion.fused  # already normalised, on a path of its own: the linear alone
-    return F.linear(read(x), fused.weight, fused.bias)
+    return None
+
+
+def _product(fusion: Fusion, x: Tensor) -> Tensor:
+    out = _fused(fusion, x)
+    return F.linear(read(x), fusion.fused.weight, fusion.fused.bias) if out is None else out
 
 
 def _stamp_of(fusion: Fusion, x: Tensor) -> tuple:

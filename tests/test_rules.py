@@ -388,11 +388,11 @@ class OwnNormLinear(nn.Module):
     def __init__(self, norm, linear) -> None:
         super().__init__()
         self.eps = norm.eps
-        for name, tensor in (("scale", norm.weight), ("shift", norm.bias), ("weight", linear.weight)):
+        for name, tensor in (("scale", norm.weight), ("shift", norm.bias), ("matrix", linear.weight)):
             setattr(self, name, nn.Parameter(torch.empty_like(tensor, device="meta")))
 
     def forward(self, x):
-        return F.linear(F.layer_norm(x, x.shape[-1:], self.scale, self.shift, self.eps), self.weight)
+        return F.linear(F.layer_norm(x, x.shape[-1:], self.scale, self.shift, self.eps), self.matrix)
 
 
 def test_a_rule_may_bring_its_own_fused_module() -> None:
@@ -402,7 +402,7 @@ def test_a_rule_may_bring_its_own_fused_module() -> None:
         weights=(
             Same("norm.weight", "fused.scale"),
             Same("norm.bias", "fused.shift"),
-            Same("linear.weight", "fused.weight"),
+            Same("linear.weight", "fused.matrix"),
         ),
     )
     model = nn.Sequential(nn.LayerNorm(H), nn.Identity(), nn.Linear(H, FFN, bias=False))
@@ -410,4 +410,7 @@ def test_a_rule_may_bring_its_own_fused_module() -> None:
     result, report = converted(model, passes=(rule,), verify=False)
     assert report.counts == {"layernorm_linear": 1}
     assert isinstance(result[2].fused, OwnNormLinear)
+    assert [fusion.runs for fusion in fusions(result)] == [1]
+    x = torch.randn(2, 5, H)  # to the linear alone, which then does what it always did
+    torch.testing.assert_close(result[2](x), model[2](x), rtol=0, atol=0)
     assert [fusion.runs for fusion in fusions(result)] == [1]
