@@ -13,6 +13,8 @@ def refuse(backend, attention: Operation) -> Iterator[str]:
     """Every reason why there is nothing to gain or no core for it."""
     if backend.NAME == "torch" and "scaled_dot_product_attention" in attention.spelled:
         yield "the model calls scaled_dot_product_attention already, the torch backend has no faster core"
+    if backend.NAME == "te" and "scaled_dot_product_attention" in attention.spelled and attention.has_bias:
+        yield "the attention adds a bias to its scores, TE's fast cores have none"
 
 
 def build(backend, attention: Operation) -> nn.Module:

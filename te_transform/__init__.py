@@ -13,6 +13,7 @@ from te_transform.inputs import InputError
 from te_transform.model import ModelError
 from te_transform.optimizer import OptimizerError, move_optimizer
 from te_transform.passes import PIPELINE
+from te_transform.precision import PrecisionError, PrecisionPlan
 from te_transform.rule import Outcome, Rule
 from te_transform.trace import TraceError, trace
 from te_transform.verify import Verification, verify
@@ -25,6 +26,8 @@ __all__ = [
     "OptimizerError",
     "OptionError",
     "Outcome",
+    "PrecisionError",
+    "PrecisionPlan",
     "Rule",
     "TraceError",
     "Verification",

@@ -19,6 +19,7 @@ from te_transform.originals import Original, fusions, original_parameters
 from te_transform.preserve import preserved
 from te_transform.progress import progress
 from te_transform.replay import in_double, only
+from te_transform.rotary import carry
 from te_transform.rule import Outcome
 from te_transform.slots import Fusion, LinearSlot, NormSlot, OwnerSlot
 from te_transform.trace import TraceError
@@ -178,7 +179,8 @@ class _Tap:
 def _kept(tensor: Tensor, trained: bool = False) -> Tensor:
     """The tensor as it is now; it requires a gradient where the model would compute one."""
     trained = trained or tensor.requires_grad or not torch.is_grad_enabled()
-    return tensor.detach().clone().requires_grad_(trained and tensor.is_floating_point())
+    clone = tensor.detach().clone().requires_grad_(trained and tensor.is_floating_point())
+    return carry(tensor, clone)
 
 
 def _capture(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from te_transform.backends import choose
+from te_transform.precision import PrecisionPlan
 from te_transform.rule import Rule
 
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
@@ -24,7 +25,7 @@ class OptionError(ValueError):
 class Options:
     """What was asked of convert(); `backend` is the module chosen, `backend_reason` a sentence on why."""
 
-    backend: ModuleType
+    backend: ModuleType | SimpleNamespace
     backend_reason: str
     passes: tuple[Rule, ...]
     recipe: Any = None
@@ -36,9 +37,17 @@ class Options:
 
     @classmethod
     def of(
-        cls, *, backend: str = "auto", passes: Any = None, recipe: Any = None, skip: Any = (), **flags: Any
+        cls,
+        model: nn.Module,
+        *,
+        backend: str = "auto",
+        passes: Any = None,
+        recipe: Any = None,
+        skip: Any = (),
+        planning: bool = False,
+        **flags: Any,
     ) -> Options:
-        """The options of these arguments of convert().
+        """The options of these arguments of convert(), or of inspect(), which is only `planning`.
 
         Raises:
             OptionError: what was given, what is needed.
@@ -48,7 +57,7 @@ class Options:
 
         if backend not in ("auto", "te", "torch"):
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
-        chosen, reason = choose(backend)
+        chosen, reason = choose(backend, model, planning)
         if passes is not None and not isinstance(passes, (tuple, list)):
             raise OptionError(
                 f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"
@@ -58,14 +67,7 @@ class Options:
             raise OptionError(
                 f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE"
             )
-        if isinstance(recipe, str) and recipe not in RECIPES:
-            raise OptionError(
-                f"recipe is {recipe!r}, None, a TE recipe or one of {', '.join(RECIPES)} is needed"
-            )
-        if recipe is not None and chosen.NAME == "torch":
-            raise OptionError(
-                f"recipe is {recipe!r}, it needs backend='te' and this is {reason}: leave recipe=None"
-            )
+        cls._check_recipe(recipe, chosen, reason, flags.get("compile", False))
         if not isinstance(skip, (str, tuple, list, set, frozenset)):
             raise OptionError(f"skip is {skip!r}, module paths or globs such as 'model.layers.0*' are needed")
         globs = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -80,6 +82,31 @@ class Options:
             if not isinstance(flags.get(name, False), bool):
                 raise OptionError(f"{name} is {flags[name]!r}, True or False is needed")
         return cls(chosen, reason, rules, recipe, globs, **flags)
+
+    @staticmethod
+    def _check_recipe(recipe: Any, backend: Any, reason: str, compiled: bool | str) -> None:
+        named = recipe.recipe if isinstance(recipe, PrecisionPlan) else recipe
+        if named is None:
+            if recipe is not None:
+                raise OptionError("recipe is a PrecisionPlan without a recipe, one is needed")
+            return
+        if isinstance(named, str) and named not in RECIPES:
+            raise OptionError(
+                f"recipe is {named!r}, None, a TE recipe or one of {', '.join(RECIPES)} is needed"
+            )
+        if backend.NAME == "torch":
+            raise OptionError(
+                f"recipe is {named!r}, it needs backend='te' and this is {reason}: leave recipe=None"
+            )
+        if compiled:
+            raise OptionError(
+                f"compile is {compiled!r} and recipe is {named!r}: TE's modules break compiled graphs and "
+                "its precision is lost in them, leave one of the two"
+            )
+        try:
+            backend.recipe_of(named)
+        except ValueError as error:
+            raise OptionError(f"recipe is {named!r}, {error}") from error
 
     def check_skip(self, model: nn.Module) -> None:
         """Raise unless every path or glob of `skip` names a module of `model`.

@@ -6,20 +6,25 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
+from te_transform.calibrate import quantise
 from te_transform.config import Options
-from te_transform.emit import Emitted, emit, undo
+from te_transform.emit import Emitted, emit, leave, undo
 from te_transform.finalise import finalise, unfinalise
 from te_transform.inputs import Inputs, as_inputs
 from te_transform.model import ModelError, check_model
 from te_transform.normalise import normalise
+from te_transform.originals import plain_calls
 from te_transform.plan import Plan, plan
+from te_transform.precision import PrecisionPlan, assign
 from te_transform.progress import progress
 from te_transform.report import Report, collapse
 from te_transform.rewrite import snapshot
+from te_transform.slots import takes_subclasses
 from te_transform.trace import TraceError, record
 from te_transform.verify import check_sites
 
@@ -68,6 +73,7 @@ def convert(
     """
     check_model(model)
     options = Options.of(
+        model,
         backend=backend,
         passes=passes,
         recipe=recipe,
@@ -81,17 +87,21 @@ def convert(
     samples = as_inputs(model, example_inputs)
     converted = model if inplace else _copy(model)
     made, before = _planned(converted, samples[0], options)
+    precision = _precision(converted, made, options)
     emitted: list[Emitted] = []
     try:
         for site in progress(made.sites.values(), "converting"):
             emit(converted, site, emitted)
         if verify:
             made.roll_back(check_sites(converted, emitted, samples))
-        converted.__dict__["_te_transform"] = _report(converted, made, before, options)
+        if precision is not None:
+            quantise(converted, emitted, precision, options.backend, samples)
+        converted.__dict__["_te_transform"] = _report(converted, made, before, options, precision)
         log.info("%s", converted.__dict__["_te_transform"])
         finalise(converted, options)
     except BaseException:
         unfinalise(converted)
+        leave(converted)
         converted.__dict__.pop("_te_transform", None)
         for site in reversed(emitted):
             undo(converted, site)
@@ -107,15 +117,15 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
         ModelError, InputError, OptionError, TraceError: as convert() does.
     """
     check_model(model)
-    chosen = Options.of(**options)
+    chosen = Options.of(model, planning=True, **options)
     chosen.check_skip(model)
     made, before = _planned(model, as_inputs(model, example_inputs)[0], chosen)
-    return _report(model, made, before, chosen)
+    return _report(model, made, before, chosen, _precision(model, made, chosen))
 
 
 def report(converted: nn.Module) -> Report:
-    """What convert() did to this model: sites fused and refused, with reasons, and the graphs before and
-    after.
+    """What convert() did to this model: sites fused and refused, with reasons, the graphs before and after,
+    and how often fused modules have had to run in plain PyTorch since.
 
     Raises:
         ModelError: `converted` does not come from te_transform.convert().
@@ -125,7 +135,7 @@ def report(converted: nn.Module) -> Report:
         raise ModelError(
             f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
         )
-    return found
+    return replace(found, plain_calls=plain_calls(converted))
 
 
 def _planned(model: nn.Module, sample: Inputs, options: Options) -> tuple[Plan, fx.Graph]:
@@ -137,10 +147,23 @@ def _planned(model: nn.Module, sample: Inputs, options: Options) -> tuple[Plan, 
     return plan(recording, options), before
 
 
-def _report(model: nn.Module, made: Plan, before: fx.Graph, options: Options) -> Report:
+def _precision(model: nn.Module, made: Plan, options: Options) -> PrecisionPlan | None:
+    if options.recipe is None:
+        return None
+    if not takes_subclasses(type(model)):
+        raise ModelError(
+            f"{type(model).__name__} refuses to be subclassed, a recipe makes the model an instance of a "
+            "subclass of its class: leave recipe=None"
+        )
+    return assign(made, options.recipe, options.backend)
+
+
+def _report(
+    model: nn.Module, made: Plan, before: fx.Graph, options: Options, precision: PrecisionPlan | None
+) -> Report:
     after = snapshot(made.recording)
     notes = (options.backend_reason, *_norm_notes(made), *_layout_notes(made.projections))
-    return Report(type(model).__name__, tuple(made.outcomes), before, after, notes)
+    return Report(type(model).__name__, tuple(made.outcomes), before, after, notes, precision)
 
 
 def _norm_notes(made: Plan) -> Iterator[str]:

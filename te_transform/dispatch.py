@@ -10,30 +10,33 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_transform.rotary import rotating
 from te_transform.slots import OwnerSlot, Slot
 
 NAME = "te_transform"
-_KNOWN = ("position_ids", "cache_position", "use_cache", "sliding_window", "is_causal", "output_attentions")
+_KNOWN = {"position_ids", "cache_position", "use_cache", "sliding_window", "is_causal", "output_attentions"}
 
 
 class DispatchSlot(OwnerSlot):
     """A Hugging Face attention module whose written-out core is called by another name."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._te_transform_slot.rotates and self._te_transform_slot.fusion.enabled:
+            return rotating(type(self)._te_transform_made_of[0])(self, *args, **kwargs)
         return super(OwnerSlot, self).forward(*args, **kwargs)
 
 
-def dispatches(module: nn.Module) -> bool:
-    """Whether the module looks its attention core up by name, and today's name is the one for attention
-    written out."""
+def dispatches(module: nn.Module, cores: tuple[str, ...]) -> bool:
+    """Whether the module looks its attention core up by name, and today's name is one of `cores`."""
     scope = _scope(module)
     named = {"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"} <= scope.keys()
-    return named and getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+    return named and getattr(getattr(module, "config", None), "_attn_implementation", None) in cores
 
 
 def enter(module: nn.Module, slot: Slot) -> None:
@@ -62,18 +65,37 @@ def attend(
     called.
     """
     slot: Slot = module._te_transform_slot
-    named = slot.config._attn_implementation
-    plain = all(key in _KNOWN or argument is None for key, argument in rest.items())
-    if named != "eager" or not slot.fusion.enabled or not plain or _wants_probabilities(rest):
-        scope = _scope(module)
-        function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(named, scope["eager_attention_forward"])
-        return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest)
+    named, core = slot.config._attn_implementation, slot.fusion.fused
+    # sdpa_attention_forward takes any argument, and goes by one of those that are new to us
+    new = {"position_bias"} if named == "sdpa" else rest.keys() - _KNOWN
+    known = all(rest.get(key) is None for key in new)
+    causal = named == "sdpa" and attention_mask is None and _is_causal(module, query, rest)
+    if named not in core.stands_for or not slot.fusion.enabled or not known or _wants_probabilities(rest):
+        return _original(named, module)(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest
+        )
     slot.fusion.count_run()
+    if named == "sdpa" and not core.takes(query, key, value, attention_mask, causal):
+        # which knows how to call PyTorch's kernels with its own masks
+        return _original(named, module)(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest
+        )
     mask = None if attention_mask is None else attention_mask[..., : key.shape[-2]]
     scale = slot.scale if scaling is None else scaling
     grouped = key.shape[1] != query.shape[1]
-    out = slot.fusion.fused(query, key, value, mask, dropout, False, scale, grouped)
+    out = core(query, key, value, mask, dropout, causal, scale, grouped)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: nn.Module, query: Tensor, rest: dict[str, Any]) -> bool:
+    """What sdpa_attention_forward of transformers 5 takes a call without a mask for."""
+    given = rest.get("is_causal")
+    return query.shape[2] > 1 and (getattr(module, "is_causal", True) if given is None else given)
+
+
+def _original(named: str, module: nn.Module) -> Callable:
+    scope = _scope(module)
+    return scope["ALL_ATTENTION_FUNCTIONS"].get_interface(named, scope["eager_attention_forward"])
 
 
 def _scope(module: nn.Module) -> dict[str, Any]:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from te_transform import dispatch
+from te_transform.autocast import AutocastSlot, Precision
 from te_transform.dispatch import DispatchSlot
 from te_transform.originals import fusions
 from te_transform.plan import Site
+from te_transform.rotary import RotarySlot
 from te_transform.rule import Operation
 from te_transform.slots import (
     Borrower,
@@ -88,6 +90,8 @@ def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
     for module, kind, slot in slots:
         _specialise(module, kind, slot)
     host._modules["fused"] = site.fused
+    if site.rotary is not None and not isinstance(site.rotary, RotarySlot):
+        site.rotary.__class__ = slot_class(type(site.rotary), RotarySlot, ())
 
 
 def undo(model: nn.Module, emitted: Emitted) -> None:
@@ -110,6 +114,7 @@ def revert(model: nn.Module) -> nn.Module:
     found = fusions(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no converted module, te_transform.convert() it first")
+    leave(model)
     slots = [(m, m._te_transform_slot) for m in model.modules() if isinstance(m, SlotModule)]
     for fusion in found:
         parameters = {
@@ -121,6 +126,24 @@ def revert(model: nn.Module) -> nn.Module:
         _take_out(model, fusion, [(m, s) for m, s in slots if _belongs(s, fusion)], parameters)
     model.__dict__.pop("_te_transform", None)
     return model
+
+
+def enter_precision(model: nn.Module, precision: Precision) -> None:
+    """Let `model` run in its precision."""
+    for module in precision.modules:
+        module.kept = precision.kept
+    model.__dict__["_te_transform_precision"] = precision
+    model.__class__ = slot_class(type(model), AutocastSlot, ())
+
+
+def leave(model: nn.Module) -> None:
+    """Undo what belongs to no site alone: `enter_precision`, and the notes on cosines and sines."""
+    for module in model.modules():
+        if isinstance(module, RotarySlot):
+            module.__class__ = type(module)._te_transform_made_of[0]
+    if isinstance(model, AutocastSlot):
+        model.__class__ = type(model)._te_transform_made_of[0]
+    model.__dict__.pop("_te_transform_precision", None)
 
 
 def _own(layout: Layout, fused: nn.Parameter, name: str) -> nn.Parameter:
@@ -230,6 +253,7 @@ def _slots(site: Site, fusion: Fusion, joined: dict) -> Iterator[tuple[nn.Module
         owner = site.owner.module
         kind = OwnerSlot if site.rewritten else DispatchSlot
         slot = slot_of(owner, fusion=fusion, rewritten=site.rewritten, scale=site.scale)
+        slot.rotates = site.rotary is not None
         slot.left_to_compilers = bool(site.plain and site.linears and not joined)  # operations fused, no more
         yield owner, kind, slot
 

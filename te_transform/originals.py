@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,6 +48,15 @@ def fusions(model: nn.Module) -> list[Fusion]:
         elif isinstance(module, Borrower):
             found[module._te_transform_fusion] = None
     return list(found)
+
+
+def plain_calls(model: nn.Module) -> Counter[str]:
+    """Why fused modules of `model` ran in plain PyTorch, and how often: calls that their own kernels do not
+    take."""
+    counts: Counter[str] = Counter()
+    for fusion in fusions(model):
+        counts += getattr(fusion.fused, "plain_calls", Counter())
+    return counts
 
 
 def _original_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

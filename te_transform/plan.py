@@ -19,6 +19,7 @@ from te_transform.guards import Rewritten
 from te_transform.layout import qkv_layout
 from te_transform.pattern import Match, Miss, Siblings, find
 from te_transform.refusals import refusals
+from te_transform.rotary import rotary_of
 from te_transform.rule import Operation, Outcome, Rule, ask, roles
 from te_transform.slots import takes_subclasses
 from te_transform.trace import Call, Recording
@@ -43,6 +44,7 @@ class Site:
     owner: Call | None = None
     rewritten: Rewritten | None = None  # None: the owner calls its attention core by name
     scale: float | None = None
+    rotary: nn.Module | None = None  # whose cosines and sines turn what the owner's core gets
 
     @property
     def norm_in_front(self) -> bool:
@@ -160,8 +162,13 @@ def _site(
         fused.normalised = True
     _check_host(site, made)
     _check_ties(site, made)
-    if owner is not None and not linears and dispatches(owner.module):
+    if (
+        owner is not None
+        and not linears
+        and dispatches(owner.module, getattr(fused, "stands_for", ("eager",)))
+    ):
         site.scale = operations[0].scale
+        site.rotary = rotary_of(owner, made.recording) if hasattr(fused, "plain_calls") else None
     elif owner is not None:
         outside = norm.call if site.norm_in_front else None
         joined = {op.module for op, span in readers if span is not None}

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from te_transform.inputs import Inputs
 from te_transform.originals import Original, fusions
+from te_transform.rotary import carry
 from te_transform.slots import Fusion
 from te_transform.trace import _without_dispatch
 
@@ -102,7 +103,7 @@ def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[st
             if tensor.requires_grad:
                 keys = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
                 leaves[f"input {'.'.join(keys)}"] = leaf.requires_grad_()
-            copies[id(tensor)] = leaf.clone()  # no leaf, so that a forward may write into it
+            copies[id(tensor)] = carry(tensor, leaf.clone())  # no leaf, so that a forward may write into it
         return copies[id(tensor)]
 
     args, kwargs = tree_map_with_path(own, (inputs.args, inputs.kwargs))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.text import Text
 from torch import fx
 
 from te_transform import page
+from te_transform.precision import PrecisionPlan
 from te_transform.rule import Outcome
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class Report:
     """Every place where a rule applied or nearly did, and the graphs of the model before and after.
 
     `before` is the normalised graph of one forward; in `after` each fusion is one call_module, of a name that
-    ends in `.fused`, and merged linears are one linear. `notes` are sentences on the conversion as a whole.
+    ends in `.fused`, and merged linears are one linear. `notes` are sentences on the conversion as a whole,
+    `precision` says what runs in FP8, `plain_calls` why and how often fused modules ran in plain PyTorch.
     """
 
     model: str
@@ -63,6 +65,8 @@ class Report:
     before: fx.GraphModule | fx.Graph
     after: fx.GraphModule | fx.Graph
     notes: tuple[str, ...] = ()
+    precision: PrecisionPlan | None = None
+    plain_calls: Mapping[str, int] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> Report:
         return self  # frozen: copies of a converted model share it
@@ -117,10 +121,16 @@ class Report:
         fused, refused = (f"{n} site{'' if n == 1 else 's'}" for n in (len(self.fused), len(self.refused)))
         return f"{self.model}: {fused} fused, {refused} refused"
 
+    def all_notes(self) -> tuple[str, ...]:
+        """The notes, and what is to be said of precision and of calls in plain PyTorch, in sentences."""
+        precise = () if self.precision is None else _precise(self.precision)
+        plain = (f"{count} calls ran in plain PyTorch: {why}" for why, count in self.plain_calls.items())
+        return (*self.notes, *precise, *plain)
+
     def __rich__(self) -> Group:
         tables = [_table("fused", "green", self.fused), _table("refused", "yellow", self.refused)]
         shown = [part for table in tables if table.row_count for part in (Text(), table)]
-        notes = [Text(f"note: {note}") for note in self.notes]
+        notes = [Text(f"note: {note}") for note in self.all_notes()]
         return Group(Text(self.title, style="bold"), *shown, *([Text(), *notes] if notes else []))
 
     def __str__(self) -> str:
@@ -134,7 +144,7 @@ class Report:
         return f"Report({self.title})"
 
     def _repr_html_(self) -> str:
-        return page.summary(self.title, gather(self.fused), gather(self.refused), self.notes)
+        return page.summary(self.title, gather(self.fused), gather(self.refused), self.all_notes())
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write the report and both graphs to `path`, as one page that needs nothing else."""
@@ -213,6 +223,16 @@ def _spelled(part: str | frozenset[int]) -> str:
     spans = [[number for _, number in run] for _, run in runs]
     texts = [f"{s[0]}..{s[-1]}" if len(s) > 2 else ",".join(map(str, s)) for s in spans]
     return ",".join(texts) if len(part) == 1 else "{" + ",".join(texts) + "}"
+
+
+def _precise(plan: PrecisionPlan) -> Iterator[str]:
+    by_reason: dict[str | None, list[str]] = {}
+    for path, why in plan.sites.items():
+        by_reason.setdefault(why, []).append(path)
+    name = plan.recipe if isinstance(plan.recipe, str) else type(plan.recipe).__name__
+    for why, paths in by_reason.items():
+        where = ", ".join(pattern for pattern, _ in collapse(paths))
+        yield f"in {name}: {where}" if why is None else f"not in {name}: {where}, because {why}"
 
 
 def _table(status: str, style: str, outcomes: Iterable[Outcome]) -> Table:

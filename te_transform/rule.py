@@ -88,6 +88,12 @@ class Operation:
         return self.call.module if self.call else None
 
     @property
+    def has_bias(self) -> bool:
+        """Whether an attention's mask is one that is added, and not one that hides."""
+        mask = argument(self.node, "mask")
+        return isinstance(mask, fx.Node) and mask.meta["tensor_meta"].dtype.is_floating_point
+
+    @property
     def spelled(self) -> tuple[str, ...]:
         return self.node.meta.get("spelled", ())
 

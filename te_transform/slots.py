@@ -20,7 +20,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ class Slot:
     left_to_compilers: bool = False  # whether what an owner gains is what a compiler finds by itself
     config: Any = None  # what stood at the module's config before, see dispatch.py
     scale: float | None = None
+    rotates: bool = False  # whether its queries and keys may be turned in a fused kernel, see rotary.py
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,7 @@ class Made(nn.Module):
 
     def __reduce_ex__(self, protocol: int) -> Any:
         base, kind, names = type(self)._te_transform_made_of
-        return _unpickled, (base, kind, names), self.__dict__
+        return _unpickled, (base, kind, names), self.__getstate__()
 
 
 class Borrower(Made):
@@ -242,7 +243,7 @@ class DeferringNormSlot(NormSlot):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, fusion = _only(args, kwargs), self._te_transform_slot.fusion
-        if type(x) is not Tensor or not fusion.enabled or _traced():
+        if type(x) is not Tensor or not fusion.enabled or traced():
             return super(NormSlot, self).forward(*args, **kwargs)
         if unversioned(x) or _would_change_dtype(self, x):
             return super(NormSlot, self).forward(*args, **kwargs)
@@ -259,7 +260,7 @@ class LinearSlot(SlotModule):
         if slot.columns is None:
             out = _fused(slot.fusion, x)
             return super().forward(*args, **kwargs) if out is None else out
-        if _traced() or unversioned(x):
+        if traced() or unversioned(x):
             return _rows(slot.fusion.fused, x, slice(*slot.columns))
         return _share(slot.fusion, x, slot.columns)
 
@@ -321,7 +322,7 @@ def _fused(fusion: Fusion, x: Tensor) -> Tensor | None:
     """What the fused module makes of `x`; None where that is normalised already, on a path of its own."""
     if fusion.norm is None:
         fusion.count_run()
-        return fusion.fused(x)
+        return fusion.fused(read(x))
     if isinstance(x, Deferred) and x.norm is fusion.norm and x.unread():
         x.taken = True
         fusion.count_run()
@@ -340,7 +341,7 @@ def _stamp_of(fusion: Fusion, x: Tensor) -> tuple:
     return stamp(source, *fusion.weights(), *([] if value is None else [value])), saving_hooks()
 
 
-def _traced() -> bool:
+def traced() -> bool:
     """Under a compiler, a tracer or a function transform the plain modules are what is understood best."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
@@ -417,16 +418,29 @@ def slot_class(base: type, kind: type, names: tuple[str, ...]) -> type:
     """A subclass of `base` under its own name, with `kind`'s behaviour and its way to read the parameters
     `names`."""
     reads = {name: property(kind.reader(name)) for name in names}
+    original = getattr(base, "_te_transform_original_forward", base.forward)
     made_of = {
         "_te_transform_made_of": (base, kind, names),
         # for compilers, which would guard the whole __mro__ for a super()
-        "_te_transform_original_forward": base.forward,
+        "_te_transform_original_forward": original,
         "__module__": base.__module__,
         "__doc__": base.__doc__,
     }
     made = type(base.__name__, (kind, base), {**reads, **made_of})
+    if "forward" in vars(kind):
+        made.forward = _signed(kind.forward, original)
     made.__qualname__ = base.__qualname__
     return made
+
+
+def _signed(forward: Callable, original: Callable) -> Callable:
+    """`forward` with the signature of the forward that it stands for, which callers look at."""
+
+    @wraps(original)
+    def signed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return signed
 
 
 def _unpickled(base: type, kind: type, names: tuple[str, ...]) -> nn.Module:

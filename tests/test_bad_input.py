@@ -388,7 +388,7 @@ def test_a_backend_that_is_not_there_says_what_is_missing():
     from te_transform.backends import choose
 
     try:
-        choose("te")
+        choose("te", tiny())
     except BackendError:
         with pytest.raises(
             BackendError, match=r"backend='te' cannot be used: .*; pass backend='torch' or 'auto'"

@@ -1,26 +1,80 @@
-"""What the fused modules are made of: `torch` (plain PyTorch, anywhere) or `te` (NVIDIA Transformer
-Engine)."""
+"""What fused modules are made of: `torch` (plain PyTorch) or `te` (NVIDIA Transformer Engine)."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+
+# no name `torch` in here: that is a module of this package
+from torch import bfloat16, cuda, float16, nn
 
 
 class BackendError(RuntimeError):
     """The backend asked for cannot run here."""
 
 
-def choose(name: str) -> tuple[ModuleType, str]:
+def choose(name: str, model: nn.Module, planning: bool = False) -> tuple[ModuleType | SimpleNamespace, str]:
     """The backend's module and a sentence on why it is the one.
 
+    Args:
+        name: "te", "torch" or "auto".
+        model: what is to be converted.
+        planning: nothing will run: where TE is missing, modules of its names and shapes stand for its own.
+
     Raises:
-        BackendError: `name` is "te"; the sentence says what is missing.
+        BackendError: `name` is "te" and it cannot run here; the sentence says what is missing.
     """
     from te_transform.backends import torch as plain
 
     if name == "torch":
         return plain, "backend 'torch', as asked"
-    missing = "te_transform has no Transformer Engine backend yet"
+    missing = _missing()
     if name == "te":
+        if not missing:
+            return _te(), "backend 'te', as asked"
+        if planning:
+            return _stand_in(plain), f"backend 'te', planned only, because {missing}"
         raise BackendError(f"backend='te' cannot be used: {missing}; pass backend='torch' or 'auto'")
-    return plain, f"backend 'torch', because {missing}"
+    missing = missing or _unfit(model)
+    if missing:
+        return plain, f"backend 'torch', because {missing}"
+    return _te(), "backend 'te', because it runs here and the model is on the GPU"
+
+
+def _missing() -> str | None:
+    if not cuda.is_available():
+        return "this machine has no GPU that PyTorch can use"
+    try:
+        _te()
+    except Exception as error:  # its libraries are loaded in there, and each fails in its own way
+        reason = str(error).strip().splitlines() or [""]
+        return f"Transformer Engine cannot be imported ({type(error).__name__}: {reason[0]})"
+    if cuda.get_device_capability() < (8, 0):
+        return "this GPU is older than Ampere, which Transformer Engine needs"
+    return None
+
+
+def _unfit(model: nn.Module) -> str | None:
+    """Why TE's modules would not run for this model as it stands, or None."""
+    weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    if any(not weight.is_cuda for weight in weights):
+        return "the model is not on the GPU: move it there first, or pass backend='te'"
+    if any(weight.dtype not in (bfloat16, float16) for weight in weights):
+        return (
+            "the model's weights are not all bfloat16 or float16, and Transformer Engine multiplies "
+            "float32 in TF32: convert them first"
+        )
+    return None
+
+
+def _te() -> ModuleType:
+    from te_transform.backends import te
+
+    return te
+
+
+def _stand_in(plain: ModuleType) -> SimpleNamespace:
+    def multiple(recipe: object) -> int:
+        return 32 if recipe == "mxfp8" else 16
+
+    own = {"NAME": "te", "PLAIN": False, "multiple": multiple, "recipe_of": lambda asked: asked}
+    return SimpleNamespace(**{**vars(plain), **own})

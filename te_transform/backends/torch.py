@@ -180,6 +180,13 @@ class LayerNormMLP(_Normalising):
 class DotProductAttention(nn.Module):
     """softmax(q k^T * scale + mask) v, by scaled_dot_product_attention."""
 
+    # Hugging Face's attention functions that it can take the place of
+    stands_for: tuple[str, ...] = ("eager",)
+
+    def takes(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+        """Whether this is a call that the core has a kernel of its own for."""
+        return True
+
     def forward(
         self,
         query: Tensor,

@@ -1,0 +1,91 @@
+"""What an expert writes by hand today: the same models on te.TransformerLayer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+Context = Callable[[], contextlib.AbstractContextManager]
+
+
+def layer(hidden: int, ffn: int, heads: int) -> nn.Module:
+    """The quickstart layer, sequence first, no mask, no dropout, with weights of its own."""
+    return te.TransformerLayer(
+        hidden,
+        ffn,
+        heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type="no_mask",
+        fuse_qkv_params=True,
+        params_dtype=torch.bfloat16,
+    )
+
+
+class DecoderLayer(te.TransformerLayer):
+    """Llama's decoder layer, called as transformers calls it."""
+
+    def __init__(self, config: Any, number: int, angles: Tensor):
+        super().__init__(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            num_gqa_groups=config.num_key_value_heads,
+            layernorm_epsilon=config.rms_norm_eps,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            layer_number=number,
+            self_attn_mask_type="causal",
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            bias=False,
+            normalization="RMSNorm",
+            activation="swiglu",
+            attn_input_format="bshd",
+            params_dtype=torch.bfloat16,
+        )
+        self.angles = angles
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return super().forward(hidden_states, rotary_pos_emb=self.angles[: hidden_states.shape[1]])
+
+    def load(self, source: LlamaDecoderLayer) -> DecoderLayer:
+        """Take the weights of transformers' layer."""
+        attention, mlp = source.self_attn, source.mlp
+        own, its = self.self_attention, self.layernorm_mlp
+        moves = {
+            own.layernorm_qkv.layer_norm_weight: source.input_layernorm.weight,
+            own.layernorm_qkv.weight: torch.cat(
+                [p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            ),
+            own.proj.weight: attention.o_proj.weight,
+            its.layer_norm_weight: source.post_attention_layernorm.weight,
+            its.fc1_weight: torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            its.fc2_weight: mlp.down_proj.weight,
+        }
+        with torch.no_grad():
+            for target, value in moves.items():
+                target.copy_(value)
+        return self
+
+
+def llama(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The model with its decoder layers replaced, in place."""
+    config = model.config
+    width = config.hidden_size // config.num_attention_heads
+    angles = te.RotaryPositionEmbedding(width)(config.max_position_embeddings).cuda()
+    for number, source in enumerate(model.model.layers):
+        model.model.layers[number] = DecoderLayer(config, number + 1, angles).load(source)
+    return model
+
+
+def within(recipe: Any) -> Context:
+    """The context that its forward runs in."""
+    return contextlib.nullcontext if recipe is None else lambda: te.autocast(enabled=True, recipe=recipe)

@@ -1,0 +1,329 @@
+"""te_transform on Transformer Engine against everything else, on a Hopper GPU: forward and backward, bf16
+and FP8.
+
+    python benchmarks/te_speed.py layer|llama [--only ours] [--profile NAME] [--json PATH]
+
+`layer` is the layer of TE's quickstart (hidden 4096, ffn 16384, 32 heads, 2048 x 4 tokens, no mask),
+`llama` is transformers' LlamaForCausalLM, 8 layers of the 8B shape, 2 x 4096 tokens, vocabulary 32000,
+with its loss. All contenders run by turns in one process, on the same weights; no dropout, gradients
+dropped after each step. Times are medians with quartiles, peak memory is that of a step beside the
+weights of others, errors are of the output, relative to fp32 on the same (bf16) weights. Nothing is
+asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which are the tests'
+
+import hand_port
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformer_engine.common import recipe as recipes
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import te_transform
+from tests.models.quickstart import BasicLayer
+
+ROUNDS = 15
+HAND = "hand port"  # what ratios are relative to, of the same precision
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be trained, and how each contender gets it."""
+
+    build: Callable[[], nn.Module]
+    inputs: dict[str, Tensor]
+    example: dict[str, Tensor]
+    port: Callable[[nn.Module], nn.Module]
+    output: Callable[[Any], Tensor]  # what errors are measured on
+    loss: Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender; milliseconds, MiB."""
+
+    name: str
+    median: float
+    low: float
+    high: float
+    peak: float
+    error: float
+
+
+def layer() -> Subject:
+    x = torch.randn(2048, 4, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cotangent = torch.randn_like(x)
+
+    def port(original: nn.Module) -> nn.Module:
+        made = hand_port.layer(4096, 16384, 32)
+        own = made.self_attention
+        moves = {
+            own.layernorm_qkv.layer_norm_weight: original.ln1.weight,
+            own.layernorm_qkv.layer_norm_bias: original.ln1.bias,
+            own.layernorm_qkv.weight: original.qkv_projection.weight,
+            own.layernorm_qkv.bias: original.qkv_projection.bias,
+            own.proj.weight: original.projection.weight,
+            own.proj.bias: original.projection.bias,
+            made.layernorm_mlp.layer_norm_weight: original.ln2.weight,
+            made.layernorm_mlp.layer_norm_bias: original.ln2.bias,
+            made.layernorm_mlp.fc1_weight: original.mlp.linear1.weight,
+            made.layernorm_mlp.fc1_bias: original.mlp.linear1.bias,
+            made.layernorm_mlp.fc2_weight: original.mlp.linear2.weight,
+            made.layernorm_mlp.fc2_bias: original.mlp.linear2.bias,
+        }
+        with torch.no_grad():
+            for target, value in moves.items():
+                target.copy_(value)
+        return _Named(made, "x")
+
+    return Subject(
+        build=lambda: BasicLayer(4096, 16384, 32, attention_dropout=0.0, hidden_dropout=0.0),
+        inputs={"x": x},
+        example={"x": x[:128, :2].detach()},
+        port=port,
+        output=lambda out: out,
+        loss=lambda out: (out * cotangent).sum(),
+    )
+
+
+class _Named(nn.Module):
+    """A TE layer, called by the name that the original's argument has."""
+
+    def __init__(self, layer: nn.Module, name: str):
+        super().__init__()
+        self.layer, self.name = layer, name
+
+    def forward(self, **kwargs: Tensor) -> Tensor:
+        return self.layer(kwargs[self.name])
+
+
+def llama() -> Subject:
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    ids = torch.randint(32000, (2, 4096), device="cuda")
+    return Subject(
+        build=lambda: LlamaForCausalLM(config),
+        inputs={"input_ids": ids, "labels": ids},
+        example={"input_ids": ids[:, :256], "labels": ids[:, :256]},
+        port=hand_port.llama,
+        output=lambda out: out.logits,
+        loss=lambda out: out.loss,
+    )
+
+
+SUBJECTS = {"layer": layer, "llama": llama}
+_HAND_RECIPES = {
+    "bf16": None,
+    "fp8-delayed": recipes.DelayedScaling(),
+    "fp8-current": recipes.Float8CurrentScaling(),
+}
+
+
+def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Module, hand_port.Context]]]:
+    """By name, what makes of a fresh original a model and the context of its forward."""
+
+    def plain(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+        return model, contextlib.nullcontext
+
+    def compiled(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+        model.compile()
+        return model, contextlib.nullcontext
+
+    def torchao(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: "lm_head" not in name)
+        return compiled(model)
+
+    def accelerate(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+        from accelerate.utils.transformer_engine import convert_model
+
+        convert_model(model)
+        return model.to(torch.bfloat16), hand_port.within(recipes.DelayedScaling())
+
+    def ported(recipe: Any) -> Callable:
+        return lambda model: (subject.port(model), hand_port.within(recipe))
+
+    def ours(recipe: str | None) -> Callable:
+        def converted(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+            options = {"backend": "te", "recipe": recipe, "inplace": True, "verify": False}
+            return te_transform.convert(model, subject.example, **options), contextlib.nullcontext
+
+        return converted
+
+    found: dict[str, Callable] = {
+        "eager bf16": plain,
+        "torch.compile bf16": compiled,
+        "torchao float8 + torch.compile": torchao,
+        "accelerate convert_model fp8-delayed": accelerate,
+    }
+    found |= {f"{HAND} {name}": ported(recipe) for name, recipe in _HAND_RECIPES.items()}
+    found |= {f"te_transform {name}": ours(None if name == "bf16" else name) for name in _HAND_RECIPES}
+    return found | {"te_transform fp8-block": ours("fp8-block")}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("subject", choices=SUBJECTS)
+    parser.add_argument("--only", default="", help="contenders with one of these, by commas, in their name")
+    parser.add_argument(
+        "--profile", default="", help="print the kernels of the contender of this name, no times"
+    )
+    parser.add_argument("--json", default="", help="write the rows to this file too")
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    subject = SUBJECTS[asked.subject]()
+    chosen = contenders(subject)
+    wanted = [asked.profile] if asked.profile else asked.only.split(",")
+    chosen = {name: make for name, make in chosen.items() if any(word in name for word in wanted)}
+    original = _on_gpu(subject.build)
+    reference = _reference(original, subject)
+    steps, errors = {}, {}
+    for name, make in chosen.items():
+        try:
+            steps[name], errors[name] = _prepared(make, original, subject, reference)
+        except Exception as error:  # one that does not run here leaves the others their turn
+            print(
+                f"{name} does not run: {type(error).__name__}: {str(error)[:300]}",
+                file=sys.stderr,
+                flush=True,
+            )
+    del original
+    if asked.profile:
+        print(profiled(steps[asked.profile]))
+        return
+    rows = measured(steps, errors)
+    if asked.json:
+        Path(asked.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    Console(width=130).print(_table(asked.subject, rows))
+
+
+def _on_gpu(build: Callable[[], nn.Module]) -> nn.Module:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return build()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _reference(original: nn.Module, subject: Subject) -> Tensor:
+    """The output on the example in fp32."""
+    wide = copy.deepcopy(original).float()
+    example = {k: v.float() if v.is_floating_point() else v for k, v in subject.example.items()}
+    with torch.no_grad():
+        return subject.output(wide(**example))
+
+
+def _prepared(
+    make: Callable, original: nn.Module, subject: Subject, reference: Tensor
+) -> tuple[Callable[[], None], float]:
+    model, context = make(copy.deepcopy(original))
+    with context():
+        out = subject.output(model(**subject.example))
+    error = ((out.detach().float() - reference).norm() / reference.norm()).item()
+    del out
+
+    def step() -> None:
+        with context():
+            out = model(**subject.inputs)
+        subject.loss(out).backward()
+        for tensor in (*model.parameters(), *subject.inputs.values()):
+            tensor.grad = None
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    gc.collect()
+    return step, error
+
+
+def measured(steps: dict[str, Callable[[], None]], errors: dict[str, float]) -> list[Row]:
+    """Each contender's times by turns, and its peak memory."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            step()  # whoever ran before has left its data in the cache
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    rows = []
+    for name, step in steps.items():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        low, middle, high = statistics.quantiles(times[name], n=4)
+        rows.append(Row(name, middle, low, high, peak, errors[name]))
+    return rows
+
+
+def profiled(step: Callable[[], None]) -> str:
+    """The kernels of three steps, and how much of the time none ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        start = time.perf_counter()
+        for _ in range(3):
+            step()
+        issued = time.perf_counter() - start
+        torch.cuda.synchronize()
+        took = time.perf_counter() - start
+    kernels = [
+        e for e in seen.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"
+    ]
+    busy = sum(e.self_device_time_total for e in kernels) / 3e3
+    lines = [
+        f"{1e3 * took / 3:.1f} ms a step, {sum(e.count for e in kernels) // 3} kernels take "
+        f"{busy:.1f} ms, all launched after {1e3 * issued / 3:.1f} ms"
+    ]
+    for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:45]:
+        lines.append(f"{e.self_device_time_total / 3e3:8.3f} ms {e.count // 3:5d} x {e.key[:100]}")
+    return "\n".join(lines)
+
+
+def _table(subject: str, rows: list[Row]) -> Table:
+    table = Table(title=f"{subject}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for column in ("", "ms", "quartiles", "to the hand port", "peak, MiB", "to the hand port", "error"):
+        table.add_column(column)
+    hand = {row.name.removeprefix(f"{HAND} "): row for row in rows if row.name.startswith(HAND)}
+    for row in rows:
+        own = hand.get(row.name.rpartition(" ")[2])
+        ratios = ["", ""] if own is None else [f"{row.median / own.median:.3f}", f"{row.peak / own.peak:.3f}"]
+        times = (f"{row.median:.2f}", f"{row.low:.2f} to {row.high:.2f}", ratios[0])
+        table.add_row(row.name, *times, f"{row.peak:.0f}", ratios[1], f"{row.error:.1e}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

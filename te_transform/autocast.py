@@ -1,0 +1,68 @@
+"""The precision of a converted model at run time: its forward runs in a recipe's autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_transform.slots import Made
+
+
+@dataclass(eq=False)
+class Kept:
+    """Whether fused modules, which share one of these, may use weights that an earlier call quantised."""
+
+    weights: bool = False
+
+
+@dataclass(eq=False)
+class Precision:
+    """A recipe, and the fused modules that run in it.
+
+    Weights are quantised once, and kept, over the calls of te_transform.accumulate(), and in evaluation
+    without gradients for as long as no weight has been written to.
+    """
+
+    recipe: Any  # TE's
+    modules: list[nn.Module]
+    kept: Kept = field(default_factory=Kept)
+    accumulating: bool = False
+    stamp: tuple | None = None  # of the weights when they were quantised
+
+    @torch.compiler.disable  # TE's kernels break compiled graphs, and its delayed scaling cannot be compiled
+    def run(self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One call of the model's own forward."""
+        from te_transform.backends import te
+
+        self._keep(model.training)
+        with te.autocast(self.recipe):
+            return forward(*args, **kwargs)
+
+    def _keep(self, training: bool) -> None:
+        stamp = None
+        if self.accumulating:
+            stamp = torch.is_grad_enabled(), ()
+        elif not training and not torch.is_grad_enabled():
+            weights = [getattr(module, name) for module in self.modules for name in module.weight_names]
+            if not any(weight.is_inference() for weight in weights):
+                stamp = False, tuple((id(weight), weight.data_ptr(), weight._version) for weight in weights)
+        if stamp != self.stamp:
+            self.forget()
+        self.stamp, self.kept.weights = stamp, stamp is not None
+
+    def forget(self) -> None:
+        """Free the weights that were kept."""
+        for module in self.modules:
+            module.forget_weights()
+        self.stamp, self.kept.weights = None, False
+
+
+class AutocastSlot(Made):
+    """The converted model: its forward runs in its precision."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._te_transform_precision.run(self, super().forward, args, kwargs)
