@@ -5,6 +5,7 @@ from pathlib import Path
 if not (Path(__file__).parent / "passes").is_dir():  # a checkout: the catalogue lies beside the package
     __path__.append(str(Path(__file__).parent.parent))
 
+from te_transform.accumulate import AccumulationError, accumulate
 from te_transform.backends import BackendError
 from te_transform.config import OptionError
 from te_transform.convert import convert, inspect, report
@@ -20,6 +21,7 @@ from te_transform.verify import Verification, verify
 
 __all__ = [
     "PIPELINE",
+    "AccumulationError",
     "BackendError",
     "InputError",
     "ModelError",
@@ -31,6 +33,7 @@ __all__ = [
     "Rule",
     "TraceError",
     "Verification",
+    "accumulate",
     "convert",
     "inspect",
     "move_optimizer",

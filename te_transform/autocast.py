@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdRef
 
 from te_transform.slots import Made
 
@@ -17,6 +18,7 @@ class Kept:
     """Whether fused modules, which share one of these, may use weights that an earlier call quantised."""
 
     weights: bool = False
+    grad: bool = False  # whether they were quantised for a backward too
 
 
 @dataclass(eq=False)
@@ -39,6 +41,8 @@ class Precision:
         from te_transform.backends import te
 
         self._keep(model.training)
+        if model.training and torch.is_grad_enabled() and te.is_delayed(self.recipe):
+            te.note_scales(self.modules)
         with te.autocast(self.recipe):
             return forward(*args, **kwargs)
 
@@ -49,10 +53,16 @@ class Precision:
         elif not training and not torch.is_grad_enabled():
             weights = [getattr(module, name) for module in self.modules for name in module.weight_names]
             if not any(weight.is_inference() for weight in weights):
-                stamp = False, tuple((id(weight), weight.data_ptr(), weight._version) for weight in weights)
+                # not by id(), which a later tensor may have again
+                held = ((WeakIdRef(weight), weight.data_ptr(), weight._version) for weight in weights)
+                stamp = False, tuple(held)
         if stamp != self.stamp:
             self.forget()
         self.stamp, self.kept.weights = stamp, stamp is not None
+        self.kept.grad = torch.is_grad_enabled()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "stamp": None}  # a copy has other weights
 
     def forget(self) -> None:
         """Free the weights that were kept."""
@@ -66,3 +76,8 @@ class AutocastSlot(Made):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._te_transform_precision.run(self, super().forward, args, kwargs)
+
+    def train(self, mode: bool = True) -> AutocastSlot:
+        """As nn.Module's; kept weights are made anew, whatever was done to the model before."""
+        self._te_transform_precision.forget()
+        return super().train(mode)

@@ -8,6 +8,7 @@ on the example inputs, and what goes through their products gives the first scal
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,6 +26,8 @@ from te_transform.precision import PrecisionPlan
 from te_transform.preserve import preserved
 from te_transform.replay import only
 
+log = logging.getLogger(__name__)
+
 
 def quantise(
     model: nn.Module,
@@ -38,9 +41,10 @@ def quantise(
     within = [site for site in emitted if plan.sites.get(place(site.fusion), "no product") is None]
     on_gpu = all(parameter.is_cuda for parameter in model.parameters())
     if backend.is_delayed(recipe) and on_gpu:
-        for site, products in _seen(model, within, samples).items():
-            seen = [backend.Amax(p.input, p.weight, p.grad) for p in products]
-            backend.calibrate(site.fusion.fused, recipe, seen)
+        seen = _seen(model, within, samples)
+        for site in within:
+            products = [backend.Amax(p.input, p.weight, p.grad) for p in seen.get(site, ())]
+            backend.calibrate(site.fusion.fused, recipe, products)
     enter_precision(model, Precision(recipe, [site.fusion.fused for site in within]))
 
 
@@ -78,8 +82,11 @@ def _products(model: nn.Module, site: Emitted) -> Iterator[tuple[_Product, list[
     """Each product of a fused module with the modules that computed it, in parts."""
     fused = site.fusion.fused
     for name in fused.weight_names:
-        paths = [piece.name.rpartition(".")[0] for piece in site.fusion.layouts[name].pieces]
-        modules = [model.get_submodule(path) for path in paths]
+        if name in fused._te_transform_borrowed:  # of a tied weight the name is perhaps another module's
+            modules = [fused._te_transform_borrowed[name].module]
+        else:
+            paths = [piece.name.rpartition(".")[0] for piece in site.fusion.layouts[name].pieces]
+            modules = [model.get_submodule(path) for path in paths]
         yield _Product(getattr(fused, name).detach().abs().amax().float()), modules
 
 
@@ -100,7 +107,9 @@ def _watched(module: nn.Module, product: _Product) -> Iterator[None]:
         hook.remove()
 
 
-def _larger(amax: Tensor | None, seen: Tensor) -> Tensor:
+def _larger(amax: Tensor | None, seen: Tensor) -> Tensor | None:
+    if not seen.numel():  # an expert that no token went to
+        return amax
     new = seen.detach().abs().amax().float()
     return new if amax is None else torch.maximum(amax, new)
 
@@ -115,7 +124,16 @@ def _run(model: nn.Module, sample: Inputs) -> None:
         loss = _loss(out)
         trained = [p for p in model.parameters() if p.requires_grad]
         if loss is not None and trained:
-            torch.autograd.grad(loss, trained, allow_unused=True)
+            _backward(loss, trained)
+
+
+def _backward(loss: Tensor, trained: list[nn.Parameter]) -> None:
+    try:  # not backward(), which would call what waits for gradients: optimizers step in there
+        torch.autograd.grad(loss, trained, allow_unused=True)
+    except RuntimeError as error:
+        if "checkpoint" not in str(error):
+            raise
+        log.warning("gradients are not calibrated: reentrant checkpoints cannot be run for a calibration")
 
 
 def _loss(out: Any) -> Tensor | None:

@@ -15,20 +15,24 @@ rounding in any other.
 One run of the original can be lucky, where few numbers are compared or a softmax sits on an edge. So before a
 comparison fails, the original is run a few times more with each result off by a random half ulp (Monte Carlo
 arithmetic, Parker 1997), which is what another order of sums does to it, and its largest error counts.
+
+Where the converted model runs in FP8, the original that counts is one whose same products are quantised and
+dequantised as well as FP8 can (emulate.py); its draws have other scales too. The reference stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from te_transform.inputs import Inputs
 from te_transform.originals import Original, fusions
-from te_transform.replay import Run, only, run
+from te_transform.replay import Run, only, run, unquantised
 from te_transform.slots import Fusion
 
 MORE = 1.2  # converted sums run in another order: as good as the original's, not the same
@@ -62,6 +66,13 @@ class Row:
         )
 
 
+class Rehearsal(Protocol):
+    """What a model in delayed scaling needs before a run that counts: scales that such a run leaves."""
+
+    def until_settled(self) -> Iterator[None]:
+        """Once for each run there has to be."""
+
+
 class OriginalError(RuntimeError):
     """The original does not run on these inputs: there is nothing to compare with."""
 
@@ -75,10 +86,14 @@ def judge(
     enabled: Sequence[Fusion],
     training: bool,
     label: str = "",
+    emulation: Callable[[int | None], AbstractContextManager] = nullcontext,
+    rehearsal: Rehearsal | None = None,
 ) -> list[Row]:
     """Run `original`, `converted` with the fusions `enabled`, and `reference` (from in_double), and compare.
 
-    `parameters` gives a module's original parameters by name. If `converted` raises, that is one failing row.
+    `parameters` gives a module's original parameters by name; `emulation` is entered where `original` runs,
+    with the seed of a draw or None. With a `rehearsal`, `converted` runs until that has settled,
+    and then once more, which counts. If `converted` raises, that is one failing row.
 
     Raises:
         OriginalError: the original raised, or its copy in fp64 did.
@@ -86,7 +101,7 @@ def judge(
     label = f"{label}, {'training' if training else 'evaluation'}".lstrip(", ")
     how = {"training": training}
     try:
-        with only((), fusions(original)):
+        with only((), fusions(original)), unquantised(original), emulation(None):
             own = run(original, inputs, parameters(original), **how)
     except Exception as error:
         raise OriginalError(f"{type(error).__name__}: {error}") from error
@@ -97,15 +112,18 @@ def judge(
         raise OriginalError(f"in fp64, {type(error).__name__}: {error}") from error
     try:
         with only(enabled, fusions(converted)):
+            for _ in () if rehearsal is None else rehearsal.until_settled():
+                run(converted, inputs, parameters(converted), **how)
             fused = run(converted, inputs, parameters(converted), **how)
     except Exception as error:
         reason = f"raised {type(error).__name__}: {error}"
         return [Row(label, "the forward or backward", False, reason=reason)]
     rows = compare(fused, [own], exact, label)
     if any(not row.ok and not row.reason for row in rows):
-        with only((), fusions(original)):
-            again = partial(run, original, inputs, parameters(original), **how)
-            draws = [again(rounding=seed) for seed in range(DRAWS)]
+        draws = []
+        for seed in range(DRAWS):
+            with only((), fusions(original)), unquantised(original), emulation(seed):
+                draws.append(run(original, inputs, parameters(original), **how, rounding=seed))
         rows = compare(fused, [own, *draws], exact, label)
     return rows
 

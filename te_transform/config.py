@@ -57,7 +57,7 @@ class Options:
 
         if backend not in ("auto", "te", "torch"):
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
-        chosen, reason = choose(backend, model, planning)
+        chosen, reason = choose(backend, model, planning, quantised=recipe is not None)
         if passes is not None and not isinstance(passes, (tuple, list)):
             raise OptionError(
                 f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from te_transform.calibrate import quantise
 from te_transform.config import Options
-from te_transform.emit import Emitted, emit, leave, undo
+from te_transform.emit import Emitted, emit, enter_loss, leave, undo
 from te_transform.finalise import finalise, unfinalise
 from te_transform.inputs import Inputs, as_inputs
 from te_transform.model import ModelError, check_model
@@ -94,6 +94,8 @@ def convert(
             emit(converted, site, emitted)
         if verify:
             made.roll_back(check_sites(converted, emitted, samples))
+        if options.backend.NAME == "te":
+            enter_loss(converted)
         if precision is not None:
             quantise(converted, emitted, precision, options.backend, samples)
         converted.__dict__["_te_transform"] = _report(converted, made, before, options, precision)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.rotary import rotating
-from te_transform.slots import OwnerSlot, Slot
+from te_transform.slots import OwnerSlot, Slot, traced
 
 NAME = "te_transform"
 _KNOWN = {"position_ids", "cache_position", "use_cache", "sliding_window", "is_causal", "output_attentions"}
@@ -27,9 +28,15 @@ class DispatchSlot(OwnerSlot):
     """A Hugging Face attention module whose written-out core is called by another name."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._te_transform_slot.rotates and self._te_transform_slot.fusion.enabled:
-            return rotating(type(self)._te_transform_made_of[0])(self, *args, **kwargs)
-        return super(OwnerSlot, self).forward(*args, **kwargs)
+        slot: Slot = self._te_transform_slot
+        if not torch.compiler.is_compiling():
+            _follow(self.config, slot.config)
+        turning = None
+        if slot.rotates and slot.fusion.enabled and not traced():
+            turning = rotating(_kind(self))  # of the forward that the class has today
+        if turning is None:
+            return super(OwnerSlot, self).forward(*args, **kwargs)
+        return turning(self, *args, **kwargs)
 
 
 def dispatches(module: nn.Module, cores: tuple[str, ...]) -> bool:
@@ -45,7 +52,40 @@ def enter(module: nn.Module, slot: Slot) -> None:
     slot.config = module.config
     module.__dict__["config"] = copy.copy(module.config)
     # the public setter would pass the name on to configs that are shared with the rest of the model
-    module.config._attn_implementation_internal = NAME
+    module.config._attn_implementation_internal = _name(module, slot)
+
+
+def _name(module: nn.Module, slot: Slot) -> str:
+    """Our core's name, in a form that compilers read too where the module's code does not ask for others."""
+    constants = repr(getattr(getattr(_forward(module), "__code__", None), "co_consts", ()))
+    asks = any(repr(name) in constants for name in slot.fusion.fused.stands_for)
+    return _Name(slot.config) if asks else NAME
+
+
+class _Name(str):
+    """Our core's name, which is equal too to the one in the model's config: some forwards go by that."""
+
+    config: Any
+
+    def __new__(cls, config: Any) -> _Name:
+        name = super().__new__(cls, NAME)
+        name.config = config
+        return name
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) or self.config._attn_implementation == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _follow(config: Any, original: Any) -> None:
+    """Let the copy of a config hold what the original holds now, but for the name of the core."""
+    name = getattr(config, "_attn_implementation_internal", None)
+    if name == NAME:  # else it is no copy, but what somebody has put in its place
+        vars(config).update({**vars(original), "_attn_implementation_internal": name})
 
 
 def attend(
@@ -66,20 +106,18 @@ def attend(
     """
     slot: Slot = module._te_transform_slot
     named, core = slot.config._attn_implementation, slot.fusion.fused
+    original = _original(named, module)
     # sdpa_attention_forward takes any argument, and goes by one of those that are new to us
     new = {"position_bias"} if named == "sdpa" else rest.keys() - _KNOWN
     known = all(rest.get(key) is None for key in new)
     causal = named == "sdpa" and attention_mask is None and _is_causal(module, query, rest)
-    if named not in core.stands_for or not slot.fusion.enabled or not known or _wants_probabilities(rest):
-        return _original(named, module)(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest
-        )
-    slot.fusion.count_run()
-    if named == "sdpa" and not core.takes(query, key, value, attention_mask, causal):
-        # which knows how to call PyTorch's kernels with its own masks
-        return _original(named, module)(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest
-        )
+    stands = named in core.stands_for and slot.fusion.enabled and known and not _wants_probabilities(rest)
+    if stands:
+        slot.fusion.count_run()
+    if stands and named == "sdpa":  # which knows how to call PyTorch's kernels with its own masks
+        stands = core.takes(query, key, value, attention_mask, causal) and _is_theirs(original)
+    if not stands:
+        return original(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest)
     mask = None if attention_mask is None else attention_mask[..., : key.shape[-2]]
     scale = slot.scale if scaling is None else scaling
     grouped = key.shape[1] != query.shape[1]
@@ -98,9 +136,29 @@ def _original(named: str, module: nn.Module) -> Callable:
     return scope["ALL_ATTENTION_FUNCTIONS"].get_interface(named, scope["eager_attention_forward"])
 
 
+def _is_theirs(sdpa: Callable) -> bool:
+    """Whether the function is Hugging Face's own: anybody can register another under its name."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa is sdpa_attention_forward
+
+
 def _scope(module: nn.Module) -> dict[str, Any]:
-    forward = inspect.unwrap(getattr(type(module), "_te_transform_made_of", (type(module),))[0].forward)
-    return getattr(forward, "__globals__", {})
+    """The globals that hold the module's attention functions."""
+    scope = getattr(_forward(module), "__globals__", {})
+    if "ALL_ATTENTION_FUNCTIONS" in scope:
+        return scope
+    # somebody may have put a forward from elsewhere around the class's own
+    scopes = (vars(sys.modules[kind.__module__]) for kind in _kind(module).__mro__)
+    return next((scope for scope in scopes if "ALL_ATTENTION_FUNCTIONS" in scope), {})
+
+
+def _forward(module: nn.Module) -> Callable:
+    return inspect.unwrap(_kind(module).forward)
+
+
+def _kind(module: nn.Module) -> type:
+    return getattr(type(module), "_te_transform_made_of", (type(module),))[0]
 
 
 def _wants_probabilities(rest: dict[str, Any]) -> bool:

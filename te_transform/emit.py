@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from te_transform import dispatch
 from te_transform.autocast import AutocastSlot, Precision
 from te_transform.dispatch import DispatchSlot
+from te_transform.loss import CausalLoss, fusable
 from te_transform.originals import fusions
 from te_transform.plan import Site
 from te_transform.rotary import RotarySlot
@@ -136,8 +137,16 @@ def enter_precision(model: nn.Module, precision: Precision) -> None:
     model.__class__ = slot_class(type(model), AutocastSlot, ())
 
 
+def enter_loss(model: nn.Module) -> None:
+    """Let the model compute its loss in one kernel, if it has the door for that."""
+    if fusable(model):
+        model.__dict__["_loss_function"] = CausalLoss(model.loss_function)
+
+
 def leave(model: nn.Module) -> None:
-    """Undo what belongs to no site alone: `enter_precision`, and the notes on cosines and sines."""
+    """Undo what belongs to no site alone: precision, loss, and the notes on cosines and sines."""
+    if isinstance(vars(model).get("_loss_function"), CausalLoss):
+        del model.__dict__["_loss_function"]
     for module in model.modules():
         if isinstance(module, RotarySlot):
             module.__class__ = type(module)._te_transform_made_of[0]

@@ -56,7 +56,7 @@ def plain_calls(model: nn.Module) -> Counter[str]:
     counts: Counter[str] = Counter()
     for fusion in fusions(model):
         counts += getattr(fusion.fused, "plain_calls", Counter())
-    return counts
+    return counts + getattr(vars(model).get("_loss_function"), "plain_calls", Counter())
 
 
 def _original_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

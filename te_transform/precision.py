@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx, nn
 
 if TYPE_CHECKING:
@@ -30,11 +31,21 @@ class PrecisionPlan:
     """A recipe, and for each fused module's host, by path, why it stays out of it; None where it does not.
 
     `recipe` is one of convert()'s names or a TE recipe object. Give a plan to convert() as its recipe:
-    modules that it does not name are decided as without it.
+    modules that it does not name are decided as without it. "fp8" is None too, as in a file.
+
+    Raises:
+        PrecisionError: a site has something else.
     """
 
     recipe: Any
     sites: dict[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for site, why in self.sites.items():
+            if why is not None and not isinstance(why, str):
+                raise PrecisionError(f'{site!r} has {why!r}, None, "fp8" or a reason is needed')
+        decided = {site: None if why == _IN else why for site, why in self.sites.items()}
+        object.__setattr__(self, "sites", decided)
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write the plan as TOML.
@@ -47,8 +58,10 @@ class PrecisionPlan:
                 f"the recipe is a {type(self.recipe).__name__}, a file needs one of convert()'s names, "
                 "such as 'fp8-delayed'"
             )
-        lines = [f"{json.dumps(site)} = {json.dumps(why or _IN)}" for site, why in self.sites.items()]
-        text = "\n".join([f"recipe = {json.dumps(self.recipe)}", "", "[sites]", *lines, ""])
+        lines = [
+            f"{_quoted(site)} = {_quoted(_IN if why is None else why)}" for site, why in self.sites.items()
+        ]
+        text = "\n".join([f"recipe = {_quoted(self.recipe)}", "", "[sites]", *lines, ""])
         Path(path).write_text(_HEADER + text, encoding="utf-8")
 
     @classmethod
@@ -60,18 +73,24 @@ class PrecisionPlan:
         """
         try:
             found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # no TOML, or not even text
             raise PrecisionError(
                 f"{path} is no TOML ({error}), write() makes a file to start from"
             ) from error
         sites = found.get("sites", {})
         texts = isinstance(sites, dict) and all(isinstance(why, str) for why in sites.values())
-        if not isinstance(found.get("recipe"), str) or not texts:
+        known = found.keys() <= {"recipe", "sites"}  # a table that is misspelt would be passed over
+        if not isinstance(found.get("recipe"), str) or not texts or not known:
             raise PrecisionError(
                 f'{path} needs a line recipe = "fp8-delayed" and a table [sites] of paths with "fp8" or a '
                 "reason: write() makes a file to start from"
             )
-        return cls(found["recipe"], {site: None if why == _IN else why for site, why in sites.items()})
+        return cls(found["recipe"], sites)
+
+
+def _quoted(text: str) -> str:
+    # JSON's strings are TOML's too, but for the pairs of surrogates that ASCII would need
+    return json.dumps(text, ensure_ascii=False)
 
 
 def assign(made: Plan, asked: Any, backend: Any) -> PrecisionPlan:
@@ -96,10 +115,15 @@ def assign(made: Plan, asked: Any, backend: Any) -> PrecisionPlan:
     heads = set(_outputs(made.recording.graph))
     decided = {}
     for path, site in sites.items():
-        reasons = [*_odd(site.fused, multiple)]
+        reasons = [*_foreign(site.fused, backend), *_odd(site.fused, multiple)]
         reasons += [named.sites[path]] if path in named.sites else _head(site, heads)
-        decided[path] = next(filter(None, reasons), None)
+        decided[path] = next((why for why in reasons if why is not None), None)
     return PrecisionPlan(named.recipe, decided)
+
+
+def _foreign(fused: nn.Module, backend: Any) -> Iterator[str]:
+    if type(fused).__module__ != backend.__name__:
+        yield f"{type(fused).__name__} is a rule's own module, a recipe holds for TE's"
 
 
 def _odd(fused: nn.Module, multiple: int) -> Iterator[str]:
@@ -118,11 +142,13 @@ def _head(site: Site, heads: set[str]) -> Iterator[str]:
 
 
 def _outputs(graph: fx.Graph) -> Iterator[str]:
-    """The fused modules that make the model's output: nothing but functions of one tensor lies between."""
+    """The fused modules that make the model's output: nothing but functions of one tensor, and a bias, lies
+    between."""
     waiting = [node for node in graph.nodes if node.op == "output"]
     while waiting:
         node = waiting.pop()
-        sources = [n for n in node.all_input_nodes if _floating(n)]
+        added = node.target is torch.add
+        sources = [n for n in node.all_input_nodes if _floating(n) and not (added and n.op == "get_attr")]
         if node.op == "output" or len(sources) == 1:
             for source in sources:
                 if source.op == "call_module":

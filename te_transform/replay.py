@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
+from te_transform.autocast import AutocastSlot
 from te_transform.inputs import Inputs
 from te_transform.originals import Original, fusions
 from te_transform.rotary import carry
@@ -66,9 +67,10 @@ def run(
 
 
 def in_double(module: nn.Module) -> nn.Module:
-    """A copy of `module` in fp64, on its original modules."""
+    """A copy of `module` in fp64, on its original modules, in no recipe."""
     report = module.__dict__.get("_te_transform")
-    twin = copy.deepcopy(module, {id(report): report})  # its graphs hold the model's tensors
+    with unquantised(module):
+        twin = copy.deepcopy(module, {id(report): report})  # its graphs hold the model's tensors
     for fusion in fusions(twin):
         fusion.enabled = False
         fusion.fused.double()  # its host may lie outside
@@ -87,6 +89,19 @@ def only(enabled: Iterable[Fusion], among: Iterable[Fusion]) -> Iterator[None]:
     finally:
         for fusion, was, runs in before:
             fusion.enabled, fusion.runs, fusion.shared = was, runs, None
+
+
+@contextlib.contextmanager
+def unquantised(module: nn.Module) -> Iterator[None]:
+    """Let the converted models in `module` run in no recipe, if they were in one."""
+    inside = [(m, type(m)) for m in module.modules() if isinstance(m, AutocastSlot)]
+    try:
+        for model, kind in inside:
+            model.__class__ = kind._te_transform_made_of[0]
+        yield
+    finally:
+        for model, kind in inside:
+            model.__class__ = kind
 
 
 def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[str, Tensor]]:

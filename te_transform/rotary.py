@@ -1,9 +1,10 @@
 """Rotary embeddings in a fused kernel, in attention modules whose code calls apply_rotary_pos_emb by name.
 
 Kernels want the angles, such code hands round their cosines and sines. Where the graph shows that a
-module made both of the same angles, that module notes the angles on what it returns. The attention's
-forward runs as it is written, but for that one name: it stands for a function that looks for the note,
-and without one calls the model's own. Cosines of anybody else, or changed since, have none.
+module made both of the same angles, that module notes, at every call, which tensors are the cosines and
+sines of which. The attention's forward runs as it is written, but for that one name: it stands for a
+function that looks for the note, and without one calls the model's own. Cosines of anybody else, scaled,
+or changed since, have none.
 """
 
 from __future__ import annotations
@@ -11,98 +12,106 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from te_transform import vocabulary
 from te_transform.slots import Made, takes_subclasses, traced
 from te_transform.trace import Call, Recording
 
 _NAME = "apply_rotary_pos_emb"  # in 160 of transformers' models
-_COSINES, _SINES = (torch.cos, Tensor.cos), (torch.sin, Tensor.sin)
+_TAKEN = {torch.cos: "cos", Tensor.cos: "cos", torch.sin: "sin", Tensor.sin: "sin"}
+_CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type_as)
 
 
 @dataclass(frozen=True, eq=False)
 class _Note:
-    """What a tensor holds: the cosines or the sines of `angles`, unless it was written to since."""
+    """What a tensor holds: the cosines or the sines of `angles`, unless one of them was written to since."""
 
     angles: Tensor
     of: str
-    version: int
+    versions: tuple[int, int]
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.versions == (tensor._version, self.angles._version)
+
+
+_NOTES = WeakIdKeyDictionary()  # by the tensor, not on it: copies, which may be changed, have none
 
 
 class RotarySlot(Made):
-    """A module that returns cosines and sines, and notes on them of which angles."""
+    """A module that returns cosines and sines, and notes of which angles they are."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if traced():
             return super().forward(*args, **kwargs)
-        with _Watch() as watch:
-            cos, sin = super().forward(*args, **kwargs)
-        scaled = getattr(self, "attention_scaling", 1.0) != 1.0
-        if watch.once and not scaled and not (cos.is_inference() or sin.is_inference()):
-            cos._te_transform_angles = _Note(watch.cosines[0], "cos", cos._version)
-            sin._te_transform_angles = _Note(watch.cosines[0], "sin", sin._version)
-        return cos, sin
+        with _Watch():
+            return super().forward(*args, **kwargs)
 
 
 class _Watch(TorchFunctionMode):
-    """The tensors that cos and sin are taken of."""
-
-    def __init__(self):
-        super().__init__()
-        self.cosines: list[Tensor] = []
-        self.sines: list[Tensor] = []
-
-    @property
-    def once(self) -> bool:
-        """Whether one cosine and one sine were taken, of the same tensor."""
-        return len(self.cosines) == len(self.sines) == 1 and self.cosines[0] is self.sines[0]
+    """Cosines and sines are noted where they are taken, and followed through casts and products with 1."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in _COSINES:
-            self.cosines.append(args[0])
-        if func in _SINES:
-            self.sines.append(args[0])
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in _TAKEN and args:
+            _note(out, args[0], _TAKEN[func])
+        elif func in _CASTS or (func in (torch.mul, Tensor.mul) and _is_one(*args[1:])):
+            carry(args[0], out)
+        return out
+
+
+def _is_one(*factors: Any) -> bool:
+    return len(factors) == 1 and type(factors[0]) in (int, float) and factors[0] == 1
+
+
+def _note(tensor: Tensor, angles: Tensor, of: str) -> None:
+    # a kernel reads angles in fp32, and gives them no gradient
+    fits = type(angles) is Tensor and angles.dtype == torch.float32 and not angles.requires_grad
+    if fits and not (tensor.is_inference() or angles.is_inference()):  # to which writes are not counted
+        _NOTES[tensor] = _Note(angles, of, (tensor._version, angles._version))
 
 
 def carry(tensor: Tensor, copy: Tensor) -> Tensor:
-    """The copy, with the note that is on the tensor."""
-    note = getattr(tensor, "_te_transform_angles", None)
-    if note is not None and note.version == tensor._version:
-        copy._te_transform_angles = _Note(note.angles, note.of, copy._version)
+    """The copy, with the note that there is on the tensor."""
+    note = _NOTES.get(tensor)
+    if note is not None and note.holds(tensor):
+        _note(copy, note.angles, note.of)
     return copy
 
 
 def angles_of(cos: Tensor, sin: Tensor) -> Tensor | None:
     """The angles [batch or 1, length, width], fp32, whose cosines and sines these are, if that is known."""
-    notes = [getattr(tensor, "_te_transform_angles", None) for tensor in (cos, sin)]
-    if None in notes or notes[0].angles is not notes[1].angles:
+    if type(cos) is not Tensor or type(sin) is not Tensor or cos.requires_grad or sin.requires_grad:
         return None
-    in_place = [note.version == tensor._version for note, tensor in zip(notes, (cos, sin), strict=True)]
-    return notes[0].angles if all(in_place) and [note.of for note in notes] == ["cos", "sin"] else None
+    notes = _NOTES.get(cos), _NOTES.get(sin)
+    if None in notes or [note.of for note in notes] != ["cos", "sin"]:
+        return None
+    angles = notes[0].angles
+    same = angles is notes[1].angles and angles.device == cos.device == sin.device
+    return angles if same and notes[0].holds(cos) and notes[1].holds(sin) else None
 
 
 def rotary_of(attention: Call, recording: Recording) -> nn.Module | None:
     """The module whose cosines and sines rotate this attention's queries and keys; None where that is not
     proved."""
     ropes = [node for node in recording.inside(attention) if node.target is vocabulary.rope]
-    sources = {_source(node.args[1], torch.cos) for node in ropes} | {
+    angles = {_source(node.args[1], torch.cos) for node in ropes} | {
         _source(node.args[2], torch.sin) for node in ropes
     }
-    calls = {node.meta["call"] for node in sources if node is not None}
-    if len(ropes) != 2 or None in sources or len(sources) != 1 or len(calls) != 1:
+    if len(ropes) != 2 or len(angles) != 1 or None in angles or rotating(type(attention.module)) is None:
         return None
-    cosines = _source(ropes[0].args[1], None)
-    maker = cosines.meta["call"]
-    fits = maker is not None and recording.times[maker.module] == 1 and takes_subclasses(type(maker.module))
-    return maker.module if fits and rotating(type(attention.module)) is not None else None
+    maker = _source(ropes[0].args[1], None).meta["call"]
+    # what has children, or is the attention itself, may get a slot of another kind
+    fits = maker is not None and not maker.within(attention) and not maker.module._modules
+    if not fits or recording.times[maker.module] != 1 or not takes_subclasses(type(maker.module)):
+        return None
+    return maker.module
 
 
 def _source(node: Any, function: Callable | None) -> fx.Node | None:
@@ -116,29 +125,63 @@ def _source(node: Any, function: Callable | None) -> fx.Node | None:
     return node.args[0] if node.target is function else None
 
 
-@cache
+_WITH_ROTATION: dict[Callable, Callable] = {}  # by the forward that it was made of
+
+
 def rotating(kind: type) -> Callable | None:
     """An attention class's forward with the fused rotation in it; None where it calls none by name."""
     forward = kind.forward
+    if forward not in _WITH_ROTATION:
+        made = _with_rotation(forward)
+        if made is None:  # today: somebody may have put another function under the name for a while
+            return None
+        _WITH_ROTATION[forward] = made
+    return _WITH_ROTATION[forward]
+
+
+def _with_rotation(forward: Callable) -> Callable | None:
     scope = getattr(forward, "__globals__", {})
     if inspect.unwrap(forward) is not forward or _NAME not in forward.__code__.co_names:
         return None
     if not _rotates(scope.get(_NAME)):
         return None
+    # what was proved: the function, and those that it calls by name
+    names = (_NAME, *getattr(getattr(scope[_NAME], "__code__", None), "co_names", ()))
+    proved = {name: scope[name] for name in names if name in scope}
 
-    def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def rotated(*args: Any, **kwargs: Any) -> Any:
         from te_transform.backends import te
 
-        angles = None if args or kwargs else angles_of(cos, sin)
-        turned = None if angles is None else te.rotate(query, key, angles)
-        return scope[_NAME](query, key, cos, sin, *args, **kwargs) if turned is None else turned
+        as_proved = all(scope.get(name) is value for name, value in proved.items())
+        angles = angles_of(*args[2:]) if as_proved and len(args) == 4 and not kwargs else None
+        turned = te.rotate(*args[:2], angles) if angles is not None and _alike(*args) else None
+        return scope[_NAME](*args, **kwargs) if turned is None else turned
 
-    scope_with = {**scope, _NAME: rotated}
     made = FunctionType(
-        forward.__code__, scope_with, forward.__name__, forward.__defaults__, forward.__closure__
+        forward.__code__,
+        _Scope(scope, {_NAME: rotated}),
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
+
+
+class _Scope(dict):
+    """A module's globals, as they are whenever they are looked up, but for those given here."""
+
+    def __init__(self, scope: dict[str, Any], instead: dict[str, Any]):
+        super().__init__(instead)
+        self.scope = scope
+
+    def __missing__(self, name: str) -> Any:
+        return self.scope[name]
+
+
+def _alike(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the products with cosines and sines have the dtype and the shape of what is turned."""
+    return query.dtype == key.dtype == cos.dtype == sin.dtype and query.shape[2:] == key.shape[2:]
 
 
 def _rotates(function: Any) -> bool:

@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from te_transform.check import check_sites, guilty, place
 from te_transform.compare import OriginalError, Row, judge
+from te_transform.emulate import emulated, formats_of, precisions
 from te_transform.inputs import Inputs, as_inputs
 from te_transform.originals import fusions, original_parameters
 from te_transform.preserve import preserved
 from te_transform.progress import progress
 from te_transform.replay import in_double
-from te_transform.slots import Fusion, SlotModule
+from te_transform.slots import Fusion, Made
 from te_transform.variations import EXAMPLE, variations
 
 __all__ = ["Verification", "check_sites", "verify"]
@@ -40,13 +41,15 @@ class Verification:
     """What verify() found; true if all is as it was.
 
     `rows` holds every comparison, `guilty` the paths of the sites that a difference comes from, `skipped` a
-    sentence for each set of inputs that the original model does not take.
+    sentence for each set of inputs that the original model does not take, `recipes` the recipes of a model in
+    FP8: the original that its errors are compared with is then emulated, see emulate.py.
     """
 
     model: str
     rows: tuple[Row, ...]
     guilty: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return all(row.ok for row in self.rows)
@@ -66,6 +69,7 @@ class Verification:
                 table.add_row(*line)
         notes = [f"guilty: {path or 'the model itself'}" for path in self.guilty]
         notes += [f"skipped: {sentence}" for sentence in self.skipped]
+        notes += [f"note: 'original' is emulated, as exact as FP8 can be in {name}" for name in self.recipes]
         return Group(Text(self.title, style="bold"), table, *map(Text, notes))
 
     def __str__(self) -> str:
@@ -83,9 +87,10 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
 
     In training mode with dropout off and in evaluation mode; on the example inputs, fresh random values,
     another batch size, another length, and a left-padded batch where the model takes an attention_mask.
-    compare.py says what passes. The state dicts have to agree bitwise. After a failure, subsets of the
-    fusions are run to find those that cause it. What torch.compile makes of the model is not looked at. Needs
-    the memory of `model` in fp64 and of its gradients.
+    compare.py says what passes; a model in FP8 is measured by how exact FP8 can be. The state dicts have to
+    agree bitwise. After a failure, subsets of the fusions are run to find those that cause it. What
+    torch.compile makes of the model is not looked at. Needs the memory of `model` in fp64 and of its
+    gradients.
 
     Args:
         model: the original, or the converted model itself if it was converted in place; left as it is.
@@ -93,20 +98,27 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
         example_inputs: as convert() takes them.
 
     Raises:
-        ValueError: these two cannot be compared, or the original does not run on the example inputs.
+        ValueError: these two cannot be compared, the original does not run on the example inputs, or there is
+            no emulation of the converted model's recipe.
         te_transform.InputError: there are no inputs and none can be invented.
     """
     _check(model, converted)
     compiled = any(module._compiled_call_impl is not None for module in converted.modules())
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    recipes = [precision.recipe for precision in precisions(converted).values() if precision.modules]
+    for recipe in recipes:
+        formats_of(recipe)
+    delayed = [m for p in precisions(converted).values() if p.recipe.delayed() for m in p.modules]
+    rehearsal = _Scales(delayed) if delayed else None
+    how = {"emulation": partial(emulated, model, converted), "rehearsal": rehearsal}
     samples = as_inputs(model, example_inputs)
     sets = [(label, _trained(inputs)) for label, inputs in variations(model, samples)]
     states = list(_compare_states(model, converted))
-    with preserved(model), preserved(converted), eager:
+    with preserved(model), preserved(converted), _same_scales(delayed), eager:
         twin = in_double(model)
 
         def rows_of(label: str, inputs: Inputs, training: bool, enabled: Sequence[Fusion]) -> list[Row]:
-            return judge(model, converted, twin, inputs, original_parameters, enabled, training, label)
+            return judge(model, converted, twin, inputs, original_parameters, enabled, training, label, **how)
 
         def fails(enabled: Sequence[Fusion]) -> bool:
             return any(_failed(rows_of(*one, enabled)) for one in failing)
@@ -115,7 +127,8 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
         # where the original modules fail too, in the converted model, it is their parameters
         found = guilty(fusions(converted), fails) if failing and not fails(()) else []
     paths = dict.fromkeys([*_holders(converted, states), *map(place, found)])
-    return Verification(type(model).__name__, (*states, *rows), tuple(paths), tuple(skipped))
+    names = dict.fromkeys(type(recipe).__name__ for recipe in recipes)
+    return Verification(type(model).__name__, (*states, *rows), tuple(paths), tuple(skipped), tuple(names))
 
 
 def _check(model: nn.Module, converted: nn.Module) -> None:
@@ -133,7 +146,45 @@ def _check(model: nn.Module, converted: nn.Module) -> None:
 
 
 def _plain_class(model: nn.Module) -> type:
-    return type(model)._te_transform_made_of[0] if isinstance(model, SlotModule) else type(model)
+    kind = type(model)
+    while issubclass(kind, Made):
+        kind = kind._te_transform_made_of[0]
+    return kind
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """The scales of delayed scaling, which every run goes into."""
+
+    modules: list[nn.Module]
+
+    def until_settled(self) -> Iterator[None]:
+        """From 1 on, as often as one of them moves by more than half: a gradient that was cut off in one
+        module is too small in all before it, so that each run may settle one module more."""
+        for module in self.modules:
+            module.reset_fp8_meta_tensors()
+        before = None
+        for _ in range(len(self.modules) + 2):
+            yield
+            now = self._now()
+            if before is not None and torch.allclose(now, before, rtol=0.5):
+                return
+            before = now
+
+    def _now(self) -> Tensor:
+        states = filter(None, (module.get_fp8_meta_tensors() for module in self.modules))
+        return torch.cat([scale for state in states for scale, _ in state.values()])
+
+
+@contextlib.contextmanager
+def _same_scales(modules: list[nn.Module]) -> Iterator[None]:
+    """Put back the scales of delayed scaling."""
+    before = [(module, module.get_fp8_meta_tensors()) for module in modules]
+    try:
+        yield
+    finally:
+        for module, scales in before:
+            module.reset_fp8_meta_tensors(scales)
 
 
 def _trained(inputs: Inputs) -> Inputs:

@@ -12,13 +12,19 @@ class BackendError(RuntimeError):
     """The backend asked for cannot run here."""
 
 
-def choose(name: str, model: nn.Module, planning: bool = False) -> tuple[ModuleType | SimpleNamespace, str]:
+_WIDE = 2048  # inputs of a product: below, TE's launches cost more than its bf16 kernels save (H100)
+
+
+def choose(
+    name: str, model: nn.Module, planning: bool = False, quantised: bool = False
+) -> tuple[ModuleType | SimpleNamespace, str]:
     """The backend's module and a sentence on why it is the one.
 
     Args:
         name: "te", "torch" or "auto".
         model: what is to be converted.
         planning: nothing will run: where TE is missing, modules of its names and shapes stand for its own.
+        quantised: a recipe is asked for, which only TE has.
 
     Raises:
         BackendError: `name` is "te" and it cannot run here; the sentence says what is missing.
@@ -34,7 +40,7 @@ def choose(name: str, model: nn.Module, planning: bool = False) -> tuple[ModuleT
         if planning:
             return _stand_in(plain), f"backend 'te', planned only, because {missing}"
         raise BackendError(f"backend='te' cannot be used: {missing}; pass backend='torch' or 'auto'")
-    missing = missing or _unfit(model)
+    missing = missing or _unfit(model) or (None if quantised else _narrow(model))
     if missing:
         return plain, f"backend 'torch', because {missing}"
     return _te(), "backend 'te', because it runs here and the model is on the GPU"
@@ -66,6 +72,17 @@ def _unfit(model: nn.Module) -> str | None:
     return None
 
 
+def _narrow(model: nn.Module) -> str | None:
+    """Why TE would make this model slower in bf16, or None."""
+    widest = max((parameter.shape[1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
+    if widest < _WIDE:
+        return (
+            f"no product of the model has more than {widest} inputs, and Transformer Engine's launches cost "
+            f"more than its bf16 kernels save below {_WIDE}: pass backend='te' or a recipe to have it anyway"
+        )
+    return None
+
+
 def _te() -> ModuleType:
     from te_transform.backends import te
 
@@ -73,8 +90,18 @@ def _te() -> ModuleType:
 
 
 def _stand_in(plain: ModuleType) -> SimpleNamespace:
-    def multiple(recipe: object) -> int:
-        return 32 if recipe == "mxfp8" else 16
+    """What plans ask of te.py, with plain PyTorch's modules: TE's names and shapes."""
 
-    own = {"NAME": "te", "PLAIN": False, "multiple": multiple, "recipe_of": lambda asked: asked}
-    return SimpleNamespace(**{**vars(plain), **own})
+    class DotProductAttention(plain.DotProductAttention):
+        stands_for = ("eager", "sdpa")
+
+    def recipe_of(asked: object) -> object:
+        if isinstance(asked, str) or type(asked).__module__.startswith("transformer_engine."):
+            return asked
+        raise ValueError(f"a {type(asked).__name__} is no TE recipe, one of TE's own or a name is needed")
+
+    def multiple(recipe: object) -> int:
+        return 32 if recipe == "mxfp8" or type(recipe).__name__ == "MXFP8BlockScaling" else 16
+
+    own = {"NAME": "te", "PLAIN": False, "recipe_of": recipe_of, "multiple": multiple}
+    return SimpleNamespace(**{**vars(plain), "DotProductAttention": DotProductAttention, **own})

@@ -7,18 +7,19 @@ attention mask) the same weights run in plain PyTorch, backends/torch.py, and `p
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch  # before TE, which loads libraries that come with it
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
+from te_transform import vocabulary
 from te_transform.autocast import Kept
 from te_transform.backends import torch as plain
 from te_transform.slots import traced
@@ -32,6 +33,14 @@ NAME = "te"
 PLAIN = False
 ACTIVATIONS, GATED_ACTIVATIONS = plain.ACTIVATIONS, plain.GATED_ACTIVATIONS
 
+# cuDNN first: on an H100 twice as fast as FlashAttention 2, which PyTorch prefers
+_CORES = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+_LONG = 512  # below, cuDNN gains nothing; it plans anew for each length, so for each token that is generated
 _DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 _RECIPES = {
     "fp8-delayed": recipes.DelayedScaling,
@@ -84,6 +93,8 @@ class _Fused(nn.Module):
 
     in_torch: type[nn.Module]  # the same module of backends/torch.py
     kept: Kept | None = None  # None: not in a recipe's precision
+    was_in_fp8 = False  # whether its last call was
+    scales: Tensor | None = None  # of delayed scaling, when the model was last called
     weight_names = ("weight",)
     normalised = False
 
@@ -100,16 +111,22 @@ class _Fused(nn.Module):
         if why := _without_kernel(x, self._weight()):
             self.plain_calls[why] += 1
             return self.in_torch.forward(self, x)
-        if not _State.is_fp8_enabled():
-            return super().forward(x)
+        if _State.is_fp8_enabled():
+            return self._in_fp8(x)
+        # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
+        if self.was_in_fp8 and torch._C._current_graph_task_id() != -1:
+            with self._as_before():
+                return self._in_fp8(x)
+        self.was_in_fp8 = False
+        return super().forward(x)
+
+    def _in_fp8(self, x: Tensor) -> Tensor:
         if self.kept is None:
             with autocast(_State.get_fp8_recipe(), enabled=False):
                 return super().forward(x)
-        return self._in_fp8(x)
-
-    def _in_fp8(self, x: Tensor) -> Tensor:
+        self.was_in_fp8 = True
         # never True, which would also have this call's gradient overwrite those before it
-        again = False if self.kept.weights else None
+        again = False if self.kept.weights and self.kept.grad == torch.is_grad_enabled() else None
         rows = x.shape[:-1].numel()
         missing = -rows % multiple(_State.get_fp8_recipe())
         if not missing:
@@ -120,12 +137,33 @@ class _Fused(nn.Module):
         out = super().forward(padded, is_first_microbatch=again)
         return out[:rows].reshape(*x.shape[:-1], -1)
 
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """In the recipe, with the scales that this step's forward had, and as a part of that step."""
+        recipe, state = self.fp8_meta["recipe"], self.fp8_meta.get("scaling_fwd")
+        now = None if self.scales is None else state.scale.clone()
+        try:
+            if now is not None:
+                state.scale.copy_(self.scales)
+            with _no_new_step(), autocast(recipe):
+                yield
+        finally:
+            if now is not None:
+                state.scale.copy_(now)
+
     def _weight(self) -> Tensor:
         return getattr(self, self.weight_names[0])
 
     def forget_weights(self) -> None:
         """Free the quantised weights that were kept; the next call makes them anew."""
         self._fp8_workspaces.clear()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # a quantiser's scale is a view of these states, which pickles make a tensor of its own
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            if hasattr(self.fp8_meta.get(direction), "amax_history"):
+                self.quantizers[direction] = self.fp8_meta[direction].make_quantizers()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -147,7 +185,7 @@ class Linear(_Fused, te.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        if self.fuse_wgrad_accumulation or (self.kept and _State.is_fp8_enabled()):
+        if self.fuse_wgrad_accumulation or self.kept is not None:
             return super().forward(x)
         return self.in_torch.forward(self, x)  # one product in its own dtype: nothing is faster
 
@@ -178,15 +216,18 @@ class LayerNormMLP(_Fused, te.LayerNormMLP):
 
 
 class DotProductAttention(plain.DotProductAttention):
-    """softmax(q k^T * scale) v by cuDNN or FlashAttention, whichever TE prefers."""
+    """softmax(q k^T * scale) v by cuDNN's kernels, which TE prefers on Hopper, called through PyTorch.
+
+    They are the very kernels that te.DotProductAttention calls there (the same bits come out), for a
+    third of its time on the CPU, and from tensors in any order; TE tells packed ones by their offsets,
+    and takes it for granted that the other strides fit.
+    """
 
     stands_for = ("eager", "sdpa")
 
     def __init__(self):
         super().__init__()
         self.plain_calls: Counter[str] = Counter()
-        # no submodules: they have no parameters, and are made again wherever they are needed
-        self.__dict__["_cores"] = {}
 
     def forward(
         self,
@@ -202,51 +243,17 @@ class DotProductAttention(plain.DotProductAttention):
         """query [batch, heads, length, width], key and value likewise; the mask keeps True, or is added."""
         if not self.takes(query, key, value, mask, is_causal):
             return super().forward(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-        # [batch, length, heads, width], or sequence first, whichever it is in memory
-        order = (0, 2, 1, 3) if query.stride(0) >= query.stride(2) else (2, 0, 1, 3)
-        laid_out = _packed(*(x.permute(order) for x in (query, key, value)))
-        core = self._core(query, key, value, dropout_p, is_causal, scale, "bshd" if order[0] == 0 else "sbhd")
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # packed, as was checked
-            out = core(*laid_out)
-        back = (0, 2, 1, 3) if order[0] == 0 else (1, 2, 0, 3)
-        return out.view(*laid_out[0].shape[:3], -1).permute(back)
+        with sdpa_kernel(_CORES, set_priority=True):
+            return vocabulary.sdpa(query, key, value, None, dropout_p, is_causal, scale, enable_gqa)
 
     def takes(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-        """Whether this is a call that TE has a fast kernel for; if not, it is counted."""
+        """Whether this is a call that cuDNN is the best for; if not, it is counted."""
         if traced():
             return False
         why = _without_attention(query, key, value, mask, is_causal)
         if why:
             self.plain_calls[why] += 1
         return why is None
-
-    def _core(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        order: str,
-    ) -> nn.Module:
-        widths = (query.shape[-1], value.shape[-1])
-        form = (query.shape[1], key.shape[1], widths, dropout_p, is_causal, scale, order, query.device)
-        if form not in self._cores:
-            core = te.DotProductAttention(
-                query.shape[1],
-                widths[0] if widths[0] == widths[1] else widths,
-                num_gqa_groups=key.shape[1],
-                attention_dropout=dropout_p,
-                qkv_format=order,
-                attn_mask_type="causal" if is_causal else "no_mask",
-                softmax_scale=scale,
-            )
-            self._cores[form] = core.train(dropout_p > 0)
-        return self._cores[form]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cores": {}}
 
 
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -268,34 +275,23 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three as they are where they fill one buffer without gaps, else each in memory of its own.
+def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
+    """Why TE's cross entropy cannot take these, or None."""
+    if type(logits) is not Tensor or not logits.is_cuda or logits.device != targets.device:
+        return "not all on one GPU"
+    if logits.dim() != 3 or logits.numel() == 0 or logits.shape[:-1] != targets.shape:
+        return f"logits of shape {list(logits.shape)}"
+    if logits.dtype != torch.bfloat16 or targets.dtype != torch.int64:
+        return f"logits in {_short(logits.dtype)}, targets in {_short(targets.dtype)}"
+    return None
 
-    TE tells packed tensors by their offsets, and takes it for granted that the rest of the strides fits.
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """-log softmax(logits)[target], fp32, 0 where a target is ignored.
+
+    logits [batch, length, vocabulary], bf16, computed with in fp32; targets [batch, length], int64.
     """
-    _, inner, heads, width = query.shape
-    row, both = heads * 3 * width, inner * heads * 3 * width
-    for step, stride in ((heads * width, (both, row, width, 1)), (width, (both, row, 3 * width, 1))):
-        storage = query.untyped_storage().data_ptr()
-        if all(
-            x.shape == query.shape
-            and x.stride() == stride
-            and x.storage_offset() == place * step
-            and x.untyped_storage().data_ptr() == storage
-            for place, x in enumerate((query, key, value))
-        ):
-            return query, key, value
-    return _own(query), _own(key), _own(value)
-
-
-def _own(x: Tensor) -> Tensor:
-    """The tensor with no gaps, and no odd strides where a size is 1, which TE compares too."""
-    *sizes, width = x.shape
-    strides = [torch.Size([*sizes[place + 1 :], width]).numel() for place in range(len(sizes))]
-    if x.storage_offset() == 0 and x.stride() == (*strides, 1):
-        return x
-    flat = x.reshape(-1)
-    return (flat.clone() if flat.storage_offset() else flat).view(x.shape)
+    return te.parallel_cross_entropy(logits, targets, ignore_idx=ignore_index)
 
 
 def _without_attention(
@@ -305,16 +301,17 @@ def _without_attention(
     if why := _without_kernel(query, key):
         return why
     if mask is not None:
-        return "a mask that is not known to be causal"
+        return "attention with a mask that is not known to be causal"
     if query.dim() != 4:
-        return f"queries of {query.dim()} dimensions, TE's kernels have 4"
+        return f"queries of {query.dim()} dimensions, cuDNN's kernels take 4"
     if is_causal and query.shape[2] != key.shape[2]:
         return "more keys than queries under a causal mask"
     widths = query.shape[-1], value.shape[-1]
     if any(width % 8 or width > 128 for width in widths):
-        return f"heads of width {max(widths)}, TE's fast kernels have multiples of 8 up to 128"
-    strided = any(x.stride(-1) != 1 for x in (query, key, value))
-    return "heads that are not contiguous" if strided else None
+        return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to 128"
+    if min(query.shape[2], key.shape[2]) < _LONG:
+        return f"attention over less than {_LONG} tokens"
+    return None
 
 
 def _without_kernel(x: Tensor, weight: Tensor) -> str | None:
@@ -349,12 +346,15 @@ class Amax:
 def calibrate(fused: nn.Module, recipe: Any, products: Sequence[Amax]) -> None:
     """Give a module the scales of delayed scaling that these amaxes call for: scale = max / amax / 2^margin.
 
+    `products` may be empty: the module then begins with scales of 1.
     TE's own formula (its recipe.DelayedScaling), on TE's own order: input, weight, output of each product
     forward, gradient of the output and of the input of each product backward.
     """
-    with autocast(recipe):
-        fused.init_fp8_metadata(num_gemms=len(products))
-    forward, backward = ({}, {})
+    with torch.no_grad(), autocast(recipe):  # with gradients, leaving it would end a step of every FP8 model
+        fused.init_fp8_metadata(num_gemms=len(fused.weight_names))
+        # as the first call would: where that is one whose traces are wiped out, TE would enter it twice
+        _State.add_fp8_tensors_to_global_buffer(fused.fp8_meta)
+    forward, backward = {}, {}
     for index, product in enumerate(products):
         forward |= {3 * index: product.input, 3 * index + 1: product.weight}
         if product.grad is not None:
@@ -362,6 +362,28 @@ def calibrate(fused: nn.Module, recipe: Any, products: Sequence[Amax]) -> None:
     limits = recipe.fp8_format.value
     _set_scales(fused.fp8_meta["scaling_fwd"], forward, limits.max_fwd, recipe)
     _set_scales(fused.fp8_meta["scaling_bwd"], backward, limits.max_bwd, recipe)
+
+
+def note_scales(modules: Sequence[nn.Module]) -> None:
+    """Keep the scales of delayed scaling as they are now: a forward that is run again needs them."""
+    states = [(m, m.fp8_meta["scaling_fwd"].scale) for m in modules if "scaling_fwd" in m.fp8_meta]
+    for module, scale in states:
+        if module.scales is None:
+            module.scales = torch.empty_like(scale)
+    if states:
+        torch._foreach_copy_([module.scales for module, _ in states], [scale for _, scale in states])
+
+
+@contextlib.contextmanager
+def _no_new_step() -> Iterator[None]:
+    """Let the next autocast be one within another: TE ends a step of delayed scaling with the outermost."""
+    state = getattr(_State, "quantization_state", None)
+    owner, name = (_State, "FP8_AUTOCAST_DEPTH") if state is None else (state, "autocast_depth")
+    setattr(owner, name, getattr(owner, name) + 1)
+    try:
+        yield
+    finally:
+        setattr(owner, name, getattr(owner, name) - 1)
 
 
 def _set_scales(state: Any, amaxes: dict[int, Tensor], limit: float, recipe: Any) -> None:

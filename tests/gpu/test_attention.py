@@ -1,0 +1,78 @@
+"""The attention core on a GPU, against fp64: any order in memory, any length, with gradients."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_transform import vocabulary
+
+LENGTHS = (512, 777, 1024)
+ORDERS = ("heads first", "batch first", "sequence first", "packed", "packed, sequence first")
+
+
+def tensors(order: str, heads: tuple[int, int], length: int, width: int) -> list[Tensor]:
+    """Queries, keys and values [2, heads, length, width], as that order in memory has them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    counts = (heads[0], heads[1], heads[1])
+    if order == "heads first":
+        return [random(2, count, length, width) for count in counts]
+    if order == "batch first":
+        return [random(2, length, count, width).transpose(1, 2) for count in counts]
+    if order == "sequence first":
+        return [random(length, 2, count, width).permute(1, 2, 0, 3) for count in counts]
+    if order == "packed":
+        parts = random(2, length, sum(counts) * width).split([count * width for count in counts], -1)
+        return [x.view(2, length, -1, width).transpose(1, 2) for x in parts]
+    whole = random(length, 2, heads[0], 3 * width).split(width, -1)
+    return [x.permute(1, 2, 0, 3) for x in whole]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_is_as_exact_as_pytorch(order: str) -> None:
+    from te_transform.backends import te
+
+    core = te.DotProductAttention()
+    for length, width, grouped, causal in itertools.product(LENGTHS, (64, 128), (False, True), (False, True)):
+        if grouped and order == "packed, sequence first":
+            continue  # packed by head: there are as many keys as queries
+        given = [x.requires_grad_() for x in tensors(order, (4, 2 if grouped else 4), length, width)]
+        wide = [x.detach().double().requires_grad_() for x in given]
+        options = (None, 0.0, causal, 0.1, grouped)
+        found, exact = core(*given, *options), vocabulary.sdpa(*wide, *options)
+        own = vocabulary.sdpa(*given, *options)
+        assert not core.plain_calls
+        cotangent = torch.randn_like(exact)
+        rows = [(found, own, exact)]
+        grads = [
+            torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+            for out, leaves in ((found, given), (own, given), (exact, wide))
+        ]
+        for got, theirs, wanted in [*rows, *zip(*grads, strict=True)]:
+            allowed = 1.2 * (theirs.double() - wanted).norm() + 2**-8 * wanted.norm()
+            assert (got.double() - wanted).norm() <= allowed, (length, width, grouped, causal)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "why"),
+    [
+        ((2, 4, 16, 64), {}, "attention over less than 512 tokens"),
+        ((2, 4, 512, 256), {}, "heads of width 256"),
+        ((4, 512, 64), {}, "queries of 3 dimensions"),
+        ((2, 4, 512, 64), {"mask": True}, "a mask"),
+    ],
+)
+def test_says_what_it_leaves_to_pytorch(shape: tuple[int, ...], options: dict, why: str) -> None:
+    from te_transform.backends import te
+
+    core = te.DotProductAttention()
+    query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = torch.ones(shape[-2], shape[-2], dtype=torch.bool, device="cuda") if options else None
+    expected = vocabulary.sdpa(query, key, value, mask)
+    assert torch.equal(core(query, key, value, mask), expected)
+    assert any(why in reason for reason in core.plain_calls), core.plain_calls

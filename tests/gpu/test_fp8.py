@@ -1,0 +1,90 @@
+"""FP8 on Transformer Engine is as exact as FP8 can be: verify() against the emulation, in each recipe."""
+
+import pytest
+import torch
+
+import te_transform
+from te_transform.emulate import precisions
+from te_transform.originals import fusions
+from te_transform.precision import PrecisionPlan
+from tests.conversions import ALL, Pair
+from tests.gpu.test_models import converted, sample
+from tests.zoo import Inputs
+
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
+WITHOUT = "no fused product of this model has sizes and a place for FP8"
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def in_fp8(name: str, recipe: str) -> Pair:
+    """Converted to a recipe, in which something runs."""
+    pair = converted(name, recipe)
+    if not precisions(pair.converted)[""].modules:
+        pytest.skip(WITHOUT)
+    return pair
+
+
+@each_recipe
+@pytest.mark.parametrize("name", ALL)
+def test_fp8_is_as_exact_as_its_emulation(name: str, recipe: str) -> None:
+    pair = in_fp8(name, recipe)
+    result = te_transform.verify(pair.original, pair.converted, sample(name))
+    assert result, str(result)
+    assert "note: 'original' is emulated" in str(result)
+
+
+@each_recipe
+@pytest.mark.parametrize("name", ["gpt2", "llama", "quickstart"])
+def test_fp8_runs_and_shows(name: str, recipe: str) -> None:
+    """What passes above is no bf16: it is further off than that could be, as its emulation is."""
+    pair = in_fp8(name, recipe)
+    inside = precisions(pair.converted)[""].modules
+    for fusion in fusions(pair.converted):
+        fusion.runs = 0
+    in_bf16, in_recipe = pair.run(sample(name), training=True)
+    assert all(fusion.runs for fusion in fusions(pair.converted) if fusion.fused in inside)
+    error = (in_recipe[0] - in_bf16[0]).float().norm() / in_bf16[0].float().norm()
+    assert error > torch.finfo(torch.bfloat16).eps
+    result = te_transform.verify(pair.original, pair.converted, sample(name))
+    assert all(row.original > torch.finfo(torch.bfloat16).eps for row in result.rows if "output" in row.name)
+
+
+@each_recipe
+def test_a_model_converted_in_place_is_verified_against_itself(recipe: str) -> None:
+    model = ALL["llama"].build().to("cuda", torch.bfloat16)
+    te_transform.convert(model, sample("llama"), backend="te", recipe=recipe, inplace=True)
+    result = te_transform.verify(model, model, sample("llama"))
+    assert result, str(result)
+
+
+@each_recipe
+def test_the_models_output_too_where_a_plan_asks_for_it(recipe: str) -> None:
+    model, inputs = ALL["llama"].build().to("cuda", torch.bfloat16), sample("llama")
+    plan = PrecisionPlan(recipe, {"lm_head": None})
+    quantised = te_transform.convert(model, inputs, backend="te", recipe=plan)
+    result = te_transform.verify(model, quantised, inputs)
+    assert result, str(result)
+
+
+def test_verify_leaves_delayed_scales_as_they_were() -> None:
+    pair = in_fp8("gpt2", "fp8-delayed")
+    step(pair, sample("gpt2"))
+    before = scales(pair)
+    assert te_transform.verify(pair.original, pair.converted, sample("gpt2"))
+    after = scales(pair)
+    assert before
+    assert all(map(torch.equal, before, after))
+    step(pair, sample("gpt2"))  # and they still follow what runs
+    assert not all(map(torch.equal, before, scales(pair)))
+
+
+def step(pair: Pair, inputs: Inputs) -> None:
+    out = pair.converted.train()(**inputs)
+    out[0].float().square().mean().backward()
+    pair.converted.zero_grad()
+
+
+def scales(pair: Pair) -> list[torch.Tensor]:
+    """Every scale and every largest value that delayed scaling remembers, copied."""
+    found = [module.get_fp8_meta_tensors() for module in precisions(pair.converted)[""].modules]
+    return [tensor for states in found for tensors in states.values() for tensor in tensors]

@@ -1,0 +1,489 @@
+"""Without Transformer Engine and a GPU: what is planned for TE, what of it runs in FP8, where weights go."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_transform
+from te_transform import (
+    BackendError,
+    ModelError,
+    OptionError,
+    PrecisionError,
+    PrecisionPlan,
+    backends,
+    config,
+)
+from te_transform.backends import torch as plain
+from te_transform.config import RECIPES, Options
+from te_transform.inputs import as_inputs
+from te_transform.normalise import normalise
+from te_transform.plan import plan
+from te_transform.report import Report
+from te_transform.trace import record
+from te_transform.weights import backward, forward
+from tests.bitwise import untouched
+from tests.conversions import ALL, each
+from tests.te_contract import record as te_contract
+from tests.test_models_sites import COUNTS, REFUSED, SDPA, refused
+from tests.zoo import CASES, HIDDEN, VOCAB, Case
+
+NO_GPU = "this machine has no GPU that PyTorch can use"
+PLANNED = f"backend 'te', planned only, because {NO_GPU}"
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one, too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def inspected(case: Case, **options: Any) -> Report:
+    model = case.build()
+    with untouched(model):
+        return te_transform.inspect(model, case.sample(), backend="te", **options)
+
+
+@cache
+def planned(name: str) -> Report:
+    return inspected(ALL[name], recipe="fp8-delayed")
+
+
+def with_vocabulary(name: str, size: int) -> Case:
+    """The model with as many words, for its head to have a shape that FP8 has kernels for."""
+    case, build = ALL[name], ALL[name].build
+    keywords = build.keywords | {"vocab_size": size}
+    return Case(name, lambda: build.func(*build.args, **keywords), case.inputs)
+
+
+# What is planned
+
+# how often TE's attention core takes the place of PyTorch's, which the torch backend leaves as it is
+ATTENTION = {
+    "nanogpt_flash": 2,
+    **dict.fromkeys(("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "opt", "phi3"), 2),
+    **dict.fromkeys(("gemma2", "gemma3_text", "mixtral"), 2),
+    **dict.fromkeys(("bert", "distilbert", "roberta", "vit", "clip_text", "clip_vision"), 2),
+    **dict.fromkeys(("torch_encoder_pre", "torch_encoder_post"), 2),
+    "torch_mha": 1,
+    **dict.fromkeys(("whisper", "bart"), 6),
+}
+SITES = {"llama": (13, 3), "gpt2": (9, 3), "quickstart": (8, 2), "t5": (29, 23), "falcon": (1, 21)}
+BIAS = "the attention adds a bias to its scores, TE's fast cores have none"
+
+
+def refused_by_te(name: str) -> dict[tuple[str, ...], list[str]]:
+    """As by the torch backend, but for attention."""
+    expected = dict(REFUSED[name])
+    places = expected.pop(("attention", SDPA), None)
+    return {("attention", BIAS): places} | expected if name == "t5" else expected
+
+
+@each(ALL)
+def test_is_planned_for_te_and_changes_nothing(name: str) -> None:
+    report = planned(name)
+    assert report.counts == COUNTS[name] | ({"attention": ATTENTION[name]} if name in ATTENTION else {})
+    if name in CASES:
+        assert refused(report) == refused_by_te(name)
+    assert report.notes[0] == PLANNED
+    assert not any("norms run where they stand" in note for note in report.notes)
+
+
+@each(SITES)
+def test_so_many_sites(name: str) -> None:
+    assert (len(planned(name).fused), len(planned(name).refused)) == SITES[name]
+
+
+@each(ALL)
+def test_planned_as_te_itself_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # its libraries are loaded in there, and each fails in its own way
+        pytest.skip(f"Transformer Engine cannot be imported ({type(error).__name__}: {error})")
+    expected = inspected(ALL[name])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # TE's modules ask for one, even on meta
+    monkeypatch.setattr(backends, "_missing", lambda: None)
+    report = inspected(ALL[name])
+    assert report.notes == ("backend 'te', as asked", *expected.notes[1:])
+    assert report.sites == expected.sites
+
+
+# What convert() says
+
+
+class Untouchable(nn.Module):
+    """A model that must not be run."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("the model was run")
+
+
+X = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def broken() -> None:
+    raise OSError("libnccl.so.2: cannot open shared object file\nand more")
+
+
+MISSING = {
+    "no GPU": ({}, NO_GPU),
+    "no TE": (
+        {"cuda.is_available": lambda: True, "sys": None},
+        "Transformer Engine cannot be imported (ModuleNotFoundError: ",
+    ),
+    "a library": (
+        {"cuda.is_available": lambda: True, "_te": broken},
+        "Transformer Engine cannot be imported (OSError: libnccl.so.2: cannot open shared object file)",
+    ),
+    "an old GPU": (
+        {
+            "cuda.is_available": lambda: True,
+            "cuda.get_device_capability": lambda: (7, 5),
+            "_te": lambda: None,
+        },
+        "this GPU is older than Ampere, which Transformer Engine needs",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", MISSING)
+def test_convert_says_what_is_missing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, sentence = MISSING[why]
+    for name, value in found.items():
+        if name == "sys":  # no module of that name, for any import from here on
+            monkeypatch.delitem(sys.modules, "te_transform.backends.te", raising=False)
+            monkeypatch.delattr(backends, "te", raising=False)
+            for module in ("transformer_engine", "transformer_engine.pytorch"):
+                monkeypatch.setitem(sys.modules, module, None)
+        else:
+            monkeypatch.setattr(f"te_transform.backends.{name}", value)
+    model = Untouchable()
+    for inplace in (False, True):
+        with untouched(model), pytest.raises(BackendError) as raised:
+            te_transform.convert(model, X, backend="te", inplace=inplace)
+        assert str(raised.value).startswith(f"backend='te' cannot be used: {sentence}")
+        assert str(raised.value).endswith("; pass backend='torch' or 'auto'")
+    chosen, reason = backends.choose("auto", model)
+    assert chosen is plain
+    assert reason.startswith(f"backend 'torch', because {sentence}")
+
+
+def test_auto_is_plain_pytorch_and_says_why() -> None:
+    converted = te_transform.convert(CASES["gpt2"].build(), CASES["gpt2"].sample(), backend="auto")
+    assert te_transform.report(converted).notes[0] == f"backend 'torch', because {NO_GPU}"
+    assert te_transform.report(converted).counts == COUNTS["gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "reason"),
+    [
+        (False, torch.bfloat16, "backend 'torch', because the model is not on the GPU: move it there first"),
+        (True, torch.float32, "backend 'torch', because the model's weights are not all bfloat16 or float16"),
+        (True, torch.bfloat16, "backend 'te', because it runs here and the model is on the GPU"),
+    ],
+)
+def test_auto_goes_by_the_model_where_te_runs(
+    is_cuda: bool, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    te = object()
+    monkeypatch.setattr(backends, "_missing", lambda: None)
+    monkeypatch.setattr(backends, "_te", lambda: te)
+    weight = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(4096, 4096), dim=lambda: 2)
+    chosen, why = backends.choose("auto", SimpleNamespace(parameters=lambda: [weight]))
+    assert why.startswith(reason)
+    assert chosen is (te if "'te'" in reason else plain)
+
+
+# Which products run in FP8
+
+
+def odd(rows: int, columns: int, multiple: int = 16) -> str:
+    return f"the weight is {rows} x {columns}, FP8 kernels need multiples of {multiple}"
+
+
+HEAD = (
+    "it makes the model's output, FP8 would round that itself and not what is summed up later: "
+    "name it in a te_transform.PrecisionPlan to have it there"
+)
+HEADS = {
+    "bert": "cls.predictions.decoder",
+    "distilbert": "vocab_projector",
+    "roberta": "lm_head.decoder",
+    "whisper": "proj_out",
+    "vit": "classifier",
+}
+HEADLESS = {name for name in ALL if name.startswith(("quickstart", "torch_", "clip_"))}
+
+
+@each(ALL)
+def test_a_vocabulary_of_99_stays_out(name: str) -> None:
+    sites = planned(name).precision.sites
+    rows = 2 if name == "vit" else VOCAB
+    expected = {} if name in HEADLESS else {HEADS.get(name, "lm_head"): odd(rows, HIDDEN)}
+    assert {path: why for path, why in sites.items() if why is not None} == expected
+
+
+@each(["llama", "gpt2", "gemma2", "bert", "roberta", "t5", "whisper", "bart", "bloom", "mixtral"])
+def test_the_head_stays_out_of_fp8_whatever_its_shape(name: str) -> None:
+    sites = inspected(with_vocabulary(name, 112), recipe="fp8-delayed").precision.sites
+    assert {p: why for p, why in sites.items() if why is not None} == {HEADS.get(name, "lm_head"): HEAD}
+
+
+LLAMA = {
+    f"model.layers.{layer}.{place}": None
+    for place in ("mlp", "self_attn.q_proj", "self_attn.o_proj")
+    for layer in (0, 1)
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_plan_of_llama(recipe: str) -> None:
+    report = inspected(CASES["llama"], recipe=recipe)
+    multiple = 32 if recipe == "mxfp8" else 16
+    assert report.precision == PrecisionPlan(recipe, LLAMA | {"lm_head": odd(VOCAB, HIDDEN, multiple)})
+    assert f"not in {recipe}: lm_head, because {odd(VOCAB, HIDDEN, multiple)}" in report.all_notes()
+    assert sum(note.startswith(f"in {recipe}: model.layers.{{0,1}}.") for note in report.all_notes()) == 1
+
+
+def test_mxfp8_needs_multiples_of_32() -> None:
+    case = with_vocabulary("llama", 112)
+    assert inspected(case, recipe="mxfp8").precision.sites["lm_head"] == odd(112, HIDDEN, 32)
+
+
+# Plans that are kept
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    sites = {
+        "": None,  # the model itself
+        "lm_head": HEAD,
+        'a "quoted\\name.Ünïcode.\U0001f600': 'why "not"?\n',
+        "no.reason": "",
+    }
+    made = PrecisionPlan("fp8-block", sites)
+    made.write(tmp_path / "plan.toml")
+    assert PrecisionPlan.read(tmp_path / "plan.toml") == made
+    assert PrecisionPlan.read(str(tmp_path / "plan.toml")).sites == sites
+
+
+def test_the_file_is_as_short_as_it_can_be(tmp_path: Path) -> None:
+    PrecisionPlan("mxfp8", {"a.0": None, "lm_head": "it is odd"}).write(tmp_path / "plan.toml")
+    assert (tmp_path / "plan.toml").read_text() == (
+        '# Which fused modules run in the recipe\'s precision: "fp8" does, any other text says why not.\n'
+        'recipe = "mxfp8"\n\n[sites]\n"a.0" = "fp8"\n"lm_head" = "it is odd"\n'
+    )
+
+
+def test_an_edited_file_is_honoured(tmp_path: Path) -> None:
+    file, case = tmp_path / "plan.toml", with_vocabulary("llama", 112)
+    inspected(case, recipe="fp8-delayed").precision.write(file)
+    text = file.read_text()
+    for before, after in {
+        '"model.layers.0.mlp" = "fp8"': '"model.layers.0.mlp" = "its loss spikes"',
+        f'"lm_head" = {json.dumps(HEAD)}': '"lm_head" = "fp8"',
+        '"model.layers.1.self_attn.q_proj" = "fp8"\n': "",  # decided as without the file
+        '"model.layers.1.mlp" = "fp8"': '"model.layers.1.mlp" = ""',
+        'recipe = "fp8-delayed"': 'recipe = "fp8-current"',
+    }.items():
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    file.write_text(text)
+    changed = {"model.layers.0.mlp": "its loss spikes", "model.layers.1.mlp": "", "lm_head": None}
+    report = inspected(case, recipe=PrecisionPlan.read(file))
+    assert report.precision == PrecisionPlan("fp8-current", LLAMA | changed)
+    assert "not in fp8-current: model.layers.0.mlp, because its loss spikes" in report.all_notes()
+
+
+def test_no_plan_puts_a_shape_into_fp8_that_has_no_kernel() -> None:
+    asked = PrecisionPlan("fp8-delayed", {"lm_head": "fp8"})
+    assert asked.sites == {"lm_head": None}
+    assert inspected(CASES["llama"], recipe=asked).precision.sites["lm_head"] == odd(VOCAB, HIDDEN)
+
+
+BAD_FILES = {
+    "no TOML": (b"recipe: fp8-delayed", "is no TOML ("),
+    "no text": (b"\xff\xfe\x00", "is no TOML ("),
+    "an empty file": (b"", 'needs a line recipe = "fp8-delayed" and a table [sites]'),
+    "no recipe": (b'[sites]\nlm_head = "fp8"', "needs a line recipe"),
+    "a number as recipe": (b"recipe = 8", "needs a line recipe"),
+    "a number as reason": (b'recipe = "mxfp8"\n[sites]\nlm_head = 8', "needs a line recipe"),
+    "a bare path": (b'recipe = "mxfp8"\n[sites]\nlm.head = "fp8"', "needs a line recipe"),
+    "a list of sites": (b'recipe = "mxfp8"\nsites = ["lm_head"]', "needs a line recipe"),
+    "a misspelt table": (b'recipe = "mxfp8"\n[site]\nlm_head = "fp8"', "needs a line recipe"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_is_no_plan(name: str, tmp_path: Path) -> None:
+    content, sentence = BAD_FILES[name]
+    (tmp_path / "plan.toml").write_bytes(content)
+    with pytest.raises(PrecisionError) as raised:
+        PrecisionPlan.read(tmp_path / "plan.toml")
+    assert str(raised.value).startswith(f"{tmp_path / 'plan.toml'} {sentence}")
+    assert str(raised.value).endswith("write() makes a file to start from")
+
+
+def test_no_file() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no-such-plan\.toml"):
+        PrecisionPlan.read("no-such-plan.toml")
+
+
+def test_a_recipe_object_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(
+        PrecisionError, match=r"the recipe is a object, a file needs one of convert\(\)'s names"
+    ):
+        PrecisionPlan(object()).write(tmp_path / "plan.toml")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_site_is_in_or_has_a_reason() -> None:
+    with pytest.raises(PrecisionError, match="'lm_head' has True, None, \"fp8\" or a reason is needed"):
+        PrecisionPlan("mxfp8", {"lm_head": True})
+
+
+# Mistakes are named before anything happens
+
+
+class Sealed(nn.Linear):
+    def __init_subclass__(cls):
+        raise TypeError("Sealed is final")
+
+
+NAMES = "fp8-delayed, fp8-current, fp8-block, mxfp8"
+MISTAKES = {
+    "no such recipe": ({"recipe": "fp8"}, f"recipe is 'fp8', None, a TE recipe or one of {NAMES} is needed"),
+    "no such recipe in a plan": (
+        {"recipe": PrecisionPlan("mxfp4")},
+        f"recipe is 'mxfp4', None, a TE recipe or one of {NAMES} is needed",
+    ),
+    "no recipe in a plan": (
+        {"recipe": PrecisionPlan(None, {"linear": "fp8"})},
+        "recipe is a PrecisionPlan without a recipe, one is needed",
+    ),
+    "no recipe at all": ({"recipe": 3}, "recipe is 3, a int is no TE recipe"),
+    "True as recipe": ({"recipe": True}, "recipe is True, a bool is no TE recipe"),
+    "on torch": (
+        {"recipe": "mxfp8", "backend": "torch"},
+        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked: leave recipe=None",
+    ),
+    "a plan on torch": (
+        {"recipe": PrecisionPlan("mxfp8"), "backend": "torch"},
+        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked: leave recipe=None",
+    ),
+    "compiled": (
+        {"recipe": "fp8-delayed", "compile": True},
+        "compile is True and recipe is 'fp8-delayed': TE's modules break compiled graphs",
+    ),
+    "compiled in a mode": (
+        {"recipe": PrecisionPlan("fp8-delayed"), "compile": "reduce-overhead"},
+        "compile is 'reduce-overhead' and recipe is 'fp8-delayed': TE's modules break compiled graphs",
+    ),
+}
+
+
+def as_if_te_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let convert() get as far as it would where TE runs."""
+    real = config.choose
+
+    def choose(name: str, model: nn.Module, planning: bool, **rest: Any) -> tuple[Any, str]:
+        return real(name, model, planning=True, **rest)
+
+    monkeypatch.setattr(config, "choose", choose)
+
+
+@pytest.mark.parametrize("entry", [te_transform.inspect, te_transform.convert], ids=["inspect", "convert"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named_before_the_model_is_run(
+    name: str, entry: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, sentence = MISTAKES[name]
+    as_if_te_ran(monkeypatch)
+    model = Untouchable()
+    with untouched(model), pytest.raises(OptionError) as raised:
+        entry(model, X, **{"backend": "te"} | options)
+    assert str(raised.value).startswith(sentence)
+
+
+def test_a_recipe_where_auto_is_torch() -> None:
+    model = Untouchable()
+    with untouched(model), pytest.raises(OptionError, match=f"this is backend 'torch', because {NO_GPU}"):
+        te_transform.convert(model, X, recipe="fp8-delayed")
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_paths_where_no_product_is_fused(inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_if_te_ran(monkeypatch)
+    case = CASES["llama"]
+    model = case.build()
+    unknown = {"model.norm": "fp8", "model.layers.0.self_attn": "why not", "lm_head": "known"}
+    asked = PrecisionPlan("fp8-delayed", unknown)
+    sentence = "names model.layers.0.self_attn, model.norm, where no product is fused: te_transform.inspect"
+    with untouched(model), pytest.raises(PrecisionError, match=sentence):
+        te_transform.convert(model, case.sample(), backend="te", recipe=asked, inplace=inplace)
+    with untouched(model), pytest.raises(PrecisionError, match=sentence):
+        te_transform.inspect(model, case.sample(), backend="te", recipe=asked)
+
+
+def test_a_class_that_takes_no_subclass_takes_no_recipe() -> None:
+    model = Sealed(16, 16)
+    with untouched(model), pytest.raises(ModelError, match="Sealed refuses to be subclassed, a recipe makes"):
+        te_transform.inspect(model, X, backend="te", recipe="fp8-delayed")
+
+
+# Where the weights go
+
+TE_PARAMETERS = json.loads(te_contract.FILE.read_text(encoding="utf-8"))["parameters"]
+
+
+def tes_parameters(fused: nn.Module) -> dict[str, list[int]]:
+    """Names and shapes of the parameters that TE's module in the place of `fused` has, as it was recorded."""
+    gated = hasattr(fused, "activation")
+    form = {"bias": (fused.fc1_bias if gated else fused.bias) is not None, "params_dtype": torch.bfloat16}
+    for option in ("activation", "normalization", "zero_centered_gamma"):
+        if hasattr(fused, option):
+            form[option] = getattr(fused, option)
+    (title,) = (
+        te_contract.title(name, given)
+        for name, given in te_contract.argument_sets()
+        if name == type(fused).__name__ and form.items() <= given.items()
+    )
+    sizes = ("hidden_size", "ffn_hidden_size") if gated else ("in_features", "out_features")
+    narrow, wide = (getattr(fused, name) for name in sizes)
+    size_of = {te_contract.IN: narrow, te_contract.OUT: wide, 2 * te_contract.OUT: 2 * wide}
+    found = re.findall(r"(\w+) \w+\[([\d, ]+)\]", TE_PARAMETERS[title])
+    return {name: [size_of[int(size)] for size in shape.split(",")] for name, shape in found}
+
+
+@each(ALL)
+def test_the_layouts_make_exactly_tes_parameters(name: str) -> None:
+    model, inputs = ALL[name].build(), ALL[name].sample()
+    recording = normalise(record(model, as_inputs(model, inputs)[0]))
+    sites = plan(recording, Options.of(model, backend="te", planning=True)).sites.values()
+    ledger = {f"{site.name}.{n}": layout for site in sites for n, layout in site.layouts.items()}
+    expected = {
+        f"{site.name}.{parameter}": shape
+        for site in sites
+        if site.layouts
+        for parameter, shape in tes_parameters(site.fused).items()
+    }
+    originals = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+    fused = forward(ledger, originals)
+    assert {n: list(tensor.shape) for n, tensor in fused.items() if n not in originals} == expected
+    pieces = [piece.name for layout in ledger.values() for piece in layout.pieces]
+    assert len(set(pieces)) == len(pieces)  # each weight goes to one place
+    back = backward(ledger, fused)
+    assert back.keys() == originals.keys()
+    assert all(torch.equal(back[n], tensor) for n, tensor in originals.items())
