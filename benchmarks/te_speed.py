@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,12 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
         return compiled(model)
 
     def accelerate(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+        from accelerate import Accelerator
         from accelerate.utils.transformer_engine import convert_model
 
-        convert_model(model)
+        Accelerator()  # which convert_model asks for its settings
+        with torch.no_grad():  # it writes into the weights
+            convert_model(model)
         return model.to(torch.bfloat16), hand_port.within(recipes.DelayedScaling())
 
     def ported(recipe: Any) -> Callable:
@@ -235,19 +239,19 @@ def _on_gpu(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _reference(original: nn.Module, subject: Subject) -> Tensor:
-    """The output on the example in fp32."""
+    """The output in fp32."""
     wide = copy.deepcopy(original).float()
-    example = {k: v.float() if v.is_floating_point() else v for k, v in subject.example.items()}
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in subject.inputs.items()}
     with torch.no_grad():
-        return subject.output(wide(**example))
+        return subject.output(wide(**inputs))
 
 
 def _prepared(
     make: Callable, original: nn.Module, subject: Subject, reference: Tensor
 ) -> tuple[Callable[[], None], float]:
     model, context = make(copy.deepcopy(original))
-    with context():
-        out = subject.output(model(**subject.example))
+    with context():  # as it will run: a compiler would make another graph of anything else
+        out = subject.output(model(**subject.inputs))
     error = ((out.detach().float() - reference).norm() / reference.norm()).item()
     del out
 
@@ -309,7 +313,21 @@ def profiled(step: Callable[[], None]) -> str:
     ]
     for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:45]:
         lines.append(f"{e.self_device_time_total / 3e3:8.3f} ms {e.count // 3:5d} x {e.key[:100]}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_gaps(seen)])
+
+
+def _gaps(seen: Any) -> list[str]:
+    """The longest times between two kernels of the last step."""
+    kernels = sorted(
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in seen.events()
+        if e.device_type.name == "CUDA" and not e.name.startswith("Mem")
+    )
+    last = kernels[-len(kernels) // 3 :]
+    gaps = [(b[0] - a[1], a[2][:60], b[2][:60]) for a, b in pairwise(last) if b[0] - a[1] > 10]
+    total = sum(gap for gap, *_ in gaps)
+    lines = [f"{len(gaps)} gaps above 10 us, {total / 1e3:.2f} ms in all"]
+    return lines + [f"{gap:8.0f} us  {a} -> {b}" for gap, a, b in sorted(gaps, reverse=True)[:12]]
 
 
 def _table(subject: str, rows: list[Row]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -101,6 +102,8 @@ def convert(
         converted.__dict__["_te_transform"] = _report(converted, made, before, options, precision)
         log.info("%s", converted.__dict__["_te_transform"])
         finalise(converted, options)
+        for counter in plain_calls(converted):
+            counter.clear()  # of the calls that were made to verify
     except BaseException:
         unfinalise(converted)
         leave(converted)
@@ -137,7 +140,7 @@ def report(converted: nn.Module) -> Report:
         raise ModelError(
             f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
         )
-    return replace(found, plain_calls=plain_calls(converted))
+    return replace(found, plain_calls=sum(plain_calls(converted), Counter()))
 
 
 def _planned(model: nn.Module, sample: Inputs, options: Options) -> tuple[Plan, fx.Graph]:

@@ -42,9 +42,9 @@ class Deferred(Tensor):
     version: int  # of `value` when it was computed
 
     @staticmethod
-    def __new__(cls, source: Tensor, norm: Norm) -> Deferred:
+    def __new__(cls, source: Tensor, norm: Norm, dtype: torch.dtype) -> Deferred:
         deferred = torch.Tensor._make_wrapper_subclass(
-            cls, source.shape, strides=source.stride(), dtype=source.dtype, device=source.device
+            cls, source.shape, strides=source.stride(), dtype=dtype, device=source.device
         )
         deferred.source, deferred.norm, deferred.value, deferred.taken = source, norm, None, False
         return deferred
@@ -126,12 +126,12 @@ def _check_watched(tensors: Any) -> None:
             )
 
 
-def defer(x: Tensor, norm: Norm) -> Tensor:
-    """The norm of `x`, unread; code that looks behind PyTorch's back (an autograd.Function) gets its
-    gradients too."""
+def defer(x: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
+    """The norm of `x`, unread, which will be of `dtype`; code that looks behind PyTorch's back (an
+    autograd.Function) gets its gradients too."""
     parameters = norm.own_parameters()
     trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters))
-    deferred = _Defer.apply(norm, x, *parameters) if trained else Deferred(x, norm)
+    deferred = _Defer.apply(norm, dtype, x, *parameters) if trained else Deferred(x, norm, dtype)
     deferred.stamp, deferred.history = stamp(x, *parameters), _node(deferred)
     deferred.saving = saving_hooks()
     return deferred
@@ -150,15 +150,24 @@ def saving_hooks() -> Any:
 def _as_when(deferred: Deferred) -> Iterator[None]:
     """The modes that were on when the norm was called; a checkpoint begun since does not count what is
     saved."""
-    _, grad, inference, _ = deferred.stamp
+    _, grad, inference, cast = deferred.stamp
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(inference))
         stack.enter_context(torch.set_grad_enabled(grad))
-        if autocast(deferred.source) is not None:
-            stack.enter_context(torch.autocast(deferred.source.device.type, enabled=False))
+        stack.enter_context(_autocasting(deferred.source, cast))
         if saving_hooks() != deferred.saving:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         yield
+
+
+@contextlib.contextmanager
+def _autocasting(x: Tensor, dtype: torch.dtype | None) -> Iterator[None]:
+    """Under torch.autocast to `dtype`, or under none."""
+    if autocast(x) == dtype:
+        yield
+    else:
+        with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
+            yield
 
 
 def _itself(saved: Tensor) -> Tensor:
@@ -167,21 +176,21 @@ def _itself(saved: Tensor) -> Tensor:
 
 class _Defer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, norm: Norm, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.norm, ctx.parameters = norm, parameters
+    def forward(ctx: Any, norm: Norm, dtype: torch.dtype, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.norm, ctx.parameters, ctx.autocast = norm, parameters, autocast(x)
         ctx.save_for_backward(x, *parameters)  # the parameters, so that autograd sees if they are changed
-        return Deferred(x, norm)
+        return Deferred(x, norm, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         x, *_ = ctx.saved_tensors
         again = torch.is_grad_enabled()
-        with torch.enable_grad():
+        with torch.enable_grad(), _autocasting(x, ctx.autocast):
             x = x.view_as(x) if x.requires_grad else x.detach()
             sources = (x, *ctx.parameters)
             trained = [tensor for tensor in sources if tensor.requires_grad]
             grads = iter(torch.autograd.grad(ctx.norm.now(x), trained, grad, create_graph=again))
-        return (None, *(next(grads) if tensor.requires_grad else None for tensor in sources))
+        return (None, None, *(next(grads) if tensor.requires_grad else None for tensor in sources))
 
 
 class _Reread(torch.autograd.Function):

@@ -50,13 +50,11 @@ def fusions(model: nn.Module) -> list[Fusion]:
     return list(found)
 
 
-def plain_calls(model: nn.Module) -> Counter[str]:
-    """Why fused modules of `model` ran in plain PyTorch, and how often: calls that their own kernels do not
-    take."""
-    counts: Counter[str] = Counter()
-    for fusion in fusions(model):
-        counts += getattr(fusion.fused, "plain_calls", Counter())
-    return counts + getattr(vars(model).get("_loss_function"), "plain_calls", Counter())
+def plain_calls(model: nn.Module) -> list[Counter[str]]:
+    """What counts why fused modules of `model`, and its loss, ran in plain PyTorch: calls that their own
+    kernels do not take."""
+    counting = [*(fusion.fused for fusion in fusions(model)), vars(model).get("_loss_function")]
+    return [one.plain_calls for one in counting if hasattr(one, "plain_calls")]
 
 
 def _original_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -56,6 +56,11 @@ class Fusion:
         if not torch.compiler.is_compiling():
             self.runs += 1
 
+    def count_plain(self, why: str) -> None:
+        """Note that the original modules ran, where the fused one keeps count of that."""
+        if not torch.compiler.is_compiling() and hasattr(self.fused, "plain_calls"):
+            self.fused.plain_calls[why] += 1
+
     def weights(self) -> list[Tensor]:
         """The fused module's parameters, its own and those that it reads elsewhere."""
         return [getattr(self.fused, target) for target in self.layouts]
@@ -78,6 +83,7 @@ class Slot:
     left_to_compilers: bool = False  # whether what an owner gains is what a compiler finds by itself
     config: Any = None  # what stood at the module's config before, see dispatch.py
     scale: float | None = None
+    dtypes: dict[torch.dtype, torch.dtype] = field(default_factory=dict)  # of a norm's result, by autocast's
     rotates: bool = False  # whether its queries and keys may be turned in a fused kernel, see rotary.py
 
 
@@ -243,11 +249,26 @@ class DeferringNormSlot(NormSlot):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, fusion = _only(args, kwargs), self._te_transform_slot.fusion
-        if type(x) is not Tensor or not fusion.enabled or traced():
+        if type(x) is not Tensor or not fusion.enabled or traced() or unversioned(x):
             return super(NormSlot, self).forward(*args, **kwargs)
-        if unversioned(x) or _would_change_dtype(self, x):
+        dtype = self._dtype_of(x)
+        if dtype is None:
             return super(NormSlot, self).forward(*args, **kwargs)
-        return defer(x, self)
+        return defer(x, self, dtype)
+
+    def _dtype_of(self, x: Tensor) -> torch.dtype | None:
+        """What the norm makes of `x`; None where a fused module would take it, or the parameters, for
+        another dtype."""
+        cast = autocast(x)
+        if (cast or x.dtype) != x.dtype or any(p.dtype != x.dtype for p in self.own_parameters()):
+            return None
+        if cast is None:
+            return x.dtype
+        known = self._te_transform_slot.dtypes  # under autocast nn.LayerNorm gives fp32, others what they get
+        if cast not in known:
+            with torch.no_grad():
+                known[cast] = self.now(x.detach().reshape(-1, x.shape[-1])[:1]).dtype
+        return known[cast]
 
 
 class LinearSlot(SlotModule):
@@ -274,6 +295,8 @@ class OwnerSlot(SlotModule):
             return self._te_transform_original_forward(*args, **kwargs)
         ready = slot.rewritten.ready(self, slot.fusion.norm, args, kwargs) if slot.fusion.enabled else None
         if ready is None:
+            if slot.fusion.enabled:
+                slot.fusion.count_plain("a call that the rewritten forward was not made for")
             return super().forward(*args, **kwargs)
         slot.fusion.count_run()
         return ready()
@@ -327,6 +350,7 @@ def _fused(fusion: Fusion, x: Tensor) -> Tensor | None:
         x.taken = True
         fusion.count_run()
         return fusion.fused(x.source)
+    fusion.count_plain("an input that was normalised in its own place")
     return None
 
 

@@ -22,8 +22,9 @@ from te_transform.deferred import Deferred
 from te_transform.originals import original_parameters
 from te_transform.slots import Borrower
 from tests.conftest import only_joined
+from tests.conversions import cast, error, idle, in_bf16
 from tests.models.tiny import WIDTH, Attention, Tiny
-from tests.zoo import CASES, seeded
+from tests.zoo import CASES, Inputs, seeded, tensors, zero_dropout
 
 X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 OTHER = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -424,6 +425,49 @@ def test_autocast(tiny: Pair):
     tiny.agree(inside, atol=5e-2)
     for act in (between, before):
         tiny.agree(act, atol=2e-2)
+
+
+@only_joined
+@pytest.mark.parametrize("name", ["gpt2", "llama", "nanogpt_flash"])
+def test_under_autocast_a_model_in_that_dtype_runs_fused(name: str):
+    pair = in_bf16(name).copy()
+    zero_dropout(pair.original), zero_dropout(pair.converted)
+    inputs = cast(pair.case.sample(seed=1), torch.bfloat16)
+    idle(pair.converted)
+    expected, actual = (under_autocast(model, inputs) for model in (pair.original, pair.converted))
+    assert not idle(pair.converted)
+    assert [out.dtype for out in actual[0]] == [out.dtype for out in expected[0]]
+    assert error(actual[0], expected[0]) < 2**-5
+    largest = max(gradient.float().norm() for gradient in expected[1].values())
+    for parameter, gradient in expected[1].items():
+        assert (actual[1][parameter].float() - gradient.float()).norm() < 2**-5 * largest, parameter
+
+
+def under_autocast(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The outputs, and the gradients of every original parameter."""
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = list(tensors(model.train()(**inputs)))
+        loss = sum(out.float().square().mean() for out in outputs)
+    loss.backward()
+    return outputs, {name: o.part(o.held.grad) for name, o in original_parameters(model).items()}
+
+
+@only_joined
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norms_result_under_autocast_is_what_it_was(kind: type):
+    x = torch.randn(2, 3, 8).bfloat16().requires_grad_()
+    model = nn.Sequential(kind(8), nn.Linear(8, 8)).bfloat16()
+    converted = te_transform.convert(model, x.detach(), verify=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, result = model[0](x), converted[0](x)
+        products = [one[1](y) for one, y in ((model, expected), (converted, converted[0](x)))]
+    assert isinstance(result, Deferred)
+    assert result.dtype == expected.dtype
+    assert torch.equal(result + 0, expected + 0)  # read outside of the autocast that it was called in
+    assert products[0].dtype == products[1].dtype == torch.bfloat16
+    cotangent = torch.randn(expected.shape)
+    grads = [torch.autograd.grad((y.float() * cotangent).sum(), x)[0] for y in (expected, result + 0)]
+    assert torch.equal(*grads)
 
 
 @only_joined
