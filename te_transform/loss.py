@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_transform.backends.limits import without_cross_entropy
 from te_transform.slots import traced
 
 
@@ -49,9 +50,7 @@ class CausalLoss:
         return _cross_entropy(logits, targets, num_items_in_batch, ignore_index)
 
     def _takes(self, logits: Tensor, targets: Tensor, vocab_size: int) -> bool:
-        from te_transform.backends import te
-
-        why = te.without_cross_entropy(logits, targets)
+        why = without_cross_entropy(logits, targets)
         if why is None and logits.shape[-1] != vocab_size:
             why = "logits of another width than the vocabulary"
         self.plain_calls.update([f"the loss, {why}"] if why else [])

@@ -91,9 +91,7 @@ def _te() -> ModuleType:
 
 def _stand_in(plain: ModuleType) -> SimpleNamespace:
     """What plans ask of te.py, with plain PyTorch's modules: TE's names and shapes."""
-
-    class DotProductAttention(plain.DotProductAttention):
-        stands_for = ("eager", "sdpa")
+    from te_transform.backends.cudnn import DotProductAttention
 
     def recipe_of(asked: object) -> object:
         if isinstance(asked, str) or type(asked).__module__.startswith("transformer_engine."):

@@ -15,13 +15,13 @@ from typing import Any
 import torch  # before TE, which loads libraries that come with it
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from te_transform import vocabulary
 from te_transform.autocast import Kept
 from te_transform.backends import torch as plain
+from te_transform.backends.cudnn import DotProductAttention as DotProductAttention  # which rules find here
+from te_transform.backends.limits import without_kernel
 from te_transform.slots import traced
 
 try:
@@ -33,15 +33,6 @@ NAME = "te"
 PLAIN = False
 ACTIVATIONS, GATED_ACTIVATIONS = plain.ACTIVATIONS, plain.GATED_ACTIVATIONS
 
-# cuDNN first: on an H100 twice as fast as FlashAttention 2, which PyTorch prefers
-_CORES = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-_LONG = 512  # below, cuDNN gains nothing; it plans anew for each length, so for each token that is generated
-_DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 _RECIPES = {
     "fp8-delayed": recipes.DelayedScaling,
     "fp8-current": recipes.Float8CurrentScaling,
@@ -108,7 +99,7 @@ class _Fused(nn.Module):
         """x [..., in] -> [..., out]."""
         if traced():
             return self.in_torch.forward(self, x)
-        if why := _without_kernel(x, self._weight()):
+        if why := without_kernel(x, self._weight()):
             self.plain_calls[why] += 1
             return self.in_torch.forward(self, x)
         if _State.is_fp8_enabled():
@@ -215,54 +206,13 @@ class LayerNormMLP(_Fused, te.LayerNormMLP):
         self._start()
 
 
-class DotProductAttention(plain.DotProductAttention):
-    """softmax(q k^T * scale) v by cuDNN's kernels, which TE prefers on Hopper, called through PyTorch.
-
-    They are the very kernels that te.DotProductAttention calls there (the same bits come out), for a
-    third of its time on the CPU, and from tensors in any order; TE tells packed ones by their offsets,
-    and takes it for granted that the other strides fit.
-    """
-
-    stands_for = ("eager", "sdpa")
-
-    def __init__(self):
-        super().__init__()
-        self.plain_calls: Counter[str] = Counter()
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """query [batch, heads, length, width], key and value likewise; the mask keeps True, or is added."""
-        if not self.takes(query, key, value, mask, is_causal):
-            return super().forward(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-        with sdpa_kernel(_CORES, set_priority=True):
-            return vocabulary.sdpa(query, key, value, None, dropout_p, is_causal, scale, enable_gqa)
-
-    def takes(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-        """Whether this is a call that cuDNN is the best for; if not, it is counted."""
-        if traced():
-            return False
-        why = _without_attention(query, key, value, mask, is_causal)
-        if why:
-            self.plain_calls[why] += 1
-        return why is None
-
-
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor] | None:
     """Both turned by their positions' angles, in one kernel each; None where TE has no kernel for them.
 
     query and key [batch, heads, length, width]; angles [1, length, width], fp32, the same for the whole
     batch.
     """
-    if traced() or _without_kernel(query, key) or query.dim() != 4 or angles.dim() != 3:
+    if traced() or without_kernel(query, key) or query.dim() != 4 or angles.dim() != 3:
         return None
     if angles.shape[0] != 1 or angles.shape[1:] != (query.shape[2], query.shape[3]):
         return None
@@ -275,63 +225,12 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
-    """Why TE's cross entropy cannot take these, or None."""
-    if type(logits) is not Tensor or not logits.is_cuda or logits.device != targets.device:
-        return "not all on one GPU"
-    if logits.dim() != 3 or logits.numel() == 0 or logits.shape[:-1] != targets.shape:
-        return f"logits of shape {list(logits.shape)}"
-    if logits.dtype != torch.bfloat16 or targets.dtype != torch.int64:
-        return f"logits in {_short(logits.dtype)}, targets in {_short(targets.dtype)}"
-    return None
-
-
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """-log softmax(logits)[target], fp32, 0 where a target is ignored.
 
     logits [batch, length, vocabulary], bf16, computed with in fp32; targets [batch, length], int64.
     """
     return te.parallel_cross_entropy(logits, targets, ignore_idx=ignore_index)
-
-
-def _without_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
-) -> str | None:
-    """Why TE has no fast attention kernel for this call, or None."""
-    if why := _without_kernel(query, key):
-        return why
-    if mask is not None:
-        return "attention with a mask that is not known to be causal"
-    if query.dim() != 4:
-        return f"queries of {query.dim()} dimensions, cuDNN's kernels take 4"
-    if is_causal and query.shape[2] != key.shape[2]:
-        return "more keys than queries under a causal mask"
-    widths = query.shape[-1], value.shape[-1]
-    if any(width % 8 or width > 128 for width in widths):
-        return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to 128"
-    if min(query.shape[2], key.shape[2]) < _LONG:
-        return f"attention over less than {_LONG} tokens"
-    return None
-
-
-def _without_kernel(x: Tensor, weight: Tensor) -> str | None:
-    """Why TE's modules cannot take this tensor, or None."""
-    if type(x) not in (Tensor, nn.Parameter):
-        return f"a {type(x).__name__}"
-    if x.dim() < 2 or x.numel() == 0:
-        return f"an input of shape {list(x.shape)}"
-    if not x.is_cuda:
-        return f"an input on {x.device.type}"
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        return None if x.dtype == weight.dtype == dtype else f"{_short(x.dtype)} under torch.autocast"
-    if x.dtype not in _DTYPES:
-        return f"{_short(x.dtype)}, which TE would multiply in TF32"
-    return None if x.dtype == weight.dtype else f"{_short(x.dtype)} with weights in {_short(weight.dtype)}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

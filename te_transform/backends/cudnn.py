@@ -1,0 +1,62 @@
+"""Attention by cuDNN's kernels, called through PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from te_transform import vocabulary
+from te_transform.backends import torch as plain
+from te_transform.backends.limits import without_attention
+from te_transform.slots import traced
+
+# cuDNN first: on an H100 twice as fast as FlashAttention 2, which PyTorch prefers
+_CORES = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class DotProductAttention(plain.DotProductAttention):
+    """softmax(q k^T * scale) v by cuDNN's kernels, which TE prefers on Hopper, called through PyTorch.
+
+    They are the very kernels that te.DotProductAttention calls there (the same bits come out), for a
+    third of its time on the CPU, and from tensors in any order; TE tells packed ones by their offsets,
+    and takes it for granted that the other strides fit.
+    """
+
+    stands_for = ("eager", "sdpa")
+
+    def __init__(self):
+        super().__init__()
+        self.plain_calls: Counter[str] = Counter()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """query [batch, heads, length, width], key and value likewise; the mask keeps True, or is added."""
+        if not self.takes(query, key, value, mask, is_causal):
+            return super().forward(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        with sdpa_kernel(_CORES, set_priority=True):
+            return vocabulary.sdpa(query, key, value, None, dropout_p, is_causal, scale, enable_gqa)
+
+    def takes(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+        """Whether this is a call that cuDNN is the best for; if not, it is counted."""
+        if traced():
+            return False
+        why = without_attention(query, key, value, mask, is_causal)
+        if why:
+            self.plain_calls[why] += 1
+        return why is None

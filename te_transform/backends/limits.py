@@ -1,0 +1,70 @@
+"""Which calls the kernels of a GPU take: each function gives the reason why not, or None."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+_DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
+_LONG = 512  # below, cuDNN gains nothing; it plans anew for each length, so for each token that is generated
+
+
+def without_kernel(x: Tensor, weight: Tensor) -> str | None:
+    """Why TE's modules cannot take this tensor, or None."""
+    if type(x) not in (Tensor, nn.Parameter):
+        return f"a {type(x).__name__}"
+    if x.dim() < 2 or x.numel() == 0:
+        return f"an input of shape {list(x.shape)}"
+    if not x.is_cuda:
+        return f"an input on {x.device.type}"
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        return None if x.dtype == weight.dtype == dtype else f"{_short(x.dtype)} under torch.autocast"
+    if x.dtype not in _DTYPES:
+        return f"{_short(x.dtype)}, which TE would multiply in TF32"
+    return None if x.dtype == weight.dtype else f"{_short(x.dtype)} with weights in {_short(weight.dtype)}"
+
+
+def without_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> str | None:
+    """Why cuDNN is not the best for this attention, or None."""
+    if why := without_kernel(query, key):
+        return why
+    if not _is_hopper(query.device):
+        return "attention on a GPU where PyTorch's own choice of kernels is as fast"
+    if mask is not None:
+        return "attention with a mask that is not known to be causal"
+    if query.dim() != 4:
+        return f"queries of {query.dim()} dimensions, cuDNN's kernels take 4"
+    if is_causal and query.shape[2] != key.shape[2]:
+        return "more keys than queries under a causal mask"
+    widths = query.shape[-1], value.shape[-1]
+    if any(width % 8 or width > 128 for width in widths):
+        return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to 128"
+    if min(query.shape[2], key.shape[2]) < _LONG:
+        return f"attention over less than {_LONG} tokens"
+    return None
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Whether it is of the generation of Hopper, or a later one."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
+    """Why TE's cross entropy cannot take these, or None."""
+    if type(logits) is not Tensor or not logits.is_cuda or logits.device != targets.device:
+        return "not all on one GPU"
+    if logits.dim() != 3 or logits.numel() == 0 or logits.shape[:-1] != targets.shape:
+        return f"logits of shape {list(logits.shape)}"
+    if logits.dtype != torch.bfloat16 or targets.dtype != torch.int64:
+        return f"logits in {_short(logits.dtype)}, targets in {_short(targets.dtype)}"
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
