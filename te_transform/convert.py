@@ -17,6 +17,8 @@ from te_transform.config import Options
 from te_transform.emit import Emitted, emit, enter_loss, leave, undo
 from te_transform.finalise import finalise, unfinalise
 from te_transform.inputs import Inputs, as_inputs
+from te_transform.loss import fusable
+from te_transform.memory import predict
 from te_transform.model import ModelError, check_model
 from te_transform.normalise import normalise
 from te_transform.originals import plain_calls
@@ -168,7 +170,10 @@ def _report(
 ) -> Report:
     after = snapshot(made.recording)
     notes = (options.backend_reason, *_norm_notes(made), *_layout_notes(made.projections))
-    return Report(type(model).__name__, tuple(made.outcomes), before, after, notes, precision)
+    memory = None
+    if options.backend.NAME == "te":
+        memory = predict(made, precision, fused_loss=fusable(model))
+    return Report(type(model).__name__, tuple(made.outcomes), before, after, notes, precision, memory=memory)
 
 
 def _norm_notes(made: Plan) -> Iterator[str]:

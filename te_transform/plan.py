@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from te_transform import rewrite, vocabulary
 from te_transform.config import Options
@@ -103,8 +104,9 @@ def plan(recording: Recording, options: Options) -> Plan:
 
 def _projections(recording: Recording) -> dict[str, str]:
     cores = [node for node in recording.graph.nodes if node.target is vocabulary.sdpa]
-    layouts = filter(None, map(qkv_layout, cores))
-    return {layout.projection.meta["path"]: layout.name for layout in layouts}
+    with unset_fake_temporarily():  # rows are numbered, also of a model of fake tensors
+        layouts = [layout for core in cores if (layout := qkv_layout(core))]
+        return {layout.projection.meta["path"]: layout.name for layout in layouts}
 
 
 def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 
 _CONTAINERS = (dict, list, set)
 
@@ -21,7 +22,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     Parameters are not copied (they may not fit twice): a forward that writes into its own parameters raises.
     """
     attributes = [(m, {k: _shallow(v) for k, v in m.__dict__.items()}) for m in model.modules()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
+    buffers = [(b, b.detach().clone()) for b in model.buffers() if not (b.is_meta or is_fake(b))]
     versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     python_random = random.getstate()

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils import parametrize
 
 from te_transform.config import Options
@@ -101,7 +102,7 @@ def _of_weights(operation: Operation) -> Iterator[str]:
 def _of_weight(what: str, stored: Tensor) -> Iterator[str]:
     if not isinstance(stored, nn.Parameter):
         yield f"{what} is a buffer or a constant, a parameter is needed"
-    elif type(stored.data) is not Tensor:
+    elif type(stored.data) is not Tensor and not is_fake(stored):
         yield f"{what} is a {type(stored.data).__name__}, a plain tensor is needed"
     if not stored.is_floating_point():
         yield f"{what} is {_short(stored.dtype)}, a floating point parameter is needed"

@@ -19,6 +19,7 @@ from rich.text import Text
 from torch import fx
 
 from te_transform import page
+from te_transform.memory import Memory
 from te_transform.precision import PrecisionPlan
 from te_transform.rule import Outcome
 
@@ -57,7 +58,8 @@ class Report:
 
     `before` is the normalised graph of one forward; in `after` each fusion is one call_module, of a name that
     ends in `.fused`, and merged linears are one linear. `notes` are sentences on the conversion as a whole,
-    `precision` says what runs in FP8, `plain_calls` why and how often fused modules ran in plain PyTorch.
+    `precision` says what runs in FP8, `plain_calls` why and how often fused modules ran in plain PyTorch, and
+    `memory` what a training step is predicted to take, on TE.
     """
 
     model: str
@@ -67,6 +69,7 @@ class Report:
     notes: tuple[str, ...] = ()
     precision: PrecisionPlan | None = None
     plain_calls: Mapping[str, int] = field(default_factory=dict)
+    memory: Memory | None = None
 
     def __deepcopy__(self, memo: dict) -> Report:
         return self  # frozen: copies of a converted model share it
@@ -125,7 +128,8 @@ class Report:
         """The notes, and what is to be said of precision and of calls in plain PyTorch, in sentences."""
         precise = () if self.precision is None else _precise(self.precision)
         plain = (f"{count} calls ran in plain PyTorch: {why}" for why, count in self.plain_calls.items())
-        return (*self.notes, *precise, *plain)
+        memory = () if self.memory is None else (f"a training step is predicted to take {self.memory}",)
+        return (*self.notes, *precise, *memory, *plain)
 
     def __rich__(self) -> Group:
         tables = [_table("fused", "green", self.fused), _table("refused", "yellow", self.refused)]

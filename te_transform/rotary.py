@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -188,12 +189,13 @@ def _rotates(function: Any) -> bool:
     """Whether the function is the rotation of the normal form, tried on random numbers in fp64."""
     if not callable(function):
         return False
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))
-    query, key, cos, sin = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-    try:
-        found = function(query, key, cos, sin)
-    except Exception:  # another signature, whatever it is
-        return False
-    wanted = [vocabulary.rope(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (query, key)]
-    return len(found) == 2 and all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True))
+    with unset_fake_temporarily():  # the model may be one of fake tensors
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))
+        query, key, cos, sin = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+        try:
+            found = function(query, key, cos, sin)
+        except Exception:  # another signature, whatever it is
+            return False
+        wanted = [vocabulary.rope(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (query, key)]
+        return len(found) == 2 and all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True))
