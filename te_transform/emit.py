@@ -131,8 +131,11 @@ def revert(model: nn.Module) -> nn.Module:
 
 def enter_precision(model: nn.Module, precision: Precision) -> None:
     """Let `model` run in its precision."""
+    for fusion in fusions(model):
+        if hasattr(fusion.fused, "kept_out"):
+            fusion.fused.kept_out = True
     for module in precision.modules:
-        module.kept = precision.kept
+        module.kept, module.kept_out = precision.kept, False
     model.__dict__["_te_transform_precision"] = precision
     model.__class__ = slot_class(type(model), AutocastSlot, ())
 

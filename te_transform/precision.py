@@ -115,7 +115,7 @@ def assign(made: Plan, asked: Any, backend: Any) -> PrecisionPlan:
     heads = set(_outputs(made.recording.graph))
     decided = {}
     for path, site in sites.items():
-        reasons = [*_foreign(site.fused, backend), *_odd(site.fused, multiple)]
+        reasons = [*_foreign(site.fused, backend), *_wide(site.fused), *_odd(site.fused, multiple)]
         reasons += [named.sites[path]] if path in named.sites else _head(site, heads)
         decided[path] = next((why for why in reasons if why is not None), None)
     return PrecisionPlan(named.recipe, decided)
@@ -124,6 +124,13 @@ def assign(made: Plan, asked: Any, backend: Any) -> PrecisionPlan:
 def _foreign(fused: nn.Module, backend: Any) -> Iterator[str]:
     if type(fused).__module__ != backend.__name__:
         yield f"{type(fused).__name__} is a rule's own module, a recipe holds for TE's"
+
+
+def _wide(fused: nn.Module) -> Iterator[str]:
+    dtypes = {parameter.dtype for parameter in fused.parameters()}
+    if dtypes - {torch.bfloat16, torch.float16}:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        yield f"the weights are {found}, FP8 needs bfloat16 or float16: convert the model to that first"
 
 
 def _odd(fused: nn.Module, multiple: int) -> Iterator[str]:

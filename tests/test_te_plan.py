@@ -32,7 +32,7 @@ from te_transform.report import Report
 from te_transform.trace import record
 from te_transform.weights import backward, forward
 from tests.bitwise import untouched
-from tests.conversions import ALL, each
+from tests.conversions import ALL, cast, each
 from tests.te_contract import record as te_contract
 from tests.test_models_sites import COUNTS, REFUSED, SDPA, refused
 from tests.zoo import CASES, HIDDEN, VOCAB, Case
@@ -48,9 +48,9 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inspected(case: Case, **options: Any) -> Report:
-    model = case.build()
+    model, inputs = case.build().bfloat16(), cast(case.sample(), torch.bfloat16)
     with untouched(model):
-        return te_transform.inspect(model, case.sample(), backend="te", **options)
+        return te_transform.inspect(model, inputs, backend="te", **options)
 
 
 @cache
@@ -487,3 +487,11 @@ def test_the_layouts_make_exactly_tes_parameters(name: str) -> None:
     back = backward(ledger, fused)
     assert back.keys() == originals.keys()
     assert all(torch.equal(back[n], tensor) for n, tensor in originals.items())
+
+
+def test_weights_in_float32_stay_out_of_fp8_with_a_reason() -> None:
+    report = te_transform.inspect(
+        CASES["llama"].build(), CASES["llama"].sample(), backend="te", recipe="fp8-current"
+    )
+    reason = "the weights are float32, FP8 needs bfloat16 or float16: convert the model to that first"
+    assert set(report.precision.sites.values()) == {reason}

@@ -83,7 +83,8 @@ class _Fused(nn.Module):
     """What TE's modules do here beyond TE: no product that TE refuses, and nothing lost where it has none."""
 
     in_torch: type[nn.Module]  # the same module of backends/torch.py
-    kept: Kept | None = None  # None: not in a recipe's precision
+    kept: Kept | None = None  # of the recipe that the model was converted to
+    kept_out = False  # of that recipe
     was_in_fp8 = False  # whether its last call was
     scales: Tensor | None = None  # of delayed scaling, when the model was last called
     weight_names = ("weight",)
@@ -112,12 +113,13 @@ class _Fused(nn.Module):
         return super().forward(x)
 
     def _in_fp8(self, x: Tensor) -> Tensor:
-        if self.kept is None:
+        if self.kept_out:
             with autocast(_State.get_fp8_recipe(), enabled=False):
                 return super().forward(x)
         self.was_in_fp8 = True
         # never True, which would also have this call's gradient overwrite those before it
-        again = False if self.kept.weights and self.kept.grad == torch.is_grad_enabled() else None
+        kept = self.kept is not None and self.kept.weights and self.kept.grad == torch.is_grad_enabled()
+        again = False if kept else None
         rows = x.shape[:-1].numel()
         missing = -rows % multiple(_State.get_fp8_recipe())
         if not missing:
@@ -176,7 +178,8 @@ class Linear(_Fused, te.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        if self.fuse_wgrad_accumulation or self.kept is not None:
+        quantised = self.kept is not None or (_State.is_fp8_enabled() and not self.kept_out)
+        if self.fuse_wgrad_accumulation or quantised:
             return super().forward(x)
         return self.in_torch.forward(self, x)  # one product in its own dtype: nothing is faster
 

@@ -318,6 +318,24 @@ def test_the_loss_is_that_of_the_original() -> None:
     assert torch.isnan(fused.loss_function(logits, nothing, VOCAB))
 
 
+# Without a recipe
+
+
+def test_the_users_own_autocast_is_heard() -> None:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    model = seeded(llama)
+    fused, ids = converted(None, model).eval(), batch(0, 1, 7)["input_ids"]
+    with torch.no_grad():
+        plain = fused(ids).logits.float()
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            quantised = fused(ids).logits.float()
+        expected = converted("fp8-current", model).eval()(ids).logits.float()
+    assert (quantised - plain).norm() > 2**-8 * plain.norm()
+    assert (quantised - plain).norm() < 2 * (expected - plain).norm()
+
+
 # Copies
 
 
