@@ -54,6 +54,7 @@ class Subject:
     port: Callable[[nn.Module], nn.Module]
     output: Callable[[Any], Tensor]  # what errors are measured on
     loss: Callable[[Any], Tensor]
+    head: str = ""  # the path of the linear that te_transform keeps out of FP8
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def llama() -> Subject:
         port=hand_port.llama,
         output=lambda out: out.logits,
         loss=lambda out: out.loss,
+        head="lm_head",
     )
 
 
@@ -173,7 +175,7 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
     def ported(recipe: Any) -> Callable:
         return lambda model: (subject.port(model), hand_port.within(recipe))
 
-    def ours(recipe: str | None) -> Callable:
+    def ours(recipe: Any) -> Callable:
         def converted(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
             options = {"backend": "te", "recipe": recipe, "inplace": True, "verify": False}
             return te_transform.convert(model, subject.example, **options), contextlib.nullcontext
@@ -188,6 +190,9 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
     }
     found |= {f"{HAND} {name}": ported(recipe) for name, recipe in _HAND_RECIPES.items()}
     found |= {f"te_transform {name}": ours(None if name == "bf16" else name) for name in _HAND_RECIPES}
+    if subject.head:
+        too = te_transform.PrecisionPlan("fp8-delayed", {subject.head: None})
+        found["te_transform fp8-delayed with its head"] = ours(too)
     return found | {"te_transform fp8-block": ours("fp8-block")}
 
 
