@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from tests.models.llama import shape_of_8b
 from tests.models.nanogpt import CausalSelfAttention, GPTConfig
 
 VOCAB = 1024
@@ -32,7 +33,7 @@ def llama(layers: int) -> LlamaForCausalLM:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            model = LlamaForCausalLM(_llama_config(layers))
+            model = LlamaForCausalLM(shape_of_8b(layers, VOCAB, length=2048))
     finally:
         torch.set_default_dtype(before)
     model.to_empty(device="cpu")
@@ -43,7 +44,7 @@ def llama(layers: int) -> LlamaForCausalLM:
 
 def llama_block() -> tuple[nn.Module, dict[str, Any]]:
     """One such layer, and 1x128 tokens for it."""
-    config = _llama_config(1)
+    config = shape_of_8b(1, VOCAB, length=2048)
     with torch.device("meta"):
         block = LlamaDecoderLayer(config, layer_idx=0).to(torch.bfloat16)
     _fill(block.to_empty(device="cpu"))
@@ -79,19 +80,6 @@ def loss(output: Any) -> Tensor:
     if isinstance(output, dict):
         output = output["logits"]
     return (output[0] if isinstance(output, tuple) else output).float().sum()
-
-
-def _llama_config(layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=2048,
-        attn_implementation="sdpa",
-    )
 
 
 def _fill(model: nn.Module) -> None:

@@ -35,9 +35,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from transformer_engine.common import recipe as recipes
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import te_transform
+from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
 
 ROUNDS = 15
@@ -117,16 +118,7 @@ class _Named(nn.Module):
 
 
 def llama() -> Subject:
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=8,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        use_cache=False,
-    )
+    config = shape_of_8b(layers=8, vocab_size=32000, length=4096)
     ids = torch.randint(32000, (2, 4096), device="cuda")
     return Subject(
         build=lambda: LlamaForCausalLM(config),

@@ -18,7 +18,7 @@ from te_transform.emit import Emitted, emit, enter_loss, leave, undo
 from te_transform.finalise import finalise, unfinalise
 from te_transform.inputs import Inputs, as_inputs
 from te_transform.loss import fusable
-from te_transform.memory import predict
+from te_transform.memory import Memory, predict
 from te_transform.model import ModelError, check_model
 from te_transform.normalise import normalise
 from te_transform.originals import plain_calls
@@ -91,6 +91,7 @@ def convert(
     converted = model if inplace else _copy(model)
     made, before = _planned(converted, samples[0], options)
     precision = _precision(converted, made, options)
+    memory = _memory(made, precision, options)
     emitted: list[Emitted] = []
     try:
         for site in progress(made.sites.values(), "converting"):
@@ -101,7 +102,7 @@ def convert(
             enter_loss(converted)
         if precision is not None:
             quantise(converted, emitted, precision, options.backend, samples)
-        converted.__dict__["_te_transform"] = _report(converted, made, before, options, precision)
+        converted.__dict__["_te_transform"] = _report(made, before, options, precision, memory)
         log.info("%s", converted.__dict__["_te_transform"])
         finalise(converted, options)
         for counter in plain_calls(converted):
@@ -127,7 +128,8 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     chosen = Options.of(model, planning=True, **options)
     chosen.check_skip(model)
     made, before = _planned(model, as_inputs(model, example_inputs)[0], chosen)
-    return _report(model, made, before, chosen, _precision(model, made, chosen))
+    precision = _precision(model, made, chosen)
+    return _report(made, before, chosen, precision, _memory(made, precision, chosen))
 
 
 def report(converted: nn.Module) -> Report:
@@ -165,15 +167,19 @@ def _precision(model: nn.Module, made: Plan, options: Options) -> PrecisionPlan 
     return assign(made, options.recipe, options.backend)
 
 
+def _memory(made: Plan, precision: PrecisionPlan | None, options: Options) -> Memory | None:
+    if options.backend.NAME != "te":
+        return None
+    return predict(made, precision, fused_loss=fusable(made.recording.root))
+
+
 def _report(
-    model: nn.Module, made: Plan, before: fx.Graph, options: Options, precision: PrecisionPlan | None
+    made: Plan, before: fx.Graph, options: Options, precision: PrecisionPlan | None, memory: Memory | None
 ) -> Report:
     after = snapshot(made.recording)
     notes = (options.backend_reason, *_norm_notes(made), *_layout_notes(made.projections))
-    memory = None
-    if options.backend.NAME == "te":
-        memory = predict(made, precision, fused_loss=fusable(model))
-    return Report(type(model).__name__, tuple(made.outcomes), before, after, notes, precision, memory=memory)
+    name = type(made.recording.root).__name__
+    return Report(name, tuple(made.outcomes), before, after, notes, precision, memory=memory)
 
 
 def _norm_notes(made: Plan) -> Iterator[str]:

@@ -106,6 +106,7 @@ STEPS = [
     "snapshot",
     "plan",
     "_precision",
+    "_memory",
     "check_sites",
     "_report",
     "finalise",

@@ -7,29 +7,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaForCausalLM
 
 import te_transform
 from te_transform.memory import Memory
 from tests.conversions import ALL
+from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
+from tests.test_te_plan import as_if_te_ran
 
 MIB = 2**20
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=8,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(shape_of_8b(layers=8, vocab_size=32000, length=4096))
 
 
 def tokens() -> dict[str, Tensor]:
@@ -106,6 +97,15 @@ def test_by_hand() -> None:
     assert (
         found.peak == found.kept + found.gradients + out + rows * 64 * 2
     )  # the output's gradient, the input's
+
+
+def test_a_conversion_reports_what_its_plan_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_if_te_ran(monkeypatch)
+    model, inputs = ALL["llama"].build().bfloat16(), ALL["llama"].sample()
+    inputs["labels"] = inputs["input_ids"]
+    plan = te_transform.inspect(model, inputs, backend="te")
+    converted = te_transform.convert(model, inputs, backend="te", verify=False)
+    assert te_transform.report(converted).memory == plan.memory
 
 
 @pytest.mark.parametrize("name", ALL)
