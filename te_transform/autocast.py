@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from te_transform.slots import Made
+
+
+@dataclass
+class Amax:
+    """The largest absolute values around one product, as 0-dim tensors; None where nothing was seen."""
+
+    input: Tensor | None
+    weight: Tensor
+    grad: Tensor | None = None
 
 
 @dataclass(eq=False)

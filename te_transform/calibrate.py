@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_transform.autocast import Precision
+from te_transform.autocast import Amax, Precision
 from te_transform.check import place
 from te_transform.emit import Emitted, enter_precision
 from te_transform.inputs import Inputs
-from te_transform.originals import fusions
+from te_transform.originals import fusions, sources
 from te_transform.precision import PrecisionPlan
 from te_transform.preserve import preserved
 from te_transform.replay import only
@@ -43,23 +42,11 @@ def quantise(
     if backend.is_delayed(recipe) and on_gpu:
         seen = _seen(model, within, samples)
         for site in within:
-            products = [backend.Amax(p.input, p.weight, p.grad) for p in seen.get(site, ())]
-            backend.calibrate(site.fusion.fused, recipe, products)
+            backend.calibrate(site.fusion.fused, recipe, seen.get(site, []))
     enter_precision(model, Precision(recipe, [site.fusion.fused for site in within]))
 
 
-@dataclass(eq=False)
-class _Product:
-    """The largest absolute values of a fused product: its weight, its input, its output's gradient."""
-
-    weight: Tensor
-    input: Tensor | None = None
-    grad: Tensor | None = None
-
-
-def _seen(
-    model: nn.Module, sites: Sequence[Emitted], samples: Sequence[Inputs]
-) -> dict[Emitted, list[_Product]]:
+def _seen(model: nn.Module, sites: Sequence[Emitted], samples: Sequence[Inputs]) -> dict[Emitted, list[Amax]]:
     """The products of each site, in their order, as the original modules compute them on `samples`."""
     products = {site: list(_products(model, site)) for site in sites}
     with contextlib.ExitStack() as stack:
@@ -78,20 +65,16 @@ def _seen(
     }
 
 
-def _products(model: nn.Module, site: Emitted) -> Iterator[tuple[_Product, list[nn.Module]]]:
+def _products(model: nn.Module, site: Emitted) -> Iterator[tuple[Amax, list[nn.Module]]]:
     """Each product of a fused module with the modules that computed it, in parts."""
     fused = site.fusion.fused
     for name in fused.weight_names:
-        if name in fused._te_transform_borrowed:  # of a tied weight the name is perhaps another module's
-            modules = [fused._te_transform_borrowed[name].module]
-        else:
-            paths = [piece.name.rpartition(".")[0] for piece in site.fusion.layouts[name].pieces]
-            modules = [model.get_submodule(path) for path in paths]
-        yield _Product(getattr(fused, name).detach().abs().amax().float()), modules
+        modules = [model.get_submodule(path) for path, _ in sources(model, site.fusion, name)]
+        yield Amax(None, getattr(fused, name).detach().abs().amax().float()), modules
 
 
 @contextlib.contextmanager
-def _watched(module: nn.Module, product: _Product) -> Iterator[None]:
+def _watched(module: nn.Module, product: Amax) -> Iterator[None]:
     def grad(gradient: Tensor) -> None:
         product.grad = _larger(product.grad, gradient)
 

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_transform.autocast import Precision
-from te_transform.originals import fusions
+from te_transform.backends.limits import DTYPES
+from te_transform.originals import fusions, sources
 from te_transform.weights import Piece
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -160,8 +161,8 @@ def emulated(model: nn.Module, converted: nn.Module, seed: int | None = None) ->
         for path, precision in precisions(converted).items():
             root, formats = model.get_submodule(path), formats_of(precision.recipe)
             formats = formats if seed is None else formats.at_random(seed)
-            for weight, bias in _pieces(converted.get_submodule(path), precision):
-                module = root.get_submodule(weight.name.rpartition(".")[0])
+            for where, weight, bias in _pieces(converted.get_submodule(path), precision):
+                module = root.get_submodule(where)
                 stack.callback(_restore, module, {k: v for k, v in vars(module).items() if k == "forward"})
                 vars(module)["forward"] = partial(_forward, module, module.forward, weight, bias, formats)
         yield
@@ -172,15 +173,14 @@ def _restore(module: nn.Module, own: dict[str, Any]) -> None:
     vars(module).update(own)
 
 
-def _pieces(converted: nn.Module, precision: Precision) -> Iterator[tuple[Piece, Piece | None]]:
-    """The original weights, with their biases, whose products run in FP8."""
+def _pieces(converted: nn.Module, precision: Precision) -> Iterator[tuple[str, Piece, Piece | None]]:
+    """The original weights, with their modules' paths and their biases, whose products run in FP8."""
     inside = set(precision.modules)
     for fusion in fusions(converted):
         for name in fusion.fused.weight_names if fusion.fused in inside else ():
-            weights, biases = fusion.layouts[name], fusion.layouts.get(name.replace("weight", "bias"))
-            yield from zip(
-                weights.pieces, biases.pieces if biases else [None] * len(weights.pieces), strict=True
-            )
+            biases = fusion.layouts.get(name.replace("weight", "bias"))
+            for number, (path, weight) in enumerate(sources(converted, fusion, name)):
+                yield path, weight, biases.pieces[number] if biases else None
 
 
 def _forward(
@@ -194,7 +194,7 @@ def _forward(
 ) -> Tensor:
     x, matrix = next(iter((*args, *kwargs.values()))), _read(module, weight)
     # what TE's kernels do not take runs in its own dtype in the converted model too
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != matrix.dtype or x.numel() == 0:
+    if x.dtype not in DTYPES or x.dtype != matrix.dtype or x.numel() == 0:
         return own(*args, **kwargs)
     return product(x, matrix, bias and _read(module, bias), formats)
 

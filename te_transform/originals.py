@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from te_transform.slots import Borrower, Fusion, SlotModule, View
+from te_transform.weights import Piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,19 @@ def fusions(model: nn.Module) -> list[Fusion]:
         elif isinstance(module, Borrower):
             found[module._te_transform_fusion] = None
     return list(found)
+
+
+def sources(model: nn.Module, fusion: Fusion, target: str) -> Iterator[tuple[str, Piece]]:
+    """Each piece of a fused parameter, and the path in `model` of the module that computes with it.
+
+    A tied parameter has the name that another module gives it, perhaps an embedding: the loan knows better.
+    """
+    layout, loan = fusion.layouts[target], fusion.fused._te_transform_borrowed.get(target)
+    for piece in layout.pieces:
+        if loan is None:
+            yield piece.name.rpartition(".")[0], piece
+        else:
+            yield next(path for path, module in model.named_modules() if module is loan.module), piece
 
 
 def plain_calls(model: nn.Module) -> list[Counter[str]]:

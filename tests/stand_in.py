@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import te_transform.backends
 from te_transform import vocabulary
+from te_transform.autocast import Amax
 from te_transform.backends import torch as plain
 from te_transform.slots import traced
 
@@ -38,13 +39,6 @@ class Core(plain.DotProductAttention):
         else:
             self.causal.append(is_causal)
         return why is None
-
-
-@dataclass(frozen=True)
-class Amax:
-    input: Tensor
-    weight: Tensor
-    grad: Tensor | None
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform import calibrate
-from te_transform.autocast import AutocastSlot
+from te_transform.autocast import Amax, AutocastSlot
 from te_transform.backends import torch as plain
 from te_transform.emit import Emitted
 from te_transform.inputs import Inputs
@@ -20,7 +20,7 @@ from te_transform.precision import PrecisionPlan
 from tests import stand_in
 from tests.bitwise import untouched
 from tests.conversions import ALL
-from tests.stand_in import Amax, Te
+from tests.stand_in import Te
 from tests.zoo import LAYERS, zero_dropout
 
 
@@ -50,7 +50,7 @@ class Both:
     converted: nn.Module
     sites: list[Emitted] = field(default_factory=list)
 
-    def seen(self, *samples: dict[str, Tensor]) -> dict[str, list[calibrate._Product]]:
+    def seen(self, *samples: dict[str, Tensor]) -> dict[str, list[Amax]]:
         """By the path of the module that hosts the fused one."""
         found = calibrate._seen(self.converted, self.sites, [Inputs((), sample) for sample in samples])
         return {calibrate.place(site.fusion): products for site, products in found.items()}
@@ -105,7 +105,7 @@ def joined(seen: dict[str, Seen], *paths: str) -> tuple[float, float, float]:
     return max(p.input for p in parts), max(p.weight for p in parts), max(p.grad for p in parts)
 
 
-def numbers(product: calibrate._Product) -> tuple[float, float, float]:
+def numbers(product: Amax) -> tuple[float, float, float]:
     return product.input.item(), product.weight.item(), product.grad.item()
 
 

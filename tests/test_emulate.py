@@ -504,3 +504,15 @@ def test_models_of_the_zoo(name: str, kind: str) -> None:
 
 def output_rows(result: te_transform.Verification) -> Iterator:
     return (row for row in result.rows if row.name.startswith("output"))
+
+
+@only_joined
+def test_a_tied_heads_product_is_the_heads_and_not_the_embeddings() -> None:
+    model = CASES["gpt2"].build().bfloat16()
+    inputs: Inputs = cast(CASES["gpt2"].sample(), torch.bfloat16)
+    converted = quantise(te_transform.convert(model, inputs, verify=False), Recipe("mxfp8"))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    with emulated(model, converted):
+        assert "forward" in vars(model.lm_head)
+        assert "forward" not in vars(model.transformer.wte)
+    assert "forward" not in vars(model.lm_head)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch  # before TE, which loads libraries that come with it
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from te_transform.autocast import Kept
+from te_transform.autocast import Amax, Kept
 from te_transform.backends import torch as plain
 from te_transform.backends.cudnn import DotProductAttention as DotProductAttention  # which rules find here
 from te_transform.backends.limits import without_kernel
@@ -90,7 +89,8 @@ class _Fused(nn.Module):
     weight_names = ("weight",)
     normalised = False
 
-    def _start(self) -> None:
+    def __init__(self, *sizes: int, **options: Any):
+        super().__init__(*sizes, **options)
         self.plain_calls: Counter[str] = Counter()
         for name in ("bias", "fc1_bias", "fc2_bias"):
             if name not in self._parameters and hasattr(self, name):
@@ -172,10 +172,6 @@ class Linear(_Fused, te.Linear):
     in_torch = plain.Linear
     extra_repr = in_torch.extra_repr
 
-    def __init__(self, in_features: int, out_features: int, **options: Any):
-        super().__init__(in_features, out_features, **options)
-        self._start()
-
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         quantised = self.kept is not None or (_State.is_fp8_enabled() and not self.kept_out)
@@ -190,10 +186,6 @@ class LayerNormLinear(_Fused, te.LayerNormLinear):
     in_torch = plain.LayerNormLinear
     normalise, norm_repr, extra_repr = in_torch.normalise, in_torch.norm_repr, in_torch.extra_repr
 
-    def __init__(self, in_features: int, out_features: int, **options: Any):
-        super().__init__(in_features, out_features, **options)
-        self._start()
-
 
 class LayerNormMLP(_Fused, te.LayerNormMLP):
     """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is
@@ -206,7 +198,6 @@ class LayerNormMLP(_Fused, te.LayerNormMLP):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, **options: Any):
         super().__init__(hidden_size, ffn_hidden_size, **options)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self._start()
 
 
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -234,15 +225,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     logits [batch, length, vocabulary], bf16, computed with in fp32; targets [batch, length], int64.
     """
     return te.parallel_cross_entropy(logits, targets, ignore_idx=ignore_index)
-
-
-@dataclass(frozen=True)
-class Amax:
-    """The largest absolute values around one product, as 0-dim tensors; `grad` None where none was seen."""
-
-    input: Tensor
-    weight: Tensor
-    grad: Tensor | None
 
 
 def calibrate(fused: nn.Module, recipe: Any, products: Sequence[Amax]) -> None:
