@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.rotary import rotating
-from te_transform.slots import OwnerSlot, Slot, traced
+from te_transform.slots import OwnerSlot, Slot, original_class, traced
 
 NAME = "te_transform"
 _KNOWN = {"position_ids", "cache_position", "use_cache", "sliding_window", "is_causal", "output_attentions"}
@@ -33,7 +33,7 @@ class DispatchSlot(OwnerSlot):
             _follow(self.config, slot.config)
         turning = None
         if slot.rotates and slot.fusion.enabled and not traced():
-            turning = rotating(_kind(self))  # of the forward that the class has today
+            turning = rotating(original_class(self))  # of the forward that the class has today
         if turning is None:
             return super(OwnerSlot, self).forward(*args, **kwargs)
         return turning(self, *args, **kwargs)
@@ -149,16 +149,12 @@ def _scope(module: nn.Module) -> dict[str, Any]:
     if "ALL_ATTENTION_FUNCTIONS" in scope:
         return scope
     # somebody may have put a forward from elsewhere around the class's own
-    scopes = (vars(sys.modules[kind.__module__]) for kind in _kind(module).__mro__)
+    scopes = (vars(sys.modules[kind.__module__]) for kind in original_class(module).__mro__)
     return next((scope for scope in scopes if "ALL_ATTENTION_FUNCTIONS" in scope), {})
 
 
 def _forward(module: nn.Module) -> Callable:
-    return inspect.unwrap(_kind(module).forward)
-
-
-def _kind(module: nn.Module) -> type:
-    return getattr(type(module), "_te_transform_made_of", (type(module),))[0]
+    return inspect.unwrap(original_class(module).forward)
 
 
 def _wants_probabilities(rest: dict[str, Any]) -> bool:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from te_transform.backends.limits import DTYPES
+
 if TYPE_CHECKING:
     from te_transform.plan import Plan, Site
 
@@ -128,7 +130,7 @@ def _foreign(fused: nn.Module, backend: Any) -> Iterator[str]:
 
 def _wide(fused: nn.Module) -> Iterator[str]:
     dtypes = {parameter.dtype for parameter in fused.parameters()}
-    if dtypes - {torch.bfloat16, torch.float16}:
+    if not dtypes <= {*DTYPES}:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         yield f"the weights are {found}, FP8 needs bfloat16 or float16: convert the model to that first"
 

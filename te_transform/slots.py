@@ -144,6 +144,14 @@ class Made(nn.Module):
         return _unpickled, (base, kind, names), self.__getstate__()
 
 
+def original_class(module: nn.Module) -> type:
+    """The class that a module had before conversion, whatever has been made of it."""
+    kind = type(module)
+    while issubclass(kind, Made):
+        kind = kind._te_transform_made_of[0]
+    return kind
+
+
 class Borrower(Made):
     """A fused module that reads the parameters which nothing was joined to in the modules they belong to."""
 

@@ -26,7 +26,7 @@ from te_transform.originals import fusions, original_parameters
 from te_transform.preserve import preserved
 from te_transform.progress import progress
 from te_transform.replay import in_double
-from te_transform.slots import Fusion, Made
+from te_transform.slots import Fusion, original_class
 from te_transform.variations import EXAMPLE, variations
 
 __all__ = ["Verification", "check_sites", "verify"]
@@ -138,18 +138,11 @@ def _check(model: nn.Module, converted: nn.Module) -> None:
             f"the second model is a {type(converted).__name__} that te_transform.convert() did not return, a "
             "converted model is needed: verify(model, te_transform.convert(model))"
         )
-    if _plain_class(model) is not _plain_class(converted):
+    if original_class(model) is not original_class(converted):
         raise ValueError(
             f"the first model is a {type(model).__name__}, the second was a {type(converted).__name__}, the "
             "same class is needed: pass the model that was converted"
         )
-
-
-def _plain_class(model: nn.Module) -> type:
-    kind = type(model)
-    while issubclass(kind, Made):
-        kind = kind._te_transform_made_of[0]
-    return kind
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import ModuleType, SimpleNamespace
 
 # no name `torch` in here: that is a module of this package
-from torch import bfloat16, cuda, float16, nn
+from torch import cuda, nn
+
+from te_transform.backends.limits import DTYPES
 
 
 class BackendError(RuntimeError):
@@ -64,7 +66,7 @@ def _unfit(model: nn.Module) -> str | None:
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     if any(not weight.is_cuda for weight in weights):
         return "the model is not on the GPU: move it there first, or pass backend='te'"
-    if any(weight.dtype not in (bfloat16, float16) for weight in weights):
+    if any(weight.dtype not in DTYPES for weight in weights):
         return (
             "the model's weights are not all bfloat16 or float16, and Transformer Engine multiplies "
             "float32 in TF32: convert them first"

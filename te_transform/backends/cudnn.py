@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from te_transform import vocabulary
 from te_transform.backends import torch as plain
 from te_transform.backends.limits import without_attention
 from te_transform.slots import traced
@@ -35,23 +34,6 @@ class DotProductAttention(plain.DotProductAttention):
         super().__init__()
         self.plain_calls: Counter[str] = Counter()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """query [batch, heads, length, width], key and value likewise; the mask keeps True, or is added."""
-        if not self.takes(query, key, value, mask, is_causal):
-            return super().forward(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-        with sdpa_kernel(_CORES, set_priority=True):
-            return vocabulary.sdpa(query, key, value, None, dropout_p, is_causal, scale, enable_gqa)
-
     def takes(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
         """Whether this is a call that cuDNN is the best for; if not, it is counted."""
         if traced():
@@ -60,3 +42,11 @@ class DotProductAttention(plain.DotProductAttention):
         if why:
             self.plain_calls[why] += 1
         return why is None
+
+    def kernels(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> list[SDPBackend]:
+        """cuDNN's first where they are the best."""
+        if self.takes(query, key, value, mask, is_causal):
+            return _CORES
+        return super().kernels(query, key, value, mask, is_causal)

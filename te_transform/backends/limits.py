@@ -7,7 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-_DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
+from te_transform.deferred import autocast
+
+DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 _LONG = 512  # below, cuDNN gains nothing; it plans anew for each length, so for each token that is generated
 
 
@@ -19,10 +21,9 @@ def without_kernel(x: Tensor, weight: Tensor) -> str | None:
         return f"an input of shape {list(x.shape)}"
     if not x.is_cuda:
         return f"an input on {x.device.type}"
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        return None if x.dtype == weight.dtype == dtype else f"{_short(x.dtype)} under torch.autocast"
-    if x.dtype not in _DTYPES:
+    if (cast := autocast(x)) is not None:
+        return None if x.dtype == weight.dtype == cast else f"{_short(x.dtype)} under torch.autocast"
+    if x.dtype not in DTYPES:
         return f"{_short(x.dtype)}, which TE would multiply in TF32"
     return None if x.dtype == weight.dtype else f"{_short(x.dtype)} with weights in {_short(weight.dtype)}"
 
