@@ -17,7 +17,9 @@ comparison fails, the original is run a few times more with each result off by a
 arithmetic, Parker 1997), which is what another order of sums does to it, and its largest error counts.
 
 Where the converted model runs in FP8, the original that counts is one whose same products are quantised and
-dequantised as well as FP8 can (emulate.py); its draws have other scales too. The reference stays what it is.
+dequantised as well as FP8 can (emulate.py); its draws have other scales too. There are more of them, because
+a gradient's error in FP8 differs more from draw to draw: by 8 to 14% of its mean (one standard deviation) in
+small Llamas and RoBERTas, where one draw in 20 is 1.3 times the mean. The reference stays what it is.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from te_transform.slots import Fusion
 
 MORE = 1.2  # converted sums run in another order: as good as the original's, not the same
 DRAWS = 5  # of the original, with random rounding
+FP8_DRAWS = 20
 
 
 @dataclass(frozen=True)
@@ -118,13 +121,13 @@ def judge(
     except Exception as error:
         reason = f"raised {type(error).__name__}: {error}"
         return [Row(label, "the forward or backward", False, reason=reason)]
-    rows = compare(fused, [own], exact, label)
-    if any(not row.ok and not row.reason for row in rows):
-        draws = []
-        for seed in range(DRAWS):
-            with only((), fusions(original)), unquantised(original), emulation(seed):
-                draws.append(run(original, inputs, parameters(original), **how, rounding=seed))
-        rows = compare(fused, [own, *draws], exact, label)
+    rows = compare(fused, originals := [own], exact, label)
+    for seed in range(DRAWS if emulation is nullcontext else FP8_DRAWS):
+        if not any(not row.ok and not row.reason for row in rows):
+            break
+        with only((), fusions(original)), unquantised(original), emulation(seed):
+            originals.append(run(original, inputs, parameters(original), **how, rounding=seed))
+        rows = compare(fused, originals, exact, label)
     return rows
 
 

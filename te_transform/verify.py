@@ -110,7 +110,7 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
         formats_of(recipe)
     delayed = [m for p in precisions(converted).values() if p.recipe.delayed() for m in p.modules]
     rehearsal = _Scales(delayed) if delayed else None
-    how = {"emulation": partial(emulated, model, converted), "rehearsal": rehearsal}
+    how = {"emulation": partial(emulated, model, converted), "rehearsal": rehearsal} if recipes else {}
     samples = as_inputs(model, example_inputs)
     sets = [(label, _trained(inputs)) for label, inputs in variations(model, samples)]
     states = list(_compare_states(model, converted))
