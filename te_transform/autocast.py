@@ -50,8 +50,6 @@ class Precision:
         from te_transform.backends import te
 
         self._keep(model.training)
-        if model.training and torch.is_grad_enabled() and te.is_delayed(self.recipe):
-            te.note_scales(self.modules)
         with te.autocast(self.recipe):
             return forward(*args, **kwargs)
 

@@ -43,7 +43,7 @@ def quantise(
         seen = _seen(model, within, samples)
         for site in within:
             backend.calibrate(site.fusion.fused, recipe, seen.get(site, []))
-    enter_precision(model, Precision(recipe, [site.fusion.fused for site in within]))
+    enter_precision(model, Precision(recipe, [site.fusion.fused for site in within]), plan.small_calls)
 
 
 def _seen(model: nn.Module, sites: Sequence[Emitted], samples: Sequence[Inputs]) -> dict[Emitted, list[Amax]]:

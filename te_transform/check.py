@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from te_transform.backends.limits import at_any_size
 from te_transform.compare import Row, judge
 from te_transform.dispatch import DispatchSlot
 from te_transform.emit import Emitted, undo
@@ -211,7 +212,7 @@ def _run(model: nn.Module, enabled: Sequence[Fusion], sample: Inputs) -> set[Fus
     for module in model.modules():
         module.training = True
     args, kwargs = sample.clone()
-    with only(enabled, fusions(model)):
+    with only(enabled, fusions(model)), at_any_size():
         for fusion in enabled:
             fusion.runs = 0
         model(*args, **kwargs)

@@ -32,6 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from te_transform.backends.limits import at_any_size
 from te_transform.inputs import Inputs
 from te_transform.originals import Original, fusions
 from te_transform.replay import Run, only, run, unquantised
@@ -114,7 +115,7 @@ def judge(
     except Exception as error:
         raise OriginalError(f"in fp64, {type(error).__name__}: {error}") from error
     try:
-        with only(enabled, fusions(converted)):
+        with only(enabled, fusions(converted)), at_any_size():
             for _ in () if rehearsal is None else rehearsal.until_settled():
                 run(converted, inputs, parameters(converted), **how)
             fused = run(converted, inputs, parameters(converted), **how)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from te_transform.backends.limits import gaining
 from te_transform.calibrate import quantise
 from te_transform.config import Options
 from te_transform.emit import Emitted, emit, enter_loss, leave, undo
@@ -177,7 +178,8 @@ def _report(
     made: Plan, before: fx.Graph, options: Options, precision: PrecisionPlan | None, memory: Memory | None
 ) -> Report:
     after = snapshot(made.recording)
-    notes = (options.backend_reason, *_norm_notes(made), *_layout_notes(made.projections))
+    sizes = _size_notes(made, precision) if options.backend.NAME == "te" else ()
+    notes = (options.backend_reason, *_norm_notes(made), *sizes, *_layout_notes(made.projections))
     name = type(made.recording.root).__name__
     return Report(name, tuple(made.outcomes), before, after, notes, precision, memory=memory)
 
@@ -185,6 +187,21 @@ def _report(
 def _norm_notes(made: Plan) -> Iterator[str]:
     if any(site.plain and site.norm_in_front for site in made.sites.values()):
         yield "norms run where they stand, PyTorch has no kernel that joins one with what reads it"
+
+
+def _size_notes(made: Plan, precision: PrecisionPlan | None) -> Iterator[str]:
+    """Which calls are too small for TE's modules, at the width that most of them have."""
+    scales = [getattr(site.fused, "layer_norm_weight", None) for site in made.sites.values()]
+    widths = Counter(len(scale) for scale in scales if scale is not None)
+    if not widths or (precision and precision.small_calls):
+        return
+    ((width, _),) = widths.most_common(1)
+    inside = precision is not None and None in precision.sites.values()
+    where = "FP8" if inside else "TE's modules"
+    yield (
+        f"calls of {gaining(width, inside):,} tokens and more run in {where} (width {width}), smaller ones "
+        "in plain PyTorch, where they are faster"
+    )
 
 
 def _layout_notes(projections: dict[str, str]) -> Iterator[str]:

@@ -129,13 +129,13 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def enter_precision(model: nn.Module, precision: Precision) -> None:
-    """Let `model` run in its precision."""
+def enter_precision(model: nn.Module, precision: Precision, small_calls: bool = False) -> None:
+    """Let `model` run in its precision, calls too small to gain from it only if asked to."""
     for fusion in fusions(model):
         if hasattr(fusion.fused, "kept_out"):
             fusion.fused.kept_out = True
     for module in precision.modules:
-        module.kept, module.kept_out = precision.kept, False
+        module.kept, module.kept_out, module.any_size = precision.kept, False, small_calls
     model.__dict__["_te_transform_precision"] = precision
     model.__class__ = slot_class(type(model), AutocastSlot, ())
 

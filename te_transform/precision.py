@@ -34,6 +34,7 @@ class PrecisionPlan:
 
     `recipe` is one of convert()'s names or a TE recipe object. Give a plan to convert() as its recipe:
     modules that it does not name are decided as without it. "fp8" is None too, as in a file.
+    With `small_calls`, calls of so few tokens that they are faster in bf16 run in the recipe too.
 
     Raises:
         PrecisionError: a site has something else.
@@ -41,6 +42,7 @@ class PrecisionPlan:
 
     recipe: Any
     sites: dict[str, str | None] = field(default_factory=dict)
+    small_calls: bool = False
 
     def __post_init__(self) -> None:
         for site, why in self.sites.items():
@@ -63,7 +65,8 @@ class PrecisionPlan:
         lines = [
             f"{_quoted(site)} = {_quoted(_IN if why is None else why)}" for site, why in self.sites.items()
         ]
-        text = "\n".join([f"recipe = {_quoted(self.recipe)}", "", "[sites]", *lines, ""])
+        lines = [*(["small_calls = true"] if self.small_calls else []), "", "[sites]", *lines, ""]
+        text = "\n".join([f"recipe = {_quoted(self.recipe)}", *lines])
         Path(path).write_text(_HEADER + text, encoding="utf-8")
 
     @classmethod
@@ -81,13 +84,15 @@ class PrecisionPlan:
             ) from error
         sites = found.get("sites", {})
         texts = isinstance(sites, dict) and all(isinstance(why, str) for why in sites.values())
-        known = found.keys() <= {"recipe", "sites"}  # a table that is misspelt would be passed over
-        if not isinstance(found.get("recipe"), str) or not texts or not known:
+        # a table that is misspelt would be passed over
+        known = found.keys() <= {"recipe", "small_calls", "sites"}
+        small = found.get("small_calls", False)
+        if not isinstance(found.get("recipe"), str) or not texts or not known or small not in (True, False):
             raise PrecisionError(
                 f'{path} needs a line recipe = "fp8-delayed" and a table [sites] of paths with "fp8" or a '
-                "reason: write() makes a file to start from"
+                "reason, it may have a line small_calls = true: write() makes a file to start from"
             )
-        return cls(found["recipe"], sites)
+        return cls(found["recipe"], sites, small)
 
 
 def _quoted(text: str) -> str:
@@ -120,7 +125,7 @@ def assign(made: Plan, asked: Any, backend: Any) -> PrecisionPlan:
         reasons = [*_foreign(site.fused, backend), *_wide(site.fused), *_odd(site.fused, multiple)]
         reasons += [named.sites[path]] if path in named.sites else _head(site, heads)
         decided[path] = next((why for why in reasons if why is not None), None)
-    return PrecisionPlan(named.recipe, decided)
+    return PrecisionPlan(named.recipe, decided, named.small_calls)
 
 
 def _foreign(fused: nn.Module, backend: Any) -> Iterator[str]:

@@ -61,6 +61,10 @@ class Fusion:
         if not torch.compiler.is_compiling() and hasattr(self.fused, "plain_calls"):
             self.fused.plain_calls[why] += 1
 
+    def why_plain(self, x: Tensor) -> str | None:
+        """Why the fused module would run in plain PyTorch on `x`, where it has anything else."""
+        return self.fused.why_plain(x) if hasattr(self.fused, "why_plain") else None
+
     def weights(self) -> list[Tensor]:
         """The fused module's parameters, its own and those that it reads elsewhere."""
         return [getattr(self.fused, target) for target in self.layouts]
@@ -259,6 +263,9 @@ class DeferringNormSlot(NormSlot):
         x, fusion = _only(args, kwargs), self._te_transform_slot.fusion
         if type(x) is not Tensor or not fusion.enabled or traced() or unversioned(x):
             return super(NormSlot, self).forward(*args, **kwargs)
+        if not torch.is_grad_enabled() and (why := fusion.why_plain(x)):  # nothing is won by putting it off
+            fusion.count_plain(why)
+            return super().forward(*args, **kwargs)
         dtype = self._dtype_of(x)
         if dtype is None:
             return super(NormSlot, self).forward(*args, **kwargs)

@@ -74,9 +74,6 @@ class Te:
     def is_delayed(self, recipe: Any) -> bool:
         return recipe == "delayed"
 
-    def note_scales(self, modules: list[nn.Module]) -> None:
-        pass
-
     def recipe_of(self, asked: Any) -> Any:
         return asked
 

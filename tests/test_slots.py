@@ -5,6 +5,7 @@ import io
 import pickle
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.deferred import Deferred
-from te_transform.originals import original_parameters
+from te_transform.originals import fusions, original_parameters
 from te_transform.slots import Borrower
 from tests.conftest import only_joined
 from tests.conversions import cast, error, idle, in_bf16
@@ -1275,3 +1276,17 @@ def test_a_deferred_names_its_shape_without_being_computed(normed: Pair):
     assert isinstance(y, Deferred)
     assert (y.shape, y.dtype, y.device, y.dim(), y.numel()) == (X.shape, X.dtype, X.device, 3, X.numel())
     assert y.value is None
+
+
+@only_joined
+def test_a_norm_is_not_put_off_for_a_module_that_will_run_in_plain_pytorch(normed: Pair):
+    (fusion, *_) = (f for f in fusions(normed.converted) if f.norm is normed.converted.norm)
+    vars(fusion.fused)["why_plain"] = lambda x: "a call too small"
+    vars(fusion.fused)["plain_calls"] = Counter()
+    with torch.no_grad():
+        y = normed.converted.norm(X)
+        assert type(y) is Tensor
+        torch.testing.assert_close(y, normed.original.norm(X))
+        torch.testing.assert_close(normed.converted(X), normed.original(X))
+    assert fusion.fused.plain_calls["a call too small"] == 2
+    assert isinstance(normed.converted.norm(X), Deferred)  # whose gradient is one of a joined weight

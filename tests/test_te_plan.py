@@ -23,6 +23,7 @@ from te_transform import (
     backends,
     config,
 )
+from te_transform.backends import limits
 from te_transform.backends import torch as plain
 from te_transform.config import RECIPES, Options
 from te_transform.inputs import as_inputs
@@ -277,6 +278,9 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     made.write(tmp_path / "plan.toml")
     assert PrecisionPlan.read(tmp_path / "plan.toml") == made
     assert PrecisionPlan.read(str(tmp_path / "plan.toml")).sites == sites
+    made = PrecisionPlan("fp8-block", sites, small_calls=True)
+    made.write(tmp_path / "plan.toml")
+    assert PrecisionPlan.read(tmp_path / "plan.toml") == made
 
 
 def test_the_file_is_as_short_as_it_can_be(tmp_path: Path) -> None:
@@ -307,6 +311,27 @@ def test_an_edited_file_is_honoured(tmp_path: Path) -> None:
     assert "not in fp8-current: model.layers.0.mlp, because its loss spikes" in report.all_notes()
 
 
+def test_the_report_says_which_calls_are_too_small() -> None:
+    case = CASES["llama"]
+    tokens = f"calls of {limits.gaining(HIDDEN, True):,} tokens and more run in FP8"
+    assert any(note.startswith(tokens) for note in inspected(case, recipe="fp8-block").notes)
+    asked = PrecisionPlan("fp8-block", small_calls=True)
+    assert not any("tokens and more" in note for note in inspected(case, recipe=asked).notes)
+    tokens = f"calls of {limits.gaining(HIDDEN, False):,} tokens and more run in TE's modules"
+    assert any(note.startswith(tokens) for note in inspected(case).notes)
+
+
+@pytest.mark.parametrize("in_fp8", [True, False])
+@pytest.mark.parametrize("width", [64, 1024, 4096])
+def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: bool) -> None:
+    tokens = limits.gaining(width, in_fp8)
+    assert limits.too_small(torch.empty(1, tokens - 1, width, device="meta"), in_fp8)
+    assert limits.too_small(torch.empty(1, tokens, width, device="meta"), in_fp8) is None
+    with limits.at_any_size():
+        assert limits.too_small(torch.empty(1, 1, width, device="meta"), in_fp8) is None
+    assert limits.too_small(torch.empty(1, 1, width, device="meta"), in_fp8)
+
+
 def test_no_plan_puts_a_shape_into_fp8_that_has_no_kernel() -> None:
     asked = PrecisionPlan("fp8-delayed", {"lm_head": "fp8"})
     assert asked.sites == {"lm_head": None}
@@ -322,6 +347,7 @@ BAD_FILES = {
     "a number as reason": (b'recipe = "mxfp8"\n[sites]\nlm_head = 8', "needs a line recipe"),
     "a bare path": (b'recipe = "mxfp8"\n[sites]\nlm.head = "fp8"', "needs a line recipe"),
     "a list of sites": (b'recipe = "mxfp8"\nsites = ["lm_head"]', "needs a line recipe"),
+    "a number for small calls": (b'recipe = "mxfp8"\nsmall_calls = 8\n[sites]', "needs a line recipe"),
     "a misspelt table": (b'recipe = "mxfp8"\n[site]\nlm_head = "fp8"', "needs a line recipe"),
 }
 

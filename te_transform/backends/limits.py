@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -11,6 +14,34 @@ from te_transform.deferred import autocast
 
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 _LONG = 512  # below, cuDNN gains nothing; it plans anew for each length, so for each token that is generated
+# rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md): the CPU
+# takes several times as long for one of their calls, which shows where the GPU has less to do
+_LARGE, _LARGE_IN_FP8 = 2.5e10, 5e10
+
+_any_size = 0  # how many at_any_size() are entered; not by thread, a backward runs in one of its own
+
+
+@contextlib.contextmanager
+def at_any_size() -> Iterator[None]:
+    """Let kernels take calls that are too small to gain from them: to check what they compute."""
+    global _any_size
+    _any_size += 1
+    try:
+        yield
+    finally:
+        _any_size -= 1
+
+
+def too_small(x: Tensor, in_fp8: bool) -> str | None:
+    """Why TE's modules are not faster for this tensor [..., width], or None."""
+    if _any_size or x.numel() >= x.shape[-1] * gaining(x.shape[-1], in_fp8):
+        return None
+    return f"a call too small to be faster in {'FP8' if in_fp8 else 'these kernels'}"
+
+
+def gaining(width: int, in_fp8: bool) -> int:
+    """From how many tokens of this width on TE's modules are faster."""
+    return math.ceil((_LARGE_IN_FP8 if in_fp8 else _LARGE) / width**2)
 
 
 def without_kernel(x: Tensor, weight: Tensor) -> str | None:
@@ -45,7 +76,7 @@ def without_attention(
     widths = query.shape[-1], value.shape[-1]
     if any(width % 8 or width > 128 for width in widths):
         return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to 128"
-    if min(query.shape[2], key.shape[2]) < _LONG:
+    if min(query.shape[2], key.shape[2]) < _LONG and not _any_size:
         return f"attention over less than {_LONG} tokens"
     return None
 

@@ -1,7 +1,8 @@
 """The fused modules of NVIDIA Transformer Engine: the only file that imports it.
 
 Each is TE's own class, built on meta. Where TE has no kernel for a call (another device, float32, an
-attention mask) the same weights run in plain PyTorch, backends/torch.py, and `plain_calls` counts why.
+attention mask), or none that is faster (few tokens), the same weights run in plain PyTorch,
+backends/torch.py, and `plain_calls` counts why.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from te_transform.autocast import Amax, Kept
 from te_transform.backends import torch as plain
 from te_transform.backends.cudnn import DotProductAttention as DotProductAttention  # which rules find here
-from te_transform.backends.limits import without_kernel
+from te_transform.backends.limits import too_small, without_kernel
+from te_transform.deferred import saving_hooks
 from te_transform.slots import traced
 
 try:
@@ -84,8 +86,9 @@ class _Fused(nn.Module):
     in_torch: type[nn.Module]  # the same module of backends/torch.py
     kept: Kept | None = None  # of the recipe that the model was converted to
     kept_out = False  # of that recipe
+    any_size = False  # whether calls that gain nothing from FP8 run in it too
     was_in_fp8 = False  # whether its last call was
-    scales: Tensor | None = None  # of delayed scaling, when the model was last called
+    scales: Tensor | None = None  # of delayed scaling, in the last call that may be made again
     weight_names = ("weight",)
     normalised = False
 
@@ -100,23 +103,35 @@ class _Fused(nn.Module):
         """x [..., in] -> [..., out]."""
         if traced():
             return self.in_torch.forward(self, x)
-        if why := without_kernel(x, self._weight()):
+        enabled = _State.is_fp8_enabled()
+        # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
+        again = self.was_in_fp8 and not enabled and torch._C._current_graph_task_id() != -1
+        in_fp8 = again or (enabled and not self.kept_out)
+        self.was_in_fp8 = in_fp8
+        if why := self._why_plain(x, in_fp8):
             self.plain_calls[why] += 1
             return self.in_torch.forward(self, x)
-        if _State.is_fp8_enabled():
-            return self._in_fp8(x)
-        # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
-        if self.was_in_fp8 and torch._C._current_graph_task_id() != -1:
+        if again:
             with self._as_before():
                 return self._in_fp8(x)
-        self.was_in_fp8 = False
-        return super().forward(x)
+        if in_fp8:
+            return self._in_fp8(x)
+        with autocast(None, enabled=False) if enabled else contextlib.nullcontext():
+            return super().forward(x)
+
+    def why_plain(self, x: Tensor) -> str | None:
+        """Why a call with this input runs in plain PyTorch, or None."""
+        return self._why_plain(x, _State.is_fp8_enabled() and not self.kept_out)
+
+    def _why_plain(self, x: Tensor, in_fp8: bool) -> str | None:
+        weight = self._weight()
+        if why := without_kernel(x, weight):
+            return why
+        return None if in_fp8 and self.any_size else too_small(x, in_fp8)
 
     def _in_fp8(self, x: Tensor) -> Tensor:
-        if self.kept_out:
-            with autocast(_State.get_fp8_recipe(), enabled=False):
-                return super().forward(x)
-        self.was_in_fp8 = True
+        if self.training and (saving_hooks() or not torch.is_grad_enabled()):
+            self._note_scales()  # for a checkpoint, from which this call will be made again
         # never True, which would also have this call's gradient overwrite those before it
         kept = self.kept is not None and self.kept.weights and self.kept.grad == torch.is_grad_enabled()
         again = False if kept else None
@@ -129,6 +144,11 @@ class _Fused(nn.Module):
         padded = torch.cat([flat, flat[-1:].expand(missing, -1)])
         out = super().forward(padded, is_first_microbatch=again)
         return out[:rows].reshape(*x.shape[:-1], -1)
+
+    def _note_scales(self) -> None:
+        state = self.fp8_meta.get("scaling_fwd")
+        if hasattr(state, "amax_history"):
+            self.scales = state.scale.clone()
 
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -246,16 +266,6 @@ def calibrate(fused: nn.Module, recipe: Any, products: Sequence[Amax]) -> None:
     limits = recipe.fp8_format.value
     _set_scales(fused.fp8_meta["scaling_fwd"], forward, limits.max_fwd, recipe)
     _set_scales(fused.fp8_meta["scaling_bwd"], backward, limits.max_bwd, recipe)
-
-
-def note_scales(modules: Sequence[nn.Module]) -> None:
-    """Keep the scales of delayed scaling as they are now: a forward that is run again needs them."""
-    states = [(m, m.fp8_meta["scaling_fwd"].scale) for m in modules if "scaling_fwd" in m.fp8_meta]
-    for module, scale in states:
-        if module.scales is None:
-            module.scales = torch.empty_like(scale)
-    if states:
-        torch._foreach_copy_([module.scales for module, _ in states], [scale for _, scale in states])
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
 """Tests of real Transformer Engine: everywhere else they are skipped, with what is missing."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from te_transform import backends
+from te_transform.backends import limits
 
 MISSING = backends._missing()
 
@@ -11,3 +14,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if MISSING and "gpu" in item.path.parts:
             item.add_marker(pytest.mark.skip(reason=MISSING))
+
+
+@pytest.fixture(autouse=True)
+def _at_any_size() -> Iterator[None]:
+    """The models are too small for what pays off: they shall run in the kernels all the same."""
+    with limits.at_any_size():
+        yield

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import te_transform
+from te_transform.backends import limits
 from te_transform.emulate import precisions
 from te_transform.originals import fusions
 from te_transform.precision import PrecisionPlan
@@ -88,3 +89,15 @@ def scales(pair: Pair) -> list[torch.Tensor]:
     """Every scale and every largest value that delayed scaling remembers, copied."""
     found = [module.get_fp8_meta_tensors() for module in precisions(pair.converted)[""].modules]
     return [tensor for states in found for tensors in states.values() for tensor in tensors]
+
+
+def test_small_calls_run_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_any_size", 0)  # as outside of these tests
+    model, inputs = ALL["llama"].build().to("cuda", torch.bfloat16), sample("llama")
+    every = PrecisionPlan("fp8-current", small_calls=True)
+    for recipe, plain in (("fp8-current", True), (every, False)):
+        quantised = te_transform.convert(model, inputs, backend="te", recipe=recipe)
+        quantised(**inputs)
+        calls = te_transform.report(quantised).plain_calls
+        assert any("too small to be faster in FP8" in why for why in calls) == plain
+        assert te_transform.verify(model, quantised, inputs)

@@ -6,16 +6,9 @@ import pytest
 import torch
 
 import te_transform
-from te_transform.backends import limits
 from te_transform.originals import fusions
 from tests.conversions import ALL, Pair, cast
 from tests.zoo import Inputs, zero_dropout
-
-
-@pytest.fixture(autouse=True)
-def _cudnn_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models are too small for what pays off: their attention shall run in the kernels all the same."""
-    monkeypatch.setattr(limits, "_LONG", 1)
 
 
 def sample(name: str, batch: int = 2, seq: int = 16, **options: object) -> Inputs:
