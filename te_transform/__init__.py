@@ -10,6 +10,7 @@ from te_transform.backends import BackendError
 from te_transform.config import OptionError
 from te_transform.convert import convert, inspect, report
 from te_transform.emit import revert
+from te_transform.fp8_weights import QuantizationError, Quantized, quantize_weights
 from te_transform.inputs import InputError
 from te_transform.model import ModelError
 from te_transform.optimizer import OptimizerError, move_optimizer
@@ -30,6 +31,8 @@ __all__ = [
     "Outcome",
     "PrecisionError",
     "PrecisionPlan",
+    "QuantizationError",
+    "Quantized",
     "Rule",
     "TraceError",
     "Verification",
@@ -37,6 +40,7 @@ __all__ = [
     "convert",
     "inspect",
     "move_optimizer",
+    "quantize_weights",
     "report",
     "revert",
     "trace",

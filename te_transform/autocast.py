@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from te_transform.slots import Made
+from te_transform.weights import is_quantised
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Precision:
             stamp = torch.is_grad_enabled(), ()
         elif not training and not torch.is_grad_enabled():
             weights = [getattr(module, name) for module in self.modules for name in module.weight_names]
+            weights = [weight for weight in weights if not is_quantised(weight)]  # there is nothing to keep
             if not any(weight.is_inference() for weight in weights):
                 # not by id(), which a later tensor may have again
                 held = ((WeakIdRef(weight), weight.data_ptr(), weight._version) for weight in weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from te_transform.slots import (
     hide,
     slot_class,
 )
-from te_transform.weights import Layout
+from te_transform.weights import Layout, exact, is_quantised
 
 
 @dataclass(eq=False)
@@ -95,6 +96,23 @@ def emit(model: nn.Module, site: Site, emitted: list[Emitted]) -> None:
         site.rotary.__class__ = slot_class(type(site.rotary), RotarySlot, ())
 
 
+def hold(fusion: Fusion, target: str, parameter: nn.Parameter) -> None:
+    """Let the fused module, and the module that it may have it from, hold `parameter` as its `target`."""
+    loan = fusion.fused._te_transform_borrowed.get(target)
+    if loan is None:
+        fusion.fused._parameters[target] = parameter
+        return
+    loan.module._parameters[loan.attribute] = parameter
+    if _dequantised not in loan.module._state_dict_hooks.values():
+        loan.module.register_state_dict_post_hook(_dequantised)
+
+
+def _dequantised(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in module._parameters:
+        if prefix + name in state:
+            state[prefix + name] = exact(state[prefix + name])
+
+
 def undo(model: nn.Module, emitted: Emitted) -> None:
     """Take a site out again, whole or half made: the very Parameters that were there, with today's values in
     storage of their own."""
@@ -116,6 +134,8 @@ def revert(model: nn.Module) -> nn.Module:
     if not found:
         raise ValueError(f"{type(model).__name__} has no converted module, te_transform.convert() it first")
     leave(model)
+    for fusion in found:
+        _dequantise(fusion)
     slots = [(m, m._te_transform_slot) for m in model.modules() if isinstance(m, SlotModule)]
     for fusion in found:
         parameters = {
@@ -127,6 +147,18 @@ def revert(model: nn.Module) -> nn.Module:
         _take_out(model, fusion, [(m, s) for m, s in slots if _belongs(s, fusion)], parameters)
     model.__dict__.pop("_te_transform", None)
     return model
+
+
+def _dequantise(fusion: Fusion) -> None:
+    """Hold in their own dtype what te_transform.quantize_weights() left in FP8 alone."""
+    for target in fusion.layouts:
+        held = getattr(fusion.fused, target)
+        if is_quantised(held):
+            hold(fusion, target, nn.Parameter(exact(held), requires_grad=False))
+    for loan in fusion.fused._te_transform_borrowed.values():
+        hooks = loan.module._state_dict_hooks
+        for key in [key for key, hook in hooks.items() if hook is _dequantised]:
+            del hooks[key]
 
 
 def enter_precision(model: nn.Module, precision: Precision, small_calls: bool = False) -> None:

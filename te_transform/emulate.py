@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from te_transform.autocast import Precision
 from te_transform.backends.limits import DTYPES
 from te_transform.originals import fusions, sources
-from te_transform.weights import Piece
+from te_transform.weights import Piece, exact
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -200,4 +200,4 @@ def _forward(
 
 
 def _read(module: nn.Module, piece: Piece) -> Tensor:
-    return piece.stored(getattr(module, piece.name.rpartition(".")[2]))
+    return piece.stored(exact(getattr(module, piece.name.rpartition(".")[2])))

@@ -82,6 +82,6 @@ def _held_by(module: nn.Module) -> Iterator[tuple[str, Original]]:
     slot = module._te_transform_slot if isinstance(module, SlotModule) else None
     for attribute in slot.order if slot else module._parameters:
         view = slot.views.get(attribute) if slot else None
-        held = getattr(view.fusion.fused, view.target) if view else module._parameters.get(attribute)
+        held = view.held if view else module._parameters.get(attribute)
         if held is not None:
             yield attribute, Original(held, view)

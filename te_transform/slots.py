@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from te_transform.deferred import Deferred, autocast, defer, read, saving_hooks, stamp, unversioned
-from te_transform.weights import Layout
+from te_transform.weights import Layout, exact, is_quantised
 
 
 @dataclass(eq=False)
@@ -103,6 +103,11 @@ class View:
     def layout(self) -> Layout:
         return self.fusion.layouts[self.target]
 
+    @property
+    def held(self) -> Tensor:
+        """The joined parameter."""
+        return getattr(self.fusion.fused, self.target)
+
     def fixed(self, attribute: str) -> str:
         """Why the attribute can get no new tensor."""
         return (
@@ -112,17 +117,17 @@ class View:
         )
 
     def read(self) -> Tensor:
-        """A view of the parameter's rows (a copy where rows are permuted)."""
-        return self.layout.part(getattr(self.fusion.fused, self.target), self.name)
+        """A view of the parameter's rows (a copy where rows are permuted, or quantised)."""
+        return self.layout.part(exact(self.held), self.name)
 
     def write(self, value: Tensor) -> None:
         """Put `value` where `read` reads."""
-        fused = getattr(self.fusion.fused, self.target)
-        if self.layout.order is None:
+        fused = self.held
+        if self.layout.order is None and not is_quantised(fused):
             self.layout.part(fused, self.name).copy_(value)
             return
-        names = [piece.name for piece in self.layout.pieces]
-        originals = {n: value if n == self.name else self.layout.part(fused, n) for n in names}
+        now, names = exact(fused), [piece.name for piece in self.layout.pieces]
+        originals = {n: value if n == self.name else self.layout.part(now, n) for n in names}
         fused.copy_(self.layout.join(originals))
 
 
@@ -206,7 +211,7 @@ class SlotModule(Made):
         """
         views = self._te_transform_slot.views
         for name, view in views.items():
-            held = getattr(view.fusion.fused, view.target)
+            held = view.held
             own = all(any(v.name == piece.name for v in views.values()) for piece in view.layout.pieces)
             if not own and held.requires_grad != requires_grad:
                 raise RuntimeError(
@@ -421,7 +426,7 @@ def _own_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
 def _write_back(slot: Slot, views: dict[str, Tensor], now: dict[str, Tensor | None]) -> None:
     for name, view in slot.views.items():
         value = now[name]
-        if value is not views[name] or view.layout.order is not None:
+        if value is not views[name] or view.layout.order is not None or is_quantised(view.held):
             if (value.dtype, value.device) != (views[name].dtype, views[name].device):
                 raise RuntimeError(
                     f"{name!r} is {views[name].dtype} on {views[name].device} and joined with others, "

@@ -17,6 +17,16 @@ import torch
 from torch import Tensor
 
 
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether it is one of TE's tensors, which hold their values in FP8 alone."""
+    return hasattr(tensor, "_quantizer")
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """The tensor, in the dtype it says it has: dequantised where that is not how it is held."""
+    return tensor.dequantize() if is_quantised(tensor) else tensor
+
+
 class LedgerError(ValueError):
     """A rule's moves do not cover the fused module, or do not fit it."""
 

@@ -24,6 +24,7 @@ from te_transform.backends.cudnn import DotProductAttention as DotProductAttenti
 from te_transform.backends.limits import too_small, without_kernel
 from te_transform.deferred import saving_hooks
 from te_transform.slots import traced
+from te_transform.weights import is_quantised
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as _State
@@ -127,11 +128,16 @@ class _Fused(nn.Module):
         weight = self._weight()
         if why := without_kernel(x, weight):
             return why
-        return None if in_fp8 and self.any_size else too_small(x, in_fp8)
+        # plain calls would have to dequantise weights that are held in FP8 alone
+        if (in_fp8 and self.any_size) or is_quantised(weight):
+            return None
+        return too_small(x, in_fp8)
 
     def _in_fp8(self, x: Tensor) -> Tensor:
         if self.training and (saving_hooks() or not torch.is_grad_enabled()):
             self._note_scales()  # for a checkpoint, from which this call will be made again
+        if self.primary_weights_in_fp8:
+            self._give_quantisers()
         # never True, which would also have this call's gradient overwrite those before it
         kept = self.kept is not None and self.kept.weights and self.kept.grad == torch.is_grad_enabled()
         again = False if kept else None
@@ -144,6 +150,15 @@ class _Fused(nn.Module):
         padded = torch.cat([flat, flat[-1:].expand(missing, -1)])
         out = super().forward(padded, is_first_microbatch=again)
         return out[:rows].reshape(*x.shape[:-1], -1)
+
+    def _give_quantisers(self) -> None:
+        """Weights that are held in FP8 alone lose their quantisers in copies."""
+        lost = [getattr(self, name) for name in self.weight_names]
+        if any(getattr(weight, "_quantizer", self) is None for weight in lost):
+            self.init_fp8_metadata(num_gemms=len(lost))
+            for weight, quantiser in zip(lost, self._get_weight_quantizers(), strict=True):
+                weight._quantizer = quantiser.copy()
+                weight._quantizer.set_usage(rowwise=True, columnwise=False)
 
     def _note_scales(self) -> None:
         state = self.fp8_meta.get("scaling_fwd")
@@ -266,6 +281,24 @@ def calibrate(fused: nn.Module, recipe: Any, products: Sequence[Amax]) -> None:
     limits = recipe.fp8_format.value
     _set_scales(fused.fp8_meta["scaling_fwd"], forward, limits.max_fwd, recipe)
     _set_scales(fused.fp8_meta["scaling_bwd"], backward, limits.max_bwd, recipe)
+
+
+def quantised(fused: nn.Module, name: str, recipe: Any) -> nn.Parameter:
+    """The weight `name` [out, in] in the recipe's format alone, as TE's quantized_model_init has parameters;
+    delayed scaling takes the scale that this weight calls for."""
+    weight, index = getattr(fused, name).detach(), fused.weight_names.index(name)
+    with torch.no_grad(), autocast(recipe):  # without gradients, as in calibrate()
+        fused.init_fp8_metadata(num_gemms=len(fused.weight_names))
+        if is_delayed(recipe):
+            amaxes = {3 * index + 1: weight.abs().amax().float()}
+            _set_scales(fused.fp8_meta["scaling_fwd"], amaxes, recipe.fp8_format.value.max_fwd, recipe)
+        quantiser = fused._get_weight_quantizers()[index]
+        # the transpose can be made of these later, but for MXFP8, whose blocks lie along the rows
+        quantiser.set_usage(rowwise=True, columnwise=isinstance(recipe, recipes.MXFP8BlockScaling))
+        quantiser.internal = False
+        held = quantiser(weight)
+    fused.primary_weights_in_fp8 = True
+    return nn.Parameter(held, requires_grad=False)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,102 @@
+"""Weights in FP8 alone: one byte a number, where a conversion in FP8 keeps the original beside a cast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from te_transform.emit import hold
+from te_transform.emulate import precisions
+from te_transform.originals import fusions, original_parameters
+from te_transform.slots import Fusion
+from te_transform.weights import is_quantised
+
+
+class QuantizationError(ValueError):
+    """The weights of this model cannot be quantized."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The original names of the weights that are held in FP8 alone, and of the others, with the reasons."""
+
+    names: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+def quantize_weights(model: nn.Module) -> Quantized:
+    """Hold the frozen weights of every product that runs in FP8 in FP8 alone, for inference or adapters.
+
+        te_transform.quantize_weights(converted.eval().requires_grad_(False))
+
+    TE's tensors take their place, as in its quantized_model_init. What they were before is gone: state dicts,
+    revert() and calls in plain PyTorch have the dequantised values, in the dtype and under the names that the
+    weights had; load_state_dict() quantises what it loads. A product whose input needs a gradient keeps the
+    transpose too, from its first backward on: two bytes a number.
+
+    Args:
+        model: what te_transform.convert(recipe=...) returned, on a GPU, or something that contains it.
+
+    Returns:
+        Which weights are in FP8 now, and why the others are not.
+
+    Raises:
+        QuantizationError: nothing in `model` runs in FP8.
+    """
+    recipes = {fused: p.recipe for p in precisions(model).values() for fused in p.modules}
+    if not recipes:
+        raise QuantizationError(
+            f"nothing in this {type(model).__name__} runs in FP8, te_transform.convert(model, recipe=...) "
+            "returns a model in which something does"
+        )
+    from te_transform.backends import te
+
+    shared = _shared(model)
+    reasons: dict[int, str] = {}
+    for fusion, target in _weights(model):
+        weight = getattr(fusion.fused, target)
+        why = _reason(weight, fusion, recipes, shared)
+        if why is None:
+            hold(fusion, target, te.quantised(fusion.fused, target, recipes[fusion.fused]))
+        else:
+            reasons[id(weight)] = why
+    for precision in precisions(model).values():
+        precision.forget()  # casts of what is in FP8 itself now
+    originals = {name: o.held for name, o in original_parameters(model).items()}
+    names = tuple(name for name, held in originals.items() if is_quantised(held))
+    rest = {name: held for name, held in originals.items() if name not in names}
+    left_out = {name: reasons.get(id(held), "no fused product reads it") for name, held in rest.items()}
+    return Quantized(names, left_out)
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[Fusion, str]]:
+    for fusion in fusions(model):
+        yield from ((fusion, name) for name in getattr(fusion.fused, "weight_names", ()))
+
+
+def _reason(weight: Tensor, fusion: Fusion, recipes: dict, shared: set[int]) -> str | None:
+    if fusion.fused not in recipes:
+        return "its product does not run in FP8"
+    if weight.requires_grad:
+        return "it is trained, an optimizer needs it as it is: requires_grad_(False) freezes it"
+    if not _on_gpu(weight):
+        return "it is not on the GPU"
+    if id(weight) in shared:
+        return "another module has it too"
+    return None if not is_quantised(weight) else "it is in FP8 already"
+
+
+def _on_gpu(weight: Tensor) -> bool:
+    return weight.is_cuda
+
+
+def _shared(model: nn.Module) -> set[int]:
+    """The parameters that several modules have, by id."""
+    seen: set[int] = set()
+    found = set()
+    for module in model.modules():
+        for parameter in filter(lambda p: p is not None, module._parameters.values()):
+            (found if id(parameter) in seen else seen).add(id(parameter))
+    return found
