@@ -198,7 +198,8 @@ def test_every_attribute_that_is_read_of_tes_modules_was_there(name: str) -> Non
 
 @pytest.mark.parametrize("name", record.FUSED)
 def test_tes_modules_have_no_attributes_of_the_names_that_te_py_gives_its_own(name: str) -> None:
-    assert set(CONTRACT["overridden"][name]) <= {"weight_names"}  # TE's own is the same list
+    # TE's own weight_names is the same list, and its activation has another type while it is called
+    assert set(CONTRACT["overridden"][name]) <= {"weight_names", "activation"}
     assert {"plain_calls", "kept", "normalised"} <= record.given_to_modules(name)
 
 

@@ -17,6 +17,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from transformer_engine.pytorch.module import layernorm_mlp
 
 from te_transform.autocast import Amax, Kept
 from te_transform.backends import torch as plain
@@ -233,6 +234,47 @@ class LayerNormMLP(_Fused, te.LayerNormMLP):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, **options: Any):
         super().__init__(hidden_size, ffn_hidden_size, **options)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> [..., hidden]."""
+        # where neither needs a gradient, TE goes on to ask a LayerNorm's bias, which an RMSNorm has not
+        if torch.is_grad_enabled() and not (x.requires_grad or self.layer_norm_weight.requires_grad):
+            own = (*self.weight_names, "layer_norm_bias", "fc1_bias", "fc2_bias")
+            if not any(p is not None and p.requires_grad for p in (getattr(self, name) for name in own)):
+                with torch.no_grad():
+                    return super().forward(x)
+            x = x.detach().requires_grad_()
+        return super().forward(x)
+
+    def _in_fp8(self, x: Tensor) -> Tensor:
+        name = self.activation
+        if not self.use_bias and name in GATED_ACTIVATIONS.values():  # the kernel has no gradient for a bias
+            self.activation = _CastInBackward(name)
+        try:
+            return super()._in_fp8(x)
+        finally:
+            self.activation = name  # by which compilers tell activations apart
+
+
+class _CastInBackward(str):
+    """The name of a gated activation whose gradient is cast to FP8 in the kernel that computes it."""
+
+
+def _act_func(activation: str, *recipe: Any) -> tuple[Any, ...]:
+    """TE's, asked in each forward and backward: an activation, its gradient, and that with its cast.
+
+    For gated activations in delayed scaling TE has no third, and casts in another kernel; but the kernel of
+    the gradient takes a quantiser. [8192, 2 x 14336] on an H100: 0.48 ms instead of 0.74, no copy in bf16.
+    """
+    forward, backward, *with_cast = _TES_ACT_FUNC(activation, *recipe)
+    ours = isinstance(activation, _CastInBackward) and recipe and recipe[0] is not None
+    if ours and recipe[0].delayed() and with_cast == [None]:
+        return forward, backward, lambda grad, x, quantiser: (None, backward(grad, x, quantiser))
+    return forward, backward, *with_cast
+
+
+_TES_ACT_FUNC = layernorm_mlp._act_func
+layernorm_mlp._act_func = _act_func  # all others get TE's own from it
 
 
 def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -364,3 +364,26 @@ def test_on_the_cpu_the_same_weights_run_in_plain_pytorch() -> None:
         wide, original, found = (m(ids).logits.double() for m in (exact, model.cpu().eval(), fused))
     assert (found - wide).norm() <= 1.2 * (original - wide).norm() + 2**-8 * wide.norm()
     assert te_transform.report(fused).plain_calls["an input on cpu"]
+
+
+# Frozen parts
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("trained", ["", "mlp", "self_attn", "norm", "lm_head"])
+def test_any_part_may_be_frozen(recipe: str | None, trained: str) -> None:
+    """With gradients on all the same: nothing needs one, or parts of layers do whose input needs none."""
+    model = seeded(llama)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(bool(trained) and trained in name)
+    whole, part = converted(recipe, seeded(llama)), converted(recipe, model)
+    loss, expected = step(whole, batch())
+    found = part(**batch()).loss
+    assert torch.equal(found.detach(), loss)
+    if trained:
+        found.backward()
+    names = {name for name, _ in model.named_parameters() if trained and trained in name}
+    gradient = gradients(part)
+    assert gradient.keys() == names
+    if trained:  # kernels of attention's backward add up in no fixed order
+        assert distance(gradient, {name: expected[name] for name in names}) < 1e-2
