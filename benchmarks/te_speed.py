@@ -1,7 +1,7 @@
 """te_transform on Transformer Engine against everything else, on a Hopper GPU: forward and backward, bf16
 and FP8.
 
-    python benchmarks/te_speed.py layer|llama [--only ours] [--profile NAME] [--json PATH]
+    python benchmarks/te_speed.py layer|llama [--only ours] [--rounds 15] [--profile NAME] [--json PATH]
 
 `layer` is the layer of TE's quickstart (hidden 4096, ffn 16384, 32 heads, 2048 x 4 tokens, no mask),
 `llama` is transformers' LlamaForCausalLM, 8 layers of the 8B shape, 2 x 4096 tokens, vocabulary 32000,
@@ -41,7 +41,6 @@ import te_transform
 from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
 
-ROUNDS = 15
 HAND = "hand port"  # what ratios are relative to, of the same precision
 
 
@@ -193,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--only", default="", help="contenders with one of these, by commas, in their name")
+    parser.add_argument("--rounds", type=int, default=15, help="how often each contender has its turn")
     parser.add_argument(
         "--profile", default="", help="print the kernels of the contender of this name, no times"
     )
@@ -219,7 +219,7 @@ def main() -> None:
     if asked.profile:
         print(profiled(steps[asked.profile]))
         return
-    rows = measured(steps, errors)
+    rows = measured(steps, errors, asked.rounds)
     if asked.json:
         Path(asked.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
     Console(width=130).print(_table(asked.subject, rows))
@@ -266,10 +266,10 @@ def _prepared(
     return step, error
 
 
-def measured(steps: dict[str, Callable[[], None]], errors: dict[str, float]) -> list[Row]:
+def measured(steps: dict[str, Callable[[], None]], errors: dict[str, float], rounds: int) -> list[Row]:
     """Each contender's times by turns, and its peak memory."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, step in steps.items():
             step()  # whoever ran before has left its data in the cache
             torch.cuda.synchronize()

@@ -32,15 +32,15 @@ def at_any_size() -> Iterator[None]:
         _any_size -= 1
 
 
-def too_small(x: Tensor, in_fp8: bool) -> str | None:
-    """Why TE's modules are not faster for this tensor [..., width], or None."""
-    if _any_size or x.numel() >= x.shape[-1] * gaining(x.shape[-1], in_fp8):
+def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
+    """Why TE's modules are not faster for so many rows, or None."""
+    if _any_size or rows >= gaining(width, in_fp8):
         return None
     return f"a call too small to be faster in {'FP8' if in_fp8 else 'these kernels'}"
 
 
 def gaining(width: int, in_fp8: bool) -> int:
-    """From how many tokens of this width on TE's modules are faster."""
+    """From how many rows of this width on TE's modules are faster."""
     return math.ceil((_LARGE_IN_FP8 if in_fp8 else _LARGE) / width**2)
 
 

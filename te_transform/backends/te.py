@@ -132,7 +132,7 @@ class _Fused(nn.Module):
         # plain calls would have to dequantise weights that are held in FP8 alone
         if (in_fp8 and self.any_size) or is_quantised(weight):
             return None
-        return too_small(x, in_fp8)
+        return too_small(x.shape[:-1].numel(), x.shape[-1], in_fp8)
 
     def _in_fp8(self, x: Tensor) -> Tensor:
         if self.training and (saving_hooks() or not torch.is_grad_enabled()):
@@ -285,7 +285,8 @@ def rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor] 
     """
     if traced() or without_kernel(query, key) or query.dim() != 4 or angles.dim() != 3:
         return None
-    if angles.shape[0] != 1 or angles.shape[1:] != (query.shape[2], query.shape[3]):
+    batch, heads, length, width = query.shape
+    if angles.shape != (1, length, width) or too_small(batch * length, heads * width, in_fp8=False):
         return None
     columns = angles.reshape(-1, 1, 1, angles.shape[-1])
     return _rotated(query, columns), _rotated(key, columns)

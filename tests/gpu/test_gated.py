@@ -130,10 +130,10 @@ def gradients(kind: type[nn.Module], **options: Any) -> dict[str, Tensor]:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
 
-    torch.manual_seed(0)
     module = kind(
         HIDDEN, FFN, activation="swiglu", normalization="RMSNorm", params_dtype=torch.bfloat16, **options
     )
+    torch.manual_seed(0)  # now: making it has taken random numbers, of the device it is on
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape).mul_(0.05))
