@@ -29,6 +29,9 @@ class DispatchSlot(OwnerSlot):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot: Slot = self._te_transform_slot
+        if why := _why_as_it_was(self, slot, args, kwargs):
+            slot.fusion.count_plain(why)
+            return self._as_it_was(*args, **kwargs)
         if not torch.compiler.is_compiling():
             _follow(self.config, slot.config)
         turning = None
@@ -37,6 +40,24 @@ class DispatchSlot(OwnerSlot):
         if turning is None:
             return super(OwnerSlot, self).forward(*args, **kwargs)
         return turning(self, *args, **kwargs)
+
+    def _as_it_was(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward under its own config; whoever calls it meanwhile gets the same numbers."""
+        ours = self.__dict__["config"]
+        try:
+            self.__dict__["config"] = self._te_transform_slot.config
+            return super(OwnerSlot, self).forward(*args, **kwargs)
+        finally:
+            self.__dict__["config"] = ours
+
+
+def _why_as_it_was(module: nn.Module, slot: Slot, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Why the call is one that sdpa_attention_forward is the best for, in which we would be in the way."""
+    if torch.is_grad_enabled() or traced() or not (slot.fusion.enabled and _is_copy(module.config)):
+        return None
+    hidden = next(iter((*args, *kwargs.values())), None)
+    why = slot.fusion.why_plain(hidden) if isinstance(hidden, Tensor) else None
+    return why if why and slot.config._attn_implementation == "sdpa" else None
 
 
 def dispatches(module: nn.Module, cores: tuple[str, ...]) -> bool:
@@ -83,9 +104,14 @@ class _Name(str):
 
 def _follow(config: Any, original: Any) -> None:
     """Let the copy of a config hold what the original holds now, but for the name of the core."""
-    name = getattr(config, "_attn_implementation_internal", None)
-    if name == NAME:  # else it is no copy, but what somebody has put in its place
+    if _is_copy(config):
+        name = config._attn_implementation_internal
         vars(config).update({**vars(original), "_attn_implementation_internal": name})
+
+
+def _is_copy(config: Any) -> bool:
+    """Whether it is ours, and not what somebody has put in its place."""
+    return getattr(config, "_attn_implementation_internal", None) == NAME
 
 
 def attend(

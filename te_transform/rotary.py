@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_transform import vocabulary
+from te_transform.backends.limits import small_attention
 from te_transform.slots import Made, takes_subclasses, traced
 from te_transform.trace import Call, Recording
 
@@ -49,10 +50,16 @@ class RotarySlot(Made):
     """A module that returns cosines and sines, and notes of which angles they are."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if traced():
+        if traced() or _is_small(args):
             return super().forward(*args, **kwargs)
         with _Watch():
             return super().forward(*args, **kwargs)
+
+
+def _is_small(args: tuple) -> bool:
+    """Whether no attention will look for the angles of these positions, see dispatch.py."""
+    hidden = args[0] if args and not torch.is_grad_enabled() else None
+    return type(hidden) is Tensor and small_attention(hidden) is not None
 
 
 class _Watch(TorchFunctionMode):

@@ -1,9 +1,10 @@
 """Attention dispatched through Hugging Face's door for models that call SDPA: as the model calls it,
 always."""
 
+import contextlib
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 import te_transform
+from te_transform.backends import limits
 from te_transform.dispatch import NAME, DispatchSlot
 from te_transform.originals import fusions
 from tests import stand_in
@@ -346,3 +348,51 @@ def test_revert_gives_the_very_config_back() -> None:
     te_transform.revert(both.converted)
     assert attention.config is config
     assert config._attn_implementation == "sdpa"
+
+
+# Calls that are too small
+
+
+def test_a_small_call_without_gradients_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, small = pair("llama"), limits.small_attention
+    monkeypatch.setattr(Core, "why_plain", lambda self, hidden: small(hidden), raising=False)
+    configs = [module.config for module in both.converted.modules() if isinstance(module, DispatchSlot)]
+    asked: list[str] = []
+
+    def act() -> None:
+        with torch.no_grad(), watched(both.converted, asked):
+            assert error(run(both.converted, both.inputs), run(both.original, both.inputs)) < EVERYWHERE
+
+    assert both.asked(act) == [[]] * LAYERS
+    assert asked == ["sdpa"] * LAYERS
+    (why,) = {why for core in both.cores for why in core.plain_calls}
+    assert why.startswith("attention over less than")
+    now = [module.config for module in both.converted.modules() if isinstance(module, DispatchSlot)]
+    assert all(one is other for one, other in zip(now, configs, strict=True))
+    with limits.at_any_size():
+        assert both.asked(act) == [[True]] * LAYERS
+    assert both.asked(lambda: both.converted(**both.inputs)) == [[True]] * LAYERS  # with gradients
+
+
+@pytest.mark.parametrize(("shape", "small"), [((1, 511, 64), True), ((1, 512, 64), False)])
+def test_attention_is_small_below_a_length(shape: tuple[int, ...], small: bool) -> None:
+    assert bool(limits.small_attention(torch.empty(shape, device="meta"))) == small
+
+
+def test_attention_over_many_short_sequences_is_not_small() -> None:
+    assert limits.small_attention(torch.empty(64, 128, 4096, device="meta")) is None
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module, asked: list[str]) -> Iterator[None]:
+    """Which core every attention module's config names while its projections run."""
+    inside = [module for module in model.modules() if isinstance(module, DispatchSlot)]
+    hooks = [
+        module.v_proj.register_forward_hook(
+            lambda *_, module=module: asked.append(str(module.config._attn_implementation_internal))
+        )
+        for module in inside
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from te_transform.backends import torch as plain
-from te_transform.backends.limits import without_attention
+from te_transform.backends.limits import small_attention, without_attention
 from te_transform.slots import traced
 
 # cuDNN first: on an H100 twice as fast as FlashAttention 2, which PyTorch prefers
@@ -33,6 +33,10 @@ class DotProductAttention(plain.DotProductAttention):
     def __init__(self):
         super().__init__()
         self.plain_calls: Counter[str] = Counter()
+
+    def why_plain(self, hidden: Tensor) -> str | None:
+        """Why a module whose core this is runs as it did on these hidden states, rotations too, or None."""
+        return small_attention(hidden)
 
     def takes(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
         """Whether this is a call that cuDNN is the best for; if not, it is counted."""

@@ -44,6 +44,14 @@ def gaining(width: int, in_fp8: bool) -> int:
     return math.ceil((_LARGE_IN_FP8 if in_fp8 else _LARGE) / width**2)
 
 
+def small_attention(hidden: Tensor) -> str | None:
+    """Why no part of an attention module is faster for hidden states [batch, length, width], or None."""
+    if _any_size or hidden.dim() != 3 or hidden.shape[1] >= _LONG:
+        return None
+    why = too_small(hidden.shape[0] * hidden.shape[1], hidden.shape[2], in_fp8=False)
+    return why and f"attention over less than {_LONG} tokens"
+
+
 def without_kernel(x: Tensor, weight: Tensor) -> str | None:
     """Why TE's modules cannot take this tensor, or None."""
     if type(x) not in (Tensor, nn.Parameter):
