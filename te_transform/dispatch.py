@@ -144,11 +144,26 @@ def attend(
         stands = core.takes(query, key, value, attention_mask, causal) and _is_theirs(original)
     if not stands:
         return original(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest)
+    if slot.rotates and not traced():
+        value = _alone(value, query, key)
     mask = None if attention_mask is None else attention_mask[..., : key.shape[-2]]
     scale = slot.scale if scaling is None else scaling
     grouped = key.shape[1] != query.shape[1]
     out = core(query, key, value, mask, dropout, causal, scale, grouped)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _alone(value: Tensor, *others: Tensor) -> Tensor:
+    """The values in storage of their own, where a joined product's would be kept for them alone.
+
+    A backward keeps queries and keys as they were turned; before that they were the larger part of what the
+    values are a part of.
+    """
+    storage = value.untyped_storage()
+    shared = any(x.untyped_storage().data_ptr() == storage.data_ptr() for x in others)
+    if shared or not value.requires_grad or storage.nbytes() <= value.nbytes:
+        return value
+    return value.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, length, heads, width] in memory
 
 
 def _is_causal(module: nn.Module, query: Tensor, rest: dict[str, Any]) -> bool:

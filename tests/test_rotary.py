@@ -22,7 +22,7 @@ from te_transform.trace import record
 from tests import stand_in
 from tests.bitwise import untouched
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
-from tests.stand_in import Te
+from tests.stand_in import Core, Te
 from tests.zoo import LAYERS, Inputs, seeded
 
 TURNED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
@@ -86,6 +86,23 @@ def test_models_are_turned_in_the_kernel_and_keep_their_numbers(te: Te, name: st
     assert te_transform.report(both.converted).counts["attention"] == LAYERS
     both.agree(turned=LAYERS)
     both.agree(turned=LAYERS, inputs=ALL[name].sample(batch=3, seq=17))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_backward_keeps_the_values_alone(te: Te, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the whole product that they are a part of, whose queries and keys were turned since."""
+    both, own, sizes = pair(te), Core.forward, []
+
+    def forward(core: Core, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        sizes.append((value.untyped_storage().nbytes() / value.nbytes, value.transpose(1, 2).is_contiguous()))
+        return own(core, query, key, value, *rest)
+
+    monkeypatch.setattr(Core, "forward", forward)
+    with torch.set_grad_enabled(trained):
+        both.converted(**both.inputs, use_cache=False)  # which would have made a copy
+    assert len(sizes) == LAYERS
+    assert all((times == 1) == trained for times, _ in sizes)
+    assert not trained or all(in_order for _, in_order in sizes)
 
 
 @pytest.mark.parametrize("name", TURNED)
