@@ -25,7 +25,10 @@ class Amax:
 
 @dataclass(eq=False)
 class Kept:
-    """Whether fused modules, which share one of these, may use weights that an earlier call quantised."""
+    """Whether fused modules, which share one of these, may use weights that an earlier call quantised.
+
+    Apart from Precision, which knows all modules: a copy of one of them shall not be one of all.
+    """
 
     weights: bool = False
     grad: bool = False  # whether they were quantised for a backward too

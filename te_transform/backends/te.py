@@ -129,8 +129,8 @@ class _Fused(nn.Module):
         weight = self._weight()
         if why := without_kernel(x, weight):
             return why
-        # plain calls would have to dequantise weights that are held in FP8 alone
-        if (in_fp8 and self.any_size) or is_quantised(weight):
+        # plain calls would have to dequantise weights held in FP8 alone, and know nothing of main_grad
+        if (in_fp8 and self.any_size) or is_quantised(weight) or self.fuse_wgrad_accumulation:
             return None
         return too_small(x.shape[:-1].numel(), x.shape[-1], in_fp8)
 
@@ -238,7 +238,8 @@ class LayerNormMLP(_Fused, te.LayerNormMLP):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> [..., hidden]."""
         # where neither needs a gradient, TE goes on to ask a LayerNorm's bias, which an RMSNorm has not
-        if torch.is_grad_enabled() and not (x.requires_grad or self.layer_norm_weight.requires_grad):
+        needed = x.requires_grad or self.layer_norm_weight.requires_grad
+        if torch.is_grad_enabled() and not needed and not traced():
             own = (*self.weight_names, "layer_norm_bias", "fc1_bias", "fc2_bias")
             if not any(p is not None and p.requires_grad for p in (getattr(self, name) for name in own)):
                 with torch.no_grad():

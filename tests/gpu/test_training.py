@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
+from te_transform.backends import limits
 from te_transform.originals import fusions, original_parameters
 from tests.conversions import same_bits
 from tests.zoo import seeded
@@ -223,6 +224,24 @@ def test_weights_are_quantised_once_in_an_accumulation(monkeypatch: pytest.Monke
     weights = sum(len(m.weight_names) for m in fused._te_transform_precision.modules)
     assert sum(calls) == weights
     assert len(calls) == 3 * weights
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-current"])
+def test_small_calls_accumulate_in_the_buffers_too(
+    recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a call gains: plain PyTorch would sum up in the weights' dtype."""
+    sums = []
+    for small in (False, True):
+        if small:
+            monkeypatch.setattr(limits, "_any_size", 0)  # as outside of these tests
+        fused = converted(recipe)
+        with te_transform.accumulate(fused, steps=3):
+            for number in range(3):
+                fused(**batch(number)).loss.backward()
+        assert not any("too small" in why for why in te_transform.report(fused).plain_calls)
+        sums.append(gradients(fused))
+    assert distance(sums[1], sums[0]) < 1e-2
 
 
 def test_accumulation_says_what_is_wrong() -> None:
