@@ -14,8 +14,9 @@ from te_transform.deferred import autocast
 
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 _LONG = 512  # below, cuDNN gains nothing; it plans anew for each length, so for each token that is generated
-# rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md): the CPU
-# takes several times as long for one of their calls, which shows where the GPU has less to do
+# rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width
+# being the smaller side of a weight: the CPU takes several times as long for one of their calls, which shows
+# where the GPU has less to do
 _LARGE, _LARGE_IN_FP8 = 2.5e10, 5e10
 
 _any_size = 0  # how many at_any_size() are entered; not by thread, a backward runs in one of its own

@@ -132,7 +132,7 @@ class _Fused(nn.Module):
         # plain calls would have to dequantise weights held in FP8 alone, and know nothing of main_grad
         if (in_fp8 and self.any_size) or is_quantised(weight) or self.fuse_wgrad_accumulation:
             return None
-        return too_small(x.shape[:-1].numel(), x.shape[-1], in_fp8)
+        return too_small(x.shape[:-1].numel(), min(weight.shape), in_fp8)
 
     def _in_fp8(self, x: Tensor) -> Tensor:
         if self.training and (saving_hooks() or not torch.is_grad_enabled()):
