@@ -234,5 +234,8 @@ def stamp(*tensors: Tensor) -> tuple:
 
 
 def autocast(x: Tensor) -> torch.dtype | None:
+    """What torch.autocast computes in on the device of `x`, None where it is off."""
+    if not torch._C._is_any_autocast_enabled():  # which is all that most calls need to know
+        return None
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None

@@ -53,7 +53,7 @@ class DispatchSlot(OwnerSlot):
 
 def _why_as_it_was(module: nn.Module, slot: Slot, args: tuple, kwargs: dict[str, Any]) -> str | None:
     """Why the call is one that sdpa_attention_forward is the best for, in which we would be in the way."""
-    if torch.is_grad_enabled() or traced() or not (slot.fusion.enabled and _is_copy(module.config)):
+    if traced() or not (slot.fusion.enabled and _is_copy(module.config)):
         return None
     hidden = next(iter((*args, *kwargs.values())), None)
     why = slot.fusion.why_plain(hidden) if isinstance(hidden, Tensor) else None

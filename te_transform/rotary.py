@@ -58,7 +58,7 @@ class RotarySlot(Made):
 
 def _is_small(args: tuple) -> bool:
     """Whether no attention will look for the angles of these positions, see dispatch.py."""
-    hidden = args[0] if args and not torch.is_grad_enabled() else None
+    hidden = args[0] if args else None
     return type(hidden) is Tensor and small_attention(hidden) is not None
 
 

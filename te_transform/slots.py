@@ -268,13 +268,19 @@ class DeferringNormSlot(NormSlot):
         x, fusion = _only(args, kwargs), self._te_transform_slot.fusion
         if type(x) is not Tensor or not fusion.enabled or traced() or unversioned(x):
             return super(NormSlot, self).forward(*args, **kwargs)
-        if not torch.is_grad_enabled() and (why := fusion.why_plain(x)):  # nothing is won by putting it off
+        if self._is_computed_at_once() and (why := fusion.why_plain(x)):
             fusion.count_plain(why)
             return super().forward(*args, **kwargs)
         dtype = self._dtype_of(x)
         if dtype is None:
             return super(NormSlot, self).forward(*args, **kwargs)
         return defer(x, self, dtype)
+
+    def _is_computed_at_once(self) -> bool:
+        """Whether nothing is won by putting the norm off for a fused module that runs in plain PyTorch: it is
+        where the parts of an MLP's weight would each have a gradient as large as the whole."""
+        whole = len(getattr(self._te_transform_slot.fusion.fused, "weight_names", ())) == 1
+        return whole or not torch.is_grad_enabled()
 
     def _dtype_of(self, x: Tensor) -> torch.dtype | None:
         """What the norm makes of `x`; None where a fused module would take it, or the parameters, for

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,9 +28,15 @@ from tests.zoo import LAYERS, Inputs, seeded
 TURNED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
 
 
+@pytest.fixture(autouse=True)
+def _at_any_size() -> Iterator[None]:
+    """The models are too small for anything to be gained."""
+    with limits.at_any_size():
+        yield
+
+
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> Te:
-    monkeypatch.setattr(limits, "_any_size", 1)  # the models are too small for anything to be gained
     return stand_in.install(monkeypatch)
 
 

@@ -1289,4 +1289,8 @@ def test_a_norm_is_not_put_off_for_a_module_that_will_run_in_plain_pytorch(norme
         torch.testing.assert_close(y, normed.original.norm(X))
         torch.testing.assert_close(normed.converted(X), normed.original(X))
     assert fusion.fused.plain_calls["a call too small"] == 2
-    assert isinstance(normed.converted.norm(X), Deferred)  # whose gradient is one of a joined weight
+    vars(fusion.fused)["weight_names"] = ("fc1_weight", "fc2_weight")
+    assert isinstance(normed.converted.norm(X), Deferred)  # the gradient is to be one of the whole weight
+    vars(fusion.fused)["weight_names"] = ("weight",)
+    assert type(normed.converted.norm(X)) is Tensor
+    torch.testing.assert_close(normed.converted(X), normed.original(X))
