@@ -147,7 +147,8 @@ MISSING = {
     ),
     "a library": (
         {"cuda.is_available": lambda: True, "_te": broken},
-        "Transformer Engine cannot be imported (OSError: libnccl.so.2: cannot open shared object file)",
+        "Transformer Engine cannot be imported (OSError: libnccl.so.2: cannot open shared object file); "
+        "try to import transformer_engine.pytorch before any model runs",
     ),
     "an old GPU": (
         {

@@ -55,7 +55,10 @@ def _missing() -> str | None:
         _te()
     except Exception as error:  # its libraries are loaded in there, and each fails in its own way
         reason = str(error).strip().splitlines() or [""]
-        return f"Transformer Engine cannot be imported ({type(error).__name__}: {reason[0]})"
+        found = f"Transformer Engine cannot be imported ({type(error).__name__}: {reason[0]})"
+        # what has run before may have loaded another version of a library, of cuDNN for example
+        early = "; try to import transformer_engine.pytorch before any model runs"
+        return found + (early if isinstance(error, OSError) else "")
     if cuda.get_device_capability() < (8, 0):
         return "this GPU is older than Ampere, which Transformer Engine needs"
     return None
