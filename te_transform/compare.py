@@ -37,6 +37,7 @@ from te_transform.inputs import Inputs
 from te_transform.originals import Original, fusions
 from te_transform.replay import Run, only, run, unquantised
 from te_transform.slots import Fusion
+from te_transform.weights import dtype_name
 
 MORE = 1.2  # converted sums run in another order: as good as the original's, not the same
 DRAWS = 5  # of the original, with random rounding
@@ -148,7 +149,7 @@ def compare(converted: Run, originals: Sequence[Run], reference: Run, inputs: st
 
 def _row(inputs: str, name: str, tensors: list[Tensor | None], scale: float | None) -> Row:
     converted, original, *draws, reference = tensors
-    dtype = _short((converted if original is None else original).dtype)
+    dtype = dtype_name((converted if original is None else original).dtype)
     if reason := _unlike(converted, original):
         return Row(inputs, name, False, reason=reason)
     if not original.is_floating_point():
@@ -165,7 +166,7 @@ def _unlike(converted: Tensor | None, original: Tensor | None) -> str:
     """What tells the two apart before any error is measured."""
     if converted is None or original is None:
         return "is missing" if converted is None else "is not in the original"
-    kind, needed = (f"{_short(t.dtype)}{list(t.shape)}" for t in (converted, original))
+    kind, needed = (f"{dtype_name(t.dtype)}{list(t.shape)}" for t in (converted, original))
     if kind != needed:
         return f"is {kind}, the original's is {needed}"
     if not original.is_floating_point():
@@ -178,7 +179,3 @@ def _unlike(converted: Tensor | None, original: Tensor | None) -> str:
 def _norm(tensor: Tensor) -> float:
     tensor = tensor.double()
     return float(tensor[tensor.isfinite()].norm())
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -35,9 +35,9 @@ from te_transform.slots import (
     Slot,
     SlotModule,
     View,
-    hide,
     slot_class,
 )
+from te_transform.state import hide
 from te_transform.weights import Layout, exact, is_quantised
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from te_transform.weights import dtype_name
+
 if TYPE_CHECKING:
     from te_transform.report import Places
 
@@ -117,7 +119,7 @@ def shape_and_dtype(node: fx.Node) -> tuple[tuple[int | str, ...] | None, str | 
         return None, None
     # str() of a SymInt is its expression; comparing one would add a guard
     shape = tuple(size if type(size) is int else str(size) for size in meta.shape)
-    return shape, str(meta.dtype).removeprefix("torch.")
+    return shape, dtype_name(meta.dtype)
 
 
 def _described(node: fx.Node) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from te_transform.backends.limits import DTYPES
+from te_transform.weights import dtype_name
 
 if TYPE_CHECKING:
     from te_transform.plan import Plan, Site
@@ -136,7 +137,7 @@ def _foreign(fused: nn.Module, backend: Any) -> Iterator[str]:
 def _wide(fused: nn.Module) -> Iterator[str]:
     dtypes = {parameter.dtype for parameter in fused.parameters()}
     if not dtypes <= {*DTYPES}:
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        found = ", ".join(sorted(map(dtype_name, dtypes)))
         yield f"the weights are {found}, FP8 needs bfloat16 or float16: convert the model to that first"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils import parametrize
@@ -16,6 +15,7 @@ from te_transform.pattern import Match
 from te_transform.rule import Operation
 from te_transform.slots import takes_subclasses
 from te_transform.trace import Recording
+from te_transform.weights import dtype_name
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 WEIGHTED = ("linear", "layer_norm", "rms_norm")
@@ -105,7 +105,7 @@ def _of_weight(what: str, stored: Tensor) -> Iterator[str]:
     elif type(stored.data) is not Tensor and not is_fake(stored):
         yield f"{what} is a {type(stored.data).__name__}, a plain tensor is needed"
     if not stored.is_floating_point():
-        yield f"{what} is {_short(stored.dtype)}, a floating point parameter is needed"
+        yield f"{what} is {dtype_name(stored.dtype)}, a floating point parameter is needed"
 
 
 def _mixed(operations: list[Operation]) -> Iterator[str]:
@@ -113,7 +113,7 @@ def _mixed(operations: list[Operation]) -> Iterator[str]:
         (op.word, op.weight) for op in operations if op.word in WEIGHTED and isinstance(op.weight, Tensor)
     ]
     if len({weight.dtype for _, weight in weights}) > 1:
-        found = ", ".join(dict.fromkeys(f"{word} {_short(weight.dtype)}" for word, weight in weights))
+        found = ", ".join(dict.fromkeys(f"{word} {dtype_name(weight.dtype)}" for word, weight in weights))
         yield f"the parameters are of several dtypes ({found}), a fused module has one"
     if len({weight.device for _, weight in weights}) > 1:
         found = ", ".join(dict.fromkeys(f"{word} on {weight.device}" for word, weight in weights))
@@ -134,7 +134,3 @@ def _read_elsewhere(match: Match) -> Iterator[str]:
 
 def _reader(user: fx.Node) -> str:
     return "the model's output" if user.op == "output" else getattr(user.target, "__name__", str(user.target))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

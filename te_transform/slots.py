@@ -16,9 +16,8 @@ handed, it returns that tensor's projection.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from te_transform.deferred import Deferred, autocast, defer, read, saving_hooks, stamp, unversioned
+from te_transform.state import separated
 from te_transform.weights import Layout, exact, is_quantised
 
 
@@ -180,11 +180,11 @@ class SlotModule(Made):
         return lambda self: self._te_transform_slot.views[name].read()
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        with _own_parameters(self):
+        with separated(self):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any, **kwargs: Any) -> None:
-        with _own_parameters(self, write=True):
+        with separated(self, write=True):
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -406,51 +406,6 @@ def _only(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
 
 def _would_change_dtype(norm: NormSlot, x: Tensor) -> bool:
     return autocast(x) is not None or any(parameter.dtype != x.dtype for parameter in norm.own_parameters())
-
-
-@contextlib.contextmanager
-def _own_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
-    """The module's original parameters in its own dictionary again, for as long as nn.Module's code reads
-    them."""
-    slot: Slot = module._te_transform_slot
-    own = dict(module._parameters)
-    with torch.no_grad() if write else contextlib.nullcontext():
-        views = {name: view.read() for name, view in slot.views.items()}
-    names = dict.fromkeys((*slot.order, *own))
-    module._parameters.clear()
-    module._parameters.update({name: views.get(name, own.get(name)) for name in names})
-    try:
-        yield
-        if write:
-            own.update({name: module._parameters[name] for name in own})
-            _write_back(slot, views, module._parameters)
-    finally:
-        module._parameters.clear()
-        module._parameters.update(own)
-
-
-def _write_back(slot: Slot, views: dict[str, Tensor], now: dict[str, Tensor | None]) -> None:
-    for name, view in slot.views.items():
-        value = now[name]
-        if value is not views[name] or view.layout.order is not None or is_quantised(view.held):
-            if (value.dtype, value.device) != (views[name].dtype, views[name].device):
-                raise RuntimeError(
-                    f"{name!r} is {views[name].dtype} on {views[name].device} and joined with others, "
-                    "load_state_dict(assign=True) cannot make it another: move the model first, by to() or "
-                    "to_empty()"
-                )
-            with torch.no_grad():
-                view.write(value)
-
-
-def hide(fused: nn.Module) -> None:
-    """Keep a fused module out of state dicts: the modules whose parameters it holds save and load them."""
-    fused._save_to_state_dict = _nothing
-    fused._load_from_state_dict = _nothing
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 @cache

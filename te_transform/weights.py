@@ -17,6 +17,11 @@ import torch
 from torch import Tensor
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as sentences name it: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def is_quantised(tensor: Tensor) -> bool:
     """Whether it is one of TE's tensors, which hold their values in FP8 alone."""
     return hasattr(tensor, "_quantizer")

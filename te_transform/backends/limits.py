@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.deferred import autocast
+from te_transform.weights import dtype_name
 
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 _LONG = 512  # below, cuDNN gains nothing; it plans anew for each length, so for each token that is generated
@@ -62,10 +63,12 @@ def without_kernel(x: Tensor, weight: Tensor) -> str | None:
     if not x.is_cuda:
         return f"an input on {x.device.type}"
     if (cast := autocast(x)) is not None:
-        return None if x.dtype == weight.dtype == cast else f"{_short(x.dtype)} under torch.autocast"
+        return None if x.dtype == weight.dtype == cast else f"{dtype_name(x.dtype)} under torch.autocast"
     if x.dtype not in DTYPES:
-        return f"{_short(x.dtype)}, which TE would multiply in TF32"
-    return None if x.dtype == weight.dtype else f"{_short(x.dtype)} with weights in {_short(weight.dtype)}"
+        return f"{dtype_name(x.dtype)}, which TE would multiply in TF32"
+    if x.dtype == weight.dtype:
+        return None
+    return f"{dtype_name(x.dtype)} with weights in {dtype_name(weight.dtype)}"
 
 
 def without_attention(
@@ -103,9 +106,5 @@ def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
     if logits.dim() != 3 or logits.numel() == 0 or logits.shape[:-1] != targets.shape:
         return f"logits of shape {list(logits.shape)}"
     if logits.dtype != torch.bfloat16 or targets.dtype != torch.int64:
-        return f"logits in {_short(logits.dtype)}, targets in {_short(targets.dtype)}"
+        return f"logits in {dtype_name(logits.dtype)}, targets in {dtype_name(targets.dtype)}"
     return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
