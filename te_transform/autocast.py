@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ class Kept:
 
     weights: bool = False
     grad: bool = False  # whether they were quantised for a backward too
+    settle: Callable[[], None] | None = None  # what finds that out, in a call in which nobody has asked yet
+
+    def may_be_used(self) -> bool:
+        """Whether they may in this call, and under this gradient mode."""
+        settle, self.settle = self.settle, None
+        if settle is not None:
+            settle()
+        return self.weights and self.grad == torch.is_grad_enabled()
 
 
 @dataclass(eq=False)
@@ -53,15 +62,20 @@ class Precision:
         """One call of the model's own forward."""
         from te_transform.backends import te
 
-        self._keep(model.training)
-        with te.autocast(self.recipe):
-            return forward(*args, **kwargs)
+        # what to look at is every weight: only where a call has use for that
+        self.kept.settle = partial(self._keep, model.training, torch.is_grad_enabled())
+        self.kept.weights = False
+        try:
+            with te.autocast(self.recipe):
+                return forward(*args, **kwargs)
+        finally:
+            self.kept.settle = None
 
-    def _keep(self, training: bool) -> None:
+    def _keep(self, training: bool, grad: bool) -> None:
         stamp = None
         if self.accumulating:
-            stamp = torch.is_grad_enabled(), ()
-        elif not training and not torch.is_grad_enabled():
+            stamp = grad, ()
+        elif not training and not grad:
             weights = [getattr(module, name) for module in self.modules for name in module.weight_names]
             weights = [weight for weight in weights if not is_quantised(weight)]  # there is nothing to keep
             if not any(weight.is_inference() for weight in weights):
@@ -70,8 +84,7 @@ class Precision:
                 stamp = False, tuple(held)
         if stamp != self.stamp:
             self.forget()
-        self.stamp, self.kept.weights = stamp, stamp is not None
-        self.kept.grad = torch.is_grad_enabled()
+        self.stamp, self.kept.weights, self.kept.grad = stamp, stamp is not None, grad
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "stamp": None}  # a copy has other weights

@@ -38,11 +38,12 @@ class Rounded(nn.Linear):
     times = 0  # they were rounded
 
     def forward(self, x: Tensor) -> Tensor:
-        held = self.held if self.kept.weights else None
+        kept = self.kept.may_be_used()
+        held = self.held if kept else None
         if held is None:
             held = self.weight + (self.weight.bfloat16().float() - self.weight).detach()
             self.times += 1
-        if self.kept.weights:
+        if kept:
             self.held = held
         return F.linear(x, held, self.bias)
 
@@ -134,6 +135,18 @@ def evaluate(model: Net) -> int:
 def test_evaluation_keeps_weights() -> None:
     model = net()
     assert [evaluate(model) for _ in range(3)] == [1, 0, 0]
+
+
+def test_calls_that_use_no_quantised_weight_look_at_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, looked = net(), []
+    monkeypatch.setattr(Precision, "_keep", lambda *_: looked.append(True))
+    with torch.no_grad():
+        model(X)
+        assert looked == [True]  # once, for both modules
+        monkeypatch.setattr(Rounded, "forward", nn.Linear.forward)
+        model(X)
+    assert looked == [True]
+    assert model._te_transform_precision.kept.settle is None
 
 
 def test_calls_with_gradients_and_in_training_keep_none() -> None:

@@ -140,8 +140,7 @@ class _Fused(nn.Module):
         if self.primary_weights_in_fp8:
             self._give_quantisers()
         # never True, which would also have this call's gradient overwrite those before it
-        kept = self.kept is not None and self.kept.weights and self.kept.grad == torch.is_grad_enabled()
-        again = False if kept else None
+        again = False if self.kept is not None and self.kept.may_be_used() else None
         rows = x.shape[:-1].numel()
         missing = -rows % multiple(_State.get_fp8_recipe())
         if not missing:
