@@ -33,8 +33,8 @@ def quantize_weights(model: nn.Module) -> Quantized:
 
     TE's tensors take their place, as in its quantized_model_init. What they were before is gone: state dicts,
     revert() and calls in plain PyTorch have the dequantised values, in the dtype and under the names that the
-    weights had; load_state_dict() quantises what it loads. A product whose input needs a gradient keeps the
-    transpose too, from its first backward on: two bytes a number.
+    weights had; load_state_dict() quantises what it loads, a joined weight once for each part. A product
+    whose input needs a gradient keeps the transpose too, from its first backward on: two bytes a number.
 
     Args:
         model: what te_transform.convert(recipe=...) returned, on a GPU, or something that contains it.

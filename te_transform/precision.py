@@ -38,7 +38,7 @@ class PrecisionPlan:
     With `small_calls`, calls of so few tokens that they are faster in bf16 run in the recipe too.
 
     Raises:
-        PrecisionError: a site has something else.
+        PrecisionError: a site has something else, or `small_calls` is no bool.
     """
 
     recipe: Any
@@ -49,6 +49,8 @@ class PrecisionPlan:
         for site, why in self.sites.items():
             if why is not None and not isinstance(why, str):
                 raise PrecisionError(f'{site!r} has {why!r}, None, "fp8" or a reason is needed')
+        if not isinstance(self.small_calls, bool):
+            raise PrecisionError(f"small_calls is {self.small_calls!r}, True or False is needed")
         decided = {site: None if why == _IN else why for site, why in self.sites.items()}
         object.__setattr__(self, "sites", decided)
 
@@ -88,7 +90,7 @@ class PrecisionPlan:
         # a table that is misspelt would be passed over
         known = found.keys() <= {"recipe", "small_calls", "sites"}
         small = found.get("small_calls", False)
-        if not isinstance(found.get("recipe"), str) or not texts or not known or small not in (True, False):
+        if not (isinstance(found.get("recipe"), str) and isinstance(small, bool) and texts and known):
             raise PrecisionError(
                 f'{path} needs a line recipe = "fp8-delayed" and a table [sites] of paths with "fp8" or a '
                 "reason, it may have a line small_calls = true: write() makes a file to start from"

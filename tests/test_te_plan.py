@@ -348,7 +348,7 @@ BAD_FILES = {
     "a number as reason": (b'recipe = "mxfp8"\n[sites]\nlm_head = 8', "needs a line recipe"),
     "a bare path": (b'recipe = "mxfp8"\n[sites]\nlm.head = "fp8"', "needs a line recipe"),
     "a list of sites": (b'recipe = "mxfp8"\nsites = ["lm_head"]', "needs a line recipe"),
-    "a number for small calls": (b'recipe = "mxfp8"\nsmall_calls = 8\n[sites]', "needs a line recipe"),
+    "a number for small calls": (b'recipe = "mxfp8"\nsmall_calls = 1\n[sites]', "needs a line recipe"),
     "a misspelt table": (b'recipe = "mxfp8"\n[site]\nlm_head = "fp8"', "needs a line recipe"),
 }
 
@@ -379,6 +379,8 @@ def test_a_recipe_object_cannot_be_written(tmp_path: Path) -> None:
 def test_a_site_is_in_or_has_a_reason() -> None:
     with pytest.raises(PrecisionError, match="'lm_head' has True, None, \"fp8\" or a reason is needed"):
         PrecisionPlan("mxfp8", {"lm_head": True})
+    with pytest.raises(PrecisionError, match="small_calls is 1, True or False is needed"):
+        PrecisionPlan("mxfp8", small_calls=1)
 
 
 # Mistakes are named before anything happens

@@ -135,7 +135,7 @@ class _Fused(nn.Module):
         return too_small(x.shape[:-1].numel(), min(weight.shape), in_fp8)
 
     def _in_fp8(self, x: Tensor) -> Tensor:
-        if self.training and (saving_hooks() or not torch.is_grad_enabled()):
+        if saving_hooks() or (self.training and not torch.is_grad_enabled()):
             self._note_scales()  # for a checkpoint, from which this call will be made again
         if self.primary_weights_in_fp8:
             self._give_quantisers()
