@@ -16,6 +16,7 @@ import copy
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import limits
+from te_transform.progress import progress
 from tests.models.nanogpt import GPT, GPTConfig
 
 BATCH, LENGTH = 16, 512
@@ -48,16 +50,18 @@ def main() -> None:
     parser.add_argument("--plot", default="", help="draw the curves into this file (needs matplotlib)")
     parser.add_argument("--read", default="", help="draw the losses in this file, train nothing")
     asked = parser.parse_args()
-    losses = json.loads(Path(asked.read).read_text()) if asked.read else measured(asked.steps)
+    losses = json.loads(Path(asked.read).read_text()) if asked.read else {}
+    for name, found in () if asked.read else measured(asked.steps):
+        losses[name] = found
+        if asked.json:  # after each run: an interrupted one has cost nothing
+            Path(asked.json).write_text(json.dumps(losses))
     Console(width=130).print(_table(losses))
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(losses))
     if asked.plot:
         draw(losses, asked.plot)
 
 
-def measured(steps: int) -> dict[str, list[float]]:
-    """Train, on a GPU with TE."""
+def measured(steps: int) -> Iterator[tuple[str, list[float]]]:
+    """Train, on a GPU with TE: the losses of each run, by its name."""
     import transformer_engine.pytorch  # noqa: F401  before PyTorch has loaded a cuDNN of its own
 
     torch.manual_seed(0)
@@ -65,7 +69,8 @@ def measured(steps: int) -> dict[str, list[float]]:
     model = GPT(config).to("cuda", torch.bfloat16)
     text = standard_library()
     with limits.at_any_size():
-        return {name: trained(model, options, text, steps) for name, options in RUNS.items()}
+        for name, options in progress(RUNS.items(), "training"):
+            yield name, trained(model, options, text, steps)
 
 
 def standard_library() -> Tensor:
