@@ -43,7 +43,7 @@ def quantize_weights(model: nn.Module) -> Quantized:
         Which weights are in FP8 now, and why the others are not.
 
     Raises:
-        QuantizationError: nothing in `model` runs in FP8.
+        QuantizationError: nothing in `model` runs in FP8, or this release of TE is too old.
     """
     recipes = {fused: p.recipe for p in precisions(model).values() for fused in p.modules}
     if not recipes:
@@ -53,6 +53,11 @@ def quantize_weights(model: nn.Module) -> Quantized:
         )
     from te_transform.backends import te
 
+    if not te.HOLDS_FP8:
+        raise QuantizationError(
+            "this release of Transformer Engine has modules whose weights cannot be quantized afterwards, "
+            "a later one is needed: 2.20 is known to do"
+        )
     shared = _shared(model)
     reasons: dict[int, str] = {}
     for fusion, target in _weights(model):

@@ -47,6 +47,7 @@ class Te:
 
     NAME: str = "te"
     PLAIN: bool = False
+    HOLDS_FP8: bool = True
     Amax: type = Amax
     turned: int = 0  # how often queries and keys were
     entered: list[str] = field(default_factory=list)  # into the precision, and out of it

@@ -126,3 +126,11 @@ def test_a_weight_that_another_module_has_too_stays() -> None:
 def test_needs_a_model_in_fp8() -> None:
     with pytest.raises(te_transform.QuantizationError, match=r"convert\(model, recipe="):
         te_transform.quantize_weights(ALL["llama"].build())
+
+
+def test_needs_a_te_that_can(te: Te, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, converted = model_and_converted()
+    monkeypatch.setattr(te, "HOLDS_FP8", False)
+    with pytest.raises(te_transform.QuantizationError, match="a later one is needed"):
+        te_transform.quantize_weights(converted)
+    assert not any(map(is_quantised, converted.parameters()))

@@ -34,6 +34,7 @@ except ImportError:  # TE before 2.8
 
 NAME = "te"
 PLAIN = False
+HOLDS_FP8 = hasattr(te.Linear, "_get_weight_quantizers")  # whether quantised() runs with this TE
 ACTIVATIONS, GATED_ACTIVATIONS = plain.ACTIVATIONS, plain.GATED_ACTIVATIONS
 
 _RECIPES = {
