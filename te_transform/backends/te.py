@@ -154,12 +154,10 @@ class _Fused(nn.Module):
 
     def _give_quantisers(self) -> None:
         """Weights that are held in FP8 alone lose their quantisers in copies."""
-        lost = [getattr(self, name) for name in self.weight_names]
-        if any(getattr(weight, "_quantizer", self) is None for weight in lost):
-            self.init_fp8_metadata(num_gemms=len(lost))
-            for weight, quantiser in zip(lost, self._get_weight_quantizers(), strict=True):
-                weight._quantizer = quantiser.copy()
-                weight._quantizer.set_usage(rowwise=True, columnwise=False)
+        for name in self.weight_names:
+            weight = getattr(self, name)
+            if is_quantised(weight) and weight._quantizer is None:
+                weight._quantizer = _weight_quantiser(self, name)
 
     def _note_scales(self) -> None:
         state = self.fp8_meta.get("scaling_fwd")
@@ -268,8 +266,8 @@ def _act_func(activation: str, *recipe: Any) -> tuple[Any, ...]:
     the gradient takes a quantiser. [8192, 2 x 14336] on an H100: 0.48 ms instead of 0.74, no copy in bf16.
     """
     forward, backward, *with_cast = _TES_ACT_FUNC(activation, *recipe)
-    ours = isinstance(activation, _CastInBackward) and recipe and recipe[0] is not None
-    if ours and recipe[0].delayed() and with_cast == [None]:
+    ours = isinstance(activation, _CastInBackward) and any(map(is_delayed, recipe))
+    if ours and with_cast == [None]:
         return forward, backward, lambda grad, x, quantiser: (None, backward(grad, x, quantiser))
     return forward, backward, *with_cast
 
@@ -332,17 +330,24 @@ def quantised(fused: nn.Module, name: str, recipe: Any) -> nn.Parameter:
     delayed scaling takes the scale that this weight calls for."""
     weight, index = getattr(fused, name).detach(), fused.weight_names.index(name)
     with torch.no_grad(), autocast(recipe):  # without gradients, as in calibrate()
-        fused.init_fp8_metadata(num_gemms=len(fused.weight_names))
+        quantiser = _weight_quantiser(fused, name)
         if is_delayed(recipe):
             amaxes = {3 * index + 1: weight.abs().amax().float()}
             _set_scales(fused.fp8_meta["scaling_fwd"], amaxes, recipe.fp8_format.value.max_fwd, recipe)
-        quantiser = fused._get_weight_quantizers()[index]
-        # the transpose can be made of these later, but for MXFP8, whose blocks lie along the rows
-        quantiser.set_usage(rowwise=True, columnwise=isinstance(recipe, recipes.MXFP8BlockScaling))
-        quantiser.internal = False
         held = quantiser(weight)
     fused.primary_weights_in_fp8 = True
     return nn.Parameter(held, requires_grad=False)
+
+
+def _weight_quantiser(fused: nn.Module, name: str) -> Any:
+    """What makes a parameter of the weight `name`, in the recipe that is on; its scale is the module's."""
+    fused.init_fp8_metadata(num_gemms=len(fused.weight_names))
+    quantiser = fused._get_weight_quantizers()[fused.weight_names.index(name)].copy()
+    # the transpose can be made of the rows later, but for MXFP8, whose blocks lie along them
+    by_rows = isinstance(_State.get_fp8_recipe(), recipes.MXFP8BlockScaling)
+    quantiser.set_usage(rowwise=True, columnwise=by_rows)
+    quantiser.internal = False
+    return quantiser
 
 
 @contextlib.contextmanager
