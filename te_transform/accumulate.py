@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from te_transform.autocast import AutocastSlot, Precision
+from te_transform.autocast import precisions
 from te_transform.originals import fusions, original_parameters
 
 
@@ -61,18 +61,17 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
     names = tuple(name for name, original in originals.items() if original.held in held)
     left_out = {name: _reason(o.held) for name, o in originals.items() if o.held not in held}
     running = Accumulation(steps, names, left_out)
-    precisions = [m._te_transform_precision for m in model.modules() if isinstance(m, AutocastSlot)]
     hook = model.register_forward_pre_hook(lambda module, _: _count(module, running))
     try:
         for weight in held:
             weight.main_grad = torch.zeros_like(weight, dtype=dtype)
-        _switch(weights, precisions, on=True)
+        _switch(model, weights, on=True)
         yield running
         for weight in held:
             _hand_over(weight)
     finally:
         hook.remove()
-        _switch(weights, precisions, on=False)
+        _switch(model, weights, on=False)
         for weight in held:
             weight.__dict__.pop("main_grad", None)
 
@@ -127,10 +126,10 @@ def _count(module: nn.Module, running: Accumulation) -> None:
             )
 
 
-def _switch(weights: list[tuple[nn.Module, nn.Parameter]], precisions: list[Precision], on: bool) -> None:
+def _switch(model: nn.Module, weights: list[tuple[nn.Module, nn.Parameter]], on: bool) -> None:
     for fused, _ in weights:
         fused.fuse_wgrad_accumulation = on
-    for precision in precisions:
+    for precision in precisions(model).values():
         precision.accumulating = on
         precision.forget()
 

@@ -106,3 +106,9 @@ class AutocastSlot(Made):
         """As nn.Module's; kept weights are made anew, whatever was done to the model before."""
         self._te_transform_precision.forget()
         return super().train(mode)
+
+
+def precisions(converted: nn.Module) -> dict[str, Precision]:
+    """What a model runs in, by the paths of the converted models in it; its own path is ""."""
+    held = {path: vars(m).get("_te_transform_precision") for path, m in converted.named_modules()}
+    return {path: precision for path, precision in held.items() if precision is not None}

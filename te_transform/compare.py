@@ -92,13 +92,14 @@ def judge(
     training: bool,
     label: str = "",
     emulation: Callable[[int | None], AbstractContextManager] = nullcontext,
+    draws: int = DRAWS,
     rehearsal: Rehearsal | None = None,
 ) -> list[Row]:
     """Run `original`, `converted` with the fusions `enabled`, and `reference` (from in_double), and compare.
 
     `parameters` gives a module's original parameters by name; `emulation` is entered where `original` runs,
-    with the seed of a draw or None. With a `rehearsal`, `converted` runs until that has settled,
-    and then once more, which counts. If `converted` raises, that is one failing row.
+    with the seed of a draw or None; `draws` is how many there may be. With a `rehearsal`, `converted` runs
+    until that has settled, and then once more, which counts. If `converted` raises, that is one failing row.
 
     Raises:
         OriginalError: the original raised, or its copy in fp64 did.
@@ -124,7 +125,7 @@ def judge(
         reason = f"raised {type(error).__name__}: {error}"
         return [Row(label, "the forward or backward", False, reason=reason)]
     rows = compare(fused, originals := [own], exact, label)
-    for seed in range(DRAWS if emulation is nullcontext else FP8_DRAWS):
+    for seed in range(draws):
         if not any(not row.ok and not row.reason for row in rows):
             break
         with only((), fusions(original)), unquantised(original), emulation(seed):

@@ -103,11 +103,11 @@ def hold(fusion: Fusion, target: str, parameter: nn.Parameter) -> None:
         fusion.fused._parameters[target] = parameter
         return
     loan.module._parameters[loan.attribute] = parameter
-    if _dequantised not in loan.module._state_dict_hooks.values():
-        loan.module.register_state_dict_post_hook(_dequantised)
+    if _save_dequantised not in loan.module._state_dict_hooks.values():
+        loan.module.register_state_dict_post_hook(_save_dequantised)
 
 
-def _dequantised(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _save_dequantised(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name in module._parameters:
         if prefix + name in state:
             state[prefix + name] = exact(state[prefix + name])
@@ -157,7 +157,7 @@ def _dequantise(fusion: Fusion) -> None:
             hold(fusion, target, nn.Parameter(exact(held), requires_grad=False))
     for loan in fusion.fused._te_transform_borrowed.values():
         hooks = loan.module._state_dict_hooks
-        for key in [key for key, hook in hooks.items() if hook is _dequantised]:
+        for key in [key for key, hook in hooks.items() if hook is _save_dequantised]:
             del hooks[key]
 
 

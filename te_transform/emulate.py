@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_transform.autocast import Precision
+from te_transform.autocast import Precision, precisions
 from te_transform.backends.limits import DTYPES
 from te_transform.originals import fusions, sources
 from te_transform.weights import Piece, exact
@@ -137,12 +137,6 @@ class _Product(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).float()
-
-
-def precisions(converted: nn.Module) -> dict[str, Precision]:
-    """What a model runs in, by the paths of the converted models in it; its own path is ""."""
-    held = {path: vars(m).get("_te_transform_precision") for path, m in converted.named_modules()}
-    return {path: precision for path, precision in held.items() if precision is not None}
 
 
 @contextlib.contextmanager

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from te_transform.autocast import precisions
 from te_transform.emit import hold
-from te_transform.emulate import precisions
-from te_transform.originals import fusions, original_parameters
+from te_transform.originals import fusions, holders, original_parameters
 from te_transform.slots import Fusion
 from te_transform.weights import is_quantised
 
@@ -58,21 +59,21 @@ def quantize_weights(model: nn.Module) -> Quantized:
             "this release of Transformer Engine has modules whose weights cannot be quantized afterwards, "
             "a later one is needed: 2.20 is known to do"
         )
-    shared = _shared(model)
+    held = holders(model)
     reasons: dict[int, str] = {}
     for fusion, target in _weights(model):
         weight = getattr(fusion.fused, target)
-        why = _reason(weight, fusion, recipes, shared)
+        why = _reason(weight, fusion, recipes, held)
         if why is None:
             hold(fusion, target, te.quantised(fusion.fused, target, recipes[fusion.fused]))
         else:
             reasons[id(weight)] = why
     for precision in precisions(model).values():
         precision.forget()  # casts of what is in FP8 itself now
-    originals = {name: o.held for name, o in original_parameters(model).items()}
-    names = tuple(name for name, held in originals.items() if is_quantised(held))
-    rest = {name: held for name, held in originals.items() if name not in names}
-    left_out = {name: reasons.get(id(held), "no fused product reads it") for name, held in rest.items()}
+    originals = {name: original.held for name, original in original_parameters(model).items()}
+    names = tuple(name for name, weight in originals.items() if is_quantised(weight))
+    rest = {name: weight for name, weight in originals.items() if not is_quantised(weight)}
+    left_out = {name: reasons.get(id(weight), "no fused product reads it") for name, weight in rest.items()}
     return Quantized(names, left_out)
 
 
@@ -81,27 +82,17 @@ def _weights(model: nn.Module) -> Iterator[tuple[Fusion, str]]:
         yield from ((fusion, name) for name in getattr(fusion.fused, "weight_names", ()))
 
 
-def _reason(weight: Tensor, fusion: Fusion, recipes: dict, shared: set[int]) -> str | None:
+def _reason(weight: Tensor, fusion: Fusion, recipes: dict, held: Counter[int]) -> str | None:
     if fusion.fused not in recipes:
         return "its product does not run in FP8"
     if weight.requires_grad:
         return "it is trained, an optimizer needs it as it is: requires_grad_(False) freezes it"
     if not _on_gpu(weight):
         return "it is not on the GPU"
-    if id(weight) in shared:
+    if held[id(weight)] > 1:
         return "another module has it too"
     return None if not is_quantised(weight) else "it is in FP8 already"
 
 
 def _on_gpu(weight: Tensor) -> bool:
     return weight.is_cuda
-
-
-def _shared(model: nn.Module) -> set[int]:
-    """The parameters that several modules have, by id."""
-    seen: set[int] = set()
-    found = set()
-    for module in model.modules():
-        for parameter in filter(lambda p: p is not None, module._parameters.values()):
-            (found if id(parameter) in seen else seen).add(id(parameter))
-    return found

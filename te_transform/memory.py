@@ -133,9 +133,7 @@ def _of_site(node: fx.Node, site: Site, data: list[fx.Node], in_fp8: bool, delay
     """What a fused module keeps and takes; its input is kept by whoever made it, but for one in FP8."""
     parameters = dict(site.fused.named_parameters())
     weights = [p for p in parameters.values() if p.dim() == 2]
-    if (
-        not weights
-    ):  # attention: what it got and gave, a number a row; the queries' gradient is summed in fp32
+    if not weights:  # attention: what it got and gave, a number a row; queries' gradients are summed in fp32
         return _Step(node, [*data, node], own=_numel(node) // 32, transient=_numel(node) * 4)
     outs, ins = weights[0].shape
     rows, size = _numel(node) // node.meta["tensor_meta"].shape[-1], weights[0].element_size()

@@ -64,6 +64,11 @@ def sources(model: nn.Module, fusion: Fusion, target: str) -> Iterator[tuple[str
             yield next(path for path, module in model.named_modules() if module is loan.module), piece
 
 
+def holders(model: nn.Module) -> Counter[int]:
+    """How many modules of `model` hold each parameter, by its id."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values())
+
+
 def plain_calls(model: nn.Module) -> list[Counter[str]]:
     """What counts why fused modules of `model`, and its loss, ran in plain PyTorch: calls that their own
     kernels do not take."""

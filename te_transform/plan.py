@@ -18,6 +18,7 @@ from te_transform.dispatch import dispatches
 from te_transform.forward import Drafts, Refusal, rewrite_forward
 from te_transform.guards import Rewritten
 from te_transform.layout import qkv_layout
+from te_transform.originals import holders
 from te_transform.pattern import Match, Miss, Siblings, find
 from te_transform.refusals import refusals
 from te_transform.rotary import rotary_of
@@ -71,7 +72,7 @@ class Plan:
     @cached_property
     def held(self) -> Counter[int]:
         """How many modules hold each parameter, by its id."""
-        return Counter(id(p) for module in self.recording.root.modules() for p in module._parameters.values())
+        return holders(self.recording.root)
 
     def unmerged(self, operation: Operation) -> list[tuple[Operation, Columns | None]]:
         """The operation, or the linears that it was made of, with their columns."""

@@ -18,9 +18,10 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from te_transform.autocast import precisions
 from te_transform.check import check_sites, guilty, place
-from te_transform.compare import OriginalError, Row, judge
-from te_transform.emulate import emulated, formats_of, precisions
+from te_transform.compare import FP8_DRAWS, OriginalError, Row, judge
+from te_transform.emulate import emulated, formats_of
 from te_transform.inputs import Inputs, as_inputs
 from te_transform.originals import fusions, original_parameters
 from te_transform.preserve import preserved
@@ -112,7 +113,10 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
         formats_of(recipe)
     delayed = [m for p in precisions(converted).values() if p.recipe.delayed() for m in p.modules]
     rehearsal = _Scales(delayed) if delayed else None
-    how = {"emulation": partial(emulated, model, converted), "rehearsal": rehearsal} if recipes else {}
+    how = {}
+    if recipes:
+        emulation = partial(emulated, model, converted)
+        how = {"emulation": emulation, "draws": FP8_DRAWS, "rehearsal": rehearsal}
     samples = as_inputs(model, example_inputs)
     sets = [(label, _trained(inputs)) for label, inputs in variations(model, samples)]
     states = list(_compare_states(model, converted))

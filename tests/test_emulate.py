@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 import te_transform
-from te_transform.autocast import AutocastSlot, Precision
+from te_transform.autocast import AutocastSlot, Precision, precisions
 from te_transform.backends import torch as plain
 from te_transform.check import place
 from te_transform.emit import enter_precision
-from te_transform.emulate import E4M3, E5M2, Formats, Quantiser, emulated, formats_of, precisions, product
+from te_transform.emulate import E4M3, E5M2, Formats, Quantiser, emulated, formats_of, product
 from te_transform.originals import fusions, original_parameters
 from te_transform.replay import in_double, only, run, unquantised
 from te_transform.verify import verify

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import te_transform
-from te_transform.emulate import precisions
+from te_transform.autocast import precisions
 from te_transform.originals import fusions, original_parameters
 from tests.gpu.test_training import RECIPES, batch, converted, gradients, llama
 from tests.zoo import seeded
