@@ -84,13 +84,13 @@ def _weights(model: nn.Module) -> Iterator[tuple[Fusion, str]]:
 
 def _reason(weight: Tensor, fusion: Fusion, recipes: dict, held: Counter[int]) -> str | None:
     if fusion.fused not in recipes:
-        return "its product does not run in FP8"
+        return "its product does not run in FP8, the report of the conversion says why"
     if weight.requires_grad:
         return "it is trained, an optimizer needs it as it is: requires_grad_(False) freezes it"
     if not _on_gpu(weight):
-        return "it is not on the GPU"
+        return "it is not on the GPU, TE has no kernel for it there: move the model first"
     if held[id(weight)] > 1:
-        return "another module has it too"
+        return "another module has it too, which would keep it as it is: untie it"
     return None if not is_quantised(weight) else "it is in FP8 already"
 
 

@@ -62,7 +62,9 @@ def test_holds_what_runs_in_fp8_and_says_why_not_the_rest() -> None:
     found = te_transform.quantize_weights(converted)
     assert {name.split(".")[-2] for name in found.names} == {*NAMES}
     assert {*found.names, *found.left_out} == {*original_parameters(model)}
-    assert found.left_out["lm_head.weight"] == "its product does not run in FP8"
+    assert found.left_out["lm_head.weight"] == (
+        "its product does not run in FP8, the report of the conversion says why"
+    )
     assert found.left_out["model.embed_tokens.weight"] == "no fused product reads it"
     assert not te_transform.quantize_weights(converted).left_out.keys() & {*found.names}
 
@@ -120,7 +122,19 @@ def test_a_weight_that_another_module_has_too_stays() -> None:
     model.model.layers[1].mlp.down_proj.weight = model.model.layers[0].mlp.down_proj.weight
     converted = quantised(model).requires_grad_(False)
     found = te_transform.quantize_weights(converted)
-    assert found.left_out["model.layers.0.mlp.down_proj.weight"]
+    assert found.left_out["model.layers.0.mlp.down_proj.weight"] == (
+        "another module has it too, which would keep it as it is: untie it"
+    )
+
+
+def test_a_weight_that_is_not_on_the_gpu_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, converted = model_and_converted()
+    monkeypatch.setattr(fp8_weights, "_on_gpu", lambda weight: weight.is_cuda)
+    found = te_transform.quantize_weights(converted)
+    assert not found.names
+    assert found.left_out["model.layers.0.mlp.down_proj.weight"] == (
+        "it is not on the GPU, TE has no kernel for it there: move the model first"
+    )
 
 
 def test_needs_a_model_in_fp8() -> None:
