@@ -57,7 +57,7 @@ def _why_as_it_was(module: nn.Module, slot: Slot, args: tuple, kwargs: dict[str,
         return None
     hidden = next(iter((*args, *kwargs.values())), None)
     why = slot.fusion.why_plain(hidden) if isinstance(hidden, Tensor) else None
-    return why if why and slot.config._attn_implementation == "sdpa" else None
+    return why if why and _named(slot.config) == "sdpa" else None
 
 
 def dispatches(module: nn.Module, cores: tuple[str, ...]) -> bool:
@@ -111,7 +111,12 @@ def _follow(config: Any, original: Any) -> None:
 
 def _is_copy(config: Any) -> bool:
     """Whether it is ours, and not what somebody has put in its place."""
-    return getattr(config, "_attn_implementation_internal", None) == NAME
+    return _named(config) == NAME
+
+
+def _named(config: Any) -> str | None:
+    """The name that the config's public property returns, which looks at much else at every call."""
+    return getattr(config, "__dict__", {}).get("_attn_implementation_internal")
 
 
 def attend(

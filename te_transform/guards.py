@@ -134,9 +134,8 @@ class Rewritten:
     ) -> Callable[[], Any] | None:
         """The rewritten forward of this very call, or None where the original has to run."""
         mode = self.training if owner.training else self.evaluation
-        if mode.paths and mode.unchanged():
-            for path in mode.paths:
-                arguments = path.arguments(norm, *args, **kwargs)
-                if arguments is not None:
-                    return partial(path.run, owner, **arguments)
+        for path in mode.paths:
+            arguments = path.arguments(norm, *args, **kwargs)
+            if arguments is not None:
+                return partial(path.run, owner, **arguments) if mode.unchanged() else None
         return None

@@ -9,9 +9,10 @@ optimizer moments too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -99,19 +100,18 @@ class Layout:
         """The same rows, the second half first: by the order of the pieces where they split so, else by
         permutation."""
         rows = sum(piece.rows for piece in self.pieces)
-        for piece, _, stop in self.spans():
+        for piece, _, stop in self.spans:
             if 2 * stop == rows and self.order is None:
                 middle = self.pieces.index(piece) + 1
                 return Layout((*self.pieces[middle:], *self.pieces[:middle]))
         order = self.order or tuple(range(rows))
         return Layout(self.pieces, (*order[rows // 2 :], *order[: rows // 2]))
 
-    def spans(self) -> Iterable[tuple[Piece, int, int]]:
+    @cached_property
+    def spans(self) -> tuple[tuple[Piece, int, int], ...]:
         """Each piece with the rows, before `order`, that it fills."""
-        start = 0
-        for piece in self.pieces:
-            yield piece, start, start + piece.rows
-            start += piece.rows
+        stops = tuple(accumulate(piece.rows for piece in self.pieces))
+        return tuple(zip(self.pieces, (0, *stops), stops, strict=False))
 
     def join(self, originals: Mapping[str, Tensor]) -> Tensor:
         """The fused tensor of these original ones."""
@@ -124,7 +124,7 @@ class Layout:
         """The original tensor `name` inside `fused`: a view, or a copy where the rows were permuted."""
         if self.is_same:
             return fused
-        piece, start, stop = next(span for span in self.spans() if span[0].name == name)
+        piece, start, stop = next(span for span in self.spans if span[0].name == name)
         if self.order is not None:
             where = torch.empty(len(self.order), dtype=torch.long)
             where[list(self.order)] = torch.arange(len(self.order))

@@ -369,20 +369,26 @@ def test_a_small_call_is_the_models_own(trained: bool, monkeypatch: pytest.Monke
     assert both.asked(act) == [[]] * LAYERS
     assert asked == ["sdpa"] * LAYERS
     (why,) = {why for core in both.cores for why in core.plain_calls}
-    assert why.startswith("attention over less than")
+    assert why == "attention too small to be faster"
     now = [module.config for module in both.converted.modules() if isinstance(module, DispatchSlot)]
     assert all(one is other for one, other in zip(now, configs, strict=True))
     with limits.at_any_size():
         assert both.asked(act) == [[True]] * LAYERS
 
 
-@pytest.mark.parametrize(("shape", "small"), [((1, 511, 64), True), ((1, 512, 64), False)])
-def test_attention_is_small_below_a_length(shape: tuple[int, ...], small: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "small"),
+    [
+        ((1, 511, 64), True),
+        ((1, 4096, 1024), True),  # too few tokens for the modules around it, and not long enough
+        ((4, 4096, 1024), False),
+        ((1, 1400, 4096), True),
+        ((1, 1500, 4096), False),
+        ((64, 128, 4096), False),  # many short sequences
+    ],
+)
+def test_attention_is_small_by_tokens_and_length(shape: tuple[int, ...], small: bool) -> None:
     assert bool(limits.small_attention(torch.empty(shape, device="meta"))) == small
-
-
-def test_attention_over_many_short_sequences_is_not_small() -> None:
-    assert limits.small_attention(torch.empty(64, 128, 4096, device="meta")) is None
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from te_transform.weights import dtype_name
 
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 _LONG = 512  # below, cuDNN gains nothing; it plans anew for each length, so for each token that is generated
+_MUCH = 4e10  # batch x length x length x width from which its attention gains more than the way to it costs
 # rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width
 # being the smaller side of a weight: the CPU takes several times as long for one of their calls, which shows
 # where the GPU has less to do
@@ -48,10 +49,12 @@ def gaining(width: int, in_fp8: bool) -> int:
 
 def small_attention(hidden: Tensor) -> str | None:
     """Why no part of an attention module is faster for hidden states [batch, length, width], or None."""
-    if _any_size or hidden.dim() != 3 or hidden.shape[1] >= _LONG:
+    if _any_size or hidden.dim() != 3:
         return None
-    why = too_small(hidden.shape[0] * hidden.shape[1], hidden.shape[2], in_fp8=False)
-    return why and f"attention over less than {_LONG} tokens"
+    batch, length, width = hidden.shape
+    if length >= _LONG and batch * length**2 * width >= _MUCH:
+        return None
+    return too_small(batch * length, width, in_fp8=False) and "attention too small to be faster"
 
 
 def without_kernel(x: Tensor, weight: Tensor) -> str | None:

@@ -231,7 +231,10 @@ def test_small_calls_accumulate_in_the_buffers_too(
     recipe: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a call gains: plain PyTorch would sum up in the weights' dtype."""
-    sums = []
+    exact = seeded(llama).float().train()
+    for number in range(3):
+        exact(**batch(number)).loss.backward()
+    errors = []
     for small in (False, True):
         if small:
             monkeypatch.setattr(limits, "_any_size", 0)  # as outside of these tests
@@ -240,8 +243,9 @@ def test_small_calls_accumulate_in_the_buffers_too(
             for number in range(3):
                 fused(**batch(number)).loss.backward()
         assert not any("too small" in why for why in te_transform.report(fused).plain_calls)
-        sums.append(gradients(fused))
-    assert distance(sums[1], sums[0]) < 1e-2
+        errors.append(distance(gradients(fused), gradients(exact)))
+    # other kernels for attention and angles, which are no part of it: they round elsewhere, not more
+    assert errors[1] <= 1.2 * errors[0]
 
 
 def test_accumulation_says_what_is_wrong() -> None:
