@@ -1279,6 +1279,30 @@ def test_a_deferred_names_its_shape_without_being_computed(normed: Pair):
 
 
 @only_joined
+@pytest.mark.parametrize("training", [True, False])
+def test_a_deferred_passes_what_does_nothing_to_it(training: bool):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, WIDTH)).train(training)
+    pair = converted(model)
+    pair.agree(forward)
+    y = pair.converted[0](X)
+    assert isinstance(y, Deferred)
+    assert all(same is y for same in (pair.converted[1](y), y.to(y.dtype), y.to(dtype=y.dtype)))
+    assert y.value is None
+    assert all(site.rule == "layernorm_linear" for site in te_transform.report(pair.converted).fused)
+
+
+@only_joined
+def test_a_deferred_is_read_by_what_changes_it(normed: Pair):
+    for change in (F.dropout, lambda y: y.to(torch.float64), lambda y: y.to("cpu", copy=True)):
+        y = normed.converted.norm(X)
+        torch.manual_seed(0)
+        found = change(y)
+        torch.manual_seed(0)
+        torch.testing.assert_close(found, change(normed.original.norm(X)))
+
+
+@only_joined
 def test_a_norm_is_not_put_off_for_a_module_that_will_run_in_plain_pytorch(normed: Pair):
     (fusion, *_) = (f for f in fusions(normed.converted) if f.norm is normed.converted.norm)
     vars(fusion.fused)["why_plain"] = lambda x: "a call too small"
