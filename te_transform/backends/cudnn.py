@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -11,13 +13,21 @@ from te_transform.backends import torch as plain
 from te_transform.backends.limits import small_attention, without_attention
 from te_transform.slots import traced
 
-# cuDNN first: on an H100 twice as fast as FlashAttention 2, which PyTorch prefers
-_CORES = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_CUDNN = int(SDPBackend.CUDNN_ATTENTION)
+
+
+class _First:
+    """cuDNN before the other kernels: on an H100 twice as fast as FlashAttention 2, which PyTorch prefers.
+
+    sdpa_kernel(set_priority=True) reads and writes each kernel's own switch as well, 30 us of the CPU.
+    """
+
+    def __enter__(self) -> None:
+        self.order = torch._C._get_sdp_priority_order()
+        torch._C._set_sdp_priority_order([_CUDNN, *(kernel for kernel in self.order if kernel != _CUDNN)])
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_sdp_priority_order(self.order)
 
 
 class DotProductAttention(plain.DotProductAttention):
@@ -49,8 +59,8 @@ class DotProductAttention(plain.DotProductAttention):
 
     def kernels(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
-    ) -> list[SDPBackend]:
+    ) -> contextlib.AbstractContextManager:
         """cuDNN's first where they are the best."""
         if self.takes(query, key, value, mask, is_causal):
-            return _CORES
+            return _First()
         return super().kernels(query, key, value, mask, is_causal)

@@ -201,18 +201,17 @@ class DotProductAttention(nn.Module):
         enable_gqa: bool = False,
     ) -> Tensor:
         """query [batch, heads, length, width], key and value likewise; the mask keeps True, or is added."""
-        kernels = self.kernels(query, key, value, mask, is_causal)
-        with sdpa_kernel(kernels, set_priority=True) if kernels else contextlib.nullcontext():
+        with self.kernels(query, key, value, mask, is_causal):
             return vocabulary.sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
 
     def kernels(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
-    ) -> list[SDPBackend]:
-        """The only kernels that may run, the best first; none where PyTorch has the choice."""
+    ) -> contextlib.AbstractContextManager:
+        """What PyTorch chooses its kernel in."""
         # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong (torch
         # 2.13): they normalise by a log-sum-exp in which the number of keys has been rounded away
         added = mask is not None and mask.is_floating_point() and torch.is_grad_enabled()
-        return [SDPBackend.MATH] if added else []
+        return sdpa_kernel(SDPBackend.MATH) if added else contextlib.nullcontext()
 
 
 def _parameter(device: str, dtype: torch.dtype, *shape: int) -> nn.Parameter:
