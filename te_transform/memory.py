@@ -133,8 +133,8 @@ def _of_site(node: fx.Node, site: Site, data: list[fx.Node], in_fp8: bool, delay
     """What a fused module keeps and takes; its input is kept by whoever made it, but for one in FP8."""
     parameters = dict(site.fused.named_parameters())
     weights = [p for p in parameters.values() if p.dim() == 2]
-    if not weights:  # attention: what it got and gave, a number a row; queries' gradients are summed in fp32
-        return _Step(node, [*data, node], own=_numel(node) // 32, transient=_numel(node) * 4)
+    if not weights:
+        return _of_attention(node, data, site.rotary is not None)
     outs, ins = weights[0].shape
     rows, size = _numel(node) // node.meta["tensor_meta"].shape[-1], weights[0].element_size()
     step = _Step(node, data, gradients=sum(_size(p) for p in parameters.values() if p.requires_grad))
@@ -148,6 +148,16 @@ def _of_site(node: fx.Node, site: Site, data: list[fx.Node], in_fp8: bool, delay
     if len(weights) == 2:
         _add_mlp(step, rows, outs, weights[1].shape[1], each, delayed)
     return step
+
+
+def _of_attention(node: fx.Node, data: list[fx.Node], rotated: bool) -> _Step:
+    """What it got and gave, a number a row; the queries' gradients are summed up in fp32."""
+    query, key, value = node.args[:3]
+    own, product = _numel(node) // 32, _storage(value)
+    # where rotations leave nothing but the values of a joined product, dispatch.py keeps them alone
+    if rotated and product not in (_storage(query), _storage(key)) and _bytes(product) > _bytes(value):
+        own, data = own + _bytes(value), [storage for storage in data if storage is not product]
+    return _Step(node, [*data, node], own, transient=_numel(node) * 4)
 
 
 def _add_mlp(step: _Step, rows: int, outs: int, inner: int, each: int, delayed: bool) -> None:
