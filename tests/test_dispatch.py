@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from transformers.models.llama import modeling_llama
 
 import te_transform
-from te_transform.backends import limits
+from te_transform import vocabulary
+from te_transform.backends import cudnn, limits
 from te_transform.dispatch import NAME, DispatchSlot
 from te_transform.originals import fusions
 from tests import stand_in
@@ -348,6 +350,23 @@ def test_revert_gives_the_very_config_back() -> None:
     te_transform.revert(both.converted)
     assert attention.config is config
     assert config._attn_implementation == "sdpa"
+
+
+def test_cudnn_comes_first_for_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(cudnn, "without_attention", lambda query, *_: None if query.dim() == 4 else "a shape")
+    monkeypatch.setattr(vocabulary, "sdpa", lambda query, *_: seen.append(_kernel_order()) or query.item())
+    core, before = cudnn.DotProductAttention(), _kernel_order()
+    assert before[0] != SDPBackend.CUDNN_ATTENTION
+    with pytest.raises(RuntimeError, match="converted to Scalar"):
+        core(*[torch.ones(1, 1, 2, 1)] * 3)
+    core(*[torch.ones(1)] * 3)
+    assert seen[0] == [SDPBackend.CUDNN_ATTENTION, *(k for k in before if k != SDPBackend.CUDNN_ATTENTION)]
+    assert seen[1] == _kernel_order() == before
+
+
+def _kernel_order() -> list[SDPBackend]:
+    return [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
 
 
 # Calls that are too small
