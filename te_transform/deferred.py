@@ -92,7 +92,7 @@ class Deferred(Tensor):
         if func in _SHAPE_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _HANDING_ON and _HANDING_ON[func](*args, **kwargs):
+        if args and func in _HANDING_ON and _HANDING_ON[func](*args, **kwargs):
             return args[0]  # as PyTorch does, and nobody has read it
         if func in _WATCHING:
             _check_watched(args[0] if func is not torch.autograd.grad else [*args, kwargs.get("inputs")][1])
@@ -117,8 +117,8 @@ _SHAPE_ONLY = {
 }  # fmt: skip
 
 
-def _is_idle_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    return p == 0 or not training
+def _is_idle(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **other: Any) -> bool:
+    return p == 0 or not other.get("train", training)  # torch.dropout's name for it
 
 
 def _is_own_dtype(x: Tensor, *to: Any, **options: Any) -> bool:
@@ -126,7 +126,7 @@ def _is_own_dtype(x: Tensor, *to: Any, **options: Any) -> bool:
 
 
 # calls that return the very tensor which they were given, and when they do
-_HANDING_ON = {F.dropout: _is_idle_dropout, torch.dropout: _is_idle_dropout, Tensor.to: _is_own_dtype}
+_HANDING_ON = {F.dropout: _is_idle, torch.dropout: _is_idle, Tensor.to: _is_own_dtype}
 _WATCHING = {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad}
 
 

@@ -1287,14 +1287,22 @@ def test_a_deferred_passes_what_does_nothing_to_it(training: bool):
     pair.agree(forward)
     y = pair.converted[0](X)
     assert isinstance(y, Deferred)
-    assert all(same is y for same in (pair.converted[1](y), y.to(y.dtype), y.to(dtype=y.dtype)))
+    passed = (pair.converted[1](y), torch.dropout(y, 0.5, train=False), y.to(y.dtype), y.to(dtype=y.dtype))
+    assert all(same is y for same in passed)
     assert y.value is None
     assert all(site.rule == "layernorm_linear" for site in te_transform.report(pair.converted).fused)
 
 
 @only_joined
 def test_a_deferred_is_read_by_what_changes_it(normed: Pair):
-    for change in (F.dropout, lambda y: y.to(torch.float64), lambda y: y.to("cpu", copy=True)):
+    changes: list[Callable[[Tensor], Tensor]] = [
+        F.dropout,
+        lambda y: torch.dropout(y, 0.5, True),
+        lambda y: torch.dropout(input=y, p=0.0, train=False),
+        lambda y: y.to(torch.float64),
+        lambda y: y.to("cpu", copy=True),
+    ]
+    for change in changes:
         y = normed.converted.norm(X)
         torch.manual_seed(0)
         found = change(y)
