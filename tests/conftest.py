@@ -1,9 +1,10 @@
-"""Where norms run: apart, in their own place, as PyTorch alone has it, or joined with what reads them."""
+"""What models of a test's size would not do by themselves: joined norms, kernels in spite of few tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from te_transform.backends import limits
 from te_transform.backends import torch as plain
 
 
@@ -12,6 +13,13 @@ def norms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """Both ways: joined is how Transformer Engine's modules do it, and the harder case for slots."""
     monkeypatch.setattr(plain, "PLAIN", request.param == "apart")
     return request.param
+
+
+@pytest.fixture
+def at_any_size() -> Iterator[None]:
+    """Kernels take calls that are too small to gain from them."""
+    with limits.at_any_size():
+        yield
 
 
 def only_joined(test: Callable) -> Callable:

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
 import te_transform
-from te_transform.backends import limits
 from te_transform.normalise import normalise
 from te_transform.rotary import RotarySlot, angles_of, rotary_of, rotating
 from te_transform.slots import slot_class
@@ -27,12 +26,7 @@ from tests.zoo import LAYERS, Inputs, seeded
 
 TURNED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
 
-
-@pytest.fixture(autouse=True)
-def _at_any_size() -> Iterator[None]:
-    """The models are too small for anything to be gained."""
-    with limits.at_any_size():
-        yield
+pytestmark = pytest.mark.usefixtures("at_any_size")
 
 
 @pytest.fixture

@@ -1,11 +1,8 @@
 """Tests of real Transformer Engine: everywhere else they are skipped, with what is missing."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from te_transform import backends
-from te_transform.backends import limits
 
 MISSING = backends._missing()
 
@@ -17,7 +14,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _at_any_size() -> Iterator[None]:
+def _at_any_size(at_any_size: None) -> None:
     """The models are too small for what pays off: they shall run in the kernels all the same."""
-    with limits.at_any_size():
-        yield
