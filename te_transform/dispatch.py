@@ -136,7 +136,7 @@ def attend(
     called.
     """
     slot: Slot = module._te_transform_slot
-    named, core = slot.config._attn_implementation, slot.fusion.fused
+    named, core = _named(slot.config), slot.fusion.fused
     original = _original(named, module)
     # sdpa_attention_forward takes any argument, and goes by one of those that are new to us
     new = {"position_bias"} if named == "sdpa" else rest.keys() - _KNOWN

@@ -46,7 +46,8 @@ def quantize_weights(model: nn.Module) -> Quantized:
     Raises:
         QuantizationError: nothing in `model` runs in FP8, or this release of TE is too old.
     """
-    recipes = {fused: p.recipe for p in precisions(model).values() for fused in p.modules}
+    inside = precisions(model).values()
+    recipes = {fused: precision.recipe for precision in inside for fused in precision.modules}
     if not recipes:
         raise QuantizationError(
             f"nothing in this {type(model).__name__} runs in FP8, te_transform.convert(model, recipe=...) "
@@ -68,7 +69,7 @@ def quantize_weights(model: nn.Module) -> Quantized:
             hold(fusion, target, te.quantised(fusion.fused, target, recipes[fusion.fused]))
         else:
             reasons[id(weight)] = why
-    for precision in precisions(model).values():
+    for precision in inside:
         precision.forget()  # casts of what is in FP8 itself now
     originals = {name: original.held for name, original in original_parameters(model).items()}
     names = tuple(name for name, weight in originals.items() if is_quantised(weight))
@@ -78,8 +79,11 @@ def quantize_weights(model: nn.Module) -> Quantized:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[Fusion, str]]:
+    """Each fused weight that is not in FP8 yet."""
     for fusion in fusions(model):
-        yield from ((fusion, name) for name in getattr(fusion.fused, "weight_names", ()))
+        for name in getattr(fusion.fused, "weight_names", ()):
+            if not is_quantised(getattr(fusion.fused, name)):
+                yield fusion, name
 
 
 def _reason(weight: Tensor, fusion: Fusion, recipes: dict, held: Counter[int]) -> str | None:
@@ -91,7 +95,7 @@ def _reason(weight: Tensor, fusion: Fusion, recipes: dict, held: Counter[int]) -
         return "it is not on the GPU, TE has no kernel for it there: move the model first"
     if held[id(weight)] > 1:
         return "another module has it too, which would keep it as it is: untie it"
-    return None if not is_quantised(weight) else "it is in FP8 already"
+    return None
 
 
 def _on_gpu(weight: Tensor) -> bool:

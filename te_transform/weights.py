@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -110,8 +110,8 @@ class Layout:
     @cached_property
     def spans(self) -> tuple[tuple[Piece, int, int], ...]:
         """Each piece with the rows, before `order`, that it fills."""
-        stops = tuple(accumulate(piece.rows for piece in self.pieces))
-        return tuple(zip(self.pieces, (0, *stops), stops, strict=False))
+        edges = pairwise(accumulate((piece.rows for piece in self.pieces), initial=0))
+        return tuple((piece, *edge) for piece, edge in zip(self.pieces, edges, strict=True))
 
     def join(self, originals: Mapping[str, Tensor]) -> Tensor:
         """The fused tensor of these original ones."""
