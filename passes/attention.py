@@ -1,19 +1,20 @@
-"""Attention written out, or called by name, becomes one attention core."""
+"""Attention, written out or called by name, becomes one attention core."""
 
 from collections.abc import Iterator
 
 from torch import nn
 
-from te_transform import vocabulary
-from te_transform.pattern import Call
-from te_transform.rule import Operation, Rule
+from te_transform.graph import ops
+from te_transform.graph.pattern import Call
+from te_transform.plan.rule import Operation, Rule
 
 
 def refuse(backend, attention: Operation) -> Iterator[str]:
     """Every reason why there is nothing to gain or no core for it."""
-    if backend.NAME == "torch" and "scaled_dot_product_attention" in attention.spelled:
-        yield "the model calls scaled_dot_product_attention already, the torch backend has no faster core"
-    if backend.NAME == "te" and "scaled_dot_product_attention" in attention.spelled and attention.has_bias:
+    called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
+    if called and mask is None and not backend.HAS_KERNELS:
+        yield "the model calls scaled_dot_product_attention already, plain PyTorch has no faster core"
+    if called and mask is not None and mask.requires_grad and not backend.HAS_BIAS:
         yield "the attention adds a bias to its scores, TE's fast cores have none"
 
 
@@ -24,11 +25,15 @@ def build(backend, attention: Operation) -> nn.Module:
 
 RULE = Rule(
     name="attention",
-    pattern=Call(vocabulary.sdpa, role="attention"),
+    pattern=Call(ops.sdpa, role="attention"),
     refuse=refuse,
     build=build,
+    reads=tuple(
+        f"attention.{name}"
+        for name in ("query", "key", "value", "mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    ),
 )
 """Saves the [batch, heads, length, length] scores and probabilities, which the fused kernels never write.
 
-A mask proved to be causal becomes the causal flag, so that the kernel skips the upper half.
+A mask that is found to be the causal one becomes the causal flag, so that the kernel skips the upper half.
 """

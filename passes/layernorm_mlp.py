@@ -5,19 +5,18 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from te_transform import vocabulary
+from te_transform.graph import ops
+from te_transform.graph.pattern import Call, Linear, Norm, OneOf, Var
 from te_transform.passes import layernorm_linear
-from te_transform.pattern import Call, Linear, Norm, OneOf, Var
-from te_transform.rule import Operation, Rule
-from te_transform.weights import Same, SwapHalves
+from te_transform.plan.rule import Operation, Rule
 
 _FC1 = Linear(Norm(Var("x")), role="fc1")
-_FIRST = Call(vocabulary.columns, _FC1, 0, Var("half"))
-_SECOND = Call(vocabulary.columns, _FC1, Var("half"), Var("end"))
+_FIRST = Call(ops.columns, _FC1, 0, Var("half"))
+_SECOND = Call(ops.columns, _FC1, Var("half"), Var("end"))
 
 
 def _activated(hidden: Call) -> Call:
-    return Call(vocabulary.ACTIVATIONS, hidden, role="activation")
+    return Call(ops.ACTIVATIONS, hidden, role="activation")
 
 
 _HIDDEN = OneOf(
@@ -27,7 +26,7 @@ _HIDDEN = OneOf(
         "second half": Call(torch.mul, _activated(_SECOND), _FIRST),
     }
 )
-_DROPPED = OneOf(_HIDDEN, Call(vocabulary.dropout, _HIDDEN, role="dropout"))
+_DROPPED = OneOf(_HIDDEN, Call(ops.dropout, _HIDDEN, role="dropout"))
 
 
 def refuse(
@@ -38,18 +37,34 @@ def refuse(
     activation: Operation,
     fc2: Operation,
     gated: str,
+    half: int = 0,
+    end: int = 0,
     dropout: Operation | None = None,
 ) -> Iterator[str]:
     """Every reason why this MLP is none that LayerNormMLP computes."""
     yield from layernorm_linear.refuse(norm)
     known = _activations(backend, gated)
-    if activation.word == "gelu" and not approximate:
+    if activation.op == "gelu" and not approximate:
         yield (
             "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow "
             "approximate=True"
         )
-    elif activation.word != "gelu" and activation.word not in known:
-        yield f"the activation is {activation.word}, LayerNormMLP has {', '.join(sorted(known))}"
+    elif activation.op != "gelu" and activation.op not in known:
+        yield f"the activation is {activation.op}, LayerNormMLP has {', '.join(sorted(known))}"
+    if gated not in backend.GATES:
+        yield (
+            f"the {gated} of the first linear's outputs is activated, LayerNormMLP activates the "
+            f"{' or the '.join(backend.GATES[1:])}"
+        )
+    if gated != "no" and not 2 * half == fc1.width == max(end, fc1.width):
+        yield (
+            f"the gate has {half} of the first linear's {fc1.width} outputs, LayerNormMLP has as many in the gate as "
+            "beside it"
+        )
+    yield from _of_shapes(fc1, fc2, dropout)
+
+
+def _of_shapes(fc1: Operation, fc2: Operation, dropout: Operation | None) -> Iterator[str]:
     if dropout is not None:
         yield (
             f"a dropout of {dropout.p} stands before the second linear, LayerNormMLP has none there: set it "
@@ -64,36 +79,14 @@ def refuse(
         )
 
 
-def build(
-    backend, norm: Operation, fc1: Operation, activation: Operation, fc2: Operation, gated: str
-) -> nn.Module:
-    """The fused module."""
-    hidden_size, ffn_hidden_size = fc2.weight.shape
+def build(backend, norm: Operation, activation: Operation, gated: str) -> nn.Module:
+    """The fused op."""
     return backend.LayerNormMLP(
-        hidden_size,
-        ffn_hidden_size,
         eps=norm.eps,
-        bias=fc1.bias is not None,
-        normalization=layernorm_linear.NORMALIZATION[norm.word],
-        activation=_activations(backend, gated)[
-            "gelu_tanh" if activation.word == "gelu" else activation.word
-        ],
+        normalization=layernorm_linear.NORMALIZATION[norm.op],
+        activation=_activations(backend, gated)["gelu_tanh" if activation.op == "gelu" else activation.op],
         zero_centered_gamma=norm.zero_centered_gamma,
-        params_dtype=fc1.weight.dtype,
-        device="meta",
-    )
-
-
-def weights(gated: str) -> tuple:
-    """The moves; TE activates the first half of a gated fc1."""
-    fc1 = SwapHalves if gated == "second half" else Same
-    return (
-        Same("norm.weight", "fused.layer_norm_weight"),
-        Same("norm.bias", "fused.layer_norm_bias"),
-        fc1("fc1.weight", "fused.fc1_weight"),
-        fc1("fc1.bias", "fused.fc1_bias"),
-        Same("fc2.weight", "fused.fc2_weight"),
-        Same("fc2.bias", "fused.fc2_bias"),
+        gated=gated,
     )
 
 
@@ -102,10 +95,13 @@ def _activations(backend, gated: str) -> dict[str, str]:
 
 
 RULE = Rule(
-    name="layernorm_mlp", pattern=Linear(_DROPPED, role="fc2"), refuse=refuse, build=build, weights=weights
+    name="layernorm_mlp",
+    pattern=Linear(_DROPPED, role="fc2"),
+    refuse=refuse,
+    build=build,
+    reads=("x", "norm.weight", "norm.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"),
 )
-"""Saves the normalised tensor's round trip and, in FP8, the activation's: it is quantised where it is
-computed.
+"""Saves the normalized tensor's round trip and, in FP8, the activation's: it is quantized where it is computed.
 
 With approximate=True an exact GELU becomes the tanh one: at most 4.8e-4 apart (at |x| = 2.7).
 """

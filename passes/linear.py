@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from te_transform.pattern import Linear
-from te_transform.rule import Operation, Rule
-from te_transform.weights import Same
+from te_transform.graph.pattern import Linear
+from te_transform.plan.rule import Operation, Rule
 
 
 def refuse(linear: Operation) -> Iterator[str]:
@@ -16,14 +15,7 @@ def refuse(linear: Operation) -> Iterator[str]:
 
 def build(backend, linear: Operation) -> nn.Module:
     """The same linear."""
-    out_features, in_features = linear.weight.shape
-    return backend.Linear(
-        in_features,
-        out_features,
-        bias=linear.bias is not None,
-        params_dtype=linear.weight.dtype,
-        device="meta",
-    )
+    return backend.Linear()
 
 
 RULE = Rule(
@@ -31,6 +23,6 @@ RULE = Rule(
     pattern=Linear(),
     refuse=refuse,
     build=build,
-    weights=(Same("linear.weight", "fused.weight"), Same("linear.bias", "fused.bias")),
+    reads=("linear.x", "linear.weight", "linear.bias"),
 )
 """What FP8 needs: the matrix product runs in the recipe's precision. In plain PyTorch it changes nothing."""

@@ -1,54 +1,83 @@
-"""What fused modules are made of: `torch` (plain PyTorch) or `te` (NVIDIA Transformer Engine)."""
+"""What fused ops are made of: `plain` (plain PyTorch) or `te` (NVIDIA Transformer Engine)."""
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-# no name `torch` in here: that is a module of this package
 from torch import cuda, nn
 
+from te_transform.backends import plain, planned
 from te_transform.backends.limits import DTYPES
+from te_transform.backends.op import FusedOp
 
 
 class BackendError(RuntimeError):
     """The backend asked for cannot run here."""
 
 
-_WIDE = 2048  # inputs of a product: below, TE's launches cost more than its bf16 kernels save (H100)
+class Backend(Protocol):
+    """What rules and plans ask of a backend; each is a module of this package."""
+
+    NAME: str
+    HAS_KERNELS: bool  # whether its ops gain anything by themselves
+    HAS_RECIPES: bool  # whether products run in FP8 there
+    HAS_BIAS: bool  # whether its attention is fast with a bias that is added to the scores
+    HAS_KERNELS: bool  # whether it has kernels of its own for attention, rotary embeddings and the loss
+    GATES: tuple[str, ...]  # which halves of a gated MLP's first product it can activate, "no" for one without a gate
+    ACTIVATIONS: Mapping[str, str]  # the ops of graph/ops.py that LayerNormMLP has -> its own names for them
+    GATED_ACTIVATIONS: Mapping[str, str]  # the same of those whose result is multiplied with the other half
+    GATES: tuple[str, ...]  # which half of fc1's outputs is activated there: "no", "first half", "second half"
+
+    Linear: Callable[[], FusedOp]
+    LayerNormLinear: Callable[..., FusedOp]
+    LayerNormMLP: Callable[..., FusedOp]
+    DotProductAttention: Callable[[], FusedOp]
+    Rotary: Callable[[], FusedOp]
+    CrossEntropy: Callable[[], FusedOp]
+
+    def recipe_of(self, asked: Any) -> Any:
+        """The recipe of this name, or the recipe object itself; ValueError says why it does not run here."""
+
+    def multiple(self, recipe: Any) -> int:
+        """What the rows and columns of a product have to be a multiple of in this recipe."""
+
+
+# Inputs of a product: below, TE's launches cost more than its bf16 kernels save (H100).
+MIN_WIDTH = 2048
 
 
 def choose(
-    name: str, model: nn.Module, planning: bool = False, quantised: bool = False
-) -> tuple[ModuleType | SimpleNamespace, str]:
-    """The backend's module and a sentence on why it is the one.
+    name: str, model: nn.Module, planning: bool = False, quantized: bool = False
+) -> tuple[Backend, str]:
+    """The backend and a sentence on why it is the one.
 
     Args:
         name: "te", "torch" or "auto".
         model: what is to be converted.
-        planning: nothing will run: where TE is missing, modules of its names and shapes stand for its own.
-        quantised: a recipe is asked for, which only TE has.
+        planning: nothing will run: where TE is missing, ops of its names and shapes stand for its own.
+        quantized: a recipe is asked for, which only TE has.
 
     Raises:
         BackendError: `name` is "te" and it cannot run here; the sentence says what is missing.
     """
-    from te_transform.backends import torch as plain
-
     if name == "torch":
         return plain, "backend 'torch', as asked"
-    missing = _missing()
+    missing = why_missing()
     if name == "te":
         if not missing:
             return _te(), "backend 'te', as asked"
         if planning:
-            return _stand_in(plain), f"backend 'te', planned only, because {missing}"
+            return planned, f"backend 'te', planned only, because {missing}"
         raise BackendError(f"backend='te' cannot be used: {missing}; pass backend='torch' or 'auto'")
-    missing = missing or _unfit(model) or (None if quantised else _narrow(model))
+    missing = missing or _unfit(model) or (None if quantized else _narrow(model))
     if missing:
         return plain, f"backend 'torch', because {missing}"
     return _te(), "backend 'te', because it runs here and the model is on the GPU"
 
 
-def _missing() -> str | None:
+def why_missing() -> str | None:
+    """Why Transformer Engine does not run on this machine, or None."""
     if not cuda.is_available():
         return "this machine has no GPU that PyTorch can use"
     try:
@@ -80,31 +109,15 @@ def _unfit(model: nn.Module) -> str | None:
 def _narrow(model: nn.Module) -> str | None:
     """Why TE would make this model slower in bf16, or None."""
     widest = max((parameter.shape[1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
-    if widest < _WIDE:
+    if widest < MIN_WIDTH:
         return (
             f"no product of the model has more than {widest} inputs, and Transformer Engine's launches cost "
-            f"more than its bf16 kernels save below {_WIDE}: pass backend='te' or a recipe to have it anyway"
+            f"more than its bf16 kernels save below {MIN_WIDTH}: pass backend='te' or a recipe to have it anyway"
         )
     return None
 
 
-def _te() -> ModuleType:
+def _te() -> Backend:
     from te_transform.backends import te
 
     return te
-
-
-def _stand_in(plain: ModuleType) -> SimpleNamespace:
-    """What plans ask of te.py, with plain PyTorch's modules: TE's names and shapes."""
-    from te_transform.backends.cudnn import DotProductAttention
-
-    def recipe_of(asked: object) -> object:
-        if isinstance(asked, str) or type(asked).__module__.startswith("transformer_engine."):
-            return asked
-        raise ValueError(f"a {type(asked).__name__} is no TE recipe, one of TE's own or a name is needed")
-
-    def multiple(recipe: object) -> int:
-        return 32 if recipe == "mxfp8" or type(recipe).__name__ == "MXFP8BlockScaling" else 16
-
-    own = {"NAME": "te", "PLAIN": False, "recipe_of": recipe_of, "multiple": multiple}
-    return SimpleNamespace(**{**vars(plain), "DotProductAttention": DotProductAttention, **own})

@@ -10,16 +10,18 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from te_transform.deferred import autocast
-from te_transform.weights import dtype_name
+from te_transform.backends.joined import transformed
+from te_transform.graph.nodes import dtype_name
 
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
-_LONG = 512  # below, cuDNN gains nothing; it plans anew for each length, so for each token that is generated
-_MUCH = 4e10  # batch x length x length x width from which its attention gains more than the way to it costs
-# rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width
-# being the smaller side of a weight: the CPU takes several times as long for one of their calls, which shows
-# where the GPU has less to do
-_LARGE, _LARGE_IN_FP8 = 2.5e10, 5e10
+# Below this length cuDNN gains nothing; it plans anew for each length, so for each token that is generated.
+MIN_ATTENTION_LENGTH = 512
+# batch x length x length x width from which cuDNN's attention gains more than its longer way on the CPU costs.
+MIN_ATTENTION_WORK = 4e10
+# rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width being the
+# smaller side of a weight: the CPU takes several times as long for one of their calls, which shows where the GPU
+# has less to do.
+MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
 
 _any_size = 0  # how many at_any_size() are entered; not by thread, a backward runs in one of its own
 
@@ -37,24 +39,27 @@ def at_any_size() -> Iterator[None]:
 
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why TE's modules are not faster for so many rows, or None."""
-    if _any_size or rows >= gaining(width, in_fp8):
+    if _any_size or rows >= break_even_rows(width, in_fp8):
         return None
     return f"a call too small to be faster in {'FP8' if in_fp8 else 'these kernels'}"
 
 
-def gaining(width: int, in_fp8: bool) -> int:
+def break_even_rows(width: int, in_fp8: bool) -> int:
     """From how many rows of this width on TE's modules are faster."""
-    return math.ceil((_LARGE_IN_FP8 if in_fp8 else _LARGE) / width**2)
+    return math.ceil((MIN_GEMM_WORK_IN_FP8 if in_fp8 else MIN_GEMM_WORK) / width**2)
 
 
-def small_attention(hidden: Tensor) -> str | None:
-    """Why no part of an attention module is faster for hidden states [batch, length, width], or None."""
-    if _any_size or hidden.dim() != 3:
+def traced() -> bool:
+    """Whether a compiler, a tracer or a function transform runs the call: they understand plain PyTorch best."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What torch.autocast computes in on the device of `x`, None where it is off."""
+    if not torch._C._is_any_autocast_enabled():  # which is all that most calls need to know
         return None
-    batch, length, width = hidden.shape
-    if length >= _LONG and batch * length**2 * width >= _MUCH:
-        return None
-    return too_small(batch * length, width, in_fp8=False) and "attention too small to be faster"
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def without_kernel(x: Tensor, weight: Tensor) -> str | None:
@@ -65,7 +70,9 @@ def without_kernel(x: Tensor, weight: Tensor) -> str | None:
         return f"an input of shape {list(x.shape)}"
     if not x.is_cuda:
         return f"an input on {x.device.type}"
-    if (cast := autocast(x)) is not None:
+    if not weight.is_cuda:
+        return f"weights on {weight.device.type}"
+    if (cast := autocast_dtype(x)) is not None:
         return None if x.dtype == weight.dtype == cast else f"{dtype_name(x.dtype)} under torch.autocast"
     if x.dtype not in DTYPES:
         return f"{dtype_name(x.dtype)}, which TE would multiply in TF32"
@@ -91,9 +98,18 @@ def without_attention(
     widths = query.shape[-1], value.shape[-1]
     if any(width % 8 or width > 128 for width in widths):
         return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to 128"
-    if min(query.shape[2], key.shape[2]) < _LONG and not _any_size:
-        return f"attention over less than {_LONG} tokens"
-    return None
+    return _too_small_attention(query, key)
+
+
+def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
+    batch, heads, length, width = query.shape
+    if _any_size:
+        return None
+    if min(length, key.shape[2]) < MIN_ATTENTION_LENGTH:
+        return f"attention over less than {MIN_ATTENTION_LENGTH} tokens"
+    if batch * length**2 * heads * width >= MIN_ATTENTION_WORK:
+        return None
+    return too_small(batch * length, heads * width, in_fp8=False) and "attention too small to be faster"
 
 
 @cache
@@ -102,12 +118,24 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def without_rotary(x: Tensor, angles: Tensor) -> str | None:
+    """Why TE's rotary kernel cannot take these, or None."""
+    if why := without_kernel(x, x):
+        return why
+    if x.dim() != 4:
+        return f"queries or keys of {x.dim()} dimensions, TE's rotary kernel takes 4"
+    batch, heads, length, width = x.shape
+    if angles.shape != (1, length, width) or angles.dtype != torch.float32 or angles.requires_grad:
+        return f"angles of shape {list(angles.shape)} in {dtype_name(angles.dtype)}"
+    return too_small(batch * length, heads * width, in_fp8=False)
+
+
 def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
     """Why TE's cross entropy cannot take these, or None."""
     if type(logits) is not Tensor or not logits.is_cuda or logits.device != targets.device:
-        return "not all on one GPU"
-    if logits.dim() != 3 or logits.numel() == 0 or logits.shape[:-1] != targets.shape:
-        return f"logits of shape {list(logits.shape)}"
+        return "logits and targets that are not on one GPU"
+    if logits.dim() < 2 or logits.numel() == 0 or logits.shape[:-1] != targets.shape:
+        return f"logits of shape {list(logits.shape)} for targets of shape {list(targets.shape)}"
     if logits.dtype != torch.bfloat16 or targets.dtype != torch.int64:
         return f"logits in {dtype_name(logits.dtype)}, targets in {dtype_name(targets.dtype)}"
     return None

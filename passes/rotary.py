@@ -1,0 +1,45 @@
+"""A rotary position embedding whose angles are known runs in one kernel."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from te_transform.graph import ops
+from te_transform.graph.nodes import dtype_of, same_shape, shape_of
+from te_transform.graph.pattern import Call, Maybe, Pattern, Read, Var
+from te_transform.plan.rule import Operation, Rule
+
+
+def _taken(function: Callable) -> Pattern:
+    """The cosines, or the sines, of the angles: kernels want these, models hand round those."""
+    return Read(Maybe((torch.unsqueeze, ops.cast), Call(function, Var("angles"))))
+
+
+def refuse(rope: Operation, angles) -> Iterator[str]:
+    """Every reason why the kernel would turn otherwise."""
+    batch, heads, length, width = (*shape_of(rope.node), 0, 0, 0)[:4]
+    if len(shape_of(rope.node)) != 4 or not same_shape(shape_of(angles)[-2:], (length, width)):
+        shapes = list(shape_of(rope.node)), list(shape_of(angles))
+        yield (
+            f"queries of {shapes[0]} are turned by angles of {shapes[1]}, [batch, heads, length, width] and [1, "
+            "length, width] are needed"
+        )
+    elif rope.cos.dtype != dtype_of(rope.node):
+        yield "the cosines are of another dtype than what they turn, the kernel rounds to that of what it turns"
+
+
+def build(backend) -> nn.Module:
+    """The fused op."""
+    return backend.Rotary()
+
+
+RULE = Rule(
+    name="rotary",
+    pattern=Call(ops.rope, Var("x"), _taken(torch.cos), _taken(torch.sin), role="rope"),
+    refuse=refuse,
+    build=build,
+    reads=("x", "angles"),
+    needs_kernels=True,
+)
+"""Saves two products, a negation, a copy and a sum, each of which reads and writes all queries or keys."""

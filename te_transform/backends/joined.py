@@ -1,0 +1,229 @@
+"""Several parameters read as one: q, k and v, or gate and up, below each other in one piece of memory.
+
+Each parameter stays the user's own object, with a storage of its own; where they have been laid next to each
+other, the storages lie in one buffer, which `Join` hands out without a copy. Whether they still lie there is
+looked up at each call, by their pointers; where they do not, they are joined by a copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class State:
+    """What te_transform keeps for a parameter.
+
+    It belongs to the parameter, not to a graph or a module, because one captured graph serves many layers. A copy
+    or a pickle of the parameter starts with an empty one.
+    """
+
+    def __init__(self) -> None:
+        self.group: Group | None = None  # that the parameter was laid in
+        self.refused: tuple[int, ...] = ()  # where a group that begins with it lay when it could not be laid
+        self.kernels: dict[Any, Any] = {}  # what a backend keeps for a product that begins with it
+        self.in_fp8: bool | None = None  # whether such a product runs in FP8; None: as the op says
+        self.gradients: Any = None  # where its gradients are summed up for the time being, see gradients.py
+
+    def __reduce__(self) -> tuple:
+        return State, ()
+
+    def __deepcopy__(self, memo: dict) -> State:
+        return State()
+
+
+class Group:
+    """Parameters that were laid next to each other, and the buffer that they were laid in."""
+
+    def __init__(self, buffer: Tensor, parameters: Sequence[nn.Parameter]):
+        self.buffer, self.members = buffer, [weakref.ref(parameter) for parameter in parameters]
+
+    def lies(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are its parameters, in its order, each still at its place."""
+        place = self.buffer.data_ptr()
+        if len(parameters) != len(self.members) or parameters[0].dtype != self.buffer.dtype:
+            return False
+        for parameter in parameters:
+            if parameter.data_ptr() != place or not parameter.is_contiguous():
+                return False
+            place += parameter.numel() * parameter.element_size()
+        return place == self.buffer.data_ptr() + self.buffer.numel() * self.buffer.element_size()
+
+    def intact(self) -> bool:
+        """Whether all its parameters are there and lie as they were laid."""
+        parameters = [member() for member in self.members]
+        return None not in parameters and self.lies(parameters)
+
+
+def state_of(weight: Tensor) -> State:
+    """The state of a parameter; of what `Join` returned, that of the first parameter in it."""
+    owner = parameters_of(weight)[0]
+    state = owner.__dict__.get("_te_transform")
+    if state is None:
+        state = owner._te_transform = State()
+    return state
+
+
+def parameters_of(weight: Tensor) -> tuple[Tensor, ...]:
+    """The parameters that were joined to `weight`, the one that it is a view of, or itself alone."""
+    base = weight._base
+    return weight.__dict__.get("_te_transform_joined") or (base if is_stored(base) else weight,)
+
+
+def is_stored(weight: Tensor | None) -> bool:
+    """Whether it is a parameter as a module holds it."""
+    return isinstance(weight, nn.Parameter)
+
+
+class Join(nn.Module):
+    """The op of a captured graph that joins parameters [rows, ...] below each other.
+
+    Args:
+        apart: where groups of parameters that had to be copied are noted, as weak references: the converted
+            model lays them next to each other before its next call, if they are its own.
+    """
+
+    def __init__(self, apart: list[tuple[weakref.ref, ...]]):
+        super().__init__()
+        self.apart = apart
+
+    def forward(self, *parameters: Tensor) -> Tensor:
+        """Parameters of shapes [n_i, ...] -> [sum of n_i, ...]; the gradients are slices of the result's."""
+        if any(type(parameter) is not nn.Parameter for parameter in parameters) or transformed():
+            return torch.cat(parameters)  # DTensors, tensors of a function transform, torch.func's stand-ins
+        buffer = adjacent(parameters)
+        if buffer is None:
+            self._note(parameters)
+            joined = torch.cat(parameters)
+        elif torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
+            joined = _Joined.apply(buffer, *parameters)
+        else:
+            joined = buffer.detach()
+        joined._te_transform_joined = parameters
+        return joined
+
+    def _note(self, parameters: Sequence[Tensor]) -> None:
+        if state_of(parameters[0]).refused != _pointers(parameters):
+            self.apart.append(tuple(map(weakref.ref, parameters)))
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.rows, ctx.seen = [len(parameter) for parameter in parameters], _versions(parameters)
+        return buffer.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _check_unwritten(ctx.seen)
+        parts = zip(grad.split(ctx.rows), ctx.needs_input_grad[1:], strict=True)
+        return (None, *(part if needed else None for part, needed in parts))
+
+
+def watched(product: Tensor, weight: Tensor) -> Tensor:
+    """`product`, whose backward raises if joined parameters that need no gradient were written to by then.
+
+    Autograd itself notices a write to a tensor that a backward needs, but the joined buffer does not count
+    the writes to its parameters. Where they need a gradient, the backward of `Join` looks.
+    """
+    joined = weight.__dict__.get("_te_transform_joined")
+    if joined is None or weight.requires_grad or not product.requires_grad:
+        return product
+    return _Watched.apply(product, _versions(joined))
+
+
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, seen: list[tuple[Tensor, int]]) -> Tensor:
+        ctx.seen = seen
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _check_unwritten(ctx.seen)
+        return grad, None
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(p, 0 if p.is_inference() else p._version) for p in parameters]
+
+
+def _check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
+    for parameter, version in seen:
+        if not parameter.is_inference() and parameter._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a parameter of shape {list(parameter.shape)} is at version "
+                f"{parameter._version}, version {version} is needed"
+            )
+
+
+def transformed() -> bool:
+    """Whether a function transform of torch.func or forward-mode differentiation is on.
+
+    Views into memory and hand-made backwards have no meaning in there.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The buffer that all the parameters lie in, in this order, if they do."""
+    state = parameters[0].__dict__.get("_te_transform")
+    group = state.group if state is not None else None
+    return group.buffer if group is not None and group.lies(parameters) else None
+
+
+def lay(parameters: Sequence[nn.Parameter]) -> bool:
+    """Lay the parameters next to each other, in this order; what they hold stays bitwise the same.
+
+    Each gets a storage of its own over its rows: savers such as safetensors and accelerate take parameters
+    whose storages are one for shared tensors, and lose all but one.
+
+    Returns:
+        Whether they lie so now. They do not where memory is somebody else's as well: shared between processes,
+        a part of a larger storage, seen by another tensor, or a parameter of another group already.
+    """
+    if adjacent(parameters) is not None:
+        return True
+    if not _can_be_laid(parameters):
+        state_of(parameters[0]).refused = _pointers(parameters)
+        return False
+    with torch.no_grad():
+        buffer = torch.cat([parameter.detach() for parameter in parameters])
+    group = Group(buffer, parameters)
+    for parameter, part in zip(parameters, buffer.split([len(p) for p in parameters]), strict=True):
+        parameter.data = torch.from_dlpack(part)
+        state_of(parameter).group = group
+    return True
+
+
+def _pointers(parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(parameter.data_ptr() for parameter in parameters)
+
+
+def _can_be_laid(parameters: Sequence[nn.Parameter]) -> bool:
+    first = parameters[0]
+    plain = all(
+        type(p) is nn.Parameter and type(p.data) is Tensor and not is_traceable_wrapper_subclass(p.data)
+        and p.dtype == first.dtype and p.device == first.device and p.shape[1:] == first.shape[1:]
+        and p.device.type != "meta" and p.is_contiguous() and p.numel() and not p.is_inference()
+        for p in parameters
+    )  # fmt: skip
+    distinct = len(set(map(id, parameters))) == len(parameters)
+    return plain and distinct and all(map(_is_alone, parameters))
+
+
+def _is_alone(parameter: nn.Parameter) -> bool:
+    storage = parameter.untyped_storage()
+    whole = storage.nbytes() == parameter.numel() * parameter.element_size()
+    group = state_of(parameter).group
+    if group is not None and group.intact():
+        return False  # two groups that share a parameter would take it from each other at each call
+    # the parameter itself and the Python object just made of its storage
+    return whole and not storage.is_shared() and torch._C._storage_Use_Count(storage._cdata) <= 2

@@ -1,0 +1,259 @@
+"""The fused ops in plain PyTorch, with Transformer Engine's semantics.
+
+The reference that everything is tested against on any machine, and the right lowering where TE gains nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from te_transform.backends.joined import transformed, watched
+from te_transform.backends.op import FusedOp
+from te_transform.backends.twice import differentiable_twice
+from te_transform.graph import ops
+
+NAME = "torch"
+HAS_KERNELS = False
+HAS_RECIPES = False
+HAS_BIAS = True
+HAS_KERNELS = False
+GATES = ("no", "first half", "second half")
+
+# TE's names: its gelu is the tanh approximation, and X-glu activates the first half of fc1's output
+_PLAIN = {"gelu": ops.gelu_tanh, "qgelu": ops.quick_gelu, "silu": ops.silu, "relu": ops.relu}
+_GATED = {
+    "geglu": ops.gelu_tanh,
+    "qgeglu": ops.quick_gelu,
+    "swiglu": ops.silu,
+    "reglu": ops.relu,
+    "glu": ops.sigmoid,
+}
+ACTIVATIONS = {op.__name__: name for name, op in _PLAIN.items()}
+GATED_ACTIVATIONS = {op.__name__: name for name, op in _GATED.items()}
+GATES = ("no", "first half", "second half")
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Mask = Tensor | Literal["causal", "full"] | None
+
+
+def recipe_of(asked: Any) -> Any:
+    """No recipe runs in plain PyTorch.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError("it needs Transformer Engine's kernels, plain PyTorch has none: pass backend='te'")
+
+
+def multiple(recipe: Any) -> int:
+    """What the rows and columns of a product have to be a multiple of."""
+    return 1
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b; weight [out, in], which may be joined parameters."""
+    return watched(ops.linear(x, weight, bias), weight)
+
+
+class Linear(FusedOp):
+    """y = x W^T + b; weight [out, in]."""
+
+    PRODUCTS = (1,)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return self.plain(product, x, weight, bias)
+
+    def plain(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The op in plain PyTorch, its matrix products computed by `product`."""
+        return product(x, weight, bias)
+
+
+class LayerNormLinear(FusedOp):
+    """A linear of a LayerNorm or RMSNorm."""
+
+    PRODUCTS = (3,)
+
+    def __init__(self, *, eps: float, normalization: str, zero_centered_gamma: bool):
+        super().__init__()
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+
+    def forward(
+        self, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return self.plain(product, x, norm_weight, norm_bias, weight, bias)
+
+    def plain(
+        self,
+        product: Product,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """The op in plain PyTorch, its matrix products computed by `product`."""
+        return product(self.norm(x, norm_weight, norm_bias), weight, bias)
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The norm alone."""
+        if self.normalization == "RMSNorm":
+            return ops.rms_norm(x, weight, self.eps, self.zero_centered_gamma)
+        return ops.layer_norm(x, weight, bias, self.eps, self.zero_centered_gamma)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalization}, eps={self.eps}"
+
+
+class LayerNormMLP(LayerNormLinear):
+    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is gated: then
+    one half of fc1's columns is activated, and multiplied with the other."""
+
+    PRODUCTS = (3, 5)
+
+    def __init__(
+        self,
+        *,
+        eps: float,
+        normalization: str,
+        activation: str,
+        zero_centered_gamma: bool,
+        gated: Literal["no", "first half", "second half"] = "no",
+    ):
+        super().__init__(eps=eps, normalization=normalization, zero_centered_gamma=zero_centered_gamma)
+        self.activation, self.gated = activation, gated
+        self._activated = (_PLAIN if gated == "no" else _GATED)[activation]
+
+    def forward(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        fc1_weight: Tensor,
+        fc1_bias: Tensor | None,
+        fc2_weight: Tensor,
+        fc2_bias: Tensor | None,
+    ) -> Tensor:
+        """x [..., hidden] -> [..., hidden]."""
+        return self.plain(product, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+
+    def plain(
+        self,
+        product: Product,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        fc1_weight: Tensor,
+        fc1_bias: Tensor | None,
+        fc2_weight: Tensor,
+        fc2_bias: Tensor | None,
+    ) -> Tensor:
+        """The op in plain PyTorch, its matrix products computed by `product`."""
+        hidden = super().plain(product, x, norm_weight, norm_bias, fc1_weight, fc1_bias)
+        if self.gated == "no":
+            hidden = self._activated(hidden)
+        else:
+            gate, up = hidden.chunk(2, dim=-1)[:: 1 if self.gated == "first half" else -1]
+            hidden = self._activated(gate) * up
+        return product(hidden, fc2_weight, fc2_bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.activation}"
+
+
+class DotProductAttention(FusedOp):
+    """softmax(q k^T * scale + mask) v, by scaled_dot_product_attention.
+
+    Args:
+        twice: whether it has a second derivative whatever kernel runs; calls of scaled_dot_product_attention have
+            only that of the kernel, and so need not pay for it.
+    """
+
+    def __init__(self, twice: bool = True):
+        super().__init__()
+        self.twice = twice
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added.
+
+        A mask that was found to keep everything is "full", one that was found to be the causal one is "causal".
+        `hidden` is what a mask of finite numbers hides: rows that it hides everywhere stay uniform.
+        """
+        if isinstance(mask, str):
+            mask, is_causal = None, is_causal or mask == "causal"
+        elif hidden is not None:
+            query = ops.zero_hidden(query, hidden)
+        arguments = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        if transformed():
+            return _math(*arguments)
+        if self.twice and not dropout_p:  # with dropout the plain version would draw other random numbers
+            return differentiable_twice(self.attend, _math, arguments)
+        return self.attend(*arguments)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+        """The attention by whichever kernel is the fastest here."""
+        with self.kernels(query, key, value, mask, rest[1]):
+            return ops.sdpa(query, key, value, mask, *rest)
+
+    def kernels(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> contextlib.AbstractContextManager:
+        """What PyTorch chooses its kernel in."""
+        # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong (torch
+        # 2.13): they normalize by a log-sum-exp in which the number of keys has been rounded away
+        added = mask is not None and mask.is_floating_point() and torch.is_grad_enabled()
+        return sdpa_kernel(SDPBackend.MATH) if added else contextlib.nullcontext()
+
+
+def _math(*arguments: Any) -> Tensor:
+    """The attention as products and a softmax, which have every derivative."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return ops.sdpa(*arguments)
+
+
+class Rotary(FusedOp):
+    """Rotary position embedding, rotate-half form, from the angles themselves."""
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """x [batch, heads, length, width], angles [1 or batch, length, width] in fp32 -> as x."""
+        return ops.rope(x, *_cos_and_sin(angles, x.dtype))
+
+
+def _cos_and_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[1 or batch, 1, length, width], kept with the angles: all layers of a model turn by the same ones."""
+    stamp = dtype, 0 if angles.is_inference() else angles._version
+    kept = angles.__dict__.get("_te_transform_rotation")
+    if kept is None or kept[0] != stamp:
+        kept = stamp, angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+        if not angles.requires_grad and not transformed():
+            angles._te_transform_rotation = kept
+    return kept[1:]
+
+
+class CrossEntropy(FusedOp):
+    """-log softmax(logits)[target], computed in fp32 whatever the logits' dtype is."""
+
+    def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        """logits [..., vocabulary], targets [...] -> one number, or one for each target where reduction is "none"."""
+        flat = logits.float().reshape(-1, logits.shape[-1])
+        loss = F.cross_entropy(flat, targets.reshape(-1), ignore_index=ignore_index, reduction=reduction)
+        return loss.view_as(targets) if reduction == "none" else loss

@@ -1,0 +1,62 @@
+"""The first scales of delayed scaling.
+
+It quantizes with the scales of earlier steps, and has none at first: numbers beyond 448 and gradients below 1e-5,
+which is most of them, would be lost. So a product runs in its own dtype until its input, its weight and, where it
+is trained, its output's gradient have been seen once; the scales are those that these call for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from te_transform.backends import plain
+
+
+@dataclass
+class Amax:
+    """The largest absolute values around one product, as 0-dim tensors; None where nothing was seen."""
+
+    input: Tensor | None = None
+    weight: Tensor | None = None
+    grad: Tensor | None = None
+
+
+@dataclass
+class Seen:
+    """What has gone through the products of one fused op, in their order."""
+
+    products: Sequence[Amax]
+    given: set[str] = field(default_factory=set)  # the directions whose scales the kernels have got
+
+    def knows(self, gradients: bool) -> bool:
+        """Whether there are scales for a call, with `gradients` for its backward too."""
+        return all(
+            p.input is not None and (p.grad is not None or not gradients) for p in self.products
+        )
+
+    def product(self) -> plain.Product:
+        """plain.product, which notes what it sees; for the products of one call, in their order."""
+        products = iter(self.products)
+
+        def noting(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            amax = next(products)
+            amax.input, amax.weight = _larger(amax.input, x), _larger(amax.weight, weight)
+            out = plain.product(x, weight, bias)
+            if out.requires_grad:
+                out.register_hook(lambda grad: _note_gradient(amax, grad))
+            return out
+
+        return noting
+
+
+def _note_gradient(amax: Amax, grad: Tensor) -> None:
+    amax.grad = _larger(amax.grad, grad)
+
+
+def _larger(amax: Tensor | None, seen: Tensor) -> Tensor:
+    new = seen.detach().abs().amax().float()
+    return new if amax is None else torch.maximum(amax, new)

@@ -1,0 +1,42 @@
+"""One spelling per operation: a captured graph in the ops of graph/ops.py."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from te_transform.canonicalize.activations import ACTIVATIONS, put_gates_first
+from te_transform.canonicalize.attention import ATTENTION
+from te_transform.canonicalize.grouped import GROUPED_QUERIES
+from te_transform.canonicalize.inplace import barriers, must_stay, read_results, written
+from te_transform.canonicalize.linears import BIASES, FLATTENED, LINEARS
+from te_transform.canonicalize.loss import LOSSES
+from te_transform.canonicalize.noise import drop_noise
+from te_transform.canonicalize.norms import NORMS
+from te_transform.canonicalize.op import write
+from te_transform.canonicalize.products import spell_products
+from te_transform.canonicalize.rotary import ROTARY
+from te_transform.canonicalize.spelling import spell, spell_pieces
+from te_transform.graph import edit, nodes
+
+__all__ = ["canonicalize", "written"]
+
+
+def canonicalize(graph: fx.Graph) -> fx.Graph:
+    """A copy of a captured graph in the ops of graph/ops.py, cut into regions; what is none of them stays torch's.
+
+    The copy runs and computes what was captured, up to rounding: an op may round elsewhere than the model.
+    Submodules (get_attr, call_module, higher-order ops) stay as they are.
+    """
+    canonical = edit.copy_graph(graph)
+    read_results(canonical)
+    cuts = barriers(canonical)
+    edit.number_regions(canonical, lambda node: node in cuts or nodes.changes_state(node))
+    spell(canonical, must_stay(canonical))
+    spell_pieces(canonical)
+    spell_products(canonical)
+    drop_noise(canonical)
+    for spellings in (LINEARS, BIASES, FLATTENED, NORMS, ACTIVATIONS, ROTARY, ATTENTION, GROUPED_QUERIES, LOSSES):
+        write(canonical, spellings)
+    put_gates_first(canonical)
+    drop_noise(canonical)
+    return canonical

@@ -1,0 +1,71 @@
+"""Activations that were written out, and the order of a gated product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from te_transform.canonicalize.op import Spelling
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import dtype_of, is_tensor_node
+from te_transform.graph.pattern import AnyOrder, Call, Match, Near, OneOf, Pattern, Var
+
+
+def _op(op: Callable) -> Callable[[fx.Graph, Match], tuple | None]:
+    def call(graph: fx.Graph, match: Match) -> tuple | None:
+        x = match.bound["x"]
+        return (op, (x,)) if dtype_of(x) is dtype_of(match.root) else None
+
+    return call
+
+
+def _times(*factors: Pattern) -> AnyOrder:
+    return AnyOrder(torch.mul, *factors)
+
+
+def _one_plus(value: Pattern) -> Call:
+    return Call(torch.add, value, 1, commute=True)
+
+
+_X = Var("x", is_tensor_node)
+_ERF = Call(torch.erf, OneOf(Call(torch.div, _X, Near(math.sqrt(2))), _times(_X, Near(math.sqrt(0.5)))))
+_CUBE = OneOf(_times(Near(0.044715), Call(torch.pow, _X, 3)), _times(Near(0.044715), _X, _X, _X))
+_SQUARE = OneOf(_times(Near(0.044715), Call(torch.pow, _X, 2)), _times(Near(0.044715), _X, _X))
+_TANH = Call(
+    torch.tanh,
+    OneOf(
+        _times(Near(math.sqrt(2 / math.pi)), Call(torch.add, _X, _CUBE, commute=True)),
+        _times(Near(math.sqrt(2 / math.pi)), _X, _one_plus(_SQUARE)),
+    ),
+)
+
+
+_RELU = Call(ops.relu, _X, role="relu")  # one call: its name in both factors says so
+_SQUARED = OneOf(Call(torch.pow, _RELU, 2), Call(torch.square, _RELU), Call(torch.mul, _RELU, _RELU))
+
+
+def _half(value: Pattern) -> Pattern:
+    """x / 2 * value, wherever the half is taken."""
+    halved = [Call(torch.div, _times(_X, value), 2), _times(Call(torch.div, _X, 2), value)]
+    return OneOf(_times(Near(0.5), _X, value), *halved)
+
+
+ACTIVATIONS = (
+    Spelling(_half(_one_plus(_ERF)), _op(ops.gelu)),
+    Spelling(_half(_one_plus(_TANH)), _op(ops.gelu_tanh)),
+    Spelling(_times(_X, Call(ops.sigmoid, _times(_X, Near(1.702)))), _op(ops.quick_gelu)),
+    Spelling(_times(_X, Call(ops.sigmoid, _X)), _op(ops.silu)),
+    Spelling(_SQUARED, _op(ops.squared_relu)),
+)
+
+
+def put_gates_first(graph: fx.Graph) -> None:
+    """act(gate) * up, never up * act(gate)."""
+    for node in graph.nodes:
+        if node.target is torch.mul and not node.kwargs and all(map(is_tensor_node, node.args)):
+            first, second = node.args
+            if second.target in ops.ACTIVATIONS and first.target not in ops.ACTIVATIONS:
+                edit.set_target(node, torch.mul, (second, first))

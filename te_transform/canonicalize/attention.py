@@ -1,0 +1,193 @@
+"""Scaled dot-product attention that was written out: two products around a softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_transform.canonicalize.op import Spelling
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of
+from te_transform.graph.pattern import Call, Match, Maybe, OneOf, Pattern, Var
+
+HIDES = -1e4  # a score at or below this has, beside any other, a probability of zero
+
+# The pattern
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _tensor(name: str) -> Var:
+    return Var(name, is_tensor_node)
+
+
+def _within(inner: Pattern) -> Pattern:
+    """Casts for the softmax, and the views that take the heads into the batch and out of it again."""
+    return Maybe((torch.reshape, ops.cast), inner)
+
+
+def _scaled(inner: Pattern, name: str) -> Pattern:
+    return OneOf(
+        Call(torch.mul, _within(inner), Var(f"{name}_times", _number), commute=True),
+        Call(torch.div, _within(inner), Var(f"{name}_over", _number)),
+        inner,
+    )
+
+
+def _turned(inner: Pattern) -> Pattern:
+    return Call(torch.transpose, inner, -2, -1)
+
+
+_KEY = OneOf(
+    _turned(_scaled(_tensor("key"), "key")), _scaled(_turned(_tensor("key")), "key"), _tensor("turned_key")
+)
+_PRODUCTS = (torch.matmul, torch.bmm)
+_SCORES = Call(_PRODUCTS, _scaled(_tensor("query"), "query"), _KEY, role="scores")
+_SCALED = _within(_scaled(_SCORES, "scores"))
+_BIASED = OneOf(_within(Call(torch.add, _SCALED, _tensor("bias"), role="biased", commute=True)), _SCALED)
+_MASKED = OneOf(
+    Call(torch.add, _BIASED, _tensor("mask"), role="masked", commute=True),
+    Call(torch.masked_fill, _BIASED, _tensor("hidden"), Var("fill"), role="masked"),
+    Call(torch.where, _tensor("hidden"), Var("fill"), _BIASED, role="masked"),
+    Call(torch.where, _tensor("kept"), _BIASED, Var("fill"), role="masked"),
+    _BIASED,
+)
+_WEIGHTS = _within(Call(torch.softmax, _within(_MASKED), -1, Var("softmax_dtype"), role="softmax"))
+_DROPPED = OneOf(_within(Call(ops.dropout, _WEIGHTS, Var("dropout_p"), True)), _WEIGHTS)
+
+# The op
+
+
+def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
+    found, root = match.bound, match.root
+    weights = match.nodes[1 : match.nodes.index(found["scores"]) + 1]  # from the last product to the first
+    if not _is_attention(match, weights):
+        return None
+    lift = _Lift(graph, match, weights)
+    query, value = lift(found["query"]), lift(found["value"])
+    key = lift(found["key"]) if "key" in found else lift.turn(lift(found["turned_key"]))
+    if not _heads_agree(query, key, value):
+        return None
+    masks = _mask(lift, query, found)
+    if masks is None:
+        return None
+    query, mask = masks
+    arguments = (query, key, value, mask, found.get("dropout_p", 0.0), False, _scale(found), False)
+    if len(shape_of(root)) == 4:
+        return ops.sdpa, arguments
+    core = lift.insert(ops.sdpa, arguments)
+    core.meta["spelled"] = edit.spelled(match.nodes)
+    return torch.reshape, (core, tuple(shape_of(root)))
+
+
+def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
+    """Whether the weights stay [.., queries, keys], no mask makes more of them and nobody else reads them."""
+    root, scores, query = match.root, match.bound["scores"], match.bound["query"]
+    operands = [match.bound[name] for name in ("query", "key", "turned_key", "value") if name in match.bound]
+    shapes = [shape_of(node) for node in weights]
+    ranks = {len(shape): shape for shape in shapes}  # [batch * heads, ..] or [batch, heads, ..]
+    return (
+        all(len(shape_of(node)) in (3, 4) for node in (root, *weights, *operands))
+        and all(same_shape(shape, ranks[len(shape)]) for shape in shapes)
+        and all(same_shape(shape[-2:], shape_of(scores)[-2:]) for shape in shapes)
+        and all(user in match.nodes for node in weights for user in node.users)
+        and all(dtype_of(node) is dtype_of(query) for node in (root, *operands))
+        and same_shape(shape_of(query)[:-2], shape_of(scores)[:-2])
+        and same_shape(shapes[0][:-2], shape_of(root)[:-2])
+    )
+
+
+def _heads_agree(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
+    """Keys and values for every head of the query, or one for all."""
+    batch, heads = shape_of(query)[:1], shape_of(query)[1:2]
+    same_batch = all(same_shape(shape_of(node)[:1], batch) for node in (key, value))
+    return same_batch and any(
+        all(same_shape(shape_of(node)[1:2], count) for node in (key, value)) for count in (heads, (1,))
+    )
+
+
+def _scale(found: dict[str, Any]) -> float:
+    scale = 1.0
+    for name in ("query", "key", "scores"):
+        scale = scale * found.get(f"{name}_times", 1) / found.get(f"{name}_over", 1)
+    return scale
+
+
+class _Lift:
+    """Puts new calls in front of the match, and [batch * heads, ...] back into [batch, heads, ...]."""
+
+    def __init__(self, graph: fx.Graph, match: Match, weights: tuple[fx.Node, ...]):
+        self.graph, self.match = graph, match
+        shapes = [shape_of(node) for node in (*weights, match.bound["value"])]
+        self.groups = next((shape[:2] for shape in shapes if len(shape) == 4), (shapes[0][0], 1))
+
+    def insert(self, target: Callable, args: tuple) -> fx.Node:
+        return edit.insert(self.graph, self.match.nodes, target, args)
+
+    def __call__(self, x: fx.Node, at: fx.Node | None = None) -> fx.Node:
+        """`x` with batch and heads apart; a mask has them so already if the scores it came in `at` did."""
+        if len(shape_of(x)) == 1:
+            return self.insert(torch.unsqueeze, (x, -2))
+        together = len(shape_of(x)) == len(shape_of(at or x)) == 3
+        if not together or (at and same_shape(shape_of(x)[:1], (1,))):
+            return x
+        shape = (*self.groups, *shape_of(x)[1:])
+        return self.insert(torch.reshape, (x, shape))
+
+    def turn(self, x: fx.Node) -> fx.Node:
+        return self.insert(torch.transpose, (x, -2, -1))
+
+    def negate(self, x: fx.Node) -> fx.Node:
+        return x.args[0] if x.target is torch.logical_not else self.insert(torch.logical_not, (x,))
+
+
+def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
+    """The query and the mask of the op; None where the mask is none that it has."""
+    added = [found[name] for name in ("bias", "mask") if name in found]
+    if not all(dtype_of(node) in (dtype_of(query), torch.float32) and shape_of(node) for node in added):
+        return None
+    bias = lift(found["bias"], found["biased"]) if "bias" in found else None
+    if "mask" in found:
+        mask = lift(found["mask"], found["masked"])
+        both = bias is not None
+        return query, lift.insert(torch.add, (mask, bias)) if both else mask
+    if "fill" not in found:
+        return query, bias
+    return _filled(lift, query, bias, found)
+
+
+def _filled(lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, Any]) -> tuple | None:
+    condition, fill = found.get("hidden", found.get("kept")), _constant(found["fill"])
+    if fill is None or not fill <= HIDES or dtype_of(condition) is not torch.bool:
+        return None
+    condition = lift(condition, found["masked"])
+    if fill == -math.inf:
+        keep = condition if "kept" in found else lift.negate(condition)
+        return query, keep if bias is None else _unless(lift, bias, lift.negate(keep), -math.inf)
+    # a finite fill leaves a row that is hidden everywhere uniform, where -inf would leave it NaN
+    hidden = lift.negate(condition) if "kept" in found else condition
+    keep = lift.insert(ops.kept, (hidden,))
+    query = lift.insert(ops.zero_hidden, (query, hidden))
+    if bias is None:
+        return query, keep
+    return query, _unless(lift, _unless(lift, bias, hidden, 0), lift.negate(keep), -math.inf)
+
+
+def _unless(lift: _Lift, bias: fx.Node, hidden: fx.Node, fill: float) -> fx.Node:
+    return lift.insert(torch.masked_fill, (bias, hidden, fill))
+
+
+def _constant(fill: Any) -> float | None:
+    """The number that a score is filled with, if it is one; models wrap it in a tensor of the right dtype."""
+    if isinstance(fill, fx.Node) and fill.target in (torch.tensor, torch.full):
+        fill = fill.args[0 if fill.target is torch.tensor else 1]
+    return float(fill) if _number(fill) else None
+
+
+ATTENTION = (Spelling(Call(_PRODUCTS, _DROPPED, _tensor("value")), _attention),)

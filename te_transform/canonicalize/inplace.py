@@ -1,0 +1,105 @@
+"""Which writes in place can be told from new values, and which reads may be moved over them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import fx
+
+from te_transform.graph import edit, nodes
+
+# composites that may hand back their argument, or a view of it, and have no aten schema that says so
+_MAY_ALIAS = frozenset(
+    ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem", "to")
+)
+Storage = dict[fx.Node, frozenset[fx.Node]]
+
+
+def read_results(graph: fx.Graph) -> None:
+    """Let what reads a tensor after a write to it read the write's result, which is the same tensor."""
+    for node in graph.nodes:
+        if nodes.writes(node) and nodes.is_tensor_node(node) and nodes.is_tensor_node(_target(node)):
+            edit.replace_later_uses(_target(node), node)
+
+
+def must_stay(graph: fx.Graph) -> set[fx.Node]:
+    """The writes in place that something sees other than through their result.
+
+    That is a read, later, of the tensor written or of another view of it, and any write into an input, a
+    parameter or a buffer.
+    """
+    storage = _storage(graph)
+    return {node for node in graph.nodes if nodes.writes(node) and _is_seen(node, storage)}
+
+
+def barriers(graph: fx.Graph) -> set[fx.Node]:
+    """The writes in place over which no read may be moved: those that must stay and those to a tensor that
+    something else reads first."""
+    storage = _storage(graph)
+    writes = [node for node in graph.nodes if nodes.writes(node)]
+    return {node for node in writes if _is_seen(node, storage) or _is_read_before(node, storage)}
+
+
+def written(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that may share memory with one that is still written in place."""
+    writes = [node for node in graph.nodes if nodes.writes(node)]
+    if not writes:
+        return set()
+    storage = _storage(graph)
+    owners = frozenset().union(*(storage[node] for node in writes))
+    return {node for node in graph.nodes if storage[node] & owners}
+
+
+def _target(write: fx.Node) -> fx.Node | None:
+    """The tensor that is written to; None where the call does not say by its first argument."""
+    return write.args[0] if write.args and isinstance(write.args[0], fx.Node) else None
+
+
+def _is_seen(write: fx.Node, storage: Storage) -> bool:
+    target = _target(write)
+    if target is None or not nodes.is_tensor_node(write) or nodes.called(write) == "setitem":
+        return True
+    if any(owner.op in ("placeholder", "get_attr") for owner in storage[target]):
+        return True
+    return any(reader > write for node in _aliases_before(write, storage) for reader in node.users)
+
+
+def _is_read_before(write: fx.Node, storage: Storage) -> bool:
+    owners = storage[write]
+    readers = (reader for node in _aliases_before(write, storage) for reader in node.users)
+    return any(reader is not write and not storage[reader] & owners for reader in readers)
+
+
+def _aliases_before(write: fx.Node, storage: Storage) -> list[fx.Node]:
+    owners = storage[_target(write)]
+    return [node for node, others in storage.items() if node < write and owners & others]
+
+
+def _storage(graph: fx.Graph) -> Storage:
+    """For each node those that its memory may come from; two that share one may be views of one tensor."""
+    storage: Storage = {}
+    for node in graph.nodes:
+        sources = [source for source in _sources(node) if nodes.size_of(source) is None]
+        storage[node] = frozenset().union(*(storage[source] for source in sources)) or frozenset((node,))
+    return storage
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    if node.op in ("placeholder", "get_attr", "output") or nodes.size_of(node) is not None:
+        return []
+    if nodes.writes(node) and _target(node) is not None:
+        return [_target(node)]
+    return node.all_input_nodes if node.op == "call_module" or _may_alias(nodes.called(node)) else []
+
+
+@cache
+def _may_alias(name: str) -> bool:
+    name = name.strip("_")
+    if name in _MAY_ALIAS:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:  # no operation of torch: it may do anything
+        return True
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads() if overload != "out"]
+    return any(r.alias_info is not None and not r.alias_info.is_write for s in schemas for r in s.returns)

@@ -1,0 +1,92 @@
+"""y = x W^T + b, by F.linear, addmm or matmul, on a flattened x or not."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform.canonicalize.moves import reshape_sizes
+from te_transform.canonicalize.op import Spelling
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import dtype_of, is_model_tensor, is_tensor_node, same_shape, shape_of
+from te_transform.graph.pattern import Call, Linear, Match, Var
+
+# F.multi_head_attention_forward splits one parameter into three
+_PARTS = (torch.t, torch.chunk, torch.split, torch.unbind, operator.getitem, ops.columns)
+
+
+def _is_parameter(rank: int) -> Callable[[Any], bool]:
+    """Whether a value is a parameter with so many dimensions, its transpose or a part of it."""
+
+    def holds(value: Any) -> bool:
+        shaped = is_tensor_node(value) and len(shape_of(value)) == rank
+        while isinstance(value, fx.Node) and value.target in _PARTS:
+            value = value.args[0]
+        return shaped and is_model_tensor(value)
+
+    return holds
+
+
+def _is_matrix(value: Any) -> bool:
+    """Any weight: one that is computed at every call is said to be a linear too, so that its refusal has a
+    reason."""
+    return is_tensor_node(value) and len(shape_of(value)) == 2
+
+
+def _linear(graph: fx.Graph, match: Match) -> tuple:
+    return ops.linear, (match.bound["x"], match.bound["weight"], match.bound["bias"])
+
+
+def _product(graph: fx.Graph, match: Match) -> tuple | None:
+    """x W + b: the weight is [in, out] here, and the bias must be one number per column."""
+    x, weight, bias = (match.bound.get(name) for name in ("x", "weight", "bias"))
+    if bias is not None and not same_shape(shape_of(bias), shape_of(weight)[1:]):
+        return None
+    if weight.target is torch.t:
+        return ops.linear, (x, weight.args[0], bias)
+    turned = edit.insert(graph, match.nodes, torch.t, (weight,))
+    return ops.linear, (x, turned, bias)
+
+
+def _biased(graph: fx.Graph, match: Match) -> tuple | None:
+    linear, bias = match.bound["linear"], match.bound["bias"]
+    x, weight, _ = linear.args
+    fits = same_shape(shape_of(bias), shape_of(weight)[:1]) and dtype_of(bias) is dtype_of(linear)
+    return (ops.linear, (x, weight, bias)) if fits and len(linear.users) == 1 else None
+
+
+def _unflattened(graph: fx.Graph, match: Match) -> tuple | None:
+    """The linear on the shape that the reshape behind it restores."""
+    root, linear, flat = match.nodes
+    _, weight, bias = linear.args
+    if len(linear.users) > 1 or not same_shape(shape_of(root)[-1:], shape_of(linear)[-1:]):
+        return None
+    x, shape = match.bound["x"], (*shape_of(root)[:-1], shape_of(flat)[-1])
+    if not same_shape(shape_of(x), shape):
+        sizes = reshape_sizes(x, shape)
+        if sizes is None:
+            return None
+        x = edit.insert(graph, match.nodes, torch.reshape, (x, sizes))
+    return ops.linear, (x, weight, bias)
+
+
+_X, _WEIGHT, _BIAS = Var("x", is_tensor_node), Var("weight", _is_parameter(2)), Var("bias", _is_parameter(1))
+_FLAT = Call(torch.reshape, _X, Var("flat"))
+
+LINEARS = (
+    Spelling(Call(F.linear, _X, Var("weight", _is_matrix), Var("bias")), _linear),
+    Spelling(Call(torch.addmm, _BIAS, _X, _WEIGHT), _product),
+    Spelling(Call(torch.matmul, _X, _WEIGHT), _product),
+)
+BIASES = (
+    Spelling(
+        Call(torch.add, Call(ops.linear, _X, _WEIGHT, None, role="linear"), _BIAS, commute=True),
+        _biased,
+    ),
+)
+FLATTENED = (Spelling(Call(torch.reshape, Linear(_FLAT), Var("shape")), _unflattened),)

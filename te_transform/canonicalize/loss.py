@@ -1,0 +1,76 @@
+"""Cross entropy of the logits as the model makes them, before they are cast and flattened for the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform.canonicalize.op import Spelling
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of
+from te_transform.graph.pattern import Call, Match, Var
+
+
+def _cross_entropy(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
+    """With the logits and targets that lie furthest up and still have a target for each row of logits."""
+    found, root = match.bound, match.root
+    if dtype_of(found["targets"]) not in (torch.int64, torch.int32, torch.uint8):  # probabilities otherwise
+        return None
+    pairs = [
+        (logits, targets)
+        for logits in _by_rows(found["logits"], root)
+        for targets in _above(found["targets"], root)
+        if same_shape(shape_of(logits)[:-1], shape_of(targets))
+    ]
+    if not pairs:
+        return None
+    args = (*pairs[-1], found["ignore_index"], found["reduction"])
+    if _wide(pairs[-1][0]) is dtype_of(root):
+        return ops.cross_entropy, args
+    return ops.cast, (edit.insert(graph, match.nodes, ops.cross_entropy, args), dtype_of(root))
+
+
+def _by_rows(logits: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
+    """The logits with the classes last, where F.cross_entropy wants them in the second of three dimensions."""
+    if len(shape_of(logits)) == 2:
+        yield from _above(logits, root)
+    elif logits.target is torch.transpose and logits.args[1:] == (-2, -1):
+        yield from _above(logits.args[0], root)
+
+
+def _above(x: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
+    """`x` and what it was reshaped and cast from: rows stay rows, and casts are those that the op makes itself."""
+    while True:
+        yield x
+        before = x.args[0] if x.target in (torch.reshape, ops.cast) else None
+        if before is None or x.meta["region"] != root.meta["region"]:
+            return
+        if x.target is ops.cast and not (dtype_of(x).is_floating_point and dtype_of(x) is _wide(before)):
+            return
+        if dtype_of(x).is_floating_point and not same_shape(shape_of(before)[-1:], shape_of(x)[-1:]):
+            return
+        x = before
+
+
+def _wide(logits: fx.Node) -> torch.dtype:
+    return torch.promote_types(dtype_of(logits), torch.float32)
+
+
+LOSSES = (
+    Spelling(
+        Call(
+            F.cross_entropy,
+            Var("logits", lambda value: is_tensor_node(value) and len(shape_of(value)) in (2, 3)),
+            Var("targets", is_tensor_node),
+            None,
+            None,
+            Var("ignore_index", lambda value: type(value) is int),
+            None,
+            Var("reduction"),
+        ),
+        _cross_entropy,
+    ),
+)

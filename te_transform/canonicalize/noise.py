@@ -1,0 +1,98 @@
+"""Drop the calls that do nothing to a value, and those that nothing reads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform.canonicalize.inplace import written
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of
+
+
+def drop_noise(graph: fx.Graph) -> None:
+    """Let the readers of a value-preserving call read its argument, and drop what nothing reads."""
+    shared = written(graph)  # a copy that does nothing to the values does keep a write off them
+    for node in graph.nodes:
+        if node in shared or node.op != "call_function" or node.kwargs:
+            continue
+        value = _NOISE[node.target](*node.args, node) if node.target in _NOISE else None
+        if value is not None:
+            edit.bypass(graph, node, value)
+    edit.eliminate_dead_code(graph)
+
+
+def _if(condition: Callable[..., bool]) -> Callable[..., fx.Node | None]:
+    return lambda x, *rest: x if condition(x, *rest) else None
+
+
+def _adds_nothing(x: Any, other: Any, node: fx.Node) -> bool:
+    return _is_number(other, 0) and _same_dtype(x, node)
+
+
+def _scales_by_one(x: Any, other: Any, node: fx.Node) -> bool:
+    return _is_number(other, 1) and _same_dtype(x, node)
+
+
+def _is_number(value: Any, number: int) -> bool:
+    return type(value) in (int, float) and value == number
+
+
+def _same_dtype(x: Any, node: fx.Node) -> bool:
+    return is_tensor_node(x) and dtype_of(x) is dtype_of(node)
+
+
+def _keeps_shape(x: fx.Node, sizes: Any, node: fx.Node) -> bool:
+    return same_shape(shape_of(x), shape_of(node))
+
+
+def _is_contiguous_for_nobody(x: fx.Node, node: fx.Node) -> bool:
+    """Its argument is laid out so, or its readers take any layout."""
+    return x.target is torch.Tensor.contiguous or all(user.target in _ANY_LAYOUT for user in node.users)
+
+
+def _takes_all(x: fx.Node, index: Any, node: fx.Node) -> bool:
+    """x[:, 0:], all of it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    whole = all(part is Ellipsis or isinstance(part, slice) for part in parts)
+    return whole and is_tensor_node(x) and same_shape(shape_of(x), shape_of(node))
+
+
+def _before_reshapes(x: fx.Node, sizes: Any, node: fx.Node) -> fx.Node | None:
+    """What is reshaped to the shape it has, or back to the shape before the last reshape."""
+    for before in (x, x.args[0] if x.target is torch.reshape else None):
+        if before is not None and same_shape(shape_of(before), shape_of(node)):
+            return before
+    return None
+
+
+def _only_part(parts: tuple, dim: int, node: fx.Node) -> fx.Node | None:
+    """The one tensor among `parts` that is not empty: transformers' caches start as torch.tensor([])."""
+    full = [part for part in parts if not same_shape(shape_of(part), (0,))]
+    return full[0] if len(full) == 1 and _same_dtype(full[0], node) else None
+
+
+_OPS = {op for op in vars(ops).values() if getattr(op, "__module__", "") == ops.__name__}
+_ANY_LAYOUT = _OPS | {torch.reshape, torch.transpose, operator.getitem, torch.matmul, torch.bmm, torch.t, F.linear}
+
+# target -> the argument that a call of it hands on, given its arguments and the node; None where it does more
+_NOISE: dict[Any, Callable[..., fx.Node | None]] = {
+    ops.cast: _if(lambda x, dtype, node: _same_dtype(x, node)),
+    ops.dropout: _if(lambda x, p, training, node: training is False or _is_number(p, 0)),
+    torch.Tensor.contiguous: _if(_is_contiguous_for_nobody),
+    torch.Tensor.expand: _if(_keeps_shape),
+    torch.reshape: _before_reshapes,
+    torch.permute: _if(lambda x, dims, node: list(dims) == list(range(len(dims)))),
+    torch.add: _if(_adds_nothing),
+    torch.sub: _if(_adds_nothing),
+    torch.mul: _if(_scales_by_one),
+    torch.div: _if(_scales_by_one),
+    torch.cat: _only_part,
+    operator.getitem: _if(_takes_all),
+    operator.pos: _if(lambda x, node: True),
+}

@@ -1,0 +1,113 @@
+"""LayerNorm and RMSNorm, called by name or written out."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform.canonicalize.op import Spelling
+from te_transform.graph import ops
+from te_transform.graph.nodes import dtype_of, is_model_tensor, is_tensor_node, same_shape, shape_of
+from te_transform.graph.pattern import AnyOrder, Call, Match, Maybe, OneOf, Pattern, Var
+
+
+def _is_vector(value: Any) -> bool:
+    return is_model_tensor(value) and len(shape_of(value)) == 1
+
+
+def _is_epsilon(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 1
+
+
+def _cast(inner: Pattern) -> Pattern:
+    return Maybe(ops.cast, inner)
+
+
+def _layer_norm(graph: fx.Graph, match: Match) -> tuple | None:
+    found, (x, weight) = match.bound, _operands(match)
+    bias = found.get("bias")
+    uniform = all(part is None or dtype_of(part) is dtype_of(x) for part in (weight, bias))
+    fits = bias is None or same_shape(shape_of(bias), shape_of(x)[-1:])
+    if not uniform or not fits or not _normalizes_last(match) or not _keeps_dtype(match):
+        return None
+    return ops.layer_norm, (x, weight, bias, found["eps"], found.get("gamma") == "zero-centered")
+
+
+def _rms_norm(graph: fx.Graph, match: Match) -> tuple | None:
+    x, weight = _operands(match)
+    if not _normalizes_last(match) or not _keeps_dtype(match):
+        return None
+    eps = match.bound["eps"]
+    if eps is None:  # F.rms_norm takes that of the dtype it computes in
+        eps = torch.finfo(torch.promote_types(dtype_of(x), torch.float32)).eps
+    return ops.rms_norm, (x, weight, eps, match.bound.get("gamma") == "zero-centered")
+
+
+def _operands(match: Match) -> tuple[fx.Node, fx.Node | None]:
+    return match.bound["x"], match.bound.get("weight")
+
+
+def _normalizes_last(match: Match) -> bool:
+    x, weight = _operands(match)
+    width = shape_of(x)[-1:]
+    named = match.bound.get("shape", width)
+    named = (named,) if isinstance(named, int) else named
+    sized = all(isinstance(size, (int, torch.SymInt)) for size in named)
+    return sized and same_shape(named, width) and (weight is None or same_shape(shape_of(weight), width))
+
+
+def _keeps_dtype(match: Match) -> bool:
+    """Whether the op has the dtype of what it replaces; a cast behind the norm is its own if it narrows."""
+    root, (x, weight) = match.root, _operands(match)
+    widens = root.target is ops.cast and dtype_of(root).itemsize >= dtype_of(root.args[0]).itemsize
+    result = dtype_of(x) if weight is None else torch.promote_types(dtype_of(x), dtype_of(weight))
+    return not widens and result is dtype_of(root)
+
+
+_X = _cast(Var("x", is_tensor_node))
+_WEIGHT = _cast(Var("weight", _is_vector))
+_GAMMA = OneOf(gamma={"plain": _WEIGHT, "zero-centered": Call(torch.add, _WEIGHT, 1, commute=True)})
+_EPS = Var("eps", _is_epsilon)
+_NO_WEIGHT = Var("weight", lambda weight: weight is None)
+_SHAPE, _ANY_EPS = Var("shape"), Var("eps")
+
+
+def _mean(value: Pattern) -> Call:
+    return Call(torch.mean, _cast(value), -1, True)
+
+
+def _square(value: Pattern) -> Pattern:
+    return OneOf(Call(torch.pow, value, 2), Call(torch.mul, value, value), Call(torch.square, value))
+
+
+def _over_deviation(x: Pattern, variance: Pattern) -> Pattern:
+    """x / sqrt(variance + eps), by any of its spellings."""
+    variance = Call(torch.add, variance, _EPS, commute=True)
+    deviation = OneOf(Call(torch.sqrt, variance), Call(torch.pow, variance, 0.5))
+    inverse = OneOf(
+        Call(torch.rsqrt, variance),
+        Call(torch.pow, variance, -0.5),
+        Call(torch.reciprocal, deviation),
+        Call(operator.truediv, 1, deviation),
+    )
+    return OneOf(AnyOrder(torch.mul, x, _cast(inverse)), Call(torch.div, x, _cast(deviation)))
+
+
+_RMS_NORM = Call(F.rms_norm, _X, _SHAPE, OneOf(_NO_WEIGHT, _GAMMA), _ANY_EPS)
+_WRITTEN_RMS_NORM = AnyOrder(torch.mul, _cast(_over_deviation(_X, _mean(_square(_X)))), _GAMMA)
+
+_CENTERED = Call(torch.sub, _X, _mean(_X))
+_VARIANCE = OneOf(_mean(_square(_cast(_CENTERED))), Call(torch.var, _X, -1, False, True))
+_NORMALIZED = AnyOrder(torch.mul, _cast(_over_deviation(_cast(_CENTERED), _VARIANCE)), _GAMMA)
+_BIAS = _cast(Var("bias", lambda bias: bias is None or _is_vector(bias)))
+_LAYER_NORM = Call(F.layer_norm, _X, _SHAPE, OneOf(_NO_WEIGHT, _GAMMA), _BIAS, _ANY_EPS)
+_SHIFTED = Call(torch.add, _cast(_NORMALIZED), _cast(Var("bias", _is_vector)), commute=True)
+
+NORMS = (
+    Spelling(_cast(OneOf(_LAYER_NORM, _SHIFTED, _NORMALIZED)), _layer_norm),
+    Spelling(_cast(OneOf(_RMS_NORM, _WRITTEN_RMS_NORM)), _rms_norm),
+)

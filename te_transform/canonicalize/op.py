@@ -1,0 +1,47 @@
+"""An op and how models spell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from te_transform.graph import edit
+from te_transform.graph.pattern import Match, Pattern
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A pattern, and the call that says the same: target and arguments, or None where it only looks alike."""
+
+    pattern: Pattern
+    call: Callable[[fx.Graph, Match], tuple[Callable, tuple] | None]
+
+
+def write(graph: fx.Graph, spellings: Sequence[Spelling]) -> None:
+    """Put the op for every match, the largest first: the graph is read from its end."""
+    by_root: dict[Callable, list[Spelling]] = {}
+    for spelling in spellings:
+        for target in spelling.pattern.roots:
+            by_root.setdefault(target, []).append(spelling)
+    for node in reversed(graph.nodes):
+        call = next(_calls(graph, node, by_root.get(node.target, ())), None)
+        if call is not None:
+            edit.replace(graph, *call)
+
+
+def _calls(
+    graph: fx.Graph, node: fx.Node, spellings: Sequence[Spelling]
+) -> Iterator[tuple[tuple[fx.Node, ...], Callable, tuple]]:
+    for spelling in spellings:
+        for match in spelling.pattern.match(node, Match(), None):
+            if _in_one_region(match.nodes):
+                call = spelling.call(graph, match)
+                if call is not None:
+                    yield match.nodes, *call
+
+
+def _in_one_region(nodes: Sequence[fx.Node]) -> bool:
+    """Whether the op may read its arguments where the last of `nodes` stood: nothing is written in between."""
+    return bool(nodes) and len({node.meta["region"] for node in nodes}) == 1

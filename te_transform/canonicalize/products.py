@@ -1,0 +1,103 @@
+"""Matrix products under other names: an einsum of two tensors, and baddbmm, which scales and adds as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from te_transform.canonicalize.table import permuted
+from te_transform.graph import edit
+
+
+@dataclass(frozen=True)
+class _Product:
+    """left [batch, rows, inner] @ right [batch, inner, column] = [batch, rows, column], by their letters."""
+
+    left: str
+    right: str
+    result: str
+
+
+def spell_products(graph: fx.Graph) -> None:
+    """Rewrite torch.einsum where one matmul computes it, torch.baddbmm as the bmm, mul and add that it is."""
+    for node in list(graph.nodes):
+        if node.target is torch.einsum:
+            _spell_einsum(graph, node)
+        elif node.target is torch.baddbmm:
+            _spell_baddbmm(graph, node, *node.args, **node.kwargs)
+
+
+def _spell_baddbmm(
+    graph: fx.Graph,
+    node: fx.Node,
+    x: fx.Node,
+    left: fx.Node,
+    right: fx.Node,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> None:
+    product = edit.insert(graph, [node], torch.bmm, (left, right))
+    if alpha != 1:
+        product = edit.insert(graph, [node], torch.mul, (product, alpha))
+    if beta == 0:  # x is not read then, it may be uninitialized
+        edit.bypass(graph, node, product)
+        return
+    if beta != 1:
+        x = edit.insert(graph, [node], torch.mul, (x, beta))
+    edit.set_target(node, torch.add, (product, x))
+
+
+def _spell_einsum(graph: fx.Graph, node: fx.Node) -> None:
+    equation, *operands = node.args
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    terms, _, result = equation.replace(" ", "").partition("->")
+    product = _as_product(terms.split(","), result) if len(operands) == 2 else None
+    if product is not None:
+        _rewrite(graph, node, operands, terms.split(","), result, product)
+
+
+def _as_product(terms: list[str], result: str) -> _Product | None:
+    left, right = map(set, terms)
+    if any(len(set(t)) != len(t) or not t.isalpha() for t in (*terms, result)):  # a diagonal, or `...`
+        return None
+    batch = "".join(c for c in result if c in left & right)
+    inner, column = left & right - set(result), right - left
+    rows = "".join(c for c in result if c in left - right)
+    if (
+        len(inner) != 1
+        or len(column) != 1
+        or set(rows) != left - right
+        or set(result) != (left | right) - inner
+    ):
+        return None
+    if len(rows) != 1 and batch:  # matmul has several rows only against one matrix
+        return None
+    (inner,), (column,) = inner, column
+    return _Product(batch + rows + inner, batch + inner + column, batch + rows + column)
+
+
+def _rewrite(
+    graph: fx.Graph,
+    node: fx.Node,
+    operands: list[fx.Node],
+    terms: list[str],
+    result: str,
+    product: _Product,
+) -> None:
+    left = _arranged(graph, node, operands[0], terms[0], product.left)
+    right = _arranged(graph, node, operands[1], terms[1], product.right)
+    if product.result == result:
+        edit.set_target(node, torch.matmul, (left, right))
+        return
+    matmul = edit.insert(graph, [node], torch.matmul, (left, right))
+    edit.set_target(node, *permuted(matmul, *(product.result.index(c) for c in result)))
+
+
+def _arranged(graph: fx.Graph, node: fx.Node, x: fx.Node, now: str, wanted: str) -> fx.Node:
+    if now == wanted:
+        return x
+    order = [now.index(c) for c in wanted]
+    return edit.insert(graph, [node], *permuted(x, *order))

@@ -1,0 +1,94 @@
+"""One target per operation, its arguments by position and its dimensions counted from the end.
+
+A torch function, a Tensor method, an operator and its in-place form arrive under names of their own; table.py
+has the call that stands for all of them. Targets that it does not have stay as they were captured.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import operator
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform.canonicalize.moves import MOVES, piece_of
+from te_transform.canonicalize.table import METHODS, SPELLINGS
+from te_transform.graph import edit, nodes, ops
+
+
+def spell(graph: fx.Graph, stay: Collection[fx.Node]) -> None:
+    """Rewrite every call that the table has; a write in place becomes a new value unless it is in `stay`."""
+    for node in graph.nodes:
+        call = _canonical(node) if _is_tensor_call(node) and node not in stay else None
+        if call is not None:
+            edit.set_target(node, *call)
+
+
+def spell_pieces(graph: fx.Graph) -> None:
+    """Rewrite the pieces of a split or chunk of the last dimension as columns."""
+    for node in graph.nodes:
+        if node.target is operator.getitem and nodes.is_tensor_node(node):
+            call = piece_of(node)
+            if call is not None:
+                edit.set_target(node, *call)
+
+
+def _is_tensor_call(node: fx.Node) -> bool:
+    """Whether the node computes a tensor, or several, from one: not a size from sizes."""
+    held = nodes.value(node)
+    several = isinstance(held, (tuple, list)) and bool(held) and isinstance(held[0], torch.Tensor)
+    return node.op in ("call_function", "call_method") and (several or isinstance(held, torch.Tensor))
+
+
+def _canonical(node: fx.Node) -> tuple | None:
+    method = node.op == "call_method"
+    name = (_methods() if method else _functions()).get(node.target)
+    if name is None:
+        return None
+    if name in MOVES:
+        return MOVES[name](node)
+    spelling = METHODS.get(name, SPELLINGS[name]) if method else SPELLINGS[name]
+    try:
+        bound = _signature(spelling).bind(*node.args, **node.kwargs)
+    except TypeError:  # a form that the table does not have, with out= for instance
+        return None
+    return spelling(*bound.args, **bound.kwargs)
+
+
+@cache
+def _signature(spelling: Callable) -> inspect.Signature:
+    return inspect.signature(spelling)
+
+
+@cache
+def _functions() -> dict[Any, str]:
+    """The functions of torch and of Python that the table has, with their names in it."""
+    homes = (torch, F, torch._C._nn, operator, torch.Tensor)
+    found: dict[Any, str] = {}
+    for name in (*SPELLINGS, *MOVES):
+        for home in homes:
+            for spelled in _spelled(name):
+                if callable(function := getattr(home, spelled, None)):
+                    found.setdefault(function, name)
+    return found | {builtins.getattr: "getattr"}
+
+
+@cache
+def _methods() -> dict[str, str]:
+    """The names of methods of tensors that the table has, with those it has them by."""
+    return {
+        spelled: name
+        for name in (*SPELLINGS, *MOVES)
+        for spelled in _spelled(name)
+        if hasattr(torch.Tensor, spelled)
+    }
+
+
+def _spelled(name: str) -> tuple[str, ...]:
+    return name, f"{name}_", f"__{name}__", f"i{name}", f"__i{name}__"

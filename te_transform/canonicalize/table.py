@@ -1,0 +1,250 @@
+"""Each operation as it may be written, and the call that stands for it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform.graph import ops
+from te_transform.graph.nodes import dtype_of, is_tensor_node, shape_of
+
+FULL = slice(None)
+
+
+def back(x: Any, dim: Any, extra: int = 0) -> Any:
+    """The dimension counted from the end: -1 is the last, however many lead."""
+    if isinstance(dim, (tuple, list)):
+        return back(x, dim[0], extra) if len(dim) == 1 else tuple(back(x, d, extra) for d in dim)
+    first = x[0] if isinstance(x, (tuple, list)) else x
+    return dim - len(shape_of(first)) - extra if isinstance(dim, int) and dim >= 0 else dim
+
+
+def _sizes(sizes: tuple) -> tuple | None:
+    """The sizes given one by one, as a sequence or as a torch.Size; None where they are computed as one."""
+    if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and sizes[0].target is torch.Size:
+        sizes = sizes[0].args
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    single = sizes[0] if len(sizes) == 1 else None
+    return None if isinstance(single, fx.Node) and isinstance(single.meta.get("example_value"), tuple) else sizes
+
+
+def _swap(x: fx.Node, a: int, b: int) -> tuple:
+    if len(shape_of(x)) == 2 and a % 2 != b % 2:
+        return torch.t, (x,)
+    return torch.transpose, (x, *sorted((back(x, a), back(x, b))))
+
+
+def permuted(x: fx.Node, *dims: Any) -> tuple:
+    """The call that permutes the dimensions of `x`: a transpose where it swaps two."""
+    order = [d % len(shape_of(x)) for d in _sizes(dims)]
+    moved = [i for i, d in enumerate(order) if i != d]
+    return _swap(x, *moved) if len(moved) == 2 else (torch.permute, (x, tuple(order)))
+
+
+def _view(x: fx.Node, *sizes: Any, shape: Any = None, size: Any = None) -> tuple | None:
+    target = _sizes(sizes or tuple(s for s in (shape, size) if s is not None))
+    if not target or any(isinstance(s, torch.dtype) for s in target):  # x.view(dtype) reads other bits
+        return None
+    return torch.reshape, (x, target)
+
+
+def _expand(x: fx.Node, *sizes: Any, size: Any = None) -> tuple | None:
+    target = _sizes(sizes or (size,))
+    return (torch.Tensor.expand, (x, target)) if target else None
+
+
+def _attribute(x: fx.Node, name: str) -> tuple | None:
+    rank = len(shape_of(x)) if is_tensor_node(x) else 0
+    return _swap(x, -2, -1) if rank >= 2 and (name == "mT" or (name == "T" and rank == 2)) else None
+
+
+def _item(x: fx.Node, index: Any) -> tuple | None:
+    """x[..., a:b] is columns, x[:, None] unsqueeze; other indices stay."""
+    parts = index if isinstance(index, tuple) else (index,)
+    rest = [i for i in parts if not (i is Ellipsis or (isinstance(i, slice) and i == FULL))]
+    if not is_tensor_node(x) or len(rest) != 1:
+        return None
+    if rest[0] is None:
+        at = next(i for i, part in enumerate(parts) if part is None)
+        return torch.unsqueeze, (x, at - len(parts) if Ellipsis in parts[:at] else back(x, at, extra=1))
+    reaches_last = parts[0] is Ellipsis or len(parts) == len(shape_of(x))
+    return _columns(x, rest[0]) if reaches_last and rest[0] is parts[-1] and isinstance(rest[0], slice) else None
+
+
+def _columns(x: fx.Node, part: slice) -> tuple | None:
+    bounds, width = (part.start, part.stop), shape_of(x)[-1]
+    plain = isinstance(width, int) and all(b is None or type(b) is int for b in bounds)
+    return (ops.columns, (x, *part.indices(width)[:2])) if plain and part.step in (None, 1) else None
+
+
+def _narrow(x: fx.Node, dim: int, start: Any, length: Any) -> tuple | None:
+    plain = type(start) is int and start >= 0 and type(length) is int
+    return (ops.columns, (x, start, start + length)) if plain and back(x, dim) == -1 else None
+
+
+def _product(x: Any, y: Any) -> tuple:
+    return torch.mul, (x, y) if is_tensor_node(x) else (y, x)
+
+
+def _sum(x: Any, y: Any, alpha: Any = 1) -> tuple | None:
+    if type(alpha) not in (int, float) or alpha != 1:
+        return None
+    return torch.add, (x, y) if is_tensor_node(x) else (y, x)
+
+
+def _difference(x: Any, y: Any, alpha: Any = 1) -> tuple | None:
+    plain = is_tensor_node(x) and type(alpha) in (int, float) and alpha == 1
+    return (torch.sub, (x, y)) if plain else None
+
+
+def _quotient(x: Any, y: Any, rounding_mode: Any = None) -> tuple | None:
+    if rounding_mode:
+        return None
+    return torch.div if is_tensor_node(x) else operator.truediv, (x, y)
+
+
+def _variance(x: fx.Node, dim: Any, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> tuple | None:
+    if unbiased is None:
+        unbiased = correction != 0
+    if not isinstance(unbiased, bool) or correction not in (None, 0, 1):
+        return None
+    return torch.var, (x, back(x, dim), unbiased, keepdim)
+
+
+def _where(condition: Any, x: Any = None, y: Any = None) -> tuple | None:
+    return None if x is None or y is None else (torch.where, (condition, x, y))
+
+
+def _not(x: fx.Node) -> tuple | None:
+    return (torch.logical_not, (x,)) if dtype_of(x) is torch.bool else None
+
+
+def _softmax(input: fx.Node, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3) -> tuple | None:
+    given = [r for r in (*rest, dtype) if isinstance(r, torch.dtype)]  # F.softmax has the stack level third
+    return (torch.softmax, (input, back(input, dim), given[0] if given else None)) if dim is not None else None
+
+
+def _gelu(input: fx.Node, approximate: str = "none") -> tuple:
+    return ops.gelu_tanh if approximate == "tanh" else ops.gelu, (input,)
+
+
+def _baddbmm(input: fx.Node, batch1: fx.Node, batch2: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> tuple:
+    return torch.baddbmm, (input, batch1, batch2), {"beta": beta, "alpha": alpha}
+
+
+def _sdpa(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> tuple:
+    return ops.sdpa, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _cross_entropy(
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+) -> tuple | None:
+    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+    return (F.cross_entropy, (input, target, None, None, ignore_index, None, reduction)) if plain else None
+
+
+def _elementwise(function: Callable) -> Callable:
+    return lambda input, inplace=False: (function, (input,))
+
+
+def _comparison(function: Callable) -> Callable:
+    return lambda input, other: (function, (input, other)) if is_tensor_node(input) else None
+
+
+_UNARY = ("neg", "sqrt", "rsqrt", "square", "reciprocal", "tanh", "erf", "exp", "cos", "sin", "logical_not")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+# name -> the call as it may be written, and the call that stands for it; None: this form stays as it is
+SPELLINGS: dict[str, Callable[..., tuple | None]] = {
+    "add": _sum,
+    "radd": lambda input, other: _sum(other, input),
+    "sub": _difference,
+    "subtract": _difference,
+    "mul": lambda input, other: _product(input, other),
+    "multiply": lambda input, other: _product(input, other),
+    "rmul": lambda input, other: _product(other, input),
+    "div": _quotient,
+    "divide": _quotient,
+    "truediv": _quotient,
+    "true_divide": _quotient,
+    "rdiv": lambda input, other: (operator.truediv, (other, input)),
+    "rtruediv": lambda input, other: (operator.truediv, (other, input)),
+    "pow": lambda input, exponent: (torch.pow, (input, exponent)),
+    "rpow": lambda input, base: (torch.pow, (base, input)),
+    "matmul": lambda input, other: (torch.matmul, (input, other)),
+    "mm": lambda input, mat2: (torch.matmul, (input, mat2)),
+    "rmatmul": lambda input, other: (torch.matmul, (other, input)),
+    "linear": lambda input, weight, bias=None: (F.linear, (input, weight, bias)),
+    "bmm": lambda input, mat2: (torch.bmm, (input, mat2)),
+    "addmm": lambda input, mat1, mat2: (torch.addmm, (input, mat1, mat2)),
+    "baddbmm": _baddbmm,
+    "mean": lambda input, dim, keepdim=False: (torch.mean, (input, back(input, dim), keepdim)),
+    "softmax": _softmax,
+    "var": _variance,
+    "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),
+    "where": _where,
+    "invert": _not,
+    "bitwise_not": _not,
+    "transpose": lambda input, dim0, dim1: _swap(input, dim0, dim1),
+    "swapaxes": lambda input, axis0, axis1: _swap(input, axis0, axis1),
+    "swapdims": lambda input, dim0, dim1: _swap(input, dim0, dim1),
+    "t": lambda input: (torch.t, (input,)),
+    "permute": lambda input, *dims: permuted(input, *dims),
+    "getattr": _attribute,
+    "view": _view,
+    "reshape": _view,
+    "expand": _expand,
+    "broadcast_to": _expand,
+    "unsqueeze": lambda input, dim: (torch.unsqueeze, (input, back(input, dim, extra=1))),
+    "cat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),
+    "concat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),
+    "split": lambda tensor, split_size, dim=0: (torch.split, (tensor, split_size, back(tensor, dim))),
+    "chunk": lambda input, chunks, dim=0: (torch.chunk, (input, chunks, back(input, dim))),
+    "unbind": lambda input, dim=0: (torch.unbind, (input, back(input, dim))),
+    "repeat_interleave": lambda input, repeats, dim: (
+        torch.repeat_interleave,
+        (input, repeats, back(input, dim)),
+    ),
+    "narrow": _narrow,
+    "getitem": _item,
+    "contiguous": lambda input: (torch.Tensor.contiguous, (input,)),
+    "dropout": lambda input, p=0.5, training=True, inplace=False, train=None: (
+        ops.dropout,
+        (input, p, training if train is None else train),
+    ),
+    "gelu": _gelu,
+    "sigmoid": _elementwise(ops.sigmoid),
+    "silu": _elementwise(ops.silu),
+    "relu": _elementwise(ops.relu),
+    "layer_norm": lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: (
+        F.layer_norm,
+        (input, normalized_shape, weight, bias, eps),
+    ),
+    "rms_norm": lambda input, normalized_shape, weight=None, eps=None: (
+        F.rms_norm,
+        (input, normalized_shape, weight, eps),
+    ),
+    "scaled_dot_product_attention": _sdpa,
+    "cross_entropy": _cross_entropy,
+    **{name: _elementwise(getattr(torch, name)) for name in _UNARY},
+    **{name: _comparison(getattr(torch, name)) for name in _COMPARISONS},
+}
+
+# methods whose arguments stand in another order than those of the function
+METHODS: dict[str, Callable[..., tuple | None]] = {
+    "where": lambda input, condition, other: (torch.where, (condition, input, other)),
+}

@@ -1,0 +1,76 @@
+"""Capture a forward with dynamo: torch.fx graphs at the level of torch calls, guarded on all that the code read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
+
+from te_transform.graph.inputs import Inputs
+
+Backend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+SETTINGS = {
+    "specialize_float": True,  # else every eps and scale becomes an input of the graph
+    "skip_nnmodule_hook_guards": False,  # else hooks that are added later are not seen
+    "recompile_limit": 64,  # training, evaluation and generation, at their sizes, with a graph each
+    "optimize_ddp": False,  # a graph that runs eagerly needs no cuts at DDP's buckets
+    "suppress_errors": True,  # code that dynamo fails on runs as it is
+}
+
+
+def capture(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """`forward`, run through the callables that `backend` makes of its graphs.
+
+    Args:
+        forward: a function; which of its calls share a graph dynamo's guards decide.
+        backend: called with each new graph and its example inputs; what it returns is called in the graph's place
+            with dynamo off. What it raises is no reason for the forward to fail: that runs as it is.
+    """
+    context = torch._dynamo.optimize(backend, dynamic=None)
+    traced = context.callback
+
+    # The callback runs only where a frame has to be traced: the settings hold for our captures and nobody else's,
+    # and a call whose guards hold does not pay for them.
+    @functools.wraps(traced)
+    def trace_with_settings(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(SETTINGS):
+            return traced(*args, **kwargs)
+
+    context.callback = trace_with_settings
+    return context(forward)
+
+
+def is_capturing() -> bool:
+    """Whether somebody else is tracing this code: a compiler, an exporter, a jit."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.jit.is_scripting()
+
+
+@contextmanager
+def on_fake_tensors(model: nn.Module, inputs: Inputs) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """The inputs as fake tensors, for a model whose parameters and buffers are fake too meanwhile.
+
+    A forward then computes shapes and dtypes, in no time and no memory. A model on the meta device is taken for one
+    on the CPU.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return mode.from_tensor(tensor, static_shapes=True)
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    tensors = {name: fake(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    arguments = tree_map_only(Tensor, fake, inputs.clone())
+    with _reparametrize_module(model, tensors, tie_weights=True), mode:
+        yield arguments

@@ -1,0 +1,343 @@
+"""Edit fx graphs: the only file that does.
+
+Two graphs are kept of each capture. The captured one runs. Its copy, the canonical one, is rewritten freely to find
+out what there is; each of its nodes that stands for a captured node's value has that node's name as its `origin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from te_transform.graph import nodes as known
+from te_transform.graph import ops
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy to rewrite: every node with an `origin`, and the number of the `region` that it stands in."""
+    copied, copies = fx.Graph(), {}
+    for node in graph.nodes:
+        twin = copied.node_copy(node, copies.__getitem__)
+        twin.meta = dict(node.meta)
+        twin.meta["path"] = known.path_of(node)
+        twin.meta["origin"] = node.name
+        if hasattr(node, "_dynamo_source"):
+            twin._dynamo_source = node._dynamo_source
+        copies[node] = twin
+    return copied
+
+
+def number_regions(graph: fx.Graph, barriers: Callable[[fx.Node], bool]) -> None:
+    """Give each node the number of barriers (writes, changes of mode) in front of it: calls are only moved or joined
+    within one region."""
+    region = 0
+    for node in graph.nodes:
+        if barriers(node):
+            region += 1
+            node.meta["region"] = -region  # itself in no region: nothing is joined with it
+        else:
+            node.meta["region"] = region
+
+
+def replace(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple) -> fx.Node:
+    """Put one call of `target` where `nodes` computed the same value, `nodes[0]` last; the rest goes if unread.
+
+    The new node has the root's metadata: it computes the root's value.
+    """
+    root = nodes[0]
+    with graph.inserting_before(root):
+        node = graph.call_function(target, concrete(graph, root, args))
+    _inherit(node, nodes)
+    replace_uses(root, node)
+    erase_unread(graph, nodes)
+    return node
+
+
+def insert(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple) -> fx.Node:
+    """A new call in front of `nodes[0]`, as part of what will replace `nodes`; it has no origin."""
+    with graph.inserting_before(nodes[0]):
+        node = graph.call_function(target, concrete(graph, nodes[0], args))
+    _inherit(node, nodes)
+    node.meta.pop("origin", None)
+    node.meta["spelled"] = ()  # the node that takes the place of `nodes` says it
+    node.meta["example_value"] = evaluate(node)
+    return node
+
+
+def evaluate(node: fx.Node) -> Any:
+    """What the node computes, on the fake tensors of its arguments."""
+    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _fake_argument)
+    # the mode of the tensors themselves: while dynamo calls a backend, another one is current
+    mode = next((a.fake_mode for a in _leaves((args, kwargs)) if isinstance(a, FakeTensor)), nullcontext())
+    with unset_fake_temporarily(), mode, torch.no_grad():
+        return node.target(*args, **kwargs)
+
+
+def _fake_argument(argument: Any) -> Any:
+    return known.value(argument) if isinstance(argument, fx.Node) else argument
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def concrete(graph: fx.Graph, at: fx.Node, args: Any) -> Any:
+    """The arguments with each symbolic size among them as a node that stands before `at` and computes it."""
+
+    def settled(argument: Any) -> Any:
+        return _size_node(graph, at, argument) if isinstance(argument, torch.SymInt) else argument
+
+    return fx.node.map_aggregate(args, settled)
+
+
+def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | int:
+    if (number := size.node.maybe_as_int()) is not None:
+        return number
+    found = None
+    for node in graph.nodes:
+        if node is at:
+            break
+        held = known.value(node)
+        if isinstance(held, torch.SymInt) and statically_known_true(held == size):
+            return node
+        if isinstance(held, torch.Tensor) and found is None:
+            dims = [d for d, s in enumerate(held.shape) if statically_known_true(s == size)]
+            found = (node, dims[0]) if dims else None
+    if found is None:
+        raise LookupError(f"no value in front of {at.name} has the size {size}")
+    with graph.inserting_before(at):
+        node = graph.call_function(torch.ops.aten.sym_size.int, found)
+    node.meta = {"example_value": size, "path": "", "region": at.meta.get("region", 0)}
+    return node
+
+
+def _inherit(node: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    """The root's metadata; `spelled`, the names of all captured calls, and `path`, the innermost module around all,
+    of what went into the node."""
+    node.meta = dict(nodes[0].meta)
+    node.meta["path"] = innermost(n.meta.get("path", "") for n in nodes)
+    node.meta["spelled"] = spelled(nodes)
+    node.meta.pop("nn_module_stack", None)
+
+
+def innermost(paths: Iterable[str]) -> str:
+    """The path of the innermost module around all of `paths`."""
+    split = [path.split(".") if path else [] for path in paths]
+    shared = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def spelled(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The names of the captured calls behind `nodes`, in the order of the graph."""
+    return tuple(s for n in reversed(nodes) for s in n.meta.get("spelled", (known.called(n),)))
+
+
+def set_target(node: fx.Node, target: Callable, args: tuple, kwargs: dict | None = None) -> None:
+    """The same value by another call: the node stays itself and remembers the name of the captured one."""
+    node.meta.setdefault("spelled", (known.called(node),))
+    node.op, node.target = "call_function", target
+    node.args, node.kwargs = concrete(node.graph, node, args), kwargs or {}
+
+
+def bypass(graph: fx.Graph, node: fx.Node, value: fx.Node) -> None:
+    """Let the readers of `node` read `value`, which is the same, and drop the node."""
+    if "origin" in node.meta:  # an inserted value turns out to be one that was captured
+        value.meta.setdefault("origin", node.meta["origin"])
+    replace_uses(node, value)
+    erase_unread(graph, [node])
+
+
+def replace_uses(old: fx.Node, new: fx.Node) -> None:
+    """Let every reader of `old` but `new` read `new`."""
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+
+
+def replace_later_uses(value: fx.Node, write: fx.Node) -> None:
+    """Let what reads `value` after `write`, which writes to it in place and returns it, read `write`."""
+    value.replace_all_uses_with(write, delete_user_cb=lambda user: user > write)
+
+
+def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Drop those of `nodes` that nothing reads any more; writes in place stay."""
+    for node in sorted(set(nodes), reverse=True):
+        if not node.users and node.op not in ("output", "placeholder") and not known.writes(node):
+            graph.erase_node(node)
+
+
+def erase_cascade(graph: fx.Graph, nodes: Iterable[fx.Node], inside: set[str]) -> None:
+    """Drop those of `nodes` that nothing reads any more, and what only they read, and so on.
+
+    Writes in place stay, unless they are among the nodes that are named `inside`.
+    """
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        called = node.op in ("call_function", "call_method", "call_module", "get_attr")
+        if node._erased or not called or node.users or (known.writes(node) and node.name not in inside):
+            continue
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        waiting += sources
+
+
+def copy_by_name(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """A copy of the graph, and its nodes by the names of those they were copied from."""
+    copied, copies = fx.Graph(), {}
+    for node in graph.nodes:
+        copies[node] = copied.node_copy(node, copies.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source
+    return copied, {node.name: twin for node, twin in copies.items()}
+
+
+def insert_call(
+    graph: fx.Graph,
+    at: fx.Node,
+    target: Callable | str,
+    args: tuple,
+    kwargs: dict | None = None,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """A call in front of `at`, of a function or of the submodule of that name, whose value is that of `like`."""
+    op = "call_module" if isinstance(target, str) else "call_function"
+    with graph.inserting_before(at):
+        node = graph.create_node(op, target, args, kwargs or {})
+    node.meta = {key: like.meta[key] for key in ("example_value", "path") if key in like.meta}
+    return node
+
+
+def call_fused(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, args: tuple) -> fx.Node:
+    """As `replace`, with a call of the module `name`, which the graph's root need not have yet."""
+    with graph.inserting_before(nodes[0]):
+        node = graph.create_node("call_module", name, concrete(graph, nodes[0], args))
+    _inherit(node, nodes)
+    replace_uses(nodes[0], node)
+    erase_unread(graph, nodes)
+    return node
+
+
+def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
+    """One linear of joined weights in place of `linears`, which all read one value; each becomes columns of it."""
+    first = min(linears)
+    with graph.inserting_before(first):
+        weight, bias = (_joined(graph, [node.args[i] for node in linears], first) for i in (1, 2))
+        merged = graph.call_function(ops.linear, (first.args[0], weight, bias))
+    _inherit(merged, linears)
+    merged.meta.pop("origin", None)
+    merged.meta["example_value"] = evaluate(merged)
+    start = 0
+    for node in linears:
+        stop = start + known.shape_of(node)[-1]
+        with graph.inserting_before(node):
+            columns = graph.call_function(ops.columns, (merged, start, stop))
+        columns.meta, start = dict(node.meta), stop
+        replace_uses(node, columns)
+    erase_unread(graph, linears)
+    return merged
+
+
+def _joined(graph: fx.Graph, parts: Sequence[Any], at: fx.Node) -> fx.Node | None:
+    if parts[0] is None:
+        return None
+    node = graph.call_function(ops.join, tuple(parts))
+    node.meta = {"path": at.meta["path"], "region": at.meta["region"]}
+    node.meta["example_value"] = evaluate(node)
+    return node
+
+
+def extract(
+    gm: fx.GraphModule, outputs: Sequence[fx.Node], boundary: Iterable[fx.Node]
+) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
+    """What computes `outputs` from the nodes in `boundary` and from placeholders, as a module of its own.
+
+    Returns:
+        The module, which returns a tuple, and the nodes that are its arguments, in the order of the graph.
+    """
+    inside, inputs, waiting, boundary = set(), set(), list(outputs), set(boundary)
+    while waiting:
+        node = waiting.pop()
+        if node in boundary or node.op == "placeholder":
+            inputs.add(node)
+        elif node not in inside:
+            inside.add(node)
+            waiting += node.all_input_nodes
+    graph, copies, arguments = fx.Graph(), {}, sorted(inputs)
+    for node in arguments:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in sorted(inside):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return fx.GraphModule(gm, graph), tuple(arguments)
+
+
+def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
+    """A captured graph to read and to run by itself: the model's tensors are attributes, under their own names.
+
+    Args:
+        captured: the graph as dynamo gave it, every tensor of the model an argument.
+        arguments: of the call that it was captured in.
+    """
+    graph, copies = copy_by_name(captured.graph)
+    root = {name: module for name, module in captured.named_children()}
+    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    for node, argument in zip(placeholders, arguments, strict=True):
+        name, twin = known.name_in_model(node), copies[node.name]
+        if name:
+            root[name] = argument
+            with graph.inserting_after(twin):
+                held = graph.create_node("get_attr", name)
+            held.meta = dict(twin.meta)
+            twin.replace_all_uses_with(held)
+            graph.erase_node(twin)
+    for node in graph.nodes:
+        node.meta["path"], node.meta["class"] = known.path_of(node), known.class_of(node)
+    # a dictionary as root keeps the dotted names without copying the user's modules
+    return fx.GraphModule(root, graph)
+
+
+def snapshot(graph: fx.Graph) -> fx.Graph:
+    """The graph as it stands, on its own, with what reports show of each node."""
+    copied, copies = fx.Graph(), {}
+    for node in graph.nodes:
+        copies[node] = twin = copied.node_copy(node, copies.__getitem__)
+        twin.meta = {key: node.meta[key] for key in ("path", "example_value", "fused") if key in node.meta}
+        twin.meta["source"] = known.name_in_model(node)
+    return copied
+
+
+def take_any_layout(node: fx.Node) -> None:
+    """Let the views of the node, and theirs, be reshapes, which take columns of a wider tensor too."""
+    for user in node.users:
+        if known.may_be_view(user):
+            if user.op == "call_method" and user.target == "view":
+                user.target = "reshape"
+            elif user.op == "call_method" and user.target == "view_as":
+                user.target = "reshape_as"
+            take_any_layout(user)
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Drop every call of torch's that nothing reads, that writes nothing and draws no random numbers."""
+    for node in reversed(graph.nodes):
+        called = node.op in ("call_function", "call_method")
+        kept = known.writes(node) or known.changes_state(node) or known.is_random(node)
+        if called and not node.users and not kept:
+            graph.erase_node(node)

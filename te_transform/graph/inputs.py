@@ -1,0 +1,206 @@
+"""Example inputs: what the user gave, or what a model like this one can safely be asked."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from te_transform.graph.preserve import preserved
+
+BATCH, LENGTH = 2, 8  # small, different from each other and from 1: a size then names its dimension
+_ASK = "pass example_inputs=(tensor, ...) or example_inputs={'name': tensor, ...}"
+
+
+class InputError(ValueError):
+    """The example inputs are missing or are of no form that a forward takes."""
+
+
+class TraceError(RuntimeError):
+    """The model could not be run on the inputs given; the model is as it was."""
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Inputs, error: Exception) -> TraceError:
+        kind, raised = type(model).__name__, f"{type(error).__name__}: {error}"
+        if inputs.invented:
+            return cls(
+                f"no example inputs were given, and {kind} failed on those that were invented for it "
+                f"({inputs}): {raised}\nTo give inputs, {_ASK}."
+            )
+        return cls(
+            f"{kind} failed on the example inputs ({inputs}): {raised}\n"
+            "Pass example_inputs that a plain model(...) call accepts."
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one forward call; `invented` says that the user gave none."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    invented: bool = False
+
+    def __str__(self) -> str:
+        parts = [_describe(a) for a in self.args] + [f"{k}={_describe(v)}" for k, v in self.kwargs.items()]
+        return ", ".join(parts) or "none"
+
+    def clone(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments again, in tensors and containers of their own: a forward may write into them."""
+        leaves: dict[int, torch.Tensor] = {}  # one tensor passed twice stays one tensor
+
+        def detached(tensor: torch.Tensor) -> torch.Tensor:
+            return leaves.setdefault(id(tensor), tensor.detach().clone())
+
+        args, kwargs = tree_map_only(torch.Tensor, detached, (self.args, self.kwargs))
+        return copy.deepcopy((args, kwargs), {id(t): t for t in leaves.values()})
+
+
+def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
+    """The example inputs in one form, each on the model's own terms (a cache is switched off).
+
+    Raises:
+        InputError: not a tensor, tuple, dict or list of those; or None, and none can be invented.
+    """
+    if example_inputs is None:
+        return [_quiet(model, invent(model))]
+    samples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    if not samples:
+        raise InputError(
+            "example_inputs is an empty list, one sample at least is needed: pass a tensor, tuple or dict"
+        )
+    return [_quiet(model, _one(sample)) for sample in samples]
+
+
+def _one(sample: Any) -> Inputs:
+    if isinstance(sample, Inputs):
+        return sample
+    if isinstance(sample, torch.Tensor):
+        return Inputs((sample,))
+    if isinstance(sample, tuple):
+        return Inputs(sample)
+    if isinstance(sample, dict) or hasattr(sample, "keys"):  # a tokenizer's BatchEncoding is a mapping too
+        return Inputs((), dict(sample))
+    raise InputError(
+        f"example_inputs has a {type(sample).__name__}, a tensor, a tuple (args), a dict (kwargs) or a list "
+        "of those is needed: wrap it, for instance (x,) or {'x': x}"
+    )
+
+
+def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
+    """A recorded key/value cache would grow at every replay."""
+    wants_cache = getattr(getattr(model, "config", None), "use_cache", None)
+    if wants_cache is None or "use_cache" in inputs.kwargs or not _takes(model, "use_cache"):
+        return inputs
+    return replace(inputs, kwargs={**inputs.kwargs, "use_cache": False})
+
+
+def invent(model: nn.Module) -> Inputs:
+    """Inputs for a model whose first module says what it reads: token ids, an image or features; always the
+    same ones.
+
+    Where the model has both an embedding and something that reads floats, it is run to see which it takes.
+
+    Raises:
+        InputError: nothing in the model says what its forward takes, or it fails on all that could be.
+    """
+    with torch.random.fork_rng(devices=[]):  # they are drawn on the CPU
+        torch.random.default_generator.manual_seed(0)
+        candidates = _candidates(model)
+    errors = {}
+    for inputs in candidates:
+        if len(candidates) == 1 or (error := _error_of(model, inputs)) is None:
+            return replace(inputs, invented=True)
+        errors[str(inputs)] = error
+    raised = ", and ".join(f"on {inputs} it raised {error}" for inputs, error in errors.items())
+    raise InputError(
+        f"no example inputs were given, and {type(model).__name__} failed on all that were invented for it, "
+        f"{raised}: {_ASK}"
+    )
+
+
+def _candidates(model: nn.Module) -> list[Inputs]:
+    if hasattr(model, "dummy_inputs") and isinstance(getattr(model, "config", None), object):
+        return [_invent_hugging_face(model)]
+    required = [
+        p
+        for p in inspect.signature(model.forward).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    readers = [module for module in model.modules() if isinstance(module, _READERS)]
+    if len(required) != 1 or not readers:
+        takes = ", ".join(p.name for p in required) or "nothing by position"
+        raise InputError(
+            f"no example inputs were given and none can be invented for {type(model).__name__} (its forward "
+            f"takes {takes}): {_ASK}"
+        )
+    first_of_each = {isinstance(module, nn.Embedding): module for module in reversed(readers)}
+    first_of_each = sorted(first_of_each.values(), key=readers.index)
+    device = next(model.parameters()).device
+    return [Inputs((_read_by(module, device),)) for module in first_of_each]
+
+
+def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
+    """What the model raises on these inputs, its first line."""
+    args, kwargs = inputs.clone()
+    try:
+        with preserved(model), torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None
+
+
+_READERS = (nn.Embedding, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention)
+
+
+def _read_by(module: nn.Module, device: torch.device) -> torch.Tensor:
+    if isinstance(module, nn.Embedding):
+        return torch.randint(module.num_embeddings, (BATCH, LENGTH)).to(device)
+    dtype = next(module.parameters()).dtype
+    if isinstance(module, nn.Conv2d):
+        side = 4 * max(module.kernel_size)
+        return torch.randn(BATCH, module.in_channels, side, side).to(device, dtype)
+    if isinstance(module, nn.Linear):
+        width = (module.in_features,)
+    elif isinstance(module, nn.MultiheadAttention):
+        width = (module.embed_dim,)
+    else:
+        width = tuple(module.normalized_shape)
+    return torch.randn(BATCH, LENGTH, *width).to(device, dtype)
+
+
+def _invent_hugging_face(model: nn.Module) -> Inputs:
+    config = model.config
+    device, name = next(model.parameters()).device, model.main_input_name
+    dtype = next(p for p in model.parameters() if p.is_floating_point()).dtype
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        side = vision.image_size if isinstance(vision.image_size, (tuple, list)) else (vision.image_size,) * 2
+        return Inputs((), {name: torch.randn(BATCH, vision.num_channels, *side).to(device, dtype)})
+    if name != "input_ids":
+        raise InputError(
+            f"no example inputs were given and none can be invented for {type(model).__name__} (its main "
+            f"input is {name}): pass example_inputs={{'{name}': tensor, ...}}"
+        )
+    vocabulary = config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (BATCH, LENGTH)).to(device)
+    kwargs = {name: ids}
+    if getattr(config, "is_encoder_decoder", False):
+        kwargs["decoder_input_ids"] = ids.clone()
+    return Inputs((), kwargs)
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__

@@ -1,0 +1,216 @@
+"""What is known of a node of a captured graph: its value, its place in the model, whether it changes anything."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_NAME = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
+_STORED = re.compile(r"_(?:parameters|buffers)\['[^']+'\]$")
+_ROOT = re.compile(r"^L\['self'\]\.?")
+
+# These calls change the state that later calls run in: the gradient mode, autocast, saved-tensor hooks.
+_STATE = ("set_grad_enabled", "autocast", "inference_mode", "saved_tensors", "_vmap", "_grad_increment", "lift")
+_TOUCHING_METHODS = frozenset(
+    {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward", "set_"}
+)
+_TOUCHING_FUNCTIONS = frozenset({operator.setitem, operator.delitem, setattr, delattr})
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+)
+_RANDOM = re.compile(
+    r"^(rand|randn|randint|randperm|bernoulli|normal|multinomial|exponential|uniform|poisson|dropout"
+    r"|alpha_dropout|feature_dropout|rrelu)|_like_random$"
+)
+
+
+def value(node: Any) -> Any:
+    """What the node computes, as dynamo saw it: a fake tensor, a number, a SymInt, a tuple of those, or None."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def is_tensor_node(node: Any) -> bool:
+    return isinstance(value(node), torch.Tensor)
+
+
+def shape_of(node: fx.Node) -> torch.Size:
+    return value(node).shape
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    return value(node).dtype
+
+
+def is_parameter(node: Any) -> bool:
+    """Whether the node is a parameter of the model, as it is stored."""
+    return isinstance(node, fx.Node) and node.op == "placeholder" and isinstance(value(node), nn.Parameter)
+
+
+def is_model_tensor(node: Any) -> bool:
+    """Whether the node is a parameter or a buffer of the model, as it is stored."""
+    return is_parameter(node) or (
+        isinstance(node, fx.Node) and node.op == "placeholder" and bool(_STORED.search(_source(node)))
+    )
+
+
+def name_in_model(node: fx.Node) -> str:
+    """The dotted name of a parameter or buffer below the captured module; "" where it has none there."""
+    source = _source(node)
+    return ".".join(_NAME.findall(source)) if _ROOT.match(source) and _STORED.search(source) else ""
+
+
+def _source(node: fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return node.meta.get("source", "")
+    name = source.name
+    return name() if callable(name) else name
+
+
+def path_of(node: fx.Node) -> str:
+    """The dotted path of the innermost module whose forward made this call, below the captured module."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return node.meta.get("path", "")
+    name = next(reversed(stack.values()))[0]
+    name = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", r".\1\2\3", _ROOT.sub("", name))
+    return name.strip(".")
+
+
+def class_of(node: fx.Node) -> str:
+    """The name of the class of that module, "" where it is the captured module itself."""
+    stack = node.meta.get("nn_module_stack")
+    kind = next(reversed(stack.values()))[1] if stack else ""
+    return kind if isinstance(kind, str) else kind.__name__
+
+
+def called(node: fx.Node) -> str:
+    """The bare name of what the node calls: `add` of torch.add, Tensor.add, operator.add and the method."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether the node changes a tensor or an object in place."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if node.target in _TOUCHING_METHODS or node.target in _TOUCHING_FUNCTIONS or node.target in _IN_PLACE_OPERATORS:
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
+        return True
+    name = called(node)
+    if node.target in _named_operators():  # operator.and_, or_ and not_ end in "_" and write nothing
+        return False
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if name.startswith("__i") and name.endswith("__") and name[3:-2] in _IN_PLACE_NAMES:
+        return True
+    return _inplace_by_position(node)
+
+
+_IN_PLACE_NAMES = frozenset(f.__name__[1:] for f in _IN_PLACE_OPERATORS)
+
+
+@cache
+def _named_operators() -> frozenset[Callable]:
+    return frozenset(f for f in vars(operator).values() if callable(f)) - _IN_PLACE_OPERATORS - _TOUCHING_FUNCTIONS
+
+
+def _inplace_by_position(node: fx.Node) -> bool:
+    """F.relu(x, True) writes into x: `inplace` may be given by position."""
+    if node.op != "call_function" or True not in node.args:
+        return False
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return False
+    return bound.arguments.get("inplace") is True
+
+
+def changes_state(node: fx.Node) -> bool:
+    """Whether the node changes the mode that the calls after it run in."""
+    return node.op == "call_function" and any(part in called(node) for part in _STATE)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers."""
+    return bool(_RANDOM.match(called(node).strip("_")))
+
+
+# Calls whose result may be a view of their first argument.
+_VIEWS = frozenset(
+    """view reshape transpose permute getitem unsqueeze squeeze expand unflatten flatten chunk split narrow unbind
+    contiguous to float detach swapaxes swapdims movedim tensor_split type_as getattr t select view_as reshape_as
+    broadcast_to expand_as split_with_sizes columns T mT""".split()
+)
+# Calls that see how a tensor lies in memory.
+_LAYOUTS = frozenset(
+    """as_strided set_ data_ptr stride is_contiguous untyped_storage storage storage_offset resize_ numpy tolist""".split()
+)
+
+
+def may_be_view(node: fx.Node) -> bool:
+    """Whether what the node computes may be a view of its first argument."""
+    return node.op in ("call_function", "call_method") and called(node) in _VIEWS
+
+
+def shows_layout(node: fx.Node) -> bool:
+    """Whether somebody can see how the node's tensor lies in memory: it leaves the graph, or a call looks."""
+    for user in node.users:
+        custom = isinstance(user.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.OperatorBase))
+        if user.op not in ("call_function", "call_method") or custom or called(user) in _LAYOUTS:
+            return True
+        if called(user) == "view" and any(isinstance(argument, torch.dtype) for argument in user.args):
+            return True
+        if may_be_view(user) and shows_layout(user):
+            return True
+    return False
+
+
+def size_of(node: fx.Node) -> Any:
+    """A symbolic or plain integer that the node computes, None where it computes something else."""
+    held = value(node)
+    return held if isinstance(held, (int, torch.SymInt)) and not isinstance(held, bool) else None
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument that a call of one of the ops passes for the parameter `name`, its default where it passes none.
+
+    Raises:
+        AttributeError: the op has no such parameter.
+    """
+    parameters = _parameters(node.target)
+    if name not in parameters:
+        raise AttributeError(
+            f"{node.target.__name__} has no argument {name!r}, it has {', '.join(parameters)}"
+        )
+    index = list(parameters).index(name)
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name, parameters[name].default)
+
+
+@cache
+def _parameters(op: Callable) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(op).parameters)
+
+
+def same_shape(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether two shapes are equal whatever the symbolic sizes in them are; asks without leaving a guard."""
+    one, other = tuple(one), tuple(other)
+    return len(one) == len(other) and all(
+        statically_known_true(a == b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as sentences name it: bfloat16."""
+    return str(dtype).removeprefix("torch.")

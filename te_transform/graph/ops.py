@@ -1,0 +1,153 @@
+"""The ops of the canonical form: one executable reference function per operation, in plain PyTorch.
+
+canonicalize/ rewrites every spelling of an operation into these; patterns, rules and the plain backend know no
+others. Positional arguments only, so that one operation has one form in a graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x W^T + b, weight [out, in]."""
+    return F.linear(x, weight, bias)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
+) -> Tensor:
+    """LayerNorm over the last dimension (Ba et al. 2016); zero-centered: the scale is 1 + weight."""
+    return F.layer_norm(x, x.shape[-1:], _gamma(weight, zero_centered_gamma), bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered_gamma: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019), statistics in fp32
+    or wider.
+
+    Rounds once, as TE does, where some models round before the scale. The result has the dtype of x, promoted
+    with the weight's; zero-centered: the scale is 1 + weight, added in fp32 or wider (in bf16 the sum would
+    lose the weight).
+    """
+    if weight is None or (weight.dtype == x.dtype and not zero_centered_gamma):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    gamma = _gamma(weight.to(wide), zero_centered_gamma)
+    return F.rms_norm(x.to(wide), x.shape[-1:], gamma, eps).to(torch.promote_types(x.dtype, weight.dtype))
+
+
+def _gamma(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
+    return 1 + weight if zero_centered and weight is not None else weight
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x * Phi(x), the exact GELU (Hendrycks & Gimpel 2016)."""
+    return F.gelu(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU, which is what TE calls gelu."""
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), as in CLIP."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return F.silu(x)
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return F.relu(x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021), which TE calls srelu."""
+    return F.relu(x).square()
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    return torch.sigmoid(x)
+
+
+ACTIVATIONS = (gelu, gelu_tanh, quick_gelu, silu, relu, squared_relu, sigmoid)
+
+
+def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """Zero with probability p and scale by 1 / (1 - p) while training."""
+    return F.dropout(x, p, training)
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(q k^T * scale + mask) v over [..., heads, length, width]; PyTorch's mask: True or 0 is kept.
+
+    scale None is 1 / sqrt(width). With enable_gqa, each key/value head serves a run of query heads.
+    """
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def kept(hidden: Tensor) -> Tensor:
+    """What a mask filled with a finite number keeps: what it does not hide and, where it hides a whole row,
+    that row.
+
+    All scores of such a row are the same number, so its softmax is uniform; see zero_hidden.
+    """
+    return ~hidden | hidden.all(-1, keepdim=True)
+
+
+def zero_hidden(query: Tensor, hidden: Tensor) -> Tensor:
+    """The query with zeros where `hidden` leaves it no key: its scores are then all the same, as in a filled
+    row."""
+    return query.masked_fill(hidden.all(-1, keepdim=True), 0)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021), rotate-half form: x cos + [-x2, x1] sin."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+    """-log softmax(logits)[target] over the last dimension, in fp32 or wider.
+
+    logits [..., vocabulary], targets [...] (class indices). Targets of `ignore_index` count nothing; reduction is
+    "none", "sum" or "mean" (over the targets that count). The result is of the dtype computed in.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(
+        wide.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=ignore_index, reduction=reduction
+    )
+    return losses.reshape(targets.shape) if reduction == "none" else losses
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype."""
+    return x.to(dtype)
+
+
+def columns(x: Tensor, start: int, stop: int) -> Tensor:
+    """x[..., start:stop], one reader's share of a merged projection."""
+    return x[..., start:stop]
+
+
+def join(*parts: Tensor) -> Tensor:
+    """The parts [n_i, ...] below each other: the weight of several linears that read one tensor."""
+    return torch.cat(parts)

@@ -1,0 +1,157 @@
+"""Run a model and leave it bitwise as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+_DEPTH = 5  # how deep: a module, its attributes, what these hold, ...
+_CONTAINERS = (dict, list, set, deque)
+_NOT_STATE = (type, types.ModuleType, types.FunctionType, nn.Parameter, torch.Generator)
+_HOLDERS = ("types", "argparse")  # whose namespaces hold a user's values; Python's other objects go on
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put back every attribute, buffer, training flag and random state of `model`, whatever the body does.
+
+    That goes for the containers, tensors and plain Python objects that its modules hold, too. Parameters are
+    not copied (they may not fit twice): a forward that writes into its own parameters raises.
+    """
+    before = _snapshot(model)
+    versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
+    try:
+        with same_random(model.parameters()):
+            yield
+    finally:
+        for value, content in before:
+            if not _is_unchanged(value, content):
+                _restore(value, content)
+    written = [name for name, p, version in versions if p._version != version]
+    if written:
+        raise RuntimeError(
+            f"the model's forward writes into its own parameters {written}, convert() needs them unchanged"
+        )
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one kind and hold the same bits, of sparse ones in the same places."""
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.layout == other.layout
+    return alike and all(map(_same_dense, _parts(one), _parts(other)))
+
+
+def _same_dense(one: Tensor, other: Tensor) -> bool:
+    one, other = (tensor.detach().contiguous().flatten() for tensor in (one, other))
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that a tensor is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+@contextlib.contextmanager
+def same_random(tensors: Iterable[Any]) -> Iterator[None]:
+    """Put the random states back, of Python, of numpy, and of torch on the CPU and where the tensors are."""
+    gpus = {t.device.index or 0 for t in tensors if isinstance(t, Tensor) and t.device.type == "cuda"}
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    legacy = numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=sorted(gpus)):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(legacy)
+
+
+def _snapshot(model: nn.Module) -> list[tuple[Any, Any]]:
+    """All that the model's modules hold and a forward may change, each with a copy of its content."""
+    found: dict[int, tuple[Any, Any]] = {}
+    level: list[Any] = list(model.modules())
+    for _ in range(_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if id(value) in found:
+                continue
+            content = _content(value)
+            if content is not None:
+                found[id(value)] = value, content
+                below += _inside(content)
+        level = below
+    return list(found.values())
+
+
+def _content(value: Any) -> Any:
+    """A copy of what the value holds, None where nothing in it can change."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple, deque)):
+        return list(value)
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, _NOT_STATE):
+        return None
+    if isinstance(value, Tensor):
+        return None if value.is_meta or is_fake(value) else value.detach().clone()
+    if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
+        return value.copy()
+    return dict(vars(value)) if _is_plain(value) else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a module, or an object of the user's or of a library, which its attributes make up."""
+    if isinstance(value, nn.Module):
+        return True
+    home = type(value).__module__.partition(".")[0]
+    foreign = home in ("torch", "te_transform") or (home in sys.stdlib_module_names and home not in _HOLDERS)
+    return hasattr(value, "__dict__") and not foreign
+
+
+def _inside(content: Any) -> list[Any]:
+    if isinstance(content, dict):
+        return list(content.values())
+    return list(content) if isinstance(content, (list, set)) else []
+
+
+def _is_unchanged(value: Any, content: Any) -> bool:
+    if isinstance(value, Tensor):
+        return same_bits(value, content)
+    if isinstance(content, (dict, list, set)):
+        return [*map(id, _flat(_held(value)))] == [*map(id, _flat(content))]
+    return value.shape == content.shape and value.tobytes() == content.tobytes()
+
+
+def _flat(content: Any) -> list[Any]:
+    return [*content, *content.values()] if isinstance(content, dict) else list(content)
+
+
+def _held(value: Any) -> Any:
+    return value if isinstance(value, (*_CONTAINERS, tuple)) else vars(value)
+
+
+def _restore(value: Any, content: Any) -> None:
+    if isinstance(value, Tensor):
+        with torch.inference_mode(value.is_inference()), torch.no_grad():
+            value.copy_(content)
+    elif isinstance(content, (dict, list, set)):
+        held = _held(value)
+        held.clear()
+        held.extend(content) if isinstance(content, list) else held.update(content)
+    else:
+        value[...] = content

@@ -1,0 +1,1 @@
+"""Decides what is fused and how; touches no model."""

@@ -1,0 +1,109 @@
+"""Decide which products run in FP8, for what reasons the others do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from te_transform.backends import Backend
+from te_transform.backends.limits import DTYPES
+from te_transform.graph.nodes import dtype_name, dtype_of, is_parameter, value
+from te_transform.plan.match import Plan, Site
+from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
+
+
+def assign(plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend) -> PrecisionPlan:
+    """The precision of every fused product.
+
+    Args:
+        plans: what is going to be fused in each captured graph, with the path of the module that was captured: "" for
+            the whole model. Graphs that blocks share come once for each block.
+        asked: a recipe, or a plan that overrides what is decided here (but for shapes no kernel has).
+        backend: te, or what stands for it.
+
+    Raises:
+        PrecisionError: `asked` names a module in which nothing is fused.
+    """
+    named = asked if isinstance(asked, PrecisionPlan) else PrecisionPlan(asked)
+    decided: dict[str, str | None] = {}
+    for prefix, plan in plans:
+        heads = set() if prefix else set(_heads(plan))
+        for site, path in product_paths(plan).items():
+            path = f"{prefix}.{path}".strip(".")
+            decided[path] = _why_not(site, path, site in heads, named, backend)
+    if unknown := sorted(named.sites.keys() - decided.keys()):
+        raise PrecisionError(
+            f"the precision plan names {', '.join(unknown)}, where no product is fused: te_transform.inspect() with "
+            "the same options shows the paths that there are"
+        )
+    return PrecisionPlan(named.recipe, decided, named.small_calls)
+
+
+def product_paths(plan: Plan) -> dict[Site, str]:
+    """What a precision plan calls each site that has matrix products: its path, or its name where two share a path."""
+    sites = [site for site in plan.sites if site.weights]
+    sharing = Counter(site.path for site in sites)
+    return {site: site.path if sharing[site.path] == 1 else site.name for site in sites}
+
+
+def _why_not(site: Site, path: str, is_head: bool, named: PrecisionPlan, backend: Backend) -> str | None:
+    """Why the site stays out of FP8, None where it does not."""
+    reasons = [*_foreign(site, backend), *_wide(site), *_odd(site, backend.multiple(backend.recipe_of(named.recipe)))]
+    if path in named.sites:
+        reasons.append(named.sites[path])
+    elif is_head:
+        reasons.append(
+            "it makes the model's output, FP8 would round that itself and not what is summed up later: name it in a "
+            "te_transform.PrecisionPlan to have it there"
+        )
+    return next((why for why in reasons if why is not None), None)
+
+
+def _foreign(site: Site, backend: Backend) -> Iterator[str]:
+    kind = type(site.fused)
+    if getattr(backend, kind.__name__, None) is not kind:
+        yield f"{kind.__name__} is a rule's own module, a recipe holds for TE's"
+
+
+def _wide(site: Site) -> Iterator[str]:
+    dtypes = {dtype_of(parameter) for weight in site.weights for parameter in weight}
+    if not dtypes <= {*DTYPES}:
+        found = ", ".join(sorted(map(dtype_name, dtypes)))
+        yield f"the weights are {found}, FP8 needs bfloat16 or float16: convert the model to that first"
+
+
+def _odd(site: Site, multiple: int) -> Iterator[str]:
+    for place in site.fused.PRODUCTS:
+        shape = value(site.node.args[place]).shape
+        if any(size % multiple for size in shape):
+            yield f"the weight is {' x '.join(map(str, shape))}, FP8 kernels need multiples of {multiple}"
+
+
+def _heads(plan: Plan) -> Iterator[Site]:
+    """The sites of one product that make the model's output, and nothing else: nothing but functions of one tensor,
+    and a bias, lies between."""
+    sites = {site.node: site for site in plan.sites if site.weights}
+    towards_output: set[fx.Node] = set()
+    for node in reversed(plan.canonical.nodes):
+        if node.op == "output":
+            towards_output.add(node)
+        elif node.op != "placeholder" and towards_output.issuperset(node.users):
+            if node not in sites and len(_sources(node)) == 1:
+                towards_output.add(node)
+            elif node in sites and len(sites[node].weights) == 1:
+                yield sites[node]
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The floating tensors that the node computes with, but for a bias that it adds."""
+    added = node.target is torch.add
+    return [n for n in node.all_input_nodes if _is_floating(n) and not (added and is_parameter(n))]
+
+
+def _is_floating(node: fx.Node) -> bool:
+    held = value(node)
+    return isinstance(held, Tensor) and held.is_floating_point()

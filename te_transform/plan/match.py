@@ -1,0 +1,185 @@
+"""Match the rules on the canonical copy of a captured graph and decide, site by site, what is fused and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count
+from typing import Any
+
+from torch import fx, nn
+
+from te_transform.canonicalize import canonicalize, written
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import argument, called, is_model_tensor, name_in_model, path_of
+from te_transform.graph.pattern import Match, Miss, Siblings, find
+from te_transform.plan.options import Options
+from te_transform.plan.refusals import refusals
+from te_transform.plan.rule import Operation, Outcome, Rule, ask, roles, stored_in
+
+
+@dataclass(eq=False)
+class Site:
+    """One fusion: the fused op, where it is called in the canonical graph, and whose values it gives."""
+
+    rules: list[tuple[str, str]]  # the rules that made it, each with the path it is reported at
+    fused: nn.Module
+    node: fx.Node  # the call in the canonical graph
+
+    @property
+    def name(self) -> str:
+        """The name of the op in the graphs."""
+        return self.node.target
+
+    @property
+    def path(self) -> str:
+        """The path that it is reported at."""
+        return self.rules[-1][1]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The canonical nodes that stand for captured ones: the call itself, or the columns of merged linears."""
+        return [self.node] if "origin" in self.node.meta else sorted(self.node.users)
+
+    @property
+    def weights(self) -> list[tuple[fx.Node, ...]]:
+        """The parameters [out, in] of each matrix product, several where they are joined."""
+        return [stored_in(self.node.args[place]) for place in self.fused.PRODUCTS]
+
+
+@dataclass(eq=False)
+class Plan:
+    """What is to be fused in one captured graph, and everything the report will say of it."""
+
+    captured: fx.GraphModule  # as dynamo gave it; stays as it is
+    canonical: fx.Graph
+    before: fx.Graph
+    sites: list[Site] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def joins(self) -> list[fx.Node]:
+        """The canonical nodes that join the parameters of several linears."""
+        return [node for node in self.canonical.nodes if node.target is ops.join]
+
+    def roll_back(self, reasons: dict[Site, str]) -> None:
+        """Take sites back, each for a reason, which then stands in the report."""
+        for site, reason in reasons.items():
+            self.sites.remove(site)
+            for rule, path in site.rules:
+                index = self.outcomes.index(Outcome(rule, path, "fused"))
+                self.outcomes[index] = Outcome(rule, path, "refused", (f"rolled back: {reason}",))
+
+
+def plan(captured: fx.GraphModule, options: Options) -> Plan:
+    """Run the rules, in order, over the canonical copy of a captured graph."""
+    canonical = canonicalize(captured.graph)
+    for node in written(canonical):
+        node.meta["written"] = True
+    made = Plan(captured, canonical, edit.snapshot(canonical))
+    for rule in options.passes:
+        if rule.needs_kernels and not options.backend.HAS_KERNELS:
+            continue
+        misses: list[Miss] = []
+        for match in find(rule.pattern, canonical, misses):
+            taken = any(node._erased for node in match.nodes)  # in part, by a match before
+            if not taken:
+                made.outcomes.append(_apply(rule, match, made, options))
+        made.outcomes += _near_misses(rule, misses)
+    _keep_merged(made, options)
+    return made
+
+
+def _keep_merged(made: Plan, options: Options) -> None:
+    """Merged linears that no later rule has taken are products of their own."""
+    for node in [n for n in made.canonical.nodes if n.op == "call_function" and "merged" in n.meta]:
+        _call(made, [node], "linear", options.backend.Linear(), node.args, [node.meta["merged"]])
+
+
+def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
+    bound = roles(match)
+    known = {**bound, "backend": options.backend, "approximate": options.approximate}
+    flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
+    operations = [item for item in flat if isinstance(item, Operation)]
+    reasons = [*refusals(match, operations, options.skip), *ask(rule.refuse, known)]
+    path = _place(match, operations)
+    if reasons:
+        return Outcome(rule.name, path, "refused", tuple(dict.fromkeys(reasons)))
+    if isinstance(rule.pattern, Siblings):
+        merged = edit.merge(made.canonical, _activated_first(match.nodes))
+        merged.meta["merged"] = (rule.name, path)
+    else:
+        _put(rule, match, made, ask(rule.build, known), bound, path)
+    return Outcome(rule.name, path, "fused")
+
+
+def _place(match: Match, operations: list[Operation]) -> str:
+    """Where a match is reported: at the module around all of it, or at the linear that reads a norm."""
+    linears = [op for op in operations if op.op == "linear"]
+    others = [op for op in operations if op.op != "linear"]
+    norms = [op for op in others if op.op in ("layer_norm", "rms_norm")]
+    if linears and len(norms) == len(others):
+        return edit.innermost(op.path for op in linears)
+    inner = [op.path for op in operations if op not in norms]
+    return edit.innermost(inner) if inner else path_of(match.root)
+
+
+def _activated_first(linears: tuple[fx.Node, ...]) -> list[fx.Node]:
+    """The linears in the order that their weights are joined in: fused MLPs activate the first half."""
+
+    def activated(node: fx.Node) -> bool:
+        return any(user.target in ops.ACTIVATIONS for user in node.users)
+
+    return sorted(linears, key=lambda node: not activated(node)) if len(linears) == 2 else list(linears)
+
+
+def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str, Any], path: str) -> None:
+    absorbed = [node.meta["merged"] for node in match.nodes if "merged" in node.meta]
+    args = tuple(_read(name, bound) for name in rule.reads)
+    _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)])
+
+
+def _call(
+    made: Plan,
+    nodes: Sequence[fx.Node],
+    what: str,
+    fused: nn.Module,
+    args: tuple,
+    rules: list[tuple[str, str]],
+) -> None:
+    """Call the fused op in the canonical graph, in the place of `nodes`."""
+    stem = f"{rules[-1][1]}.{what}".lstrip(".")
+    taken = {site.name for site in made.sites}
+    name = next(n for n in chain([stem], (f"{stem}_{i}" for i in count(1))) if n not in taken)
+    node = edit.call_fused(made.canonical, nodes, name, args)
+    node.meta["fused"] = what
+    made.sites.append(Site(rules, fused, node))
+
+
+def _read(name: str, bound: dict[str, Any]) -> Any:
+    """An argument of a fused op: a value of the match, or an argument of one of its operations, None if it has none."""
+    role, _, wanted = name.partition(".")
+    found = bound.get(role)
+    if not wanted or found is None:
+        return found.node if isinstance(found, Operation) else found
+    try:
+        return argument(found.node, wanted)
+    except AttributeError:
+        return None
+
+
+def _near_misses(rule: Rule, misses: list[Miss]) -> list[Outcome]:
+    """A place that has most of a rule's pattern, where a user could act on what is missing."""
+    outcomes = []
+    for miss in misses:
+        if 2 * len(miss.nodes) > rule.pattern.depth and not any(node._erased for node in miss.nodes):
+            reason = f"the {called(miss.nodes[-1])} reads {_named(miss.found)}, {miss.wanted} is needed"
+            outcomes.append(Outcome(rule.name, path_of(miss.nodes[0]), "refused", (reason,)))
+    return outcomes
+
+
+def _named(found: Any) -> str:
+    if not isinstance(found, fx.Node):
+        return repr(found)
+    if is_model_tensor(found):
+        return f"the parameter {name_in_model(found)}"
+    return f"the input {found.name}" if found.op == "placeholder" else called(found)

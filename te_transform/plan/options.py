@@ -1,0 +1,121 @@
+"""The options of convert(), checked together before anything happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from te_transform.backends import Backend, choose
+from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.plan.rule import Rule
+
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+class OptionError(ValueError):
+    """An option has a value it cannot have, alone or next to the others."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked of convert(); `backend` is the one chosen, `backend_reason` a sentence on why."""
+
+    backend: Backend
+    backend_reason: str
+    passes: tuple[Rule, ...]
+    recipe: Any = None
+    skip: tuple[str, ...] = ()
+    approximate: bool = False
+    compile: bool | str = False
+    inplace: bool = False
+    verify: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module | None,
+        pipeline: tuple[Rule, ...],
+        *,
+        backend: str = "auto",
+        passes: Any = None,
+        recipe: Any = None,
+        skip: Any = (),
+        planning: bool = False,
+        **flags: Any,
+    ) -> Options:
+        """The options of these arguments of convert(), or of inspect(), which is only `planning`.
+
+        Raises:
+            OptionError: what was given, what is needed.
+            te_transform.backends.BackendError: the backend cannot run here.
+        """
+        if backend not in ("auto", "te", "torch"):
+            raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
+        chosen, reason = choose(backend, model, planning, quantized=recipe is not None)
+        if passes is not None and not isinstance(passes, (tuple, list)):
+            raise OptionError(
+                f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"
+            )
+        rules = pipeline if passes is None else tuple(passes)
+        if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
+            raise OptionError(
+                f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE"
+            )
+        cls._check_recipe(recipe, chosen, reason, flags.get("compile", False))
+        if not isinstance(skip, (str, tuple, list, set, frozenset)):
+            raise OptionError(f"skip is {skip!r}, module paths or globs such as 'model.layers.0*' are needed")
+        globs = (skip,) if isinstance(skip, str) else tuple(skip)
+        if wrong := [glob for glob in globs if not isinstance(glob, str)]:
+            raise OptionError(
+                f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed"
+            )
+        mode = flags.get("compile", False)
+        if not isinstance(mode, bool) and mode not in COMPILE_MODES:
+            raise OptionError(f"compile is {mode!r}, a bool or one of {', '.join(COMPILE_MODES)} is needed")
+        for name in ("approximate", "inplace", "verify"):
+            if not isinstance(flags.get(name, False), bool):
+                raise OptionError(f"{name} is {flags[name]!r}, True or False is needed")
+        return cls(chosen, reason, rules, recipe, globs, **flags)
+
+    @staticmethod
+    def _check_recipe(recipe: Any, backend: Any, reason: str, compiled: bool | str) -> None:
+        named = recipe.recipe if isinstance(recipe, PrecisionPlan) else recipe
+        if named is None:
+            if recipe is not None:
+                raise OptionError("recipe is a PrecisionPlan without a recipe, one is needed")
+            return
+        if isinstance(named, str) and named not in RECIPES:
+            raise OptionError(
+                f"recipe is {named!r}, None, a TE recipe or one of {', '.join(RECIPES)} is needed"
+            )
+        if not backend.HAS_RECIPES:
+            raise OptionError(
+                f"recipe is {named!r}, it needs backend='te' and this is {reason}: leave recipe=None"
+            )
+        if compiled:
+            raise OptionError(
+                f"compile is {compiled!r} and recipe is {named!r}: TE's modules break compiled graphs and "
+                "its precision is lost in them, leave one of the two"
+            )
+        try:
+            backend.recipe_of(named)
+        except ValueError as error:
+            raise OptionError(f"recipe is {named!r}, {error}") from error
+
+    def check_skip(self, model: nn.Module) -> None:
+        """Raise unless every path or glob of `skip` names a module of `model`.
+
+        Raises:
+            OptionError: what was given, what is needed.
+        """
+        paths = [path for path, _ in model.named_modules()]
+        for glob in self.skip:
+            if not any(fnmatchcase(path, glob) for path in paths):
+                raise OptionError(
+                    f"skip has {glob!r}, which names no module of {type(model).__name__}: a path like "
+                    f"{paths[-1]!r} is needed, or a glob, see model.named_modules()"
+                )

@@ -1,0 +1,89 @@
+"""Which products run in FP8, and why the others do not: a plan that can be kept in a file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+_IN = "fp8"
+_HEADER = """\
+# Which fused modules run in the recipe's precision: "fp8" does, any other text says why not.
+"""
+
+
+class PrecisionError(ValueError):
+    """A precision plan does not fit the model, or its file cannot be read."""
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """A recipe, and for each site with matrix products, by its path, why it stays out of it; None where it does not.
+
+    `recipe` is one of convert()'s names or a TE recipe object. Give a plan to convert() as its recipe:
+    sites that it does not name are decided as without it. "fp8" is None too, as in a file.
+    With `small_calls`, calls of so few tokens that they are faster in bf16 run in the recipe too.
+
+    Raises:
+        PrecisionError: a site has something else, or `small_calls` is no bool.
+    """
+
+    recipe: Any
+    sites: dict[str, str | None] = field(default_factory=dict)
+    small_calls: bool = False
+
+    def __post_init__(self) -> None:
+        for site, why in self.sites.items():
+            if why is not None and not isinstance(why, str):
+                raise PrecisionError(f'{site!r} has {why!r}, None, "fp8" or a reason is needed')
+        if not isinstance(self.small_calls, bool):
+            raise PrecisionError(f"small_calls is {self.small_calls!r}, True or False is needed")
+        decided = {site: None if why == _IN else why for site, why in self.sites.items()}
+        object.__setattr__(self, "sites", decided)
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write the plan as TOML.
+
+        Raises:
+            PrecisionError: the recipe is an object, which has no name to be read back by.
+        """
+        if not isinstance(self.recipe, str):
+            raise PrecisionError(
+                f"the recipe is a {type(self.recipe).__name__}, a file needs one of convert()'s names, "
+                "such as 'fp8-delayed'"
+            )
+        lines = [f"{_quoted(site)} = {_quoted(_IN if why is None else why)}" for site, why in self.sites.items()]
+        lines = [*(["small_calls = true"] if self.small_calls else []), "", "[sites]", *lines, ""]
+        text = "\n".join([f"recipe = {_quoted(self.recipe)}", *lines])
+        Path(path).write_text(_HEADER + text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> PrecisionPlan:
+        """The plan in a file that write() made, and somebody may have edited.
+
+        Raises:
+            PrecisionError: it is no TOML, or lacks what a plan has.
+        """
+        try:
+            found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:  # no TOML, or not even text
+            raise PrecisionError(f"{path} is no TOML ({error}), write() makes a file to start from") from error
+        sites = found.get("sites", {})
+        texts = isinstance(sites, dict) and all(isinstance(why, str) for why in sites.values())
+        # a table that is misspelt would be passed over
+        known = found.keys() <= {"recipe", "small_calls", "sites"}
+        small = found.get("small_calls", False)
+        if not (isinstance(found.get("recipe"), str) and isinstance(small, bool) and texts and known):
+            raise PrecisionError(
+                f'{path} needs a line recipe = "fp8-delayed" and a table [sites] of paths with "fp8" or a '
+                "reason, it may have a line small_calls = true: write() makes a file to start from"
+            )
+        return cls(found["recipe"], sites, small)
+
+
+def _quoted(text: str) -> str:
+    # JSON's strings are TOML's too, but for the pairs of surrogates that ASCII would need
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,88 @@
+"""Why a match may not be rewritten, whatever the rule: said once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import is_fake
+
+from te_transform.graph.nodes import called, is_parameter, path_of, value
+from te_transform.graph.nodes import dtype_name
+from te_transform.graph.pattern import Match
+from te_transform.plan.rule import Operation
+
+WEIGHTED = ("linear", "layer_norm", "rms_norm")
+
+
+def refusals(match: Match, operations: list[Operation], skip: tuple[str, ...]) -> Iterator[str]:
+    """Every generic reason, as a clause of what the model has, a comma, and one of what is needed."""
+    weighted = [operation for operation in operations if operation.op in WEIGHTED]
+    for operation in operations:
+        yield from _skipped(operation, skip)
+    for operation in weighted:
+        for name in ("weight", "bias"):
+            yield from _of_weight(operation, name)
+    yield from _mixed(weighted)
+    yield from _read_elsewhere(match)
+    yield from _cut(match)
+
+
+def _skipped(operation: Operation, skip: tuple[str, ...]) -> Iterator[str]:
+    for glob in skip:
+        parts = operation.path.split(".")
+        if any(fnmatchcase(".".join(parts[:depth]), glob) for depth in range(1, len(parts) + 1)):
+            yield f"the module is skipped by skip={glob!r}, leave it out of skip= to have it fused"
+
+
+def _of_weight(operation: Operation, name: str) -> Iterator[str]:
+    try:
+        sources = operation.sources(name)
+    except AttributeError:  # an RMSNorm has no bias
+        return
+    what = f"the {operation.op}'s {name}"
+    for source in sources:
+        held = value(source)
+        if not isinstance(source, fx.Node) or source.op != "placeholder":
+            yield f"{what} is computed at every call, a parameter is needed"
+        elif not is_parameter(source):
+            yield f"{what} is a buffer or a constant, a parameter is needed"
+        elif not is_fake(held) and type(held.data) is not Tensor:
+            yield f"{what} is a {type(held).__name__}, a plain tensor is needed"
+        elif not held.is_floating_point():
+            yield f"{what} is {dtype_name(held.dtype)}, a floating point parameter is needed"
+
+
+def _mixed(operations: list[Operation]) -> Iterator[str]:
+    weights = [(op.op, op.weight) for op in operations if isinstance(op.weight, Tensor)]
+    if len({weight.dtype for _, weight in weights}) > 1:
+        found = ", ".join(dict.fromkeys(f"{op} {dtype_name(weight.dtype)}" for op, weight in weights))
+        yield f"the parameters are of several dtypes ({found}), a fused module has one"
+    if len({weight.device for _, weight in weights}) > 1:
+        found = ", ".join(dict.fromkeys(f"{op} on {weight.device}" for op, weight in weights))
+        yield f"the parameters are on several devices ({found}), a fused module is on one"
+
+
+def _read_elsewhere(match: Match) -> Iterator[str]:
+    own = set(match.nodes)
+    for node in () if any(isinstance(bound, tuple) for bound in match.bound.values()) else match.nodes[1:]:
+        readers = sorted({_reader(user) for user in node.users if user not in own})
+        if readers:
+            yield (
+                f"the output of the {called(node)} is also read by {', '.join(readers)}, the fused module does "
+                "not hand it out"
+            )
+
+
+def _reader(user: fx.Node) -> str:
+    return "the model's output" if user.op == "output" else called(user)
+
+
+def _cut(match: Match) -> Iterator[str]:
+    if len({node.meta.get("region") for node in match.nodes}) > 1:
+        where = path_of(match.root) or "the model"
+        yield (
+            f"{where} writes to a tensor, or changes the gradient mode or autocast, between these operations, the "
+            "fused module runs all of them at once"
+        )

@@ -1,0 +1,121 @@
+"""What a fusion is: frozen data that rules declare and the report repeats."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from te_transform.graph import ops
+from te_transform.graph.nodes import argument, is_model_tensor, path_of, shape_of, value
+from te_transform.graph.pattern import Match, Pattern, Siblings
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rewrite: where it applies, why it may not, what stands there afterwards, and what that is called with.
+
+    `refuse` and `build` are called with the match's roles by parameter name: an Operation, a tuple of them for
+    Siblings, a tag for OneOf; `backend` and `approximate` (the option) are there to be asked for too. A parameter
+    with a default is left to it where the match has no such role.
+
+    `build` returns the fused op: a module without parameters. `reads` names the arguments of its call, in order:
+    "x" is what the pattern's Var of that name found, "norm.weight" an argument of the operation in a role.
+    """
+
+    name: str
+    pattern: Pattern | Siblings
+    refuse: Callable[..., Iterator[str]]
+    build: Callable[..., nn.Module] | None = None
+    reads: tuple[str, ...] = ()
+    needs_kernels: bool = False  # whether only a backend with kernels of its own gains from it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One line of the report: a rule at one place of the model, fused or refused with every reason."""
+
+    rule: str
+    path: str
+    status: Literal["fused", "refused"]
+    reasons: tuple[str, ...] = ()
+
+    def below(self, path: str) -> Outcome:
+        """The same at a place below `path`."""
+        return replace(self, path=".".join(filter(None, (path, self.path))))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a match as rules see it: its arguments by the names that the op in graph/ops.py gives them.
+
+    `linear.weight.shape`, `norm.eps`, `norm.bias is None`: tensors are fake ones, of the right shape and dtype.
+    """
+
+    role: str
+    node: fx.Node
+
+    def __getattr__(self, name: str) -> Any:
+        found = argument(self.node, name)
+        held = value(found)
+        return held if isinstance(held, Tensor) else found
+
+    @property
+    def op(self) -> str:
+        """The name of the op."""
+        return self.node.target.__name__
+
+    @property
+    def path(self) -> str:
+        """The path of the module whose forward made the call."""
+        return path_of(self.node)
+
+    @property
+    def spelled(self) -> tuple[str, ...]:
+        """The names of the captured calls that the op stands for."""
+        return self.node.meta.get("spelled", ())
+
+    @property
+    def width(self) -> int:
+        """The size of the last dimension of what it computes."""
+        return shape_of(self.node)[-1]
+
+    def sources(self, name: str) -> tuple[Any, ...]:
+        """The nodes that the argument `name` is read from: a parameter, the parameters that were joined to it, or
+        whatever computes it; nothing where it is None."""
+        return stored_in(argument(self.node, name))
+
+
+def stored_in(found: Any) -> tuple[Any, ...]:
+    """The nodes of the model's tensors that make a weight, looking through ops.join and torch.t."""
+    if found is None:
+        return ()
+    if isinstance(found, fx.Node) and found.target is ops.join:
+        return tuple(part for argument in found.args for part in stored_in(argument))
+    if isinstance(found, fx.Node) and found.target is torch.t and is_model_tensor(found.args[0]):
+        return (found.args[0],)
+    return (found,)
+
+
+def roles(match: Match) -> dict[str, Any]:
+    """The match's bound names as rules see them."""
+
+    def seen(role: str, found: Any) -> Any:
+        if isinstance(found, tuple):
+            return tuple(seen(role, item) for item in found)
+        # an operation that is only read, not covered, is the match's input whatever it is
+        covered = isinstance(found, fx.Node) and found in match.nodes
+        is_op = covered and getattr(found.target, "__module__", "") == ops.__name__
+        return Operation(role, found) if is_op else found
+
+    return {role: seen(role, found) for role, found in match.bound.items()}
+
+
+def ask(function: Callable[..., Any], known: dict[str, Any]) -> Any:
+    """Call `function` with those of the `known` values that its parameters name."""
+    parameters = inspect.signature(function).parameters.values()
+    return function(**{p.name: known[p.name] for p in parameters if p.name in known or p.default is p.empty})

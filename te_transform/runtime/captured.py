@@ -1,0 +1,86 @@
+"""One captured graph of a converted model, and what runs in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import fx, nn
+
+from te_transform.graph.nodes import name_in_model
+from te_transform.plan.match import Plan, Site
+from te_transform.runtime.lower import Apart, lower
+from te_transform.runtime.modes import put_back
+
+
+class Owner(Protocol):
+    """What a captured graph asks of the converted model that it belongs to."""
+
+    apart: Apart  # see runtime/lower.py
+    dry: bool  # whether calls only find out what there is, on fake tensors
+    watch: Callable[[CapturedGraph, Sequence[Any]], None] | None  # is told of each call
+    check: Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]] | None  # finds wrong sites in a first call
+
+
+class CapturedGraph:
+    """What dynamo calls in the place of a graph: the graph with its sites fused."""
+
+    def __init__(self, plan: Plan, owner: Owner):
+        self.plan, self.owner, self.unchecked = plan, owner, True
+        self.disabled: frozenset[Site] = frozenset()
+        self.disable(())
+
+    def disable(self, sites: Collection[Site]) -> None:
+        """Let these sites run as they were captured, and all others fused."""
+        self.disabled = frozenset(sites)
+        fused = self.plan.captured if self.owner.dry else lower(self.plan, self.owner.apart, self.disabled)
+        self.run: Callable[..., Any] = fused.forward
+
+    def __call__(self, *arguments: Any) -> Any:
+        owner = self.owner
+        if self.unchecked and owner.check is not None:
+            self._check(arguments)
+        if owner.watch is not None:
+            owner.watch(self, arguments)
+        with put_back():
+            return self.run(*arguments)
+
+    def _check(self, arguments: Sequence[Any]) -> None:
+        """Take back the sites that are wrong on the values of this call."""
+        self.unchecked = False
+        wrong = self.owner.check(self, arguments)
+        if wrong:
+            self.plan.roll_back(wrong)
+            self.disable(self.disabled - wrong.keys())
+
+    def values(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of a call by the names of the graph's placeholders."""
+        return {node.name: argument for node, argument in self.placeholders(arguments)}
+
+    def placeholders(self, arguments: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:
+        """The graph's placeholders, each with its argument in a call."""
+        nodes = (node for node in self.plan.captured.graph.nodes if node.op == "placeholder")
+        return zip(nodes, arguments, strict=True)
+
+    def groups(self, arguments: Sequence[Any]) -> Iterator[tuple[nn.Parameter, ...]]:
+        """The parameters that the graph joins in a call with these arguments."""
+        held = self.values(arguments)
+        for node in self.plan.joins():
+            yield tuple(held[source.name] for source in node.args)
+
+    def path_in(self, names: Mapping[int, str], arguments: Sequence[Any]) -> str:
+        """Where in a model the module lies whose forward was captured, in a call with these arguments.
+
+        Args:
+            names: of the model's parameters, by their ids; layers that are alike share a graph, not their parameters.
+        """
+        for node, argument in self.placeholders(arguments):
+            own, name = name_in_model(node), names.get(id(argument), "")
+            if own and name.endswith(own):
+                return name.removesuffix(own).rstrip(".")
+        return ""
+
+    @property
+    def captured(self) -> fx.GraphModule:
+        """The graph as dynamo gave it."""
+        return self.plan.captured

@@ -1,0 +1,216 @@
+"""The converted model: its class, swapped for one whose forward is the captured one, and what belongs to it.
+
+The only file that touches the user's model. Its modules, parameters and attributes stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from te_transform.backends.joined import lay
+from te_transform.graph.capture import capture, is_capturing
+from te_transform.plan.match import plan
+from te_transform.plan.model import CONVERTED
+from te_transform.plan.options import Options
+from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.lower import Apart
+from te_transform.runtime.modes import set_aside
+
+log = logging.getLogger(__name__)
+
+DEEP = 8  # blocks from which on a model is captured block by block: one graph for all of them
+
+
+@dataclass(eq=False)
+class Converted:
+    """What a converted model carries beside its own: one for the model and all its captured blocks.
+
+    `original` runs the user's own code for as long as it is set; `dry`, `watch` and `check` are asked for by its
+    graphs, see captured.py.
+    """
+
+    options: Options
+    by_block: bool = False
+    check: Callable[..., Any] | None = None
+    graphs: list[CapturedGraph] = field(default_factory=list)
+    apart: Apart = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # of rewriting, after which a graph runs as it was captured
+    watch: Callable[..., Any] | None = None
+    original: bool = False
+    dry: bool = False
+    report: Any = None
+    precision: Any = None
+    model: weakref.ref | None = None
+    runs: dict[type, Callable[..., Any]] = field(default_factory=dict)
+
+    def backend(self, captured: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Rewrite one graph, for dynamo; whatever fails in here, the graph runs as it was captured."""
+        try:
+            graph = CapturedGraph(plan(captured, self.options), self)
+        except Exception as error:
+            log.warning("a graph of the model runs as it was captured", exc_info=error)
+            self.failures.append(f"{type(error).__name__}: {error}")
+            return captured.forward
+        self.graphs.append(graph)
+        return graph
+
+    def call(self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """A call of the model or of one of its blocks; `forward` is the one of its own class."""
+        if self.original:
+            return forward(module, *args, **kwargs)
+        if self.apart:
+            self.lay_again()
+        with nullcontext() if self.precision is None or place.path else self.precision.running(module):
+            if not place.captured or _decodes(args, kwargs):
+                return forward(module, *args, **kwargs)
+            run = self.runs.get(type(module))
+            if run is None:
+                run = self.runs[type(module)] = capture(forward, self.backend)
+            with set_aside():
+                return run(module, *args, **kwargs)
+
+    def lay_again(self) -> None:
+        """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's stand-ins
+        are not, whose memory it frees."""
+        groups, model = {tuple(r() for r in group) for group in self.apart}, self.model and self.model()
+        self.apart.clear()
+        own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+        for group in groups:
+            if all(id(parameter) in own for parameter in group):
+                lay(group)
+
+    def __deepcopy__(self, memo: dict) -> Converted:
+        twin = memo[id(self)] = Converted(self.options, self.by_block, self.check, report=self.report)
+        twin.precision = copy.deepcopy(self.precision, memo)
+        return twin
+
+    def __reduce__(self) -> tuple:
+        return _restored, (self.options, self.by_block, self.check, self.report, self.precision)
+
+
+def _restored(options: Options, by_block: bool, check: Any, report: Any, precision: Any) -> Converted:
+    return Converted(options, by_block, check, report=report, precision=precision)
+
+
+@dataclass(eq=False)
+class Place:
+    """What a module of a converted model knows of it: where it is, and whether its own forward is captured."""
+
+    converted: Converted
+    path: str
+    captured: bool
+
+
+def _decodes(args: tuple, kwargs: dict) -> bool:
+    """Whether this is a step of a generation: one token of each sequence, without gradients.
+
+    Nothing is gained by fused kernels on so little, and a cache that grows would be captured over and over.
+    """
+    if torch.is_grad_enabled():
+        return False
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    first = given[0] if given else None
+    return first is not None and (
+        first.shape[1:] == (1,) if not first.is_floating_point() else first.dim() == 3 and first.shape[1] == 1
+    )
+
+
+def enter(model: nn.Module, converted: Converted) -> None:
+    """Let `model`, or its blocks, run their captured forward."""
+    chosen = blocks(model) if converted.by_block else {}
+    for path, module in {"": model, **chosen}.items():
+        module.__dict__[CONVERTED] = Place(converted, path, captured=bool(path) or not chosen)
+        module.__class__ = captured_class(type(module))
+    converted.model = weakref.ref(model)
+
+
+def leave(model: nn.Module) -> None:
+    """Give every module in `model` its own class and forward back; nothing else was ever changed."""
+    for module in model.modules():
+        module.__dict__.pop(CONVERTED, None)
+        original = _ORIGINALS.get(type(module))
+        if original is not None:
+            module.__class__ = original
+
+
+def converted_of(model: nn.Module) -> Converted | None:
+    """What a model carries that was converted, None where it was not."""
+    place = vars(model).get(CONVERTED)
+    return place.converted if place is not None else None
+
+
+@contextmanager
+def original_forward(model: nn.Module) -> Iterator[None]:
+    """Let all converted models in `model` run the user's own code."""
+    found = {id(c): c for c in map(converted_of, model.modules()) if c is not None}.values()
+    before = [(converted, converted.original) for converted in found]
+    try:
+        for converted in found:
+            converted.original = True
+        yield
+    finally:
+        for converted, was in before:
+            converted.original = was
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost lists of modules of one class, by path: the layers of a transformer."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{block}.") for block in found)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and not inside:
+            if len({type(child) for child in module}) == 1 and next(iter(module)).children():
+                found |= {f"{path}.{name}": child for name, child in module.named_children()}
+    return found
+
+
+_CLASSES: dict[type, type] = {}
+_ORIGINALS: dict[type, type] = {}
+
+
+def captured_class(kind: type) -> type:
+    """A subclass of `kind` of the same name, whose forward is the captured one; there is one for each class, so that
+    its code is captured once for all instances.
+
+    Raises:
+        TypeError: the class takes no subclass.
+    """
+    if kind in _ORIGINALS:
+        return kind
+    if kind not in _CLASSES:
+        original = kind.forward
+
+        @functools.wraps(original)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            place = self.__dict__.get(CONVERTED)
+            # what dynamo guards is its own captures: nobody guards that a hook for all modules is set
+            if place is None or is_capturing() or _has_any_global_hook():
+                return original(self, *args, **kwargs)
+            return place.converted.call(place, original, self, args, kwargs)
+
+        own = {"forward": forward, "__reduce_ex__": _reduce, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        made = type(kind.__name__, (kind,), {**own, "__qualname__": kind.__qualname__})
+        _CLASSES[kind], _ORIGINALS[made] = made, kind
+    return _CLASSES[kind]
+
+
+def _reduce(self: nn.Module, protocol: int) -> tuple:
+    """As the class's own, but for the class, which a pickle finds by the name of the one it was made of."""
+    kind = next(base for base in type(self).__mro__ if base in _ORIGINALS)
+    make, args, *rest = super(kind, self).__reduce_ex__(max(protocol, 2))
+    return (_made_again, (make, _ORIGINALS.get(args[0], args[0]), *args[1:]), *rest)
+
+
+def _made_again(make: Callable[..., nn.Module], kind: type, *args: Any) -> nn.Module:
+    return make(captured_class(kind), *args)

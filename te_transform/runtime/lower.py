@@ -1,0 +1,184 @@
+"""From a plan to what runs: the captured graph, with each site's operations replaced by one call of its fused op.
+
+All else in the graph stays bitwise what dynamo captured.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from te_transform.backends import plain
+from te_transform.backends.joined import Join
+from te_transform.backends.masks import Mask
+from te_transform.canonicalize import written
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import dtype_of, is_model_tensor, is_parameter, is_random, is_tensor_node, shows_layout
+from te_transform.plan.match import Plan, Site
+
+
+Apart = list[tuple[weakref.ref, ...]]  # groups of joined parameters that do not lie next to each other
+
+
+def lower(plan: Plan, apart: Apart, without: Collection[Site] = ()) -> fx.GraphModule:
+    """The graph that runs.
+
+    Args:
+        plan: its captured graph is copied.
+        apart: where groups are noted that a call finds apart, see Join.
+        without: sites that run as they were captured.
+    """
+    lowering = _Lowering(plan, apart)
+    for site in plan.sites:
+        if site not in without and not _changes_nothing(site):
+            lowering.put(site)
+    lowering.graph.lint()
+    lowering.module.recompile()
+    # fx prints a graph when it is first called; what cannot be printed has to fail here
+    _LazyGraphModule.force_recompile(lowering.module)
+    return lowering.module
+
+
+def _changes_nothing(site: Site) -> bool:
+    """In plain PyTorch a linear by itself is what was captured."""
+    return type(site.fused) is plain.Linear and len(site.weights[0]) == 1
+
+
+def reference(plan: Plan, site: Site) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
+    """What a site replaces: the captured operations between its inputs and its outputs.
+
+    Returns:
+        A module of these operations, which returns a tuple of the site's outputs, and the captured nodes that are
+        its arguments.
+    """
+    captured = {node.name: node for node in plan.captured.graph.nodes}
+    outputs = [captured[node.meta["origin"]] for node in site.outputs]
+    return edit.extract(plan.captured, outputs, {captured[name] for name in _inputs(site)})
+
+
+def _inputs(site: Site) -> set[str]:
+    """The names of the captured nodes that the arguments of a site are, or are made of."""
+    found, waiting = set(), list(site.node.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if "origin" in node.meta:
+            found.add(node.meta["origin"])
+        else:
+            waiting += node.all_input_nodes
+    return found
+
+
+class _Lowering:
+    """Puts sites into a copy of the captured graph, in the order of the canonical graph.
+
+    `stands` maps the name of each captured node to the node of the copy that has its value now.
+    """
+
+    def __init__(self, plan: Plan, apart: Apart):
+        self.plan, self.apart = plan, apart
+        self.graph, self.stands = edit.copy_by_name(plan.captured.graph)
+        self.module = fx.GraphModule(plan.captured, self.graph)
+        self.written = {node.name for node in written(plan.captured.graph)}
+        self.masks: dict[fx.Node, fx.Node] = {}
+        self.shared: dict[tuple, fx.Node] = {}
+
+    def put(self, site: Site) -> None:
+        """Call the site's op where the first of its outputs is computed."""
+        outputs = {node: self.stands[node.meta["origin"]] for node in site.outputs}
+        at = min(outputs.values())
+        made: dict[fx.Node, fx.Node] = {}
+        args = self._inner(site.node.args, at, made)
+        if isinstance(site.fused, plain.DotProductAttention):
+            args = self._with_mask(args, at)
+        name = site.name.replace(".", "_")
+        self.module.add_submodule(name, site.fused)
+        made[site.node] = edit.insert_call(self.graph, at, name, args, like=site.node)
+        for canonical, old in outputs.items():
+            new = made[site.node] if canonical is site.node else self._columns(canonical, old, at, made)
+            self.stands[canonical.meta["origin"]] = new
+            edit.replace_uses(old, new)
+        edit.erase_cascade(self.graph, outputs.values(), self._names_in(site))
+
+    def _columns(
+        self, canonical: fx.Node, old: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node]
+    ) -> fx.Node:
+        """One linear's share of a merged product, as a tensor of its own where somebody could tell."""
+        edit.take_any_layout(old)
+        columns = self._copied(canonical, at, made)
+        if not shows_layout(old):
+            return columns
+        own = {"memory_format": torch.contiguous_format}
+        return edit.insert_call(self.graph, at, torch.clone, (columns,), own, like=canonical)
+
+    def _names_in(self, site: Site) -> set[str]:
+        inside, _ = reference(self.plan, site)
+        return {node.name for node in inside.graph.nodes if node.op not in ("placeholder", "output")}
+
+    def _inner(self, args: Any, at: fx.Node, made: dict[fx.Node, fx.Node]) -> Any:
+        """The arguments of a canonical call as nodes of the graph that runs, in front of `at`."""
+        return fx.node.map_aggregate(
+            args, lambda arg: self._node(arg, at, made) if isinstance(arg, fx.Node) else arg
+        )
+
+    def _node(self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+        if node in made:
+            return made[node]
+        if "origin" in node.meta:
+            return self.stands[node.meta["origin"]]
+        made[node] = self._copied(node, at, made)
+        return made[node]
+
+    def _copied(self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The same call in the graph that runs."""
+        args, kwargs = self._inner(node.args, at, made), self._inner(dict(node.kwargs), at, made)
+        if node.target is not ops.join:
+            key = (node.target, args, tuple(kwargs.items()))
+            is_mask = is_tensor_node(node) and dtype_of(node) is torch.bool
+            if is_mask and key in self.shared:  # all layers have the same one, which is looked at once
+                return self.shared[key]
+            call = edit.insert_call(self.graph, at, node.target, args, kwargs, like=node)
+            if is_mask:
+                self.shared[key] = call
+            return call
+        name = f"join_{at.name}_{len(made)}"
+        self.module.add_submodule(name, Join(self.apart))
+        return edit.insert_call(self.graph, at, name, args, like=node)
+
+    def _with_mask(self, args: tuple, at: fx.Node) -> tuple:
+        """The arguments of attention with its mask found out at run time, where that is possible.
+
+        A mask of finite numbers leaves a row that it hides everywhere uniform, for which the canonical form has the
+        query zeroed: that is left to the op, which need not do it where the mask turns out to be causal.
+        """
+        query, mask = args[0], args[3]
+        hidden = None
+        if isinstance(query, fx.Node) and query.target is ops.zero_hidden:
+            query, hidden = query.args
+        if isinstance(mask, fx.Node):
+            mask = self._proved(mask, at)
+        return (query, *args[1:3], mask, *args[4:], hidden)
+
+    def _proved(self, mask: fx.Node, at: fx.Node) -> fx.Node:
+        if mask not in self.masks:
+            make, inputs = edit.extract(self.module, [mask], ())
+            if not self._provable(make, inputs):
+                return mask
+            name = f"mask_{len(self.masks)}"
+            stored = [is_model_tensor(node) for node in inputs]
+            self.module.add_submodule(name, Mask(make, stored))
+            self.masks[mask] = edit.insert_call(self.graph, at, name, inputs, like=mask)
+        return self.masks[mask]
+
+    def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
+        """Whether a mask is made of sizes, buffers and data alone, all of them as they are when it is made."""
+        inside = [node for node in make.graph.nodes if node.op not in ("placeholder", "output")]
+        pure = not any(is_random(node) or node.op != "call_function" and node.op != "call_method" for node in inside)
+        learned = any(is_parameter(node) for node in inputs) or any(
+            is_tensor_node(node) and node.meta["example_value"].requires_grad for node in (*inputs, *inside)
+        )
+        return pure and not learned and not self.written & {node.name for node in (*inputs, *inside)}

@@ -1,0 +1,41 @@
+"""Torch function modes that captured graphs run in and that dynamo must not see: it would trace through
+them, and capture another graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+_aside: ContextVar[tuple[GraphMode, ...]] = ContextVar("_aside", default=())
+
+
+class GraphMode(TorchFunctionMode):
+    """A mode that sees every torch call of a converted model, in its captured graphs and around them."""
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Take the graph modes off while dynamo's callable is called."""
+    taken: list[GraphMode] = []
+    while isinstance(mode := _get_current_function_mode(), GraphMode):
+        mode.__exit__(None, None, None)
+        taken.insert(0, mode)
+    token = _aside.set(tuple(taken))
+    try:
+        yield
+    finally:
+        _aside.reset(token)
+        for mode in taken:
+            mode.__enter__()
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[bool]:
+    """Enter those that were set aside, for the calls of a captured graph; says whether there are any."""
+    with contextlib.ExitStack() as stack:
+        for mode in _aside.get():
+            stack.enter_context(mode)
+        yield bool(_aside.get())

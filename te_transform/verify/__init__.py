@@ -1,0 +1,1 @@
+"""Judges: what a site, or a whole converted model, computes, against what the original computes in fp64."""

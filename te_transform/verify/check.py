@@ -1,0 +1,148 @@
+"""Check the sites of a captured graph on the values that they get in a call, and say which are wrong."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from te_transform.graph.inputs import Inputs
+from te_transform.graph.nodes import name_in_model, path_of, value
+from te_transform.graph.preserve import same_random
+from te_transform.plan.match import Plan, Site
+from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.lower import lower, reference
+from te_transform.verify.compare import Contenders, judge
+from te_transform.verify.replay import Subject, in_double, widened
+
+
+def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
+    """Compare each site with the captured operations that it replaces, on the values of one call.
+
+    Forward and gradients, dropout off, against fp64 (see compare.py). The captured graph runs once, without
+    gradients, and each site is checked when its turn comes: needs the memory of one site in fp64. A graph on
+    fake tensors, or on the meta device, is not checked.
+
+    Args:
+        graph: only read.
+        arguments: of the call; they are left as they are.
+
+    Returns:
+        What is wrong with each site that is.
+    """
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if not graph.plan.sites or any(is_fake(tensor) or tensor.is_meta for tensor in tensors):
+        return {}
+    with torch.inference_mode(False), same_random(tensors):
+        walk = _Walk(graph.plan)
+        with torch.no_grad():
+            walk.run(*map(_own, arguments))
+    return walk.wrong
+
+
+def _own(argument: Any) -> Any:
+    """The argument, in memory of its own where a forward might write into it."""
+    written = isinstance(argument, Tensor) and not isinstance(argument, nn.Parameter)
+    return argument.clone() if written else argument
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """A site and what it replaces, as modules with the same arguments."""
+
+    site: Site
+    fused: fx.GraphModule
+    reference: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, site: Site) -> _Pair:
+        alone, inputs = reference(plan, site)
+        fused = lower(replace(plan, captured=alone, sites=[site], outcomes=[]), [])
+        captured = {node.name: node for node in plan.captured.graph.nodes}
+        return cls(site, fused, alone, inputs, tuple(captured[n.meta["origin"]] for n in site.outputs))
+
+    def wrong(self, held: dict[str, Any]) -> str | None:
+        """What is wrong with the site on these values of captured nodes, which are given by name: its worst
+        number, or what running it raised."""
+        try:
+            with torch.enable_grad():
+                rows = judge(self._contenders(held), self._given(held))
+        except Exception as error:  # whatever it is, the model runs without this site
+            return f"on its recorded inputs it raised {type(error).__name__}: {error}"
+        failed = [row for row in rows if not row.ok]
+        return str(max(failed, key=lambda row: row.times)) if failed else None
+
+    def _given(self, held: dict[str, Any]) -> Inputs:
+        """The site's inputs but for its parameters; those require a gradient that do so in the model."""
+        given = []
+        for node in self.inputs:
+            if not isinstance(held[node.name], nn.Parameter):
+                trained = isinstance(value(node), Tensor) and value(node).requires_grad
+                given.append(held[node.name].detach().requires_grad_() if trained else held[node.name])
+        return Inputs(tuple(given))
+
+    def _contenders(self, held: dict[str, Any]) -> Contenders:
+        own = {node: held[node.name] for node in self.inputs if isinstance(held[node.name], nn.Parameter)}
+        wide = {node: widened(parameter) for node, parameter in own.items()}
+        return Contenders(
+            self._subject(self.reference, own),
+            self._subject(self.fused, own),
+            self._subject(self.reference, wide, double=True),
+        )
+
+    def _subject(
+        self, module: fx.GraphModule, parameters: dict[fx.Node, Tensor], double: bool = False
+    ) -> Subject:
+        paths = [path_of(node) for node in self.outputs] if len(self.outputs) > 1 else [""]
+        names = [(name_in_model(node) or node.name, tensor) for node, tensor in parameters.items()]
+
+        def call(*given: Any) -> dict[str, Any]:
+            rest = iter(given)
+            arguments = [parameters[n] if n in parameters else next(rest) for n in self.inputs]
+            return dict(zip(paths, module(*arguments), strict=True))
+
+        return Subject(call, lambda: names, partial(in_double, module) if double else nullcontext)
+
+
+class _Walk(fx.Interpreter):
+    """Runs the captured graph and judges each site as soon as the last of its values is computed.
+
+    Nothing is written to between the first of a site's operations and the last, which are all of one region:
+    its inputs are still what they were.
+    """
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan.captured)
+        self.wrong: dict[Site, str] = {}
+        self.held: dict[str, Any] = {}
+        self.due: dict[fx.Node, list[_Pair]] = defaultdict(list)
+        for site in plan.sites:
+            pair = _Pair.of(plan, site)
+            self.due[max(pair.outputs)].append(pair)
+        self.waiting = Counter(node.name for pairs in self.due.values() for p in pairs for node in p.inputs)
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        if node.name in self.waiting:
+            self.held[node.name] = result
+        for pair in self.due.get(node, ()):
+            if (reason := pair.wrong(self.held)) is not None:
+                self.wrong[pair.site] = reason
+            self._drop(pair)
+        return result
+
+    def _drop(self, pair: _Pair) -> None:
+        """Let go of the values that no later site reads."""
+        for node in pair.inputs:
+            self.waiting[node.name] -= 1
+            if not self.waiting[node.name]:
+                del self.held[node.name]

@@ -1,0 +1,85 @@
+"""The arithmetic that runs are judged in: without dropout, in fp64, or with random rounding."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from te_transform.runtime.modes import GraphMode
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
+    torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+}  # fmt: skip
+_DROPOUT_P = {  # where attentions take it
+    F.scaled_dot_product_attention: 4,
+    F.multi_head_attention_forward: list(inspect.signature(F.multi_head_attention_forward).parameters).index(
+        "dropout_p"
+    ),
+}
+
+
+class Judged(GraphMode):
+    """Dropout does nothing, in training mode too, and no module is touched for it: two runs can be compared.
+
+    With `double`, a forward that asks for a narrower dtype (a norm's float()) gets fp64, rounding to no less.
+    With a `generator`, results are rounded at random.
+    """
+
+    def __init__(self, double: bool = False, generator: torch.Generator | None = None):
+        super().__init__()
+        self.double, self.generator = double, generator
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return torch.dropout(args[0] if args else kwargs["input"], 0.0, False)
+        if func in _DROPOUT_P:
+            place = _DROPOUT_P[func]
+            args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
+            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        if self.double:
+            func = _DOUBLE.get(func, func)
+            args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
+        out = func(*args, **kwargs)
+        return out if self.generator is None else self._rounded(out, tree_leaves((args, kwargs)))
+
+    def _rounded(self, out: Any, given: list[Any]) -> Any:
+        if type(out) in (tuple, list):
+            return type(out)(self._rounded(item, given) for item in out)
+        if type(out) is not Tensor or not out.is_floating_point() or not out.requires_grad:
+            return out  # positions and masks: an index made of one may not jump
+        storage = out.untyped_storage()._cdata
+        if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == storage for t in given):
+            return out  # a view, nothing was computed
+        dtype = torch.finfo(out.dtype)
+        noise = torch.rand(out.shape, generator=self.generator, dtype=torch.float64).to(out.device) - 0.5
+        noisy = (out.double() * (1 + dtype.eps * noise)).to(out.dtype)
+        # a masked score is all mask, no rounding shows
+        return torch.where(out.abs() < dtype.max / 2, noisy, out)
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """torch's grouped_mm of rows [rows, in] by experts [experts, in, out], which it has in no fp64."""
+    ends = offs.tolist()
+    products = [x[start:stop] @ expert for start, stop, expert in zip([0, *ends], ends, weight, strict=False)]
+    rest = x.new_zeros(x.shape[0] - ends[-1], weight.shape[-1])
+    return torch.cat([*products, rest])
+
+
+_DOUBLE = {
+    Tensor.float: Tensor.double,
+    Tensor.half: Tensor.double,
+    Tensor.bfloat16: Tensor.double,
+    torch._grouped_mm: _grouped_mm,  # what F.grouped_mm calls
+}
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value

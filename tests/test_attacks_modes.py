@@ -1,0 +1,312 @@
+"""What a forward reads of the world: globals, closures, random numbers, modes, and how its input looks."""
+
+import contextlib
+import os
+import random
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.attacks import OTHER, Act, Block, Pair, X
+from tests.models.tiny import WIDTH
+from tests.test_attacks_python import ABSENT, Options, reads
+
+SCALE = 1.0
+TABLE = {"scale": 1.0}
+CONTEXT = ContextVar("scale", default=1.0)
+OPTIONS = Options()
+
+
+def by_default(scale: float = 1.0) -> float:
+    return scale
+
+
+def by_keyword(*, scale: float = 1.0) -> float:
+    return scale
+
+
+def cell() -> tuple[Callable[[], float], Callable[[float], None]]:
+    """Two functions that share a variable: one reads it, the other sets it."""
+    scale = 1.0
+
+    def read() -> float:
+        return scale
+
+    def write(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    return read, write
+
+
+READ, WRITE = cell()
+
+
+# What the forward reads, and what changes (undone by pytest's monkeypatch)
+
+GLOBALS = {
+    "a global": (lambda s, x: SCALE, lambda patch: patch.setitem(globals(), "SCALE", 2.0)),
+    "a global's item": (lambda s, x: TABLE["scale"], lambda patch: patch.setitem(TABLE, "scale", 2.0)),
+    "a global's default": (lambda s, x: TABLE.get("a", 1.0), lambda patch: patch.setitem(TABLE, "a", 2.0)),
+    "a global's attribute": (lambda s, x: OPTIONS.scale, lambda patch: patch.setattr(OPTIONS, "scale", 2.0)),
+    "globals()": (lambda s, x: globals().get("A", 1.0), lambda patch: patch.setitem(globals(), "A", 2.0)),
+    "a default argument": (
+        lambda s, x: by_default(),
+        lambda patch: patch.setattr(by_default, "__defaults__", (2.0,)),
+    ),
+    "a default keyword": (
+        lambda s, x: by_keyword(),
+        lambda patch: patch.setattr(by_keyword, "__kwdefaults__", {"scale": 2.0}),
+    ),
+    "a global function": (
+        lambda s, x: by_default(),
+        lambda patch: patch.setitem(globals(), "by_default", lambda: 2.0),
+    ),
+    "a function of torch": (lambda s, x: torch.tanh(x), lambda patch: patch.setattr(torch, "tanh", torch.neg)),
+    "a function of F": (lambda s, x: F.relu(x), lambda patch: patch.setattr(F, "relu", torch.neg)),
+    "a function that is matched": (
+        lambda s, x: 1.0,
+        lambda patch: patch.setattr(F, "linear", lambda x, weight, bias=None: x @ (2 * weight.t())),
+    ),
+    "another class's attribute": (
+        lambda s, x: getattr(Block, "late", 1.0),
+        lambda patch: patch.setattr(Block, "late", 2.0, raising=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GLOBALS)
+def test_what_is_global_may_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, change = GLOBALS[name]
+    reads(read, ABSENT).attack(lambda model: change(monkeypatch))
+
+
+@pytest.mark.parametrize("name", ["closure", "context"])
+def test_a_variable_that_is_shared_may_change(name: str) -> None:
+    read, write = (READ, WRITE) if name == "closure" else (CONTEXT.get, CONTEXT.set)
+    pair = reads(lambda s, x: read(), ABSENT)
+    try:
+        pair.attack(lambda model: write(2.0))
+    finally:
+        write(1.0)
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="dynamo sets no guard on the environment")
+def test_the_environment_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = reads(lambda s, x: 2.0 if os.environ.get("A_SWITCH") else 1.0, ABSENT)
+    pair.attack(lambda model: monkeypatch.setenv("A_SWITCH", "1"))
+
+
+# Random numbers: the original's, for the same seeds, at each call
+
+RANDOM = {
+    "random": lambda s, x: random.random(),
+    "random.randint": lambda s, x: random.randint(1, 9),
+    "random branch": lambda s, x: 2.0 if random.random() < 0.5 else 1.0,
+    "numpy.random": lambda s, x: float(numpy.random.rand()),
+    "numpy.random branch": lambda s, x: 2.0 if numpy.random.rand() < 0.6 else 1.0,
+    "torch.rand": lambda s, x: torch.rand(()),
+    "torch.rand_like": lambda s, x: torch.rand_like(x),
+    "torch.randperm": lambda s, x: torch.randperm(WIDTH) / WIDTH,
+    "a branch on torch.rand": lambda s, x: 2.0 if torch.rand(()) < 0.5 else 1.0,
+    "a generator": lambda s, x: torch.rand((), generator=s.late),
+    "dropout": lambda s, x: F.dropout(x, 0.5, s.training),
+    "bernoulli in place": lambda s, x: torch.empty_like(x).bernoulli_(0.5),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_drawn_as_the_original_draws_them(name: str) -> None:
+    draw(RANDOM[name], lambda: torch.Generator().manual_seed(0))
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="dynamo takes what a random.Random draws for a constant")
+def test_a_random_number_generator_of_the_users_own() -> None:
+    draw(lambda s, x: s.late.random(), lambda: random.Random(0))
+
+
+def draw(read: Callable[[Any, Tensor], Any], source: Callable[[], Any]) -> None:
+    def thrice(model: nn.Module, x: Tensor) -> list[Tensor]:
+        return [model(x) for _ in range(3)]
+
+    found = reads(read, source).agree(thrice)
+    outputs = [found[f"output {place}"] for place in range(3)]
+    assert not all(torch.equal(outputs[0], output) for output in outputs)
+
+
+# Modes that the call runs in
+
+
+def under(*contexts: Callable[[], Any]) -> Act:
+    def act(model: nn.Module, x: Tensor) -> Any:
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            return model(x)
+
+    return act
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def low() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+MODES = {
+    "no_grad": (lambda s, x: 1.0 + torch.is_grad_enabled(), torch.no_grad),
+    "inference_mode": (lambda s, x: 1.0 + torch.is_inference_mode_enabled(), torch.inference_mode),
+    "autocast": (lambda s, x: 1.0 + torch.is_autocast_enabled("cpu"), low),
+    "autocast's dtype": (lambda s, x: 1.0 + (s.mlp.fc1(x).dtype == torch.bfloat16), low),
+    "default dtype": (
+        lambda s, x: 1.0 + (torch.get_default_dtype() == torch.float64),
+        lambda: default_dtype(torch.float64),
+    ),
+    "default dtype of a new tensor": (
+        lambda s, x: (torch.ones(()) / 3).to(torch.float64).float(),
+        lambda: default_dtype(torch.bfloat16),
+    ),
+    "deterministic": (lambda s, x: 1.0 + torch.are_deterministic_algorithms_enabled(), deterministic),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_mode_may_be_another(name: str) -> None:
+    read, mode = MODES[name]
+    reads(read, ABSENT).attack_call(under(mode), atol=2e-2 if "autocast" in name else 1e-5)
+
+
+# How the input looks
+
+
+class Tagged(Tensor):
+    """A subclass of the user's own."""
+
+
+def tagged(x: Tensor) -> Tensor:
+    x.tag = 2.0
+    return x
+
+
+INPUTS = {
+    "requires_grad": (lambda s, x: 1.0 + x.requires_grad, lambda x: x.requires_grad_()),
+    "no leaf": (lambda s, x: 1.0 + x.is_leaf, lambda x: x.requires_grad_() * 1),
+    "a grad_fn": (lambda s, x: 1.0 + (x.grad_fn is None), lambda x: x.requires_grad_() * 1),
+    "contiguity": (lambda s, x: 1.0 + x.is_contiguous(), lambda x: x.mT.contiguous().mT),
+    "strides": (lambda s, x: float(x.stride(1)), lambda x: torch.cat([x, x], -1)[..., :WIDTH]),
+    "dimensions": (lambda s, x: float(x.dim()), lambda x: x[0]),
+    "one row": (lambda s, x: float(len(x)), lambda x: x[:1]),
+    "one token": (lambda s, x: float(x.shape[1]), lambda x: x[:, :1]),
+    "more tokens": (lambda s, x: float(x.shape[1]), lambda x: torch.cat([x, x], 1)),
+    "no rows": (lambda s, x: float(len(x)), lambda x: x[:0]),
+    "a branch on the size": (lambda s, x: 2.0 if x.shape[1] > 7 else 1.0, lambda x: torch.cat([x, x], 1)),
+    "a branch on the values": (lambda s, x: 2.0 if x.sum() > 100 else 1.0, lambda x: x.abs()),
+    "a Python number of it": (lambda s, x: x.max().item(), lambda x: 2 * x),
+    "an attribute": (lambda s, x: getattr(x, "tag", 1.0), tagged),
+    "a Parameter": (lambda s, x: 1.0 + isinstance(x, nn.Parameter), nn.Parameter),
+    "a subclass": (lambda s, x: 1.0 + isinstance(x, Tagged), lambda x: x.as_subclass(Tagged)),
+    "an inference tensor": (lambda s, x: 1.0 + x.is_inference(), None),
+    "a hook": (lambda s, x: 1.0, lambda x: doubling(x.requires_grad_())),
+    "expanded": (lambda s, x: 1.0, lambda x: x[:1].expand(3, -1, -1)),
+    "negated view": (lambda s, x: 1.0 + x.is_neg(), torch._neg_view),
+}
+
+
+def doubling(x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: 2 * grad)
+    return x
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_input_may_look_otherwise(name: str) -> None:
+    read, change = INPUTS[name]
+    if change is None:
+        with torch.inference_mode():
+            inference = X.clone()
+        change = lambda x: inference  # noqa: E731
+    reads(read, ABSENT).attack_call(lambda model, x: model(change(x)))
+
+
+class Takes(Block):
+    """A block with arguments of all kinds."""
+
+    def forward(self, x: Tensor, scale: Any = 1.0, *more: Any, mask: Any = None, **options: Any) -> Tensor:
+        out = x + self.mlp(self.norm(x)) * scale
+        for extra in (*more, *options.values()):
+            out = out + (extra if isinstance(extra, (Tensor, float, int)) else len(extra))
+        return out if mask is None else out * mask
+
+
+ARGUMENTS = {
+    "a number": ((2.0,), {}),
+    "an int": ((3,), {}),
+    "a tensor": ((torch.tensor(2.0),), {}),
+    "an array's number": ((numpy.float32(2.0),), {}),
+    "by name": ((), {"scale": 2.0}),
+    "more of them": ((1.0, 2.0, OTHER), {}),
+    "a mask": ((), {"mask": OTHER > 0}),
+    "unknown names": ((), {"bias": OTHER, "shift": 1.0}),
+    "a list": ((1.0, [1, 2, 3]), {}),
+    "a dict": ((), {"names": {"a": 1, "b": 2}}),
+    "a str": ((1.0, "four"), {}),
+    "the input again": ((X,), {}),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_may_be_others(name: str) -> None:
+    args, options = ARGUMENTS[name]
+    Pair.shared(Takes).attack_call(lambda model, x: model(x, *args, **options))
+
+
+@pytest.mark.parametrize("arguments", [(), (X, 1.0, None), (X[..., :3],), ("a",), (None,)], ids=repr)
+def test_arguments_that_the_original_refuses_are_refused_alike(arguments: tuple) -> None:
+    pair = Pair.shared(Takes)
+    assert "error" in pair.agree(lambda model, x: model(*arguments))
+    assert "error" not in pair.agree()
+
+
+# Branches on the dtype, as T5's, whose fp16 is kept from overflowing
+
+
+class Clamps(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(self.norm(x))
+        if y.dtype == torch.float16 and y.isfinite().all():
+            y = y.clamp(-0.1, 0.1)
+        if y.dtype == torch.float64:
+            y = y * 2
+        return x + y
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.bfloat16])
+def test_a_branch_on_the_dtype(dtype: torch.dtype) -> None:
+    pair = Pair.of(Clamps)
+    for model in pair.models:
+        model.to(dtype)
+    pair.agree(lambda model, x: model(x.to(dtype)), atol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_branch_on_the_dtype_under_autocast(dtype: torch.dtype) -> None:
+    pair = Pair.of(Clamps)
+    pair.attack_call(under(lambda: torch.autocast("cpu", dtype)), atol=4 * torch.finfo(dtype).eps)
