@@ -1,8 +1,8 @@
 """Gradient accumulation on TE's fused kernels, for any torch optimizer.
 
-Over the calls of one accumulation the weights do not change: FP8 weights are quantised once, and each
-product adds the weight's gradient to a buffer, parameter.main_grad, in the kernel that computes it.
-Parameters that no such kernel reads (norms, biases, embeddings) get their gradients as always.
+Over the calls of one accumulation the weights do not change: FP8 weights are quantized once, and each product
+adds the weight's gradient to a buffer in the kernel that computes it. Parameters that no such kernel reads (norms,
+biases, embeddings) get their gradients as always.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from te_transform.autocast import precisions
-from te_transform.originals import fusions, original_parameters
+from te_transform.backends.gradients import Gradients
+from te_transform.backends.joined import state_of
+from te_transform.backends.limits import on_kernels_device
+from te_transform.backends.weight_cache import forget_weights
 
 
 class AccumulationError(RuntimeError):
@@ -24,12 +26,24 @@ class AccumulationError(RuntimeError):
 
 @dataclass(eq=False)
 class Accumulation:
-    """What takes part, by the original parameters' names, and what is `left_out`, with the reasons."""
+    """What takes part so far, by the parameters' names, and what is `left_out`, with the reasons."""
 
     steps: int
-    fused: tuple[str, ...]
-    left_out: dict[str, str]
+    parameters: dict[str, nn.Parameter]
+    gradients: Gradients
     taken: int = field(default=0, init=False)  # forward calls so far
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """The parameters to whose sums kernels add."""
+        summed = self.gradients.by_parameter()
+        return tuple(name for name, parameter in self.parameters.items() if parameter in summed)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Those that get their gradients as always, with the reasons."""
+        fused = set(self.fused)
+        return {name: _reason(parameter) for name, parameter in self.parameters.items() if name not in fused}
 
 
 @contextlib.contextmanager
@@ -55,25 +69,21 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
             dropped and `.grad` keeps what other parameters got.
     """
     _check(model, steps)
-    weights = _weights(model)
-    held = dict.fromkeys(weight for _, weight in weights)
-    originals = original_parameters(model)
-    names = tuple(name for name, original in originals.items() if original.held in held)
-    left_out = {name: _reason(o.held) for name, o in originals.items() if o.held not in held}
-    running = Accumulation(steps, names, left_out)
+    gradients, parameters = Gradients(dtype), dict(model.named_parameters(remove_duplicate=False))
+    running = Accumulation(steps, parameters, gradients)
     hook = model.register_forward_pre_hook(lambda module, _: _count(module, running))
     try:
-        for weight in held:
-            weight.main_grad = torch.zeros_like(weight, dtype=dtype)
-        _switch(model, weights, on=True)
+        for parameter in parameters.values():
+            state_of(parameter).gradients = gradients
         yield running
-        for weight in held:
-            _hand_over(weight)
+        for parameter, total in gradients.by_parameter().items():
+            total = total if parameter.grad is None else total + parameter.grad
+            parameter.grad = total.to(parameter.dtype)
     finally:
         hook.remove()
-        _switch(model, weights, on=False)
-        for weight in held:
-            weight.__dict__.pop("main_grad", None)
+        for parameter in parameters.values():
+            state_of(parameter).gradients = None
+        forget_weights(parameters.values())
 
 
 def _check(model: nn.Module, steps: int) -> None:
@@ -84,36 +94,24 @@ def _check(model: nn.Module, steps: int) -> None:
             "the model is wrapped by DistributedDataParallel, which reduces gradients as autograd hands "
             "them out, and kernels that add them to a buffer hand out none: use its no_sync() instead"
         )
-    if taken := [name for name, p in model.named_parameters() if hasattr(p, "main_grad")]:
+    if taken := [name for name, p in model.named_parameters() if "main_grad" in p.__dict__]:
         raise AccumulationError(
-            f"{taken[0]} has a main_grad already, it is needed here: leave the outer accumulate(), or the "
-            "framework that keeps it"
+            f"{taken[0]} has a main_grad already, it is needed here: leave the framework that keeps it"
+        )
+    if any(state_of(parameter).gradients is not None for parameter in model.parameters()):
+        raise AccumulationError(
+            "an accumulate() of this model is running already, one at a time can be: leave the outer one"
         )
 
 
-def _weights(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
-    """The fused modules whose kernels can add to a buffer, with each of their weights."""
-    found = []
-    for fusion in fusions(model):
-        fused = fusion.fused
-        if fusion.enabled and hasattr(fused, "fuse_wgrad_accumulation"):
-            weights = [getattr(fused, name) for name in fused.weight_names]
-            if all(_takes_part(weight) for weight in weights):  # the module has one switch for all
-                found += [(fused, weight) for weight in weights]
-    return found
-
-
-def _takes_part(weight: Tensor) -> bool:
-    plain = isinstance(weight, nn.Parameter) and type(weight.data) is Tensor
-    return plain and weight.is_cuda and weight.requires_grad
-
-
-def _reason(held: Tensor) -> str:
-    if not held.requires_grad:
+def _reason(parameter: nn.Parameter) -> str:
+    if not parameter.requires_grad:
         return "it is frozen"
-    if not held.is_cuda:
+    if not on_kernels_device(parameter):
         return "it is not on the GPU"
-    return "no fused product reads it" if held.dim() > 1 else "it is no matrix, its gradient is no product"
+    if parameter.dim() > 1:
+        return "no fused product reads it"
+    return "it is no matrix, its gradient is no product"
 
 
 def _count(module: nn.Module, running: Accumulation) -> None:
@@ -124,21 +122,3 @@ def _count(module: nn.Module, running: Accumulation) -> None:
                 f"this is forward pass {running.taken} of accumulate(steps={running.steps}): leave the "
                 "context and step the optimizer, or give the number of steps that there are"
             )
-
-
-def _switch(model: nn.Module, weights: list[tuple[nn.Module, nn.Parameter]], on: bool) -> None:
-    for fused, _ in weights:
-        fused.fuse_wgrad_accumulation = on
-    for precision in precisions(model).values():
-        precision.accumulating = on
-        precision.forget()
-
-
-def _hand_over(weight: nn.Parameter) -> None:
-    """Let the sum be the parameter's gradient, with what came to that on another way."""
-    total = weight.main_grad
-    if weight.grad is not None:
-        total += weight.grad
-    weight.grad = None
-    del weight.main_grad
-    weight.grad = total.to(weight.dtype)

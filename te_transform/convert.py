@@ -94,7 +94,7 @@ def convert(
     converted = Converted(options, len(blocks(made)) > DEEP, check_sites if verify else None)
     try:
         enter(made, converted)
-        seen = _first_calls(made, converted, samples, foreign=() if inplace else model.parameters())
+        seen = _first_calls(made, converted, samples, None if inplace else model)
         for group in progress(seen.groups, "laying parameters next to each other"):
             lay(group)
         converted.report = _report(made, converted, seen)
@@ -117,9 +117,9 @@ class _Seen:
     breaks: list[str] = field(default_factory=list)
 
 
-def _first_calls(model: nn.Module, converted: Converted, samples: Sequence[Inputs], foreign: Any) -> _Seen:
+def _first_calls(model: nn.Module, converted: Converted, samples: Sequence[Inputs], original: nn.Module | None) -> _Seen:
     """Capture the forward in training mode, by calling the model on its example inputs; it is left as it was."""
-    others = set(map(id, foreign))
+    others = set() if original is None else set(map(id, original.parameters()))
 
     def check_own(arguments: Sequence[Any]) -> None:
         if any(id(argument) in others for argument in arguments):
@@ -129,7 +129,7 @@ def _first_calls(model: nn.Module, converted: Converted, samples: Sequence[Input
             )
 
     trainable = not any(parameter.is_inference() for parameter in model.parameters())
-    with _watched(converted, model, check_own) as seen, preserved(model), torch.set_grad_enabled(trainable):
+    with _watched(converted, model, check_own) as seen, preserved(model, original), torch.set_grad_enabled(trainable):
         for sample in progress(samples, "capturing"):
             _call(model.train(), sample)
     return seen
@@ -154,7 +154,9 @@ def _watched(
         yield seen
     finally:
         converted.watch = None
-    seen.breaks = [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
+    seen.breaks = [
+        reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)
+    ]
 
 
 def _call(model: nn.Module, sample: Inputs) -> None:
@@ -168,9 +170,7 @@ def _call(model: nn.Module, sample: Inputs) -> None:
 
 
 def _report(model: nn.Module, converted: Converted, seen: _Seen) -> Report:
-    outcomes = [
-        outcome.below(path) for path, graph in seen.graphs for outcome in graph.plan.outcomes
-    ]
+    outcomes = [outcome.below(path) for path, graph in seen.graphs for outcome in graph.plan.outcomes]
     graphs = [graph for _, graph in seen.graphs]
     largest = max(graphs, key=lambda graph: len(graph.plan.canonical.nodes), default=None)
     empty = fx.Graph()
@@ -221,7 +221,9 @@ def revert(converted: nn.Module) -> nn.Module:
     return converted
 
 
-def te_transform(captured: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+def te_transform(
+    captured: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
+) -> Callable[..., Any]:
     """The backend behind `torch.compile(model, backend="te_transform", options={...})`; see convert() for options.
 
     Nothing is laid out, checked or reported beforehand: that is what convert() is for.
@@ -230,7 +232,9 @@ def te_transform(captured: fx.GraphModule, example_inputs: Sequence[Any], **opti
         OptionError: an option has a value that it cannot have.
     """
     held = nn.ParameterList([value for value in example_inputs if isinstance(value, nn.Parameter)])
-    return Converted(Options.of(held, PIPELINE, **(options.get("options") or {}))).backend(captured, example_inputs)
+    return Converted(Options.of(held, PIPELINE, **(options.get("options") or {}))).backend(
+        captured, example_inputs
+    )
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -1,96 +1,337 @@
-"""A stand-in for the backend of Transformer Engine: the same doors, plain PyTorch on the CPU behind them."""
+"""A stand-in for Transformer Engine: the names that backends/te.py imports, plain PyTorch on the CPU behind them.
 
-import contextlib
+Its modules read their parameters as TE's do, round to FP8 with scales of the same recipes, run their backward once,
+add weights' gradients to main_grad, and keep quantized weights when they are told to.
+"""
+
+from __future__ import annotations
+
+import importlib
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform.backends
-from te_transform import vocabulary
-from te_transform.autocast import Amax
-from te_transform.backends import torch as plain
-from te_transform.slots import traced
+from te_transform.backends import limits, plain
+from te_transform.graph import ops
+
+E4M3 = 448.0
+HYBRID = SimpleNamespace(value=SimpleNamespace(max_fwd=E4M3, max_bwd=E4M3), name="HYBRID")
 
 
-class Core(plain.DotProductAttention):
-    """An attention core as TE's is: it stands for SDPA, and has a kernel for some calls without a mask."""
+@dataclass
+class Recipe:
+    margin: int = 0
+    reduce_amax: bool = True
+    fp8_format = HYBRID
 
-    stands_for = ("eager", "sdpa")
 
-    def __init__(self):
+class DelayedScaling(Recipe):
+    pass
+
+
+class Float8CurrentScaling(Recipe):
+    pass
+
+
+class Float8BlockScaling(Recipe):
+    pass
+
+
+class MXFP8BlockScaling(Recipe):
+    pass
+
+
+class FP8GlobalStateManager:
+    """The recipe that is on, how deep autocasts are, and the states that the outermost updates."""
+
+    quantization_state = SimpleNamespace(autocast_depth=0, recipe=None, states=[], steps=0)
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return cls.quantization_state.recipe is not None
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        return cls.quantization_state.recipe or DelayedScaling()
+
+
+class autocast:
+    def __init__(self, enabled: bool = True, recipe: Recipe | None = None):
+        self.recipe = recipe if enabled else None
+
+    def __enter__(self) -> None:
+        state = FP8GlobalStateManager.quantization_state
+        self.before, state.recipe = state.recipe, self.recipe
+        state.autocast_depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        state = FP8GlobalStateManager.quantization_state
+        state.recipe = self.before
+        state.autocast_depth -= 1
+        if self.recipe is not None and state.autocast_depth == 0:
+            state.steps += 1
+            if torch.is_grad_enabled():
+                for one in state.states:
+                    one.update()
+
+
+class Scales:
+    """A state of delayed scaling, as TE's: row 0 of the history is the step that runs."""
+
+    def __init__(self, count: int):
+        self.scale, self.amax_history = torch.ones(count), torch.zeros(4, count)
+
+    def rounded(self, x: Tensor, index: int) -> Tensor:
+        self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], x.detach().abs().amax())
+        return rounded(x, self.scale[index])
+
+    def update(self) -> None:
+        amax = self.amax_history.amax(0)
+        self.scale.copy_(torch.where(amax > 0, E4M3 / amax, self.scale))
+        self.amax_history.copy_(self.amax_history.roll(-1, 0))
+        self.amax_history[0] = 0
+
+
+def rounded(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """To E4M3 and back, with the best scale if none is given."""
+    wide = x.detach().float()
+    scale = E4M3 / wide.abs().amax().clamp(min=1e-20) if scale is None else scale
+    return ((wide * scale).clamp(-E4M3, E4M3).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
+
+
+class Base(nn.Module):
+    """What TE's modules have in common."""
+
+    quantized = 0  # how often weights were
+    weight_names = ("weight",)
+
+    def __init__(self, *sizes: int, bias: bool = True, params_dtype: torch.dtype, device: str, **options: Any):
         super().__init__()
-        self.plain_calls: Counter[str] = Counter()
-        self.causal: list[bool] = []  # of each call that was taken
+        assert device == "meta"
+        self.use_bias, self.dtype, self.options = bias, params_dtype, options
+        self.fuse_wgrad_accumulation, self.fp8_meta, self._fp8_workspaces = False, {}, {}
+        for name in self.names:
+            setattr(self, name, nn.Parameter(torch.empty(0, device="meta")))
 
-    def takes(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-        if traced():
-            return False
-        why = "a mask" if mask is not None else None
-        if is_causal and query.shape[2] != key.shape[2]:
-            why = "more keys than queries"
-        if why:
-            self.plain_calls[why] += 1
-        else:
-            self.causal.append(is_causal)
-        return why is None
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        if type(self.fp8_meta.get("recipe")) is type(recipe):
+            return
+        self.fp8_meta.update(recipe=recipe, scaling_fwd=None, scaling_bwd=None)
+        if isinstance(recipe, DelayedScaling):
+            self.fp8_meta.update(scaling_fwd=Scales(3 * num_gemms), scaling_bwd=Scales(2 * num_gemms))
+            states = FP8GlobalStateManager.quantization_state.states
+            states += [self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]]
 
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        tensors = [getattr(self, name) for name in self.names]
+        if self._parameters:
+            raise TypeError("Data types for parameters must match")
+        in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        if in_fp8:
+            self.init_fp8_metadata(num_gemms=len(self.weight_names))
+            assert x.shape[:-1].numel() % 16 == 0, "FP8 kernels take multiples of 16 rows"
+        keeps = is_first_microbatch is False
 
-@dataclass(eq=False)
-class Te:
-    """What stands at te_transform.backends.te, whose docstrings say what its functions do; it counts."""
+        def run(x: Tensor, *tensors: Tensor | None) -> Tensor:
+            products = iter(range(len(self.weight_names)))
 
-    NAME: str = "te"
-    PLAIN: bool = False
-    HOLDS_FP8: bool = True
-    Amax: type = Amax
-    turned: int = 0  # how often queries and keys were
-    entered: list[str] = field(default_factory=list)  # into the precision, and out of it
-    calibrated: list[tuple[nn.Module, Any, list[Amax]]] = field(default_factory=list)
+            def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                if not in_fp8:
+                    return F.linear(x, weight, bias)
+                return Product.apply(self, next(products), keeps, x, weight, bias)
 
-    def rotate(self, query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor] | None:
-        if traced() or query.dim() != 4 or angles.dim() != 3 or angles.shape[0] != 1:
-            return None
-        if angles.shape[1:] != (query.shape[2], query.shape[3]):
-            return None
-        assert angles.dtype == torch.float32
-        self.turned += 1
-        columns = angles[None].detach()  # [1, 1, length, width]: no gradient, as the kernel gives none
-        cos, sin = columns.cos(), columns.sin()
-        return tuple(vocabulary.rope(x.float(), cos, sin).to(x.dtype) for x in (query, key))
+            return self.op().plain(product, x, *tensors)
 
-    @contextlib.contextmanager
-    def autocast(self, recipe: Any, enabled: bool = True) -> Iterator[None]:
-        self.entered.append(f"in {recipe}")
-        try:
-            yield
-        finally:
-            self.entered.append("out")
+        if not torch.is_grad_enabled():
+            return run(x, *tensors)
+        adds = self.fuse_wgrad_accumulation
+        return Run.apply(run, adds, [n in self.weight_names for n in self.names], x, *tensors)
 
-    def is_delayed(self, recipe: Any) -> bool:
-        return recipe == "delayed"
+    def quantize(self, index: int, x: Tensor) -> Tensor:
+        state = self.fp8_meta["scaling_fwd"]
+        return rounded(x) if state is None else state.rounded(x, index)
 
-    def recipe_of(self, asked: Any) -> Any:
-        return asked
-
-    def multiple(self, recipe: Any) -> int:
-        return 16
-
-    def calibrate(self, fused: nn.Module, recipe: Any, products: list[Amax]) -> None:
-        self.calibrated.append((fused, recipe, products))
+    def weight_in_fp8(self, number: int, weight: Tensor, keeps: bool) -> Tensor:
+        if keeps and number in self._fp8_workspaces:
+            return self._fp8_workspaces[number]
+        type(self).quantized += 1
+        held = self.quantize(3 * number + 1, weight)
+        if keeps:
+            self._fp8_workspaces[number] = held
+        return held
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Te:
-    """Let sites be planned for plain PyTorch's modules as they are for TE's, and attention for SDPA too."""
-    te = Te()
-    monkeypatch.setitem(sys.modules, "te_transform.backends.te", te)
-    monkeypatch.setattr(te_transform.backends, "te", te, raising=False)
-    monkeypatch.setattr(plain, "PLAIN", False)
-    monkeypatch.setattr(plain, "NAME", "stand-in")  # which the rule for attention has nothing against
-    monkeypatch.setattr(plain, "DotProductAttention", Core)
-    return te
+class Product(torch.autograd.Function):
+    """A product of operands in FP8, whose backward is one too."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Base, number: int, keeps: bool, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        operands = module.quantize(3 * number, x), module.weight_in_fp8(number, weight, keeps)
+        ctx.module, ctx.number, ctx.operands, ctx.bias = module, number, operands, bias is not None
+        return F.linear(*operands, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        x, weight = ctx.operands
+        state = ctx.module.fp8_meta["scaling_bwd"]
+        held = rounded(grad) if state is None else state.rounded(grad, 2 * ctx.number)
+        dw = held.flatten(0, -2).t() @ x.flatten(0, -2)
+        db = grad.flatten(0, -2).sum(0) if ctx.bias else None
+        return None, None, None, held @ weight, dw, db
+
+
+class Run(torch.autograd.Function):
+    """A module's call, whose backward runs once, and is not recorded whatever the gradient mode is."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable, adds: bool, weights: list[bool], *tensors: Tensor | None) -> Tensor:
+        ctx.run, ctx.adds, ctx.weights, ctx.tensors, ctx.ran = run, adds, [False, *weights], tensors, False
+        with torch.no_grad():
+            return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        if ctx.ran:
+            raise AttributeError("ctx must have .tensor_objects to restore saved tensors")
+        ctx.ran = True
+        with torch.enable_grad():
+            own = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in ctx.tensors]
+            wanted = [t for t in own if t is not None and t.requires_grad]
+            found = iter(torch.autograd.grad(ctx.run(*own), wanted, grad))
+        grads = [next(found) if t is not None and t.requires_grad else None for t in own]
+        for place, (weight, is_weight) in enumerate(zip(ctx.tensors, ctx.weights, strict=True)):
+            if ctx.adds and is_weight and grads[place] is not None:
+                weight.main_grad += grads[place]
+                grads[place] = None
+        return None, None, None, *(None if g is None else g.detach() for g in grads)
+
+
+class Linear(Base):
+    names = ("weight", "bias")
+
+    def op(self) -> plain.Linear:
+        return plain.Linear()
+
+
+class LayerNormLinear(Base):
+    names = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+
+    def op(self) -> plain.LayerNormLinear:
+        return plain.LayerNormLinear(**self.options)
+
+
+class LayerNormMLP(Base):
+    names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    weight_names = ("fc1_weight", "fc2_weight")
+
+    def op(self) -> plain.LayerNormMLP:
+        name = str(self.options["activation"])
+        gated = "first half" if name in plain.GATED_ACTIVATIONS.values() else "no"
+        return plain.LayerNormMLP(**{**self.options, "activation": name}, gated=gated)
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        if torch.is_grad_enabled() and not (x.requires_grad or self.layer_norm_weight.requires_grad):
+            assert self.layer_norm_bias is not None, "'NoneType' object has no attribute 'requires_grad'"
+        return super().forward(x, is_first_microbatch)
+
+
+def apply_rotary_pos_emb(x: Tensor, angles: Tensor, tensor_format: str, fused: bool) -> Tensor:
+    """x [batch, length, heads, width], angles [length, 1, 1, width]."""
+    assert (tensor_format, fused) == ("bshd", True)
+    columns = angles.transpose(0, 1)
+    return ops.rope(x.float(), columns.cos(), columns.sin()).to(x.dtype)
+
+
+def parallel_cross_entropy(logits: Tensor, targets: Tensor, ignore_idx: int) -> Tensor:
+    return CrossEntropy.apply(logits, targets, ignore_idx)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """As TE's: its backward overwrites what the forward has kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_idx: int) -> Tensor:
+        assert logits.dim() == 3
+        ctx.kept = logits.detach().float().clone(), targets
+        flat = logits.float().flatten(0, 1)
+        loss = F.cross_entropy(flat, targets.flatten(), ignore_index=ignore_idx, reduction="none")
+        ctx.counted, ctx.dtype = targets != ignore_idx, logits.dtype
+        return loss.view_as(targets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        (logits, targets), ctx.kept = ctx.kept, None
+        hot = F.one_hot(targets.clamp(min=0), logits.shape[-1])
+        found = (logits.softmax(-1) - hot) * (grad * ctx.counted).unsqueeze(-1)
+        return found.to(ctx.dtype), None, None
+
+
+def _act_func(activation: str, recipe: Any = None) -> tuple[Any, ...]:
+    return "forward", "backward", None
+
+
+def _available(return_reason: bool = False) -> Any:
+    return (True, "") if return_reason else True
+
+
+def modules() -> dict[str, ModuleType]:
+    """The package by the names that its parts are imported by."""
+    parts: dict[str, dict[str, Any]] = {
+        "": {},
+        ".common": {"recipe": None},
+        ".common.recipe": {
+            kind.__name__: kind
+            for kind in (Recipe, DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+        },
+        ".pytorch": {
+            "Linear": Linear,
+            "LayerNormLinear": LayerNormLinear,
+            "LayerNormMLP": LayerNormMLP,
+            "autocast": autocast,
+            "parallel_cross_entropy": parallel_cross_entropy,
+            "is_fp8_available": _available,
+            "is_fp8_block_scaling_available": _available,
+            "is_mxfp8_available": _available,
+        },
+        ".pytorch.attention": {},
+        ".pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
+        ".pytorch.module": {},
+        ".pytorch.module.layernorm_mlp": {"_act_func": _act_func},
+        ".pytorch.quantization": {"FP8GlobalStateManager": FP8GlobalStateManager},
+    }
+    made = {}
+    for name, held in parts.items():
+        made[f"transformer_engine{name}"] = module = ModuleType(f"transformer_engine{name}")
+        vars(module).update(held)
+        parent, _, leaf = f"transformer_engine{name}".rpartition(".")
+        if parent:
+            setattr(made[parent], leaf, module)
+    return made
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """te_transform.backends.te, imported on the stand-in; kernels run on the CPU, at any size."""
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "te_transform.backends.te", raising=False)
+    monkeypatch.delattr(te_transform.backends, "te", raising=False)
+    imported = importlib.import_module("te_transform.backends.te")
+    monkeypatch.setitem(sys.modules, "te_transform.backends.te", imported)
+    monkeypatch.setattr(te_transform.backends, "te", imported)
+    monkeypatch.setattr(limits, "DEVICE", "cpu")
+    state = FP8GlobalStateManager.quantization_state
+    state.states, state.steps = [], 0
+    for kind in (Linear, LayerNormLinear, LayerNormMLP):
+        monkeypatch.setattr(kind, "quantized", 0)
+    with limits.at_any_size():
+        yield imported

@@ -68,7 +68,10 @@ GLOBALS = {
         lambda s, x: by_default(),
         lambda patch: patch.setitem(globals(), "by_default", lambda: 2.0),
     ),
-    "a function of torch": (lambda s, x: torch.tanh(x), lambda patch: patch.setattr(torch, "tanh", torch.neg)),
+    "a function of torch": (
+        lambda s, x: torch.tanh(x),
+        lambda patch: patch.setattr(torch, "tanh", torch.neg),
+    ),
     "a function of F": (lambda s, x: F.relu(x), lambda patch: patch.setattr(F, "relu", torch.neg)),
     "a function that is matched": (
         lambda s, x: 1.0,

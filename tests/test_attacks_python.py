@@ -1,4 +1,4 @@
-"""What a forward reads of its model: attributes, modules, containers. Each may change after the conversion."""
+"""What a forward reads of its model: attributes, modules, containers. Each may change after convert()."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -250,7 +250,11 @@ CONTAINERS = {
         lambda: {"a": {"b": 1.0}},
         lambda m: m.late["a"].update(b=2.0),
     ),
-    "a tensor in a dict": (lambda s, x: s.late["a"], lambda: {"a": full()}, lambda m: m.late.update(a=full(4.0))),
+    "a tensor in a dict": (
+        lambda s, x: s.late["a"],
+        lambda: {"a": full()},
+        lambda m: m.late.update(a=full(4.0)),
+    ),
     "a list's item": (lambda s, x: s.late[0], lambda: [1.0], lambda m: m.late.__setitem__(0, 2.0)),
     "a list's sum": (lambda s, x: sum(s.late), lambda: [1.0], lambda m: m.late.append(1.0)),
     "a tuple": (lambda s, x: s.late[0], lambda: (1.0,), put("late", (2.0,))),

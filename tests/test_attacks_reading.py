@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.attacks import OTHER, X, Pair
+from tests.attacks import OTHER, Pair, X
 from tests.models.tiny import MLP, WIDTH, Attention
 
 
@@ -190,7 +189,9 @@ def test_a_gradient_of_a_norm_is_kept() -> None:
     assert Pair.shared(Normed).agree(act)["output 0"].any()
 
 
-UNRECORDED = pytest.mark.xfail(raises=AssertionError, reason="dynamo's Functions are differentiated once only")
+UNRECORDED = pytest.mark.xfail(
+    raises=AssertionError, reason="dynamo's Functions are differentiated once only"
+)
 
 
 @pytest.mark.parametrize("read", [torch.sin, hooked, pytest.param(Doubled.apply, marks=UNRECORDED)])
@@ -253,9 +254,7 @@ COLUMNS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_column_is_a_tensor_like_any_other(name: str) -> None:
-    Pair.shared(Columns, "merge_siblings").agree(
-        lambda model, x: model(x.requires_grad_(), COLUMNS[name])
-    )
+    Pair.shared(Columns, "merge_siblings").agree(lambda model, x: model(x.requires_grad_(), COLUMNS[name]))
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -10,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 import te_transform
-from te_transform.memory import Memory
-from tests.conversions import ALL
+from te_transform.plan.memory import Memory
+from tests.zoo import CASES, EXTRA
+ALL = CASES | EXTRA
 from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
-from tests.test_te_plan import as_if_te_ran
+
 
 MIB = 2**20
 

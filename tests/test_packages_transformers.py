@@ -75,12 +75,12 @@ def test_gradient_checkpointing(order: str, reentrant: bool):
             losses.append(loss.item())
         return losses, {name: p.grad for name, p in model.named_parameters()}
 
-    expected = act(enabled(llama()))
+    expected = act(enabled(llama(layers=2)))
     if order == "converted, enabled":
-        model = enabled(converted_llama())
+        model = enabled(converted_llama(layers=2))
     else:
         sample = {"input_ids": LLAMA_IDS[:2], "labels": LLAMA_IDS[:2], "use_cache": False}
-        model = te_transform.convert(enabled(llama()), sample, inplace=True, verify=False)
+        model = te_transform.convert(enabled(llama(layers=2)), sample, inplace=True, verify=False)
         assert te_transform.report(model).counts["layernorm_mlp"] > 0
     close(act(model), expected, **ALMOST)
     model.gradient_checkpointing_disable()

@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,18 +11,23 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
-from te_transform.report import ExpectationError, Report, collapse, gather
-from te_transform.rule import Outcome
+from te_transform.graph.capture import capture
+from te_transform.graph.edit import copy_graph, snapshot
+from te_transform.plan.rule import Outcome
+from te_transform.report.explain import explain_graphs
+from te_transform.report.places import collapse, gather, most_valuable_first
+from te_transform.report.report import ExpectationError, Report
 
 GELU = "the activation is the exact (erf) GELU, LayerNormMLP has tanh: allow approximate=True"
 SHAPE = "the weight is [64, 3] and <frozen>, one of [64, 64] & trained is needed"
 
 
-def recorded(shape: Iterable, dtype: torch.dtype) -> TensorMetadata:
-    return TensorMetadata(torch.Size(shape), dtype, False, (), None, False, {})
+def fake(shape: Iterable, dtype: torch.dtype, env: ShapeEnv | None = None) -> Tensor:
+    with FakeTensorMode(shape_env=env):
+        return torch.empty(tuple(shape), dtype=dtype)
 
 
 def fused(rule: str, *paths: str) -> list[Outcome]:
@@ -42,25 +47,34 @@ class Block(nn.Module):
         return x + self.fc2(torch.relu(self.fc1(x)).reshape(2, 16))
 
 
-def graph() -> fx.GraphModule:
-    """Block's graph with shapes and module paths, as a recording has them."""
-    traced = fx.symbolic_trace(Block())
-    ShapeProp(traced).propagate(torch.zeros(2, 8))
-    paths = {"fc1": "h.0.fc1", "fc2": "h.0.fc2", "relu": "h.0", "reshape": "h.0", "add": "h.1"}
-    for node in traced.graph.nodes:
-        node.meta["path"] = paths.get(node.name, "")
-    return traced
+def captured(model: nn.Module, x: Tensor) -> list[fx.GraphModule]:
+    """The graphs that dynamo makes of the model's forward."""
+    graphs = []
+
+    def keep(graph: fx.GraphModule, inputs: list) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    capture(type(model).forward, keep)(model, x)
+    return graphs
+
+
+def graph() -> fx.Graph:
+    """Block's graph as it was captured, with shapes and module paths."""
+    (found,) = captured(Block(), torch.zeros(2, 8))
+    return snapshot(copy_graph(found.graph))
 
 
 def after() -> fx.Graph:
-    """A graph on its own that calls a fused module which exists nowhere."""
+    """A graph on its own that calls fused ops which exist nowhere."""
     result = fx.Graph()
     x = result.placeholder("x")
-    weight = result.create_node("get_attr", "h.0.mlp.fused.weight")
-    call = result.create_node("call_module", "h.0.mlp.fused", (x,))
-    merged = result.call_function(torch.add, (call, weight))
-    call.meta.update(path="h.0.mlp", tensor_meta=recorded((2, 8), torch.bfloat16))
-    merged.meta.update(path="h.1", merged="h.1.q.fused")
+    weight = result.placeholder("l_self_weight")
+    weight.meta["source"] = "L['self']._modules['h']._modules['0']._modules['mlp']._parameters['weight']"
+    call = result.create_node("call_module", "h.0.mlp.layernorm_mlp", (x, weight))
+    merged = result.create_node("call_module", "h.1.linear", (call, weight))
+    call.meta.update(path="h.0.mlp", fused="layernorm_mlp", example_value=fake((2, 8), torch.bfloat16))
+    merged.meta.update(path="h.1", fused="linear")
     result.output(merged)
     return result
 
@@ -111,6 +125,21 @@ def test_outcomes_are_gathered_by_rule_and_reasons() -> None:
         ("b", (GELU, SHAPE), ["h.2  x1"], 1),
         ("a", (SHAPE,), ["h.0  x1"], 1),
     ]
+
+
+def test_the_most_valuable_refusal_comes_first() -> None:
+    small = refused("linear", "h.0.fc", "h.1.fc", "h.2.fc")
+    large = [replace(outcome, weights=8 * 8) for outcome in refused("layernorm_mlp", "h.0.mlp", "h.1.mlp")]
+    one = refused("attention", "h.0.attn")
+    ordered = most_valuable_first(gather([*one, *small, *large]))
+    assert [(places.rule, places.weights) for places in ordered] == [
+        ("layernorm_mlp", 2 * 64),
+        ("linear", 0),
+        ("attention", 0),
+    ]
+    lines = str(report(*one, *small, *large)).splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith(("attention", "linear", "layernorm_mlp"))]
+    assert shown == ["layernorm_mlp", "linear", "attention"]
 
 
 def test_sites_counts_and_frozenness() -> None:
@@ -264,25 +293,24 @@ def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
         assert f"the graph {which}" in text
         assert full.graph_text(which) in text
     marked = re.findall("<mark>(.*?)</mark>", html)
-    assert [line.split()[0] for line in marked] == ["h_0_mlp_fused", "add"]
+    assert [line.split()[0] for line in marked] == ["h_0_mlp_layernorm_mlp", "h_1_linear"]
 
 
-def test_graph_text_lists_every_node() -> None:
+def test_graph_text_lists_every_operation() -> None:
     assert report().graph_text("before").splitlines() == [
-        "x        float32[2, 8]            input",
-        "fc1      float32[2, 16]  h.0.fc1  fc1(x)",
-        "relu     float32[2, 16]  h.0      relu(fc1)",
-        "reshape  float32[2, 16]  h.0      relu.reshape(2, 16)",
-        "fc2      float32[2, 8]   h.0.fc2  fc2(reshape)",
-        "add      float32[2, 8]   h.1      add(x, fc2)",
-        "output   float32[2, 8]            output(add)",
+        "l_x_      float32[2, 8]        input",
+        "linear    float32[2, 16]  fc1  linear(l_x_, weight, bias)",
+        "relu      float32[2, 16]       relu(linear)",
+        "reshape   float32[2, 16]       relu.reshape(2, 16)",
+        "linear_1  float32[2, 8]   fc2  linear(reshape, weight, bias)",
+        "add       float32[2, 8]        add(l_x_, linear_1)",
+        "output                         output((add))",
     ]
     assert report().graph_text().splitlines() == [
-        "x                                              input",
-        "h_0_mlp_fused_weight                           the model's h.0.mlp.fused.weight",
-        "h_0_mlp_fused         bfloat16[2, 8]  h.0.mlp  h.0.mlp.fused(x)",
-        "add                                   h.1      add(h_0_mlp_fused, h_0_mlp_fused_weight)",
-        "output                                         output(add)",
+        "x                                               input",
+        "h_0_mlp_layernorm_mlp  bfloat16[2, 8]  h.0.mlp  h.0.mlp.layernorm_mlp(x, weight)",
+        "h_1_linear                             h.1      h.1.linear(h_0_mlp_layernorm_mlp, h.0.mlp.weight)",
+        "output                                          output(h_1_linear)",
     ]
 
 
@@ -292,19 +320,30 @@ def test_which_is_before_or_after() -> None:
             method("middle")
 
 
+WEIGHTS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+
+
 def test_networkx_has_attributes_and_data_dependencies() -> None:
     drawn = report().to_networkx("before")
-    assert set(drawn.edges) == {
-        ("x", "fc1"), ("fc1", "relu"), ("relu", "reshape"), ("reshape", "fc2"),
-        ("x", "add"), ("fc2", "add"), ("add", "output"),
+    data = {(one, other) for one, other in drawn.edges if drawn.nodes[one]["target"] not in WEIGHTS}
+    assert data == {
+        ("l_x_", "linear"), ("linear", "relu"), ("relu", "reshape"), ("reshape", "linear_1"),
+        ("l_x_", "add"), ("linear_1", "add"), ("add", "output"),
     }  # fmt: skip
-    expected = {"op": "call_module", "target": "fc1", "path": "h.0.fc1", "shape": (2, 16), "dtype": "float32"}
-    assert drawn.nodes["fc1"] == expected
-    assert drawn.nodes["relu"]["target"] == "relu"
+    expected = {
+        "op": "call_function",
+        "target": "linear",
+        "path": "fc1",
+        "shape": (2, 16),
+        "dtype": "float32",
+    }
+    assert drawn.nodes["linear"] == expected
+    read = {drawn.nodes[one]["target"] for one, other in drawn.edges if other == "linear"}
+    assert read == {"L_x_", "fc1.weight", "fc1.bias"}
 
     rewritten = report().to_networkx()
-    assert ("h_0_mlp_fused_weight", "add") in rewritten.edges
-    assert rewritten.nodes["add"]["shape"] is rewritten.nodes["add"]["dtype"] is None
+    assert ("l_self_weight", "h_1_linear") in rewritten.edges
+    assert rewritten.nodes["h_1_linear"]["shape"] is rewritten.nodes["h_1_linear"]["dtype"] is None
 
 
 def test_dot_clusters_blocks_and_frames_fusions() -> None:
@@ -314,14 +353,15 @@ def test_dot_clusters_blocks_and_frames_fusions() -> None:
     assert "".join(lines).count("{") == "".join(lines).count("}")
     assert re.findall('subgraph cluster_. { label="(.*?)"', "\n".join(lines)) == ["h.0", "h.1"]
     boxes = {line.split('"')[1]: line for line in lines if "fillcolor" in line and "node [" not in line}
-    assert set(boxes) == {"x", "h_0_mlp_fused", "add", "output"}
-    assert r'label="h.0.mlp.fused\nbfloat16[2, 8]"' in boxes["h_0_mlp_fused"]
-    assert {name for name, line in boxes.items() if "penwidth" in line} == {"h_0_mlp_fused", "add"}
-    colours = [re.search('fillcolor="(.*?)"', boxes[name])[1] for name in ("x", "h_0_mlp_fused", "add")]
-    assert colours[0] == "white"
-    assert len(set(colours)) == 3
+    mlp, linear = "h_0_mlp_layernorm_mlp", "h_1_linear"
+    assert set(boxes) == {"x", mlp, linear, "output"}
+    assert r'label="h.0.mlp.layernorm_mlp\nbfloat16[2, 8]"' in boxes[mlp]
+    assert {name for name, line in boxes.items() if "penwidth" in line} == {mlp, linear}
+    colors = [re.search('fillcolor="(.*?)"', boxes[name])[1] for name in ("x", mlp, linear)]
+    assert colors[0] == "white"
+    assert len(set(colors)) == 3
     edges = [line.strip() for line in lines if "->" in line]
-    assert edges == ['"x" -> "h_0_mlp_fused";', '"h_0_mlp_fused" -> "add";', '"add" -> "output";']
+    assert edges == [f'"x" -> "{mlp}";', f'"{mlp}" -> "{linear}";', f'"{linear}" -> "output";']
 
 
 def test_strange_arguments_stay_short() -> None:
@@ -336,7 +376,7 @@ def test_strange_arguments_stay_short() -> None:
     call = strange.call_function(torch.add, arguments, {"out": [x] * 50})
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # PyTorch's, in some versions
         strange.call_method("view", (call, size, slice(size, None, 2)))
-    call.meta["tensor_meta"] = recorded((3, size), torch.float32)
+    call.meta["example_value"] = fake((3, size), torch.float32, env)
     before = len(env.guards)
 
     odd = report(after=strange, before=strange)
@@ -359,9 +399,71 @@ def test_an_empty_graph_is_listed() -> None:
 
 def test_dot_quotes_what_it_is_given() -> None:
     quoted = fx.Graph()
-    quoted.create_node("get_attr", 'a"b', name="a")
     odd = quoted.create_node("call_module", 'say "x\\y"', name="odd")
     odd.meta["path"] = 'h"0'
     text = report(after=quoted).to_dot()
     assert r'label="say \"x\\y\""' in text
     assert r'label="h\"0"' in text
+
+
+# How the forward was captured
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        scale = y.sum().item()
+        return self.fc(y * scale)
+
+
+def test_says_where_dynamo_broke_the_forward() -> None:
+    graphs = captured(Broken(), torch.zeros(2, 8))
+    first, second = explain_graphs(("", graph) for graph in graphs)
+    assert first == "the forward was captured as 2 graphs, the largest is the one shown"
+    line = Broken.forward.__code__.co_firstlineno + 2
+    assert second.startswith(
+        f'test_report.py:{line} has "scale = y.sum().item()", which dynamo does not capture'
+    )
+    assert second.endswith("): it runs as it is, between two graphs")
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return self.fc(y) if y.sum() > 0 else y
+
+
+def test_names_a_branch_on_a_value() -> None:
+    graphs = captured(Branch(), torch.zeros(2, 8))
+    assert any("(a branch on a tensor's value)" in note for note in explain_graphs(("", g) for g in graphs))
+
+
+def test_says_which_blocks_share_a_graph() -> None:
+    (graph,) = captured(Block(), torch.zeros(2, 8))
+    shared = [(f"h.{layer}", graph) for layer in range(32)]
+    assert list(explain_graphs(shared)) == ["h.{0..31} share a graph"]
+    (other,) = captured(nn.Linear(8, 8), torch.zeros(2, 8))
+    assert list(explain_graphs([*shared, ("head", other)])) == [
+        "the forward was captured as 2 graphs, the largest is the one shown",
+        "h.{0..31} share a graph",
+        "head was captured by itself",
+    ]
+
+
+def test_one_graph_needs_no_words() -> None:
+    (graph,) = captured(Block(), torch.zeros(2, 8))
+    assert list(explain_graphs([("", graph)])) == []
+
+
+def test_breaks_are_printed_as_notes_are() -> None:
+    broken = replace(report(*FULL, notes=("one",)), breaks=("two",))
+    assert str(broken).splitlines()[-2:] == ["note: one", "note: two"]
+    assert "<li>two</li>" in broken._repr_html_()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.backends.joined import parameters_of, state_of
+from te_transform.backends.limits import on_kernels_device
 
 
 @dataclass
@@ -53,16 +54,14 @@ def gradients_of(weights: Sequence[Tensor]) -> Gradients | None:
     buffer: whole parameters, trained, on a GPU, in a dtype of their own.
     """
     gradients = state_of(weights[0]).gradients
-    if gradients is None or not torch.is_grad_enabled():
-        return None
-    return gradients if all(map(_takes_part, weights)) else None
+    return gradients if gradients is not None and all(map(_takes_part, weights)) else None
 
 
 def _takes_part(weight: Tensor) -> bool:
     parameters = parameters_of(weight)
     whole = sum(parameter.numel() for parameter in parameters) == weight.numel()
     return whole and all(
-        type(p) is nn.Parameter and type(p.data) is Tensor and p.is_cuda and p.requires_grad
+        type(p) is nn.Parameter and type(p.data) is Tensor and on_kernels_device(p) and p.requires_grad
         and state_of(p).gradients is not None
         for p in parameters
     )  # fmt: skip

@@ -100,11 +100,12 @@ class Join(nn.Module):
         buffer = adjacent(parameters)
         if buffer is None:
             self._note(parameters)
-            joined = torch.cat(parameters)
-        elif torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-            joined = _Joined.apply(buffer, *parameters)
-        else:
-            joined = buffer.detach()
+            buffer = torch.cat([parameter.detach() for parameter in parameters])
+        joined = buffer.detach()
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
+            used: list[bool] = []
+            joined = _Joined.apply(buffer, used, *parameters)
+            joined._te_transform_used = used
         joined._te_transform_joined = parameters
         return joined
 
@@ -113,17 +114,56 @@ class Join(nn.Module):
             self.apart.append(tuple(map(weakref.ref, parameters)))
 
 
+class Split(nn.Module):
+    """The op of a captured graph that takes a product with joined weights apart again, a part for each of them."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__()
+        self.sizes = list(sizes)
+
+    def forward(self, product: Tensor, *joined: Tensor) -> tuple[Tensor, ...]:
+        """[..., sum of sizes] -> [..., size] each.
+
+        The joined weight and bias are given to tell them which parts got a gradient: a projection that the loss does
+        not go through has none, not one of zeros, with which an optimizer would take a step.
+        """
+        if transformed() or not (torch.is_grad_enabled() and product.requires_grad):
+            return product.split(self.sizes, -1)
+        used = [weight.__dict__.setdefault("_te_transform_used", []) for weight in joined]
+        return _Split.apply(product, self.sizes, used)
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, sizes: list[int], used: list[list[bool]]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sizes, ctx.used = sizes, used
+        return product.split(sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        for used in ctx.used:
+            used[:] = [grad is not None for grad in grads]
+        known = next(grad for grad in grads if grad is not None)
+        parts = [
+            known.new_zeros(*known.shape[:-1], size) if grad is None else grad
+            for grad, size in zip(grads, ctx.sizes, strict=True)
+        ]
+        return torch.cat(parts, -1), None, None
+
+
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, buffer: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.rows, ctx.seen = [len(parameter) for parameter in parameters], _versions(parameters)
+    def forward(ctx: Any, buffer: Tensor, used: list[bool], *parameters: Tensor) -> Tensor:
+        ctx.rows, ctx.seen, ctx.used = [len(p) for p in parameters], _versions(parameters), used
         return buffer.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _check_unwritten(ctx.seen)
-        parts = zip(grad.split(ctx.rows), ctx.needs_input_grad[1:], strict=True)
-        return (None, *(part if needed else None for part, needed in parts))
+        used = ctx.used or [True] * len(ctx.rows)  # as Split has seen, or a fused op took it whole
+        parts = zip(grad.split(ctx.rows), ctx.needs_input_grad[2:], used, strict=True)
+        return (None, None, *(part if needed and got else None for part, needed, got in parts))
 
 
 def watched(product: Tensor, weight: Tensor) -> Tensor:

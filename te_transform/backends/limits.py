@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from te_transform.backends.joined import transformed
 from te_transform.graph.nodes import dtype_name
 
+DEVICE = "cuda"  # where kernels run
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 # Below this length cuDNN gains nothing; it plans anew for each length, so for each token that is generated.
 MIN_ATTENTION_LENGTH = 512
@@ -49,6 +50,11 @@ def break_even_rows(width: int, in_fp8: bool) -> int:
     return math.ceil((MIN_GEMM_WORK_IN_FP8 if in_fp8 else MIN_GEMM_WORK) / width**2)
 
 
+def on_kernels_device(tensor: Tensor) -> bool:
+    """Whether the tensor is where kernels run."""
+    return tensor.device.type == DEVICE
+
+
 def traced() -> bool:
     """Whether a compiler, a tracer or a function transform runs the call: they understand plain PyTorch best."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
@@ -68,9 +74,9 @@ def without_kernel(x: Tensor, weight: Tensor) -> str | None:
         return f"a {type(x).__name__}"
     if x.dim() < 2 or x.numel() == 0:
         return f"an input of shape {list(x.shape)}"
-    if not x.is_cuda:
+    if not on_kernels_device(x):
         return f"an input on {x.device.type}"
-    if not weight.is_cuda:
+    if not on_kernels_device(weight):
         return f"weights on {weight.device.type}"
     if (cast := autocast_dtype(x)) is not None:
         return None if x.dtype == weight.dtype == cast else f"{dtype_name(x.dtype)} under torch.autocast"
@@ -132,7 +138,7 @@ def without_rotary(x: Tensor, angles: Tensor) -> str | None:
 
 def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
     """Why TE's cross entropy cannot take these, or None."""
-    if type(logits) is not Tensor or not logits.is_cuda or logits.device != targets.device:
+    if type(logits) is not Tensor or not on_kernels_device(logits) or logits.device != targets.device:
         return "logits and targets that are not on one GPU"
     if logits.dim() < 2 or logits.numel() == 0 or logits.shape[:-1] != targets.shape:
         return f"logits of shape {list(logits.shape)} for targets of shape {list(targets.shape)}"

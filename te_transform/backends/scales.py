@@ -30,7 +30,18 @@ class Seen:
     """What has gone through the products of one fused op, in their order."""
 
     products: Sequence[Amax]
-    given: set[str] = field(default_factory=set)  # the directions whose scales the kernels have got
+    used: set[str] = field(default_factory=set)  # the directions that is_new() was asked for
+
+    @classmethod
+    def of(cls, products: int) -> Seen:
+        """Nothing yet, of so many products."""
+        return cls([Amax() for _ in range(products)])
+
+    def is_new(self, direction: str) -> bool:
+        """Whether this is the first time that this direction is asked for."""
+        new = direction not in self.used
+        self.used.add(direction)
+        return new
 
     def knows(self, gradients: bool) -> bool:
         """Whether there are scales for a call, with `gradients` for its backward too."""
@@ -57,6 +68,9 @@ def _note_gradient(amax: Amax, grad: Tensor) -> None:
     amax.grad = _larger(amax.grad, grad)
 
 
+_NOTHING = torch.zeros(())
+
+
 def _larger(amax: Tensor | None, seen: Tensor) -> Tensor:
-    new = seen.detach().abs().amax().float()
-    return new if amax is None else torch.maximum(amax, new)
+    # the same operations each time: a checkpoint may compare those of a forward with those of its repetition
+    return torch.maximum(seen.detach().abs().amax().float(), _NOTHING if amax is None else amax)

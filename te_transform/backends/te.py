@@ -1,9 +1,9 @@
 """The fused ops on NVIDIA Transformer Engine: the only file that imports it.
 
-Products run in TE's own modules, built on meta and without parameters; each call puts the weights that it was given
-in their place. The modules, which hold what FP8 needs from one step to the next, belong to the parameters, as
-joined.py says. Where TE has no kernel for a call (another device, float32), or none that is faster (few tokens),
-the op runs in plain PyTorch, and `plain_calls` counts why.
+Products run in TE's own modules, built on meta and without parameters; each call puts the weights that it was
+given in their place. The modules, which hold what FP8 needs from one step to the next, belong to the parameters,
+see joined.State. Where TE has no kernel for a call (another device, float32), or none that is faster (few
+tokens), the op runs in plain PyTorch, and `plain_calls` counts why.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 import torch  # before TE, which loads libraries that come with it
-import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common import recipe as recipes
@@ -32,9 +31,10 @@ from te_transform.backends.limits import (
     without_kernel,
     without_rotary,
 )
+from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.quantized import exact, is_quantized
-from te_transform.backends.scales import Amax, Seen
+from te_transform.backends.scales import Seen
 from te_transform.backends.twice import differentiable_once, differentiable_twice
 from te_transform.backends.weight_cache import is_evaluating, stamp_of
 
@@ -44,9 +44,9 @@ except ImportError:  # TE before 2.8
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as _State
 
 __all__ = [
-    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "HAS_RECIPES", "HOLDS_FP8", "NAME",
-    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary", "autocast",
-    "is_delayed", "multiple", "quantized", "recipe_of",
+    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "HAS_RECIPES", "NAME", "CrossEntropy",
+    "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary", "autocast", "is_delayed",
+    "multiple", "recipe_of",
 ]  # fmt: skip
 
 NAME = "te"
@@ -54,10 +54,9 @@ HAS_KERNELS = True
 HAS_RECIPES = True
 HAS_BIAS = False
 GATES = ("no", "first half")
-HOLDS_FP8 = hasattr(te.Linear, "_get_weight_quantizers")  # whether quantized() runs with this TE
 
 _RECIPES = {
-    # each process scales by what it has seen itself: a reduction would wait for products that others do not run
+    # each process scales by what it saw itself: to reduce, all would have to run the same products
     "fp8-delayed": lambda: recipes.DelayedScaling(reduce_amax=False),
     "fp8-current": recipes.Float8CurrentScaling,
     "fp8-block": recipes.Float8BlockScaling,
@@ -67,7 +66,6 @@ _AVAILABLE = {
     recipes.Float8BlockScaling: "is_fp8_block_scaling_available",
     recipes.MXFP8BlockScaling: "is_mxfp8_available",
 }
-_CALIBRATING = "a first call in FP8, from which delayed scaling takes its scales"
 
 
 def recipe_of(asked: Any) -> Any:
@@ -105,13 +103,16 @@ def autocast(recipe: Any, enabled: bool = True) -> contextlib.AbstractContextMan
 
 
 class _Kernel:
-    """TE's module for the products that begin with one parameter, and what it keeps for them."""
+    """TE's module for the products that begin with one parameter, and what it keeps for them.
 
-    def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], products: Sequence[str]):
-        self.make, self.names, self.products = make, names, products
+    `names` are the module's attributes that a call's tensors stand for, in the order of the call; `products` is the
+    number of its matrix products.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], products: int):
+        self.make, self.names, self.seen = make, names, Seen.of(products)
         self.made: nn.Module | None = None
-        self.seen = Seen([Amax() for _ in products])
-        self.ran_in_fp8 = False  # in the last call
+        self.in_fp8 = self.calibrating = False  # whether its last call was in FP8, or in its own dtype for want of scales
         self.scales: Tensor | None = None  # of delayed scaling, in the last call that may be made again
         self.stamp: Any = None  # of the quantized weights that are kept
 
@@ -123,18 +124,26 @@ class _Kernel:
             self.made._parameters.clear()
         return self.made
 
-    def __call__(self, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None, **how: Any) -> Tensor:
-        """Run the module with these tensors in the place of its parameters."""
+    def run(self, x: Tensor, tensors: Sequence[Tensor | None], adds: bool, keeps: bool = False) -> Tensor:
+        """Run the module with these tensors in the place of its parameters.
+
+        Args:
+            x: its input.
+            tensors: None where there is no bias.
+            adds: whether the gradients of the weights are added to their main_grad.
+            keeps: whether weights are quantized once, and kept.
+        """
         own = vars(self.module)
-        own.update(zip(self.names, tensors, strict=True), fuse_wgrad_accumulation=gradients is not None)
+        own.update(zip(self.names, tensors, strict=True), fuse_wgrad_accumulation=adds)
         try:
-            return self.module.forward(x, **how)
+            # never True, which would also have this call's gradient overwrite those before it
+            return self.module.forward(x, is_first_microbatch=False if keeps else None)
         finally:
             own.update(dict.fromkeys(self.names))
 
-    def may_use_kept(self, weights: Sequence[Tensor]) -> bool:
-        """Whether weights that an earlier call has quantized, or this one quantizes, are to be kept and used."""
-        stamp = None if any(map(is_quantized, weights)) else stamp_of(weights)
+    def keeps(self, weights: Sequence[Tensor]) -> bool:
+        """Whether this call's quantized weights are to be kept; frees those of other weights."""
+        stamp = stamp_of(weights)
         if stamp is None or stamp != self.stamp:
             self.forget_weights()
         self.stamp = stamp
@@ -146,37 +155,30 @@ class _Kernel:
         if self.made is not None:
             self.made._fp8_workspaces.clear()
 
-    def prepare(self, recipe: Any) -> Any:
-        """Let the module have its scales, within the recipe; returns TE's state of the forward."""
-        self.module.init_fp8_metadata(num_gemms=len(self.products))
-        return self.module.fp8_meta["scaling_fwd"]
-
     def give_scales(self, recipe: Any, gradients: bool) -> None:
-        """Give the module the scales of delayed scaling that what was seen calls for: max / amax / 2^margin.
+        """Give the module its first scales of delayed scaling, in TE's order.
 
-        That is TE's own formula, in TE's own order: input, weight, output of each product forward, gradient of the
-        output and of the input of each product backward.
+        That is input, weight and output of each product forward, the gradients of output and input backward.
         """
-        limits, products = recipe.fp8_format.value, self.seen.products
-        if "forward" not in self.seen.given:
-            self.seen.given.add("forward")
-            amaxes = {3 * i + j: a for i, p in enumerate(products) for j, a in enumerate((p.input, p.weight))}
-            _set_scales(self.prepare(recipe), amaxes, limits.max_fwd, recipe)
-        if gradients and "backward" not in self.seen.given:
-            self.seen.given.add("backward")
-            state = self.module.fp8_meta["scaling_bwd"]
-            _set_scales(state, {2 * i: p.grad for i, p in enumerate(products)}, limits.max_bwd, recipe)
+        limits, products = recipe.fp8_format.value, list(enumerate(self.seen.products))
+        if self.seen.is_new("forward"):
+            self.module.init_fp8_metadata(num_gemms=len(products))
+            amaxes = {3 * i: product.input for i, product in products}
+            amaxes |= {3 * i + 1: product.weight for i, product in products}
+            _set_scales(self.module.fp8_meta["scaling_fwd"], amaxes, limits.max_fwd, recipe)
+        if gradients and self.seen.is_new("backward"):
+            amaxes = {2 * i: product.grad for i, product in products}
+            _set_scales(self.module.fp8_meta["scaling_bwd"], amaxes, limits.max_bwd, recipe)
 
     def note_scales(self) -> None:
         """Note the scales of this call, which a checkpoint may make again."""
         state = self.module.fp8_meta.get("scaling_fwd")
-        if hasattr(state, "amax_history"):
-            self.scales = state.scale.clone()
+        self.scales = state.scale.clone() if hasattr(state, "amax_history") else None
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """In the recipe, with the scales that this step's forward had, and as a part of that step."""
-        recipe, state = self.module.fp8_meta["recipe"], self.module.fp8_meta.get("scaling_fwd")
+        recipe, state = self.module.fp8_meta["recipe"], self.module.fp8_meta["scaling_fwd"]
         now = None if self.scales is None else state.scale.clone()
         try:
             if now is not None:
@@ -188,179 +190,339 @@ class _Kernel:
                 state.scale.copy_(now)
 
 
-class _Product(plain.FusedOp):
-    """What ops with matrix products do beside TE: no call that TE refuses, and nothing lost where it has none."""
+def _set_scales(state: Any, amaxes: dict[int, Tensor], limit: float, recipe: Any) -> None:
+    """scale = max / amax / 2^margin, which is TE's own formula; on the GPU, which nobody waits for."""
+    for index, amax in amaxes.items():
+        usable = (amax > 0) & amax.isfinite()
+        state.scale[index] = torch.where(usable, limit / amax / 2**recipe.margin, 1.0)
+        state.amax_history[-1, index] = torch.where(usable, amax, 0.0)  # the oldest: the next step writes to row 0
 
-    any_size = False  # whether calls that gain nothing from FP8 run in it too
+
+@contextlib.contextmanager
+def _no_new_step() -> Iterator[None]:
+    """Let the next autocast be one within another: TE ends a step of delayed scaling with the outermost."""
+    state = getattr(_State, "quantization_state", None)
+    owner, name = (_State, "FP8_AUTOCAST_DEPTH") if state is None else (state, "autocast_depth")
+    setattr(owner, name, getattr(owner, name) + 1)
+    try:
+        yield
+    finally:
+        setattr(owner, name, getattr(owner, name) - 1)
+
+
+class _Product(FusedOp):
+    """An op with matrix products: no call that TE refuses, and nothing lost where it has none."""
+
+    FASTER = True  # whether TE is faster in the weights' own dtype too
 
     def forward(self, x: Tensor, *tensors: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out]."""
         if traced():
-            return self._plainly(plain.product, x, *tensors)
-        weights = [tensors[place - 1] for place in self.PRODUCTS]
-        kernel = self._kernel(x, tensors, weights)
+            return self._plainly(plain.product, x, tensors)
+        weights = self._weights(tensors)
+        kernel, gradients = self._kernel(tensors, weights), gradients_of(weights)
         enabled = _State.is_fp8_enabled()
         # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
-        again = kernel.ran_in_fp8 and not enabled and torch._C._current_graph_task_id() != -1
-        in_fp8 = again or (enabled and self._is_within(weights))
-        gradients = gradients_of(weights)
-        why = self._why_plain(x, weights, in_fp8, gradients)
-        kernel.ran_in_fp8 = in_fp8 and not why
-        if why:
-            self.plain_calls[why] += 1
-            return self._plainly(plain.product, x, *tensors)
+        if (kernel.in_fp8 or kernel.calibrating) and not enabled and torch._C._current_graph_task_id() != -1:
+            if kernel.calibrating:
+                return self._plainly(kernel.seen.product(), x, tensors)
+            with kernel.as_before():
+                return self._in_fp8(kernel, x, tensors, gradients)
+        in_fp8 = enabled and self._is_within(weights)
+        if not (in_fp8 or self.FASTER or gradients):
+            return self._plainly(plain.product, x, tensors)
+        why = self._why_plain(x, weights, in_fp8, gradients is not None)
+        kernel.calibrating = in_fp8 and why is None and not self._has_scales(kernel, x, tensors)
+        kernel.in_fp8 = in_fp8 and why is None and not kernel.calibrating
+        if why or kernel.calibrating:
+            self.plain_calls[why or _CALIBRATING] += 1
+            return self._plainly(kernel.seen.product() if kernel.calibrating else plain.product, x, tensors)
         if not in_fp8:
-            return self._in_its_dtype(kernel, gradients, x, tensors, enabled)
-        with kernel.as_before() if again else contextlib.nullcontext():
-            return self._in_fp8(kernel, gradients, x, tensors, again)
+            return self._in_its_dtype(kernel, x, tensors, gradients)
+        if _saving_hooks() or not (torch.is_grad_enabled() or is_evaluating()):
+            kernel.note_scales()  # for a checkpoint, from which this call will be made again
+        return self._in_fp8(kernel, x, tensors, gradients)
 
-    def _plainly(self, product: plain.Product, x: Tensor, *tensors: Tensor | None) -> Tensor:
+    def _weights(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        return [tensors[place - 1] for place in self.PRODUCTS]
+
+    def _plainly(self, product: plain.Product, x: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
         return self.plain(product, x, *(None if tensor is None else exact(tensor) for tensor in tensors))
 
     def _is_within(self, weights: Sequence[Tensor]) -> bool:
-        """Whether the precision plan has these products in the recipe."""
+        """Whether these products run in a recipe that is on: the op's own answer, unless their state has one."""
         own = state_of(weights[0]).in_fp8
         return self.in_fp8 if own is None else own
 
-    def _why_plain(
-        self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, gradients: Gradients | None
-    ) -> str | None:
+    def _why_plain(self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds: bool) -> str | None:
         """Why a call with this input runs in plain PyTorch, or None."""
         for weight in weights:
             if why := without_kernel(x, weight):
                 return why
-        if in_fp8 and any(size % multiple(_recipe()) for weight in weights for size in weight.shape):
-            return f"weights whose sizes are no multiples of {multiple(_recipe())}"
-        # plain calls would have to dequantize weights held in FP8 alone, and know nothing of sums of gradients
-        if (in_fp8 and self.any_size) or any(map(is_quantized, weights)) or gradients is not None:
+        factor = multiple(_State.get_fp8_recipe()) if in_fp8 else 1
+        if any(size % factor for weight in weights for size in weight.shape):
+            return f"weights whose sizes are no multiples of {factor}"
+        # plain calls would have to dequantize weights held in FP8 alone, and know nothing of main_grad
+        if (in_fp8 and self.any_size) or adds or any(map(is_quantized, weights)):
             return None
         return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
 
+    def _has_scales(self, kernel: _Kernel, x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether the kernel has the scales that the recipe needs for a call; gives it the first ones."""
+        recipe = _State.get_fp8_recipe()
+        if not is_delayed(recipe):
+            return True
+        trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors))
+        if not kernel.seen.knows(trained):
+            return False
+        kernel.give_scales(recipe, trained)
+        return True
+
     def _in_its_dtype(
-        self,
-        kernel: _Kernel,
-        gradients: Gradients | None,
-        x: Tensor,
-        tensors: Sequence[Tensor | None],
-        enabled: bool,
+        self, kernel: _Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
     ) -> Tensor:
+        """A call in the dtype of the weights, whether or not a recipe is on."""
+
         def run(x: Tensor, *given: Tensor | None) -> Tensor:
-            given = self._as_stored(tensors, given, gradients)
-            with autocast(None, enabled=False) if enabled else contextlib.nullcontext():
-                return self._run(kernel, x, given, gradients)
+            given = self._by_rows(given, tensors, gradients)
+            if not _State.is_fp8_enabled():
+                return kernel.run(x, given, gradients is not None)
+            with autocast(None, enabled=False):
+                return kernel.run(x, given, gradients is not None)
 
         def plainly(*arguments: Any) -> Tensor:
             return self.plain(plain.product, *arguments)
 
-        out = differentiable_twice(run, plainly, (x, *tensors), once=True)
-        return self._watched(out, tensors)
+        return self._watched(differentiable_twice(run, plainly, (x, *tensors)), tensors)
 
     def _in_fp8(
-        self,
-        kernel: _Kernel,
-        gradients: Gradients | None,
-        x: Tensor,
-        tensors: Sequence[Tensor | None],
-        again: bool,
+        self, kernel: _Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
     ) -> Tensor:
-        recipe = _recipe()
-        if is_delayed(recipe) and not again:
-            trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors))
-            if not kernel.seen.knows(trained):
-                self.plain_calls[_CALIBRATING] += 1
-                kernel.ran_in_fp8 = False
-                return self._plainly(kernel.seen.product(), x, *tensors)
-            kernel.give_scales(recipe, trained)
-        if _saving_hooks() or not (torch.is_grad_enabled() or is_evaluating()):
-            kernel.note_scales()  # for a checkpoint, from which this call will be made again
-        return self._watched(self._padded(kernel, gradients, x, tensors), tensors)
-
-    def _padded(
-        self, kernel: _Kernel, gradients: Gradients | None, x: Tensor, tensors: Sequence[Tensor | None]
-    ) -> Tensor:
-        """A call in the recipe, of a number of rows that its kernels take."""
-        weights = [tensors[place - 1] for place in self.PRODUCTS]
-        # never True, which would also have this call's gradient overwrite those before it
-        how = {"is_first_microbatch": False if kernel.may_use_kept(weights) else None}
+        """A call in the recipe that is on, of a number of rows that its kernels take."""
         rows = x.shape[:-1].numel()
-        missing = -rows % multiple(_recipe())
+        missing = -rows % multiple(_State.get_fp8_recipe())
+        padded = x
         if missing:
             # the last row once more, and again: no number in the product is larger for it, its gradient is zero
             flat = x.reshape(rows, -1)
             padded = torch.cat([flat, flat[-1:].expand(missing, -1)])
-        given = self._as_stored(tensors, tensors, gradients)
-        _give_quantizers(kernel, given)
-        out = self._run(kernel, padded if missing else x, given, gradients, **how)
-        if out.grad_fn is not None:
-            differentiable_once(out.grad_fn, _ONCE)
-        return out[:rows].reshape(*x.shape[:-1], -1) if missing else out
+        keeps = kernel.keeps(self._weights(tensors))
+        given = self._by_rows(tensors, tensors, gradients)
+        out = differentiable_once(kernel.run(padded, given, gradients is not None, keeps), _ONCE)
+        out = out[:rows].reshape(*x.shape[:-1], -1) if missing else out
+        return self._watched(out, tensors)
 
-    def _as_stored(
+    def _by_rows(
         self,
-        tensors: Sequence[Tensor | None],
         given: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
         gradients: Gradients | None,
     ) -> list[Tensor | None]:
-        """What the kernel gets of `given`: weights row by row, which know where their gradients are summed up."""
-        stored = list(given)
+        """What a kernel gets of `given`, which stand for `tensors`: weights row by row, with their main_grad."""
+        found = list(given)
         for place in (place - 1 for place in self.PRODUCTS):
-            weight = given[place].contiguous()
-            if gradients is not None:
-                weight = weight.view_as(weight)  # a tensor of this call's own: parameters stay as they are
+            weight = given[place] if is_quantized(given[place]) else given[place].contiguous()
+            if gradients is not None and torch.is_grad_enabled():
+                weight = weight.view_as(weight)  # parameters stay as they are
                 weight.main_grad = gradients.of(tensors[place])
-            stored[place] = weight
-        return stored
+            found[place] = weight
+        return found
 
     def _watched(self, out: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
-        for place in self.PRODUCTS:
-            out = watched(out, tensors[place - 1])
+        for weight in self._weights(tensors):
+            out = watched(out, weight)
         return out
 
-    def _kernel(self, x: Tensor, tensors: Sequence[Tensor | None], weights: Sequence[Tensor]) -> _Kernel:
-        """The kernel that belongs to the first weight, for products of this form."""
-        sizes = tuple((*weight.shape, weight.storage_offset()) for weight in weights)
-        form = (*self.form, weights[0].dtype, tensors[-1] is not None, sizes)
-        kernels = state_of(weights[0]).kernels
+    def _kernel(self, tensors: Sequence[Tensor | None], weights: Sequence[Tensor]) -> _Kernel:
+        """The kernel of the first weight's parameter for a call of this form."""
+        first, bias = weights[0], tensors[-1] is not None
+        form = (*self.form, bias, first.dtype, first.storage_offset(), *(w.shape for w in weights))
+        kernels = state_of(first).kernels
         if form not in kernels:
-            kernels[form] = self._make(weights, bias=tensors[-1] is not None)
+            kernels[form] = self._made(weights, bias=bias, params_dtype=first.dtype)
         return kernels[form]
-
-    def _run(
-        self, kernel: _Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None, **how: Any
-    ) -> Tensor:
-        return kernel(x, tensors, gradients, **how)
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What kernels of one parameter differ in, beside the sizes."""
+        """What the kernels of one parameter differ in, beside dtype and sizes."""
         raise NotImplementedError
 
-    def _make(self, weights: Sequence[Tensor], bias: bool) -> _Kernel:
+    def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
         raise NotImplementedError
 
 
+_CALIBRATING = "a first call in FP8, from which delayed scaling takes its scales"
 _ONCE = (
-    "the backward of a product in FP8 is run again or is itself recorded, its kernels keep nothing for a second time: "
-    "convert the model without a recipe, or keep this product out of FP8 by a te_transform.PrecisionPlan"
+    "the backward of a product in FP8 is recorded or run again, its kernels keep nothing for a second time: "
+    "convert the model without a recipe, or keep the product out of it by a te_transform.PrecisionPlan"
 )
 
 
 class Linear(_Product, plain.Linear):
     """y = x W^T + b; weight [out, in]."""
 
+    FASTER = False
     form = ("Linear",)
 
-    def _why_plain(
-        self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, gradients: Gradients | None
-    ) -> str | None:
-        return super()._why_plain(x, weights, in_fp8, gradients)
-
-    def _in_its_dtype(self, kernel: _Kernel, gradients: Gradients | None, x: Tensor, tensors: Any, enabled: bool) -> Tensor:
-        if gradients is None:  # one product in its own dtype: no kernel is faster
-            return self._plainly(plain.product, x, *tensors)
-        return super()._in_its_dtype(kernel, gradients, x, tensors, enabled)
-
-    def _make(self, weights: Sequence[Tensor], bias: bool) -> _Kernel:
+    def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
         outs, ins = weights[0].shape
-        how = {"bias": bias, "params_dtype": weights[0].dtype, "device": "meta", "name": "linear"}
-        return _Kernel(lambda: te.Linear(ins, outs, **how), ("weight", "bias"), ("weight",))
+        return _Kernel(lambda: te.Linear(ins, outs, device="meta", **options), ("weight", "bias"), products=1)
+
+
+class LayerNormLinear(_Product, plain.LayerNormLinear):
+    """A linear of a LayerNorm or RMSNorm."""
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return "LayerNormLinear", *self._norm.values()
+
+    @property
+    def _norm(self) -> dict[str, Any]:
+        return {
+            "eps": self.eps,
+            "normalization": self.normalization,
+            "zero_centered_gamma": self.zero_centered_gamma,
+        }
+
+    def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
+        (outs, ins), options = weights[0].shape, {**options, **self._norm}
+        names = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+        return _Kernel(lambda: te.LayerNormLinear(ins, outs, device="meta", **options), names, products=1)
+
+
+class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
+    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is gated."""
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return "LayerNormMLP", self.activation, *self._norm.values()
+
+    def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
+        hidden, inner = weights[1].shape
+        options = {**options, **self._norm, "activation": _activation(self.activation, options["bias"])}
+        names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+        return _Kernel(lambda: _Mlp(hidden, inner, device="meta", **options), names, products=2)
+
+
+class _Mlp(te.LayerNormMLP):
+    def forward(self, x: Tensor, **how: Any) -> Tensor:
+        """x [..., hidden] -> [..., hidden]."""
+        # where neither needs a gradient, TE goes on to ask a LayerNorm's bias, which an RMSNorm has not
+        needed = x.requires_grad or self.layer_norm_weight.requires_grad
+        if not torch.is_grad_enabled() or needed:
+            return super().forward(x, **how)
+        if any(weight is not None and weight.requires_grad for weight in self._others()):
+            return super().forward(x.detach().requires_grad_(), **how)
+        with torch.no_grad():
+            return super().forward(x, **how)
+
+    def _others(self) -> tuple[Tensor | None, ...]:
+        return self.layer_norm_bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
+
+
+class _CastInBackward(str):
+    """The name of a gated activation whose gradient is cast to FP8 in the kernel that computes it."""
+
+
+def _activation(name: str, bias: bool) -> str:
+    """The activation as TE's module gets it; gated ones without a bias, for which the kernel has no gradient, are
+    cast in their backward."""
+    if bias or name not in GATED_ACTIVATIONS.values() or not _cast_in_backward():
+        return name
+    return _CastInBackward(name)
+
+
+@cache
+def _cast_in_backward() -> bool:
+    """Let TE cast gated activations' gradients where they are computed; False where this TE has another way.
+
+    For gated activations in delayed scaling TE casts in another kernel; but the kernel of the gradient takes a
+    quantizer. [8192, 2 x 14336] on an H100: 0.48 ms instead of 0.74, no copy in bf16. TE asks _act_func in each
+    forward and backward: for an activation, its gradient, and that with its cast, which here is None.
+    """
+    original = getattr(layernorm_mlp, "_act_func", None)
+    if original is None or original("swiglu", recipes.DelayedScaling())[2:] != (None,):
+        return False
+
+    def act_func(activation: str, *recipe: Any) -> tuple[Any, ...]:
+        forward, backward, with_cast = original(activation, *recipe)
+        if with_cast is not None or not (isinstance(activation, _CastInBackward) and any(map(is_delayed, recipe))):
+            return forward, backward, with_cast
+        return forward, backward, lambda grad, x, quantizer: (None, backward(grad, x, quantizer))
+
+    layernorm_mlp._act_func = act_func
+    return True
+
+
+class Rotary(plain.Rotary):
+    """Rotary position embedding in one kernel, from the angles themselves."""
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """x [batch, heads, length, width], angles [1 or batch, length, width] in fp32 -> as x."""
+        if traced():
+            return super().forward(x, angles)
+        if why := without_rotary(x, angles):
+            self.plain_calls[why] += 1
+            return super().forward(x, angles)
+        return differentiable_twice(_rotated, super().forward, (x, angles))
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    columns = angles.reshape(-1, 1, 1, angles.shape[-1])
+    out = apply_rotary_pos_emb(x.transpose(1, 2), columns, tensor_format="bshd", fused=True)
+    return out.transpose(1, 2)
+
+
+class CrossEntropy(plain.CrossEntropy):
+    """-log softmax(logits)[target] in one kernel, which reads bf16 logits as they are and computes in fp32."""
+
+    def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        """logits [..., vocabulary], targets [...] -> one number, or one for each target where reduction is
+        "none"."""
+        if traced():
+            return super().forward(logits, targets, ignore_index, reduction)
+        if why := without_cross_entropy(logits, targets):
+            self.plain_calls[f"the loss, {why}"] += 1
+            return super().forward(logits, targets, ignore_index, reduction)
+        counted = targets != ignore_index
+        # the kernel would read past the logits: an assertion as PyTorch has one, which waits for nothing
+        torch._assert_async((~counted | ((targets >= 0) & (targets < logits.shape[-1]))).all())
+        losses = _CrossEntropy.apply(logits, targets, ignore_index)
+        if reduction == "none":
+            return losses
+        return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """TE's kernels keep a copy of the logits, which their backward overwrites and which they so have but once. This
+    keeps the logits themselves, which are there anyway, and runs both kernels in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        ctx.ignore_index = ignore_index
+        return _losses(logits, targets, ignore_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (logits, targets), recorded = ctx.saved_tensors, torch.is_grad_enabled()
+        compute = plain.CrossEntropy() if recorded else None
+        with torch.enable_grad():
+            own = logits.view_as(logits) if recorded else logits.detach().requires_grad_()
+            if compute is not None:
+                losses = compute(own, targets, ctx.ignore_index, "none")
+            else:
+                losses = _losses(own, targets, ctx.ignore_index)
+        (found,) = torch.autograd.grad(losses, own, grad, create_graph=recorded)
+        return found, None, None
+
+
+def _losses(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """For each target, in fp32; 0 where it is ignored."""
+    rows = logits.reshape(1, -1, logits.shape[-1])
+    losses = te.parallel_cross_entropy(rows, targets.reshape(1, -1), ignore_idx=ignore_index)
+    return losses.view_as(targets)
+
+
+def _saving_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -1,25 +1,30 @@
-"""A second derivative for kernels that have none.
+"""A second derivative, and a second backward, for kernels that have none.
 
 The kernels of attention and of Transformer Engine cannot be differentiated twice: PyTorch's raise, and TE's
-silently leave their part out. So where a backward is itself recorded (create_graph=True), it computes the
-gradients of the same function in plain PyTorch.
+silently leave their part out. TE's cannot even run their backward again, for they free what it needs. So where a
+backward is itself recorded (create_graph=True), or comes a second time, it computes the gradients of the same
+function in plain PyTorch.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from te_transform.backends.limits import autocast_dtype
+
+Gradients = tuple[Tensor | None, ...]
 
 
 def differentiable_twice(
     kernel: Callable[..., Tensor], plain: Callable[..., Tensor], arguments: tuple[Any, ...]
 ) -> Tensor:
-    """kernel(*arguments), whose recorded backward is that of plain(*arguments).
+    """kernel(*arguments), whose other backwards than the usual one are those of plain(*arguments).
 
     Tensors that need a gradient reach the kernel as views of what they are.
     """
@@ -29,8 +34,40 @@ def differentiable_twice(
         return kernel(*arguments)
     call = _Call(plain, arguments, places)
     out = kernel(*call.arguments_with(_Gate.apply(call, *tensors)))
-    out.grad_fn.register_prehook(call.take)
+    if isinstance(out.grad_fn, BackwardCFunction):
+        _replace_other_backwards(out.grad_fn, call.skip)
+    else:
+        out.grad_fn.register_prehook(call.give_zeros)
     return out
+
+
+def differentiable_once(out: Tensor, reason: str) -> Tensor:
+    """`out`, which an autograd.Function has computed; other backwards of it than the usual one raise `reason`."""
+
+    def refuse(inputs: int, grads: Gradients) -> Gradients:
+        raise RuntimeError(reason)
+
+    if isinstance(out.grad_fn, BackwardCFunction):
+        _replace_other_backwards(out.grad_fn, refuse)
+    return out
+
+
+def _replace_other_backwards(node: Any, instead: Callable[[int, Gradients], Gradients]) -> None:
+    """Let `instead` run where the backward of an autograd.Function is recorded, or comes a second time.
+
+    It is called with the number of gradients to return, and with those of the outputs.
+    """
+    reference, ran = weakref.ref(node), False  # the node holds the function
+
+    def apply(*grads: Tensor | None) -> Gradients:
+        nonlocal ran
+        own = reference()
+        if ran or torch.is_grad_enabled():
+            return instead(len(own.needs_input_grad), grads)
+        ran = True
+        return type(own).apply(own, *grads)
+
+    node.apply = apply
 
 
 class _Call:
@@ -49,23 +86,31 @@ class _Call:
             arguments[place] = tensor
         return arguments
 
-    def take(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def skip(self, inputs: int, grads: Gradients) -> Gradients:
+        """Keep the output's gradient for the gate; the kernel's own backward is not run."""
+        self.grads.append(grads[0])
+        return (None,) * inputs
+
+    def give_zeros(self, grads: Gradients) -> Gradients | None:
         """In a recorded backward, keep the output's gradient for the gate, and give the kernel zeros."""
         if not torch.is_grad_enabled():
             return None
         self.grads.append(grads[0])
         return (torch.zeros_like(grads[0]),)
 
-    def gradients(self, tensors: Sequence[Tensor], trained: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Of the plain version, recorded."""
-        own = [tensor.view_as(tensor) for tensor in tensors]  # one of them may be computed from another
-        wanted = [tensor for tensor, needed in zip(own, trained, strict=True) if needed]
-        with torch.autocast(own[0].device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            out = self.plain(*self.arguments_with(own))
-        found = iter(
-            torch.autograd.grad(out, wanted, self.grads.pop(), create_graph=True, allow_unused=True)
+    def gradients(self, tensors: Sequence[Tensor], trained: Sequence[bool]) -> Gradients:
+        """Those of the plain version, recorded if this backward is."""
+        with torch.enable_grad():
+            own = [tensor.view_as(tensor) for tensor in tensors]  # one of them may be computed from another
+            wanted = [tensor for tensor, needed in zip(own, trained, strict=True) if needed]
+            kind, dtype = own[0].device.type, self.autocast
+            with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+                out = self.plain(*self.arguments_with(own))
+        found = torch.autograd.grad(
+            out, wanted, self.grads.pop(), create_graph=torch.is_grad_enabled(), allow_unused=True
         )
-        return tuple(next(found) if needed else None for needed in trained)
+        given = iter(found)
+        return tuple(next(given) if needed else None for needed in trained)
 
 
 class _Gate(torch.autograd.Function):
@@ -77,11 +122,13 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)  # a kernel that adds a gradient to main_grad returns none
         passed = tuple(tensor.detach() for tensor in tensors)
-        ctx.mark_non_differentiable(*(p for p, trained in zip(passed, ctx.trained, strict=True) if not trained))
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, trained in zip(passed, ctx.trained, strict=True) if not trained)
+        )
         return passed
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        if ctx.call.grads:
             grads = ctx.call.gradients(ctx.saved_tensors, ctx.trained)
         return None, *grads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,3 +44,10 @@ def stamp_of(weights: Sequence[Tensor]) -> Any:
     if not is_evaluating() or any(p.is_inference() or "_fsdp_flattened" in p.__dict__ for p in parameters):
         return None
     return tuple((WeakIdRef(p), p.data_ptr(), p._version) for p in parameters)
+
+
+def forget_weights(parameters: Iterable[Tensor]) -> None:
+    """Free the quantized weights that are kept for products which begin with one of these parameters."""
+    for parameter in parameters:
+        for kernel in state_of(parameter).kernels.values():
+            kernel.forget_weights()

@@ -6,6 +6,8 @@ from torch import fx
 
 from te_transform.canonicalize.activations import ACTIVATIONS, put_gates_first
 from te_transform.canonicalize.attention import ATTENTION
+from te_transform.canonicalize.composites import inline_composites
+from te_transform.canonicalize.functions import spell_functions
 from te_transform.canonicalize.grouped import GROUPED_QUERIES
 from te_transform.canonicalize.inplace import barriers, must_stay, read_results, written
 from te_transform.canonicalize.linears import BIASES, FLATTENED, LINEARS
@@ -20,22 +22,28 @@ from te_transform.graph import edit, nodes
 
 __all__ = ["canonicalize", "written"]
 
+_SPELLINGS = (LINEARS, BIASES, FLATTENED, NORMS, ACTIVATIONS, ROTARY, ATTENTION, GROUPED_QUERIES, LOSSES)
+
 
 def canonicalize(graph: fx.Graph) -> fx.Graph:
-    """A copy of a captured graph in the ops of graph/ops.py, cut into regions; what is none of them stays torch's.
+    """A copy of a captured graph in the ops of graph/ops.py, cut into regions; the rest stays torch's.
 
     The copy runs and computes what was captured, up to rounding: an op may round elsewhere than the model.
-    Submodules (get_attr, call_module, higher-order ops) stay as they are.
+    Submodules (get_attr, call_module, higher-order ops) stay, but for autograd.Functions that are activations.
+    The captured graph gets composite functions inlined and has reads of written tensors read the writes, so that
+    a write lies between what it writes to and its readers; it computes the same.
     """
+    inline_composites(graph)
+    read_results(graph)
     canonical = edit.copy_graph(graph)
-    read_results(canonical)
     cuts = barriers(canonical)
     edit.number_regions(canonical, lambda node: node in cuts or nodes.changes_state(node))
     spell(canonical, must_stay(canonical))
     spell_pieces(canonical)
     spell_products(canonical)
+    spell_functions(canonical, graph.owning_module, canonicalize)
     drop_noise(canonical)
-    for spellings in (LINEARS, BIASES, FLATTENED, NORMS, ACTIVATIONS, ROTARY, ATTENTION, GROUPED_QUERIES, LOSSES):
+    for spellings in _SPELLINGS:
         write(canonical, spellings)
     put_gates_first(canonical)
     drop_noise(canonical)

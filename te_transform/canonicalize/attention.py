@@ -81,7 +81,8 @@ def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     arguments = (query, key, value, mask, found.get("dropout_p", 0.0), False, _scale(found), False)
     if len(shape_of(root)) == 4:
         return ops.sdpa, arguments
-    core = lift.insert(ops.sdpa, arguments)
+    same_width = same_shape(shape_of(query)[-1:], shape_of(value)[-1:])
+    core = lift.insert(ops.sdpa, arguments, like=query if same_width else None)
     core.meta["spelled"] = edit.spelled(match.nodes)
     return torch.reshape, (core, tuple(shape_of(root)))
 
@@ -127,8 +128,8 @@ class _Lift:
         shapes = [shape_of(node) for node in (*weights, match.bound["value"])]
         self.groups = next((shape[:2] for shape in shapes if len(shape) == 4), (shapes[0][0], 1))
 
-    def insert(self, target: Callable, args: tuple) -> fx.Node:
-        return edit.insert(self.graph, self.match.nodes, target, args)
+    def insert(self, target: Callable, args: tuple, like: fx.Node | None = None) -> fx.Node:
+        return edit.insert(self.graph, self.match.nodes, target, args, like)
 
     def __call__(self, x: fx.Node, at: fx.Node | None = None) -> fx.Node:
         """`x` with batch and heads apart; a mask has them so already if the scores it came in `at` did."""
@@ -144,7 +145,7 @@ class _Lift:
         return self.insert(torch.transpose, (x, -2, -1))
 
     def negate(self, x: fx.Node) -> fx.Node:
-        return x.args[0] if x.target is torch.logical_not else self.insert(torch.logical_not, (x,))
+        return x.args[0] if x.target is torch.logical_not else self.insert(torch.logical_not, (x,), like=x)
 
 
 def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
@@ -172,8 +173,8 @@ def _filled(lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, 
         return query, keep if bias is None else _unless(lift, bias, lift.negate(keep), -math.inf)
     # a finite fill leaves a row that is hidden everywhere uniform, where -inf would leave it NaN
     hidden = lift.negate(condition) if "kept" in found else condition
-    keep = lift.insert(ops.kept, (hidden,))
-    query = lift.insert(ops.zero_hidden, (query, hidden))
+    keep = lift.insert(ops.kept, (hidden,), like=hidden)
+    query = lift.insert(ops.zero_hidden, (query, hidden), like=query)
     if bias is None:
         return query, keep
     return query, _unless(lift, _unless(lift, bias, hidden, 0), lift.negate(keep), -math.inf)

@@ -11,7 +11,7 @@ from te_transform.graph import edit, nodes
 
 # composites that may hand back their argument, or a view of it, and have no aten schema that says so
 _MAY_ALIAS = frozenset(
-    ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem", "to")
+    ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem")
 )
 Storage = dict[fx.Node, frozenset[fx.Node]]
 

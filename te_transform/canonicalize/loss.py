@@ -34,7 +34,7 @@ def _cross_entropy(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | No
 
 
 def _by_rows(logits: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
-    """The logits with the classes last, where F.cross_entropy wants them in the second of three dimensions."""
+    """The logits with the classes last, which F.cross_entropy wants in the second of three dimensions."""
     if len(shape_of(logits)) == 2:
         yield from _above(logits, root)
     elif logits.target is torch.transpose and logits.args[1:] == (-2, -1):
@@ -42,7 +42,7 @@ def _by_rows(logits: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
 
 
 def _above(x: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
-    """`x` and what it was reshaped and cast from: rows stay rows, and casts are those that the op makes itself."""
+    """`x` and what it was reshaped and cast from: rows stay rows, and casts are those that the op makes."""
     while True:
         yield x
         before = x.args[0] if x.target in (torch.reshape, ops.cast) else None

@@ -46,7 +46,7 @@ def reshape_sizes(x: fx.Node, shape: torch.Size) -> tuple | None:
 def piece_of(part: fx.Node) -> tuple | None:
     """The columns that this item of a split or chunk of the last dimension is."""
     pieces, index = part.args
-    if not isinstance(pieces, fx.Node) or pieces.target not in (torch.split, torch.chunk) or type(index) is not int:
+    if pieces.target not in (torch.split, torch.chunk) or type(index) is not int:
         return None
     x, sections, dim = pieces.args
     width = shape_of(x)[-1]

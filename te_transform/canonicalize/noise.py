@@ -78,7 +78,9 @@ def _only_part(parts: tuple, dim: int, node: fx.Node) -> fx.Node | None:
 
 
 _OPS = {op for op in vars(ops).values() if getattr(op, "__module__", "") == ops.__name__}
-_ANY_LAYOUT = _OPS | {torch.reshape, torch.transpose, operator.getitem, torch.matmul, torch.bmm, torch.t, F.linear}
+_ANY_LAYOUT = _OPS | {
+    torch.reshape, torch.transpose, torch.t, operator.getitem, torch.matmul, torch.bmm, F.linear
+}  # fmt: skip
 
 # target -> the argument that a call of it hands on, given its arguments and the node; None where it does more
 _NOISE: dict[Any, Callable[..., fx.Node | None]] = {

@@ -43,5 +43,5 @@ def _calls(
 
 
 def _in_one_region(nodes: Sequence[fx.Node]) -> bool:
-    """Whether the op may read its arguments where the last of `nodes` stood: nothing is written in between."""
+    """Whether the op may read its arguments where the last of `nodes` stood: nothing writes in between."""
     return bool(nodes) and len({node.meta["region"] for node in nodes}) == 1

@@ -19,7 +19,7 @@ from torch import fx
 
 from te_transform.canonicalize.moves import MOVES, piece_of
 from te_transform.canonicalize.table import METHODS, SPELLINGS
-from te_transform.graph import edit, nodes, ops
+from te_transform.graph import edit, nodes
 
 
 def spell(graph: fx.Graph, stay: Collection[fx.Node]) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import dtype_of, is_tensor_node, shape_of
+from te_transform.graph.nodes import dtype_of, is_tensor_node, shape_of, value
 
 FULL = slice(None)
 
@@ -29,8 +29,7 @@ def _sizes(sizes: tuple) -> tuple | None:
     if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and sizes[0].target is torch.Size:
         sizes = sizes[0].args
     sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    single = sizes[0] if len(sizes) == 1 else None
-    return None if isinstance(single, fx.Node) and isinstance(single.meta.get("example_value"), tuple) else sizes
+    return None if len(sizes) == 1 and isinstance(value(sizes[0]), tuple) else sizes
 
 
 def _swap(x: fx.Node, a: int, b: int) -> tuple:
@@ -73,7 +72,8 @@ def _item(x: fx.Node, index: Any) -> tuple | None:
         at = next(i for i, part in enumerate(parts) if part is None)
         return torch.unsqueeze, (x, at - len(parts) if Ellipsis in parts[:at] else back(x, at, extra=1))
     reaches_last = parts[0] is Ellipsis or len(parts) == len(shape_of(x))
-    return _columns(x, rest[0]) if reaches_last and rest[0] is parts[-1] and isinstance(rest[0], slice) else None
+    sliced = isinstance(rest[0], slice) and rest[0] is parts[-1]
+    return _columns(x, rest[0]) if reaches_last and sliced else None
 
 
 def _columns(x: fx.Node, part: slice) -> tuple | None:
@@ -108,7 +108,9 @@ def _quotient(x: Any, y: Any, rounding_mode: Any = None) -> tuple | None:
     return torch.div if is_tensor_node(x) else operator.truediv, (x, y)
 
 
-def _variance(x: fx.Node, dim: Any, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> tuple | None:
+def _variance(
+    x: fx.Node, dim: Any, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> tuple | None:
     if unbiased is None:
         unbiased = correction != 0
     if not isinstance(unbiased, bool) or correction not in (None, 0, 1):
@@ -124,9 +126,13 @@ def _not(x: fx.Node) -> tuple | None:
     return (torch.logical_not, (x,)) if dtype_of(x) is torch.bool else None
 
 
-def _softmax(input: fx.Node, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3) -> tuple | None:
+def _softmax(
+    input: fx.Node, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3
+) -> tuple | None:
+    if dim is None:
+        return None
     given = [r for r in (*rest, dtype) if isinstance(r, torch.dtype)]  # F.softmax has the stack level third
-    return (torch.softmax, (input, back(input, dim), given[0] if given else None)) if dim is not None else None
+    return torch.softmax, (input, back(input, dim), given[0] if given else None)
 
 
 def _gelu(input: fx.Node, approximate: str = "none") -> tuple:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -59,15 +60,38 @@ def replace(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: t
     return node
 
 
-def insert(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple) -> fx.Node:
-    """A new call in front of `nodes[0]`, as part of what will replace `nodes`; it has no origin."""
+def insert(
+    graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple, like: fx.Node | None = None
+) -> fx.Node:
+    """A new call in front of `nodes[0]`, as part of what will replace `nodes`; it has no origin.
+
+    Its shape and dtype are those of `like`, if given; to evaluate the call on fake tensors takes milliseconds.
+    """
     with graph.inserting_before(nodes[0]):
         node = graph.call_function(target, concrete(graph, nodes[0], args))
     _inherit(node, nodes)
     node.meta.pop("origin", None)
     node.meta["spelled"] = ()  # the node that takes the place of `nodes` says it
-    node.meta["example_value"] = evaluate(node)
+    node.meta["example_value"] = evaluate(node) if like is None else known.value(like)
     return node
+
+
+def calls_before(graph: fx.Graph, at: fx.Node) -> Callable[..., fx.Node]:
+    """A function that puts a call in front of `at`, as part of what `at` computes in the same module.
+
+    The call has the shape and dtype of `like`, if that is given.
+    """
+
+    def call(target: Callable, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+        with graph.inserting_before(at):
+            node = graph.call_function(target, args, kwargs)
+        node.meta = {
+            key: at.meta[key] for key in ("nn_module_stack", "path", "stack_trace") if key in at.meta
+        }
+        node.meta["example_value"] = evaluate(node) if like is None else known.value(like)
+        return node
+
+    return call
 
 
 def evaluate(node: fx.Node) -> Any:
@@ -75,7 +99,8 @@ def evaluate(node: fx.Node) -> Any:
     args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _fake_argument)
     # the mode of the tensors themselves: while dynamo calls a backend, another one is current
     mode = next((a.fake_mode for a in _leaves((args, kwargs)) if isinstance(a, FakeTensor)), nullcontext())
-    with unset_fake_temporarily(), mode, torch.no_grad():
+    # with the Python dispatcher, compositions written in C++ take symbolic sizes
+    with unset_fake_temporarily(), mode, torch.no_grad(), enable_python_dispatcher():
         return node.target(*args, **kwargs)
 
 
@@ -319,7 +344,7 @@ def snapshot(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         copies[node] = twin = copied.node_copy(node, copies.__getitem__)
         twin.meta = {key: node.meta[key] for key in ("path", "example_value", "fused") if key in node.meta}
-        twin.meta["source"] = known.name_in_model(node)
+        twin.meta["source"] = known.source_of(node)
     return copied
 
 

@@ -18,14 +18,41 @@ _STORED = re.compile(r"_(?:parameters|buffers)\['[^']+'\]$")
 _ROOT = re.compile(r"^L\['self'\]\.?")
 
 # These calls change the state that later calls run in: the gradient mode, autocast, saved-tensor hooks.
-_STATE = ("set_grad_enabled", "autocast", "inference_mode", "saved_tensors", "_vmap", "_grad_increment", "lift")
+_STATE = (
+    "set_grad_enabled",
+    "autocast",
+    "inference_mode",
+    "saved_tensors",
+    "_vmap",
+    "_grad_increment",
+    "lift",
+)
 _TOUCHING_METHODS = frozenset(
-    {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward", "set_"}
+    {
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "requires_grad_",
+        "backward",
+        "set_",
+    }
 )
 _TOUCHING_FUNCTIONS = frozenset({operator.setitem, operator.delitem, setattr, delattr})
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+    for name in (
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "imatmul",
+        "iand",
+        "ior",
+        "ixor",
+    )
 )
 _RANDOM = re.compile(
     r"^(rand|randn|randint|randperm|bernoulli|normal|multinomial|exponential|uniform|poisson|dropout"
@@ -58,17 +85,18 @@ def is_parameter(node: Any) -> bool:
 def is_model_tensor(node: Any) -> bool:
     """Whether the node is a parameter or a buffer of the model, as it is stored."""
     return is_parameter(node) or (
-        isinstance(node, fx.Node) and node.op == "placeholder" and bool(_STORED.search(_source(node)))
+        isinstance(node, fx.Node) and node.op == "placeholder" and bool(_STORED.search(source_of(node)))
     )
 
 
 def name_in_model(node: fx.Node) -> str:
     """The dotted name of a parameter or buffer below the captured module; "" where it has none there."""
-    source = _source(node)
+    source = source_of(node)
     return ".".join(_NAME.findall(source)) if _ROOT.match(source) and _STORED.search(source) else ""
 
 
-def _source(node: fx.Node) -> str:
+def source_of(node: fx.Node) -> str:
+    """The name that dynamo has for where a placeholder comes from: L['self']._modules['fc']._parameters['bias']."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return node.meta.get("source", "")
@@ -102,7 +130,11 @@ def writes(node: fx.Node) -> bool:
     """Whether the node changes a tensor or an object in place."""
     if node.op not in ("call_function", "call_method"):
         return False
-    if node.target in _TOUCHING_METHODS or node.target in _TOUCHING_FUNCTIONS or node.target in _IN_PLACE_OPERATORS:
+    if (
+        node.target in _TOUCHING_METHODS
+        or node.target in _TOUCHING_FUNCTIONS
+        or node.target in _IN_PLACE_OPERATORS
+    ):
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
@@ -123,7 +155,11 @@ _IN_PLACE_NAMES = frozenset(f.__name__[1:] for f in _IN_PLACE_OPERATORS)
 
 @cache
 def _named_operators() -> frozenset[Callable]:
-    return frozenset(f for f in vars(operator).values() if callable(f)) - _IN_PLACE_OPERATORS - _TOUCHING_FUNCTIONS
+    return (
+        frozenset(f for f in vars(operator).values() if callable(f))
+        - _IN_PLACE_OPERATORS
+        - _TOUCHING_FUNCTIONS
+    )
 
 
 def _inplace_by_position(node: fx.Node) -> bool:
@@ -167,7 +203,9 @@ def may_be_view(node: fx.Node) -> bool:
 def shows_layout(node: fx.Node) -> bool:
     """Whether somebody can see how the node's tensor lies in memory: it leaves the graph, or a call looks."""
     for user in node.users:
-        custom = isinstance(user.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.OperatorBase))
+        custom = isinstance(
+            user.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.OperatorBase)
+        )
         if user.op not in ("call_function", "call_method") or custom or called(user) in _LAYOUTS:
             return True
         if called(user) == "view" and any(isinstance(argument, torch.dtype) for argument in user.args):

@@ -1,7 +1,7 @@
 """The ops of the canonical form: one executable reference function per operation, in plain PyTorch.
 
-canonicalize/ rewrites every spelling of an operation into these; patterns, rules and the plain backend know no
-others. Positional arguments only, so that one operation has one form in a graph.
+canonicalize/ rewrites every spelling of an operation into these; patterns, rules and the plain backend know
+no others. Positional arguments only, so that one operation has one form in a graph.
 """
 
 from __future__ import annotations
@@ -125,16 +125,17 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
-    """-log softmax(logits)[target] over the last dimension, in fp32 or wider.
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """-log softmax(logits)[target] over the last dimension, in fp32 or wider, which is the result's dtype.
 
-    logits [..., vocabulary], targets [...] (class indices). Targets of `ignore_index` count nothing; reduction is
-    "none", "sum" or "mean" (over the targets that count). The result is of the dtype computed in.
+    logits [..., vocabulary], targets [...] (class indices). Targets of `ignore_index` count nothing; reduction
+    is "none", "sum" or "mean" (over the targets that count).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(
-        wide.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=ignore_index, reduction=reduction
-    )
+    rows = wide.reshape(-1, logits.shape[-1])
+    losses = F.cross_entropy(rows, targets.reshape(-1), ignore_index=ignore_index, reduction=reduction)
     return losses.reshape(targets.shape) if reduction == "none" else losses
 
 

@@ -244,8 +244,8 @@ class Read(Pattern):
 class Siblings:
     """All calls of `target` that read one value in one region: q, k and v, or gate and up.
 
-    Not a tree, so `find` groups the graph's nodes; the match binds `role` to the tuple of nodes, in the graph's
-    order.
+    Not a tree, so `find` groups the graph's nodes; the match binds `role` to the tuple of nodes, in the order
+    of the graph.
     """
 
     target: Callable

@@ -8,6 +8,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +17,20 @@ from torch._subclasses.fake_tensor import is_fake
 
 _DEPTH = 5  # how deep: a module, its attributes, what these hold, ...
 _CONTAINERS = (dict, list, set, deque)
-_NOT_STATE = (type, types.ModuleType, types.FunctionType, nn.Parameter, torch.Generator)
+_NOT_STATE = (type, types.ModuleType, types.FunctionType, nn.Parameter)
 _HOLDERS = ("types", "argparse")  # whose namespaces hold a user's values; Python's other objects go on
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
+def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[None]:
     """Put back every attribute, buffer, training flag and random state of `model`, whatever the body does.
 
     That goes for the containers, tensors and plain Python objects that its modules hold, too. Parameters are
-    not copied (they may not fit twice): a forward that writes into its own parameters raises.
+    not copied (they may not fit twice): those that a forward writes to get what they hold in `original`, which
+    `model` is a copy of.
+
+    Raises:
+        RuntimeError: the forward writes into its own parameters, and there is no original.
     """
     before = _snapshot(model)
     versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
@@ -36,10 +41,15 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for value, content in before:
             if not _is_unchanged(value, content):
                 _restore(value, content)
-    written = [name for name, p, version in versions if p._version != version]
-    if written:
+    written = {name: p for name, p, version in versions if p._version != version}
+    if original is not None:
+        with torch.no_grad():
+            for name, parameter in written.items():
+                parameter.copy_(original.get_parameter(name))
+    elif written:
         raise RuntimeError(
-            f"the model's forward writes into its own parameters {written}, convert() needs them unchanged"
+            f"the model's forward writes into its own parameters {[*written]}, convert() needs "
+            "them unchanged: leave inplace=False"
         )
 
 
@@ -107,11 +117,37 @@ def _content(value: Any) -> Any:
         return set(value)
     if isinstance(value, _NOT_STATE):
         return None
+    if (state := _random_state(value)) is not None:
+        return _RandomState(state)
     if isinstance(value, Tensor):
         return None if value.is_meta or is_fake(value) else value.detach().clone()
     if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
         return value.copy()
     return dict(vars(value)) if _is_plain(value) else None
+
+
+@dataclass(frozen=True)
+class _RandomState:
+    """Where a random number generator stood."""
+
+    state: Any
+
+
+def _random_state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    return getattr(getattr(value, "bit_generator", None), "state", None)  # numpy's
+
+
+def _set_random_state(value: Any, state: Any) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, random.Random):
+        value.setstate(state)
+    else:
+        value.bit_generator.state = state
 
 
 def _is_plain(value: Any) -> bool:
@@ -130,6 +166,8 @@ def _inside(content: Any) -> list[Any]:
 
 
 def _is_unchanged(value: Any, content: Any) -> bool:
+    if isinstance(content, _RandomState):
+        return False
     if isinstance(value, Tensor):
         return same_bits(value, content)
     if isinstance(content, (dict, list, set)):
@@ -146,7 +184,9 @@ def _held(value: Any) -> Any:
 
 
 def _restore(value: Any, content: Any) -> None:
-    if isinstance(value, Tensor):
+    if isinstance(content, _RandomState):
+        _set_random_state(value, content.state)
+    elif isinstance(value, Tensor):
         with torch.inference_mode(value.is_inference()), torch.no_grad():
             value.copy_(content)
     elif isinstance(content, (dict, list, set)):

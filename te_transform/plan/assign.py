@@ -20,8 +20,8 @@ def assign(plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend) -> P
     """The precision of every fused product.
 
     Args:
-        plans: what is going to be fused in each captured graph, with the path of the module that was captured: "" for
-            the whole model. Graphs that blocks share come once for each block.
+        plans: what is going to be fused in each captured graph, with the path of the captured module, "" for
+            the whole model. A graph that blocks share comes once for each block.
         asked: a recipe, or a plan that overrides what is decided here (but for shapes no kernel has).
         backend: te, or what stands for it.
 
@@ -37,14 +37,14 @@ def assign(plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend) -> P
             decided[path] = _why_not(site, path, site in heads, named, backend)
     if unknown := sorted(named.sites.keys() - decided.keys()):
         raise PrecisionError(
-            f"the precision plan names {', '.join(unknown)}, where no product is fused: te_transform.inspect() with "
-            "the same options shows the paths that there are"
+            f"the precision plan names {', '.join(unknown)}, where no product is fused: "
+            "te_transform.inspect() with the same options shows the paths that there are"
         )
     return PrecisionPlan(named.recipe, decided, named.small_calls)
 
 
 def product_paths(plan: Plan) -> dict[Site, str]:
-    """What a precision plan calls each site that has matrix products: its path, or its name where two share a path."""
+    """What a precision plan calls a site with matrix products: its path, its name where two share a path."""
     sites = [site for site in plan.sites if site.weights]
     sharing = Counter(site.path for site in sites)
     return {site: site.path if sharing[site.path] == 1 else site.name for site in sites}
@@ -52,13 +52,14 @@ def product_paths(plan: Plan) -> dict[Site, str]:
 
 def _why_not(site: Site, path: str, is_head: bool, named: PrecisionPlan, backend: Backend) -> str | None:
     """Why the site stays out of FP8, None where it does not."""
-    reasons = [*_foreign(site, backend), *_wide(site), *_odd(site, backend.multiple(backend.recipe_of(named.recipe)))]
+    multiple = backend.multiple(backend.recipe_of(named.recipe))
+    reasons = [*_foreign(site, backend), *_wide(site), *_odd(site, multiple)]
     if path in named.sites:
         reasons.append(named.sites[path])
     elif is_head:
         reasons.append(
-            "it makes the model's output, FP8 would round that itself and not what is summed up later: name it in a "
-            "te_transform.PrecisionPlan to have it there"
+            "it makes the model's output, FP8 would round that itself and not what is summed up later: "
+            "name it in a te_transform.PrecisionPlan to have it there"
         )
     return next((why for why in reasons if why is not None), None)
 
@@ -84,8 +85,8 @@ def _odd(site: Site, multiple: int) -> Iterator[str]:
 
 
 def _heads(plan: Plan) -> Iterator[Site]:
-    """The sites of one product that make the model's output, and nothing else: nothing but functions of one tensor,
-    and a bias, lies between."""
+    """The sites of one product that make the model's output and nothing else: between the two lie only
+    functions of one tensor, and a bias."""
     sites = {site.node: site for site in plan.sites if site.weights}
     towards_output: set[fx.Node] = set()
     for node in reversed(plan.canonical.nodes):

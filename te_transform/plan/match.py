@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from te_transform.canonicalize import canonicalize, written
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import argument, called, is_model_tensor, name_in_model, path_of
+from te_transform.graph.nodes import argument, called, is_model_tensor, name_in_model, path_of, value
 from te_transform.graph.pattern import Match, Miss, Siblings, find
 from te_transform.plan.options import Options
 from te_transform.plan.refusals import refusals
@@ -103,7 +103,7 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
     reasons = [*refusals(match, operations, options.skip), *ask(rule.refuse, known)]
     path = _place(match, operations)
     if reasons:
-        return Outcome(rule.name, path, "refused", tuple(dict.fromkeys(reasons)))
+        return Outcome(rule.name, path, "refused", tuple(dict.fromkeys(reasons)), _weights(match.nodes))
     if isinstance(rule.pattern, Siblings):
         merged = edit.merge(made.canonical, _activated_first(match.nodes))
         merged.meta["merged"] = (rule.name, path)
@@ -167,13 +167,19 @@ def _read(name: str, bound: dict[str, Any]) -> Any:
         return None
 
 
+def _weights(nodes: Sequence[fx.Node]) -> int:
+    """How many numbers the weights of the linears among `nodes` hold."""
+    return sum(value(node.args[1]).numel() for node in set(nodes) if node.target is ops.linear)
+
+
 def _near_misses(rule: Rule, misses: list[Miss]) -> list[Outcome]:
     """A place that has most of a rule's pattern, where a user could act on what is missing."""
     outcomes = []
     for miss in misses:
         if 2 * len(miss.nodes) > rule.pattern.depth and not any(node._erased for node in miss.nodes):
             reason = f"the {called(miss.nodes[-1])} reads {_named(miss.found)}, {miss.wanted} is needed"
-            outcomes.append(Outcome(rule.name, path_of(miss.nodes[0]), "refused", (reason,)))
+            where = path_of(miss.nodes[0])
+            outcomes.append(Outcome(rule.name, where, "refused", (reason,), _weights(miss.nodes)))
     return outcomes
 
 

@@ -1,6 +1,6 @@
 """What a training step of a converted model takes beside its weights, predicted from the plan.
 
-The plan's graph is gone through once forward, noting what each operation keeps for its backward, and once
+The canonical graph is gone through once forward, noting what each operation keeps for its backward, and once
 back, letting go of that, adding up gradients, and counting what each backward needs for itself. What TE's
 modules keep is read off their autograd functions (TE 2.20): the norm's output, both halves of a gated
 fc1, the activation, in FP8 at one byte a number, and an FP8 weight twice, as it is and transposed.
@@ -8,23 +8,29 @@ fc1, the activation, in FP8 at one byte a number, and an FP8 weight twice, as it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from te_transform import vocabulary
-from te_transform.plan import Plan, Site
-from te_transform.precision import PrecisionPlan
+from te_transform.backends import plain
+from te_transform.graph import ops
+from te_transform.graph.nodes import (
+    dtype_of,
+    is_model_tensor,
+    is_parameter,
+    is_tensor_node,
+    may_be_view,
+    shape_of,
+    value,
+)
+from te_transform.plan.assign import product_paths
+from te_transform.plan.match import Plan, Site
+from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.plan.rule import stored_in
 
-_VIEWS = {
-    torch.reshape, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.chunk, torch.split,
-    torch.unbind, vocabulary.columns,
-}  # fmt: skip
-_LINEAR = {torch.add, torch.sub, torch.neg, torch.cat, vocabulary.cast, vocabulary.rope}  # keep no operand
+_KEEP_NOTHING = {torch.add, torch.sub, torch.neg, torch.cat, ops.cast, ops.rope}
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,19 @@ class Memory:
         )
 
 
+@dataclass(frozen=True)
+class _FP8:
+    paths: Collection[str]  # of the sites that run in it
+    is_delayed: bool
+
+    @classmethod
+    def of(cls, precision: PrecisionPlan | None) -> _FP8:
+        if precision is None:
+            return cls((), False)
+        delayed = precision.recipe == "fp8-delayed" or type(precision.recipe).__name__ == "DelayedScaling"
+        return cls([path for path, why in precision.sites.items() if why is None], delayed)
+
+
 @dataclass(eq=False)
 class _Step:
     """One operation: what it keeps, by storage or as its own, and what its backward takes for itself."""
@@ -61,87 +80,120 @@ class _Step:
     transient: int = 0
     gradients: int = 0  # of its weights
     in_place: bool = False  # whether its backward writes into what it kept
+    released: int = 0  # what nobody needs any more after its backward
+
+    @property
+    def flowing(self) -> int:
+        """The gradients of its result and of what it read."""
+        return 0 if self.in_place else _bytes(self.node) + sum(map(_bytes, set(_data(self.node))))
 
 
-def predict(made: Plan, precision: PrecisionPlan | None, fused_loss: bool) -> Memory:
+def predict(
+    plans: Iterable[tuple[str, Plan]],
+    parameters: Iterable[nn.Parameter],
+    inputs: str,
+    precision: PrecisionPlan | None,
+) -> Memory:
     """The memory of a step.
 
     Args:
-        made: the plan; its recording may be of fake tensors.
+        plans: of the captured graphs in the order of their calls, each with the path of the captured module.
+        parameters: the model's; fake ones will do.
+        inputs: what the example inputs are, in words.
         precision: what runs in FP8, None where nothing does.
-        fused_loss: whether the loss is computed by TE, from the logits as they are.
     """
-    inside = set() if precision is None else {path for path, why in precision.sites.items() if why is None}
-    trained = _trained(made)
-    recipe = None if precision is None else precision.recipe
-    delayed = recipe == "fp8-delayed" or type(recipe).__name__ == "DelayedScaling"
-    nodes = [node for node in made.recording.graph.nodes if node in trained]
-    steps = [_step(node, made, inside, delayed, fused_loss) for node in nodes]
-    parameters = {id(p): p for p in made.recording.root.parameters()}.values()
-    weights = sum(map(_size, parameters))
-    gradients = sum(_size(p) for p in parameters if p.requires_grad)
-    outputs = {_storage(n) for n in made.recording.graph.output_node().all_input_nodes}
+    parameters, pieces, fp8 = list(parameters), list(plans), _FP8.of(precision)
+    steps = [step for piece in pieces for step in _steps(*piece, fp8, is_last=piece is pieces[-1])]
+    outputs = sum(_bytes(storage) for _, plan in pieces[-1:] for storage in _outputs(plan))
+    gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
     kept, peak = _simulated(steps, outputs, gradients)
-    return Memory(str(made.recording.inputs), weights, gradients, kept, peak)
+    return Memory(inputs, sum(map(_size, parameters)), gradients, kept, peak)
 
 
-def _simulated(steps: list[_Step], outputs: set[fx.Node], gradients: int) -> tuple[int, int]:
-    """What is kept after the forward, and the most there is at once."""
-    first: dict[fx.Node, int] = {}  # the operation whose backward is the last to need a storage
-    for index, step in enumerate(steps):
-        for storage in step.storages:
-            first.setdefault(storage, index)
-    storages = {s for s in first.keys() | outputs if s.op != "placeholder"}  # the inputs were there before
-    held = sum(map(_bytes, storages)) + sum(step.own for step in steps)
-    kept = peak = held
-    owed = gradients - sum(step.gradients for step in steps)  # of parameters outside of fused modules
+def _simulated(steps: list[_Step], outputs: int, gradients: int) -> tuple[int, int]:
+    """What is kept after the forward, and the most there is at once; the caller keeps the outputs."""
+    kept = peak = held = outputs + sum(step.released for step in steps)
     grown = 0
-    for index, step in reversed(list(enumerate(steps))):
+    for step in reversed(steps):
         grown += step.gradients
-        inputs = {_storage(n) for n in step.node.all_input_nodes if _is_data(n)}
-        flowing = 0 if step.in_place else _bytes(step.node) + sum(map(_bytes, inputs))
-        peak = max(peak, held + grown + step.transient + flowing)
-        released = [s for s in storages - outputs if first[s] == index]
-        held -= step.own + sum(map(_bytes, released))
-    return kept, max(peak, grown + owed + held)
+        peak = max(peak, held + grown + step.transient + step.flowing)
+        held -= step.released
+    return kept, max(peak, held + gradients)
 
 
-def _step(node: fx.Node, made: Plan, inside: set[str], delayed: bool, fused_loss: bool) -> _Step:
-    data = [_storage(n) for n in node.all_input_nodes if _is_data(n)]
-    if node.op == "call_module" and node.target in made.sites:
-        site = made.sites[node.target]
-        return _of_site(node, site, data, site.host in inside, delayed)
-    if node.target is F.cross_entropy:
-        return _of_loss(node, fused_loss)
-    if fused_loss and any(user.target is F.cross_entropy for user in _readers(node)):
-        return _Step(node, in_place=True)  # the cast of the logits, which is not made
-    if _is_view(node):
+def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
+    """The operations that a gradient flows through, each with what nobody needs after its backward."""
+    sites, paths = {site.node: site for site in plan.sites}, product_paths(plan)
+    steps = []
+    for node in _trained(plan.canonical):
+        site = sites.get(node)
+        inside = site in paths and f"{prefix}.{paths[site]}".strip(".") in fp8.paths
+        steps.append(_of_operation(node) if site is None else _of_site(site, inside, fp8.is_delayed))
+    needed: dict[fx.Node, int] = {}  # the operation whose backward is the last to need a storage
+    for index, step in enumerate(steps):
+        step.released = step.own
+        for storage in step.storages:
+            needed.setdefault(storage, index)
+    # the next graph may need these for its backward
+    outputs = dict.fromkeys(_outputs(plan), len(steps) - 1) if steps else {}
+    needed = {s: i for s, i in needed.items() if s not in outputs} if is_last else outputs | needed
+    for storage, index in needed.items():
+        if storage.op != "placeholder":  # inputs were there before
+            steps[index].released += _bytes(storage)
+    return steps
+
+
+def _outputs(plan: Plan) -> set[fx.Node]:
+    """The storages that the graph returns."""
+    (output,) = (node for node in plan.canonical.nodes if node.op == "output")
+    return {storage for storage in _data(output) if storage.op != "placeholder"}
+
+
+def _trained(graph: fx.Graph) -> list[fx.Node]:
+    """The operations that a gradient flows through."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        starts = node.op == "placeholder" and is_tensor_node(node) and value(node).requires_grad
+        if starts or any(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return [node for node in found if node.op not in ("placeholder", "output") and not _is_weight(node)]
+
+
+def _of_operation(node: fx.Node) -> _Step:
+    data = _data(node)
+    if node.target is ops.cross_entropy:  # in fp32: log-probabilities, their gradient, the logits'
+        wide = _numel(node.args[0]) * 4
+        return _Step(node, own=wide, transient=2 * wide - _bytes(node.args[0]))
+    if may_be_view(node):
         return _Step(node, in_place=True)
-    if node.target in _LINEAR or node.op == "placeholder":
+    if node.target in _KEEP_NOTHING:
         return _Step(node)
-    if node.target in (vocabulary.rms_norm, vocabulary.layer_norm):
-        written_out = len(node.meta.get("spelled", ())) > 1
-        if written_out:  # x in fp32, and the result before the scale
+    if node.target in (ops.rms_norm, ops.layer_norm):
+        if len(node.meta.get("spelled", ())) > 1:  # written out: x in fp32, and the result before the scale
             return _Step(node, own=_numel(node) * 4 + _bytes(node), transient=2 * _numel(node) * 4)
         return _Step(node, data)
-    if node.target is vocabulary.dropout:
+    if node.target is ops.dropout:
         return _Step(node, own=_numel(node))
     return _Step(node, data)
 
 
-def _of_site(node: fx.Node, site: Site, data: list[fx.Node], in_fp8: bool, delayed: bool) -> _Step:
-    """What a fused module keeps and takes; its input is kept by whoever made it, but for one in FP8."""
-    parameters = dict(site.fused.named_parameters())
-    weights = [p for p in parameters.values() if p.dim() == 2]
-    if not weights:
-        return _of_attention(node, data, site.rotary is not None)
+def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
+    """What a fused op keeps and takes; its input is kept by whoever made it, but for one in FP8."""
+    node, data = site.node, _data(site.node)
+    if isinstance(site.fused, plain.DotProductAttention):
+        return _of_attention(node, data)
+    if isinstance(site.fused, plain.CrossEntropy):
+        return _Step(node, own=_numel(node.args[0]) * 2, in_place=True)  # a copy, which becomes the gradient
+    if not site.weights:
+        return _Step(node)  # a rotation
+    weights = [value(node.args[place]) for place in site.fused.PRODUCTS]
+    parameters = {p for argument in node.args for p in stored_in(argument) if is_parameter(p)}
     outs, ins = weights[0].shape
-    rows, size = _numel(node) // node.meta["tensor_meta"].shape[-1], weights[0].element_size()
-    step = _Step(node, data, gradients=sum(_size(p) for p in parameters.values() if p.requires_grad))
-    step.own = 2 * sum(p.numel() for p in weights) if in_fp8 else 0
+    rows, each = _numel(node) // shape_of(node)[-1], 1 if in_fp8 else weights[0].element_size()
+    step = _Step(node, data, gradients=sum(_size(value(p)) for p in parameters if value(p).requires_grad))
+    step.own = 2 * sum(weight.numel() for weight in weights) if in_fp8 else 0
     step.transient = 2 * rows * outs if in_fp8 else 0  # the output's gradient, as it is and transposed
-    each = 1 if in_fp8 else size
-    if "layer_norm_weight" in parameters:
+    if isinstance(site.fused, plain.LayerNormLinear):
         step.own += rows * (ins * each + 8)
     elif in_fp8:
         step.own, step.storages = step.own + rows * ins, []
@@ -150,13 +202,13 @@ def _of_site(node: fx.Node, site: Site, data: list[fx.Node], in_fp8: bool, delay
     return step
 
 
-def _of_attention(node: fx.Node, data: list[fx.Node], rotated: bool) -> _Step:
+def _of_attention(node: fx.Node, data: list[fx.Node]) -> _Step:
     """What it got and gave, a number a row; the queries' gradients are summed up in fp32."""
-    query, key, value = node.args[:3]
-    own, product = _numel(node) // 32, _storage(value)
-    # where rotations leave nothing but the values of a joined product, dispatch.py keeps them alone
-    if rotated and product not in (_storage(query), _storage(key)) and _bytes(product) > _bytes(value):
-        own, data = own + _bytes(value), [storage for storage in data if storage is not product]
+    query, key, values = node.args[:3]
+    own, product = _numel(node) // 32, _storage(values)
+    # where rotations leave nothing but the values of a joined product, the op keeps them alone
+    if product not in (_storage(query), _storage(key)) and _bytes(product) > _bytes(values):
+        own, data = own + _bytes(values), [storage for storage in data if storage is not product]
     return _Step(node, [*data, node], own, transient=_numel(node) * 4)
 
 
@@ -166,56 +218,30 @@ def _add_mlp(step: _Step, rows: int, outs: int, inner: int, each: int, delayed: 
     The most is where the activation's gradient is computed: fc2's own is there; the activation itself,
     and what the first product will make, are not.
     """
-    node, size = step.node, step.node.meta["tensor_meta"].dtype.itemsize
-    width = node.meta["tensor_meta"].shape[-1]
+    node, size = step.node, dtype_of(step.node).itemsize
     casts = 0 if delayed else step.transient
     step.own += rows * (outs * size + inner * each)
     step.transient = rows * (outs + inner) * size - rows * inner * each + casts
     step.transient += 2 * _numel(node) if each == 1 else 0
-    step.transient -= width * outs * size + sum(map(_bytes, step.storages))
+    step.transient -= shape_of(node)[-1] * outs * size + sum(map(_bytes, step.storages))
 
 
-def _of_loss(node: fx.Node, fused_loss: bool) -> _Step:
-    logits = node.args[0]
-    if fused_loss:
-        return _Step(node, own=_numel(logits) * 2, in_place=True)  # a copy, which becomes the gradient
-    return _Step(node, own=_numel(logits) * 4, transient=_numel(logits) * 4)
+def _data(node: fx.Node) -> list[fx.Node]:
+    """The storages of the floating tensors that the node reads, without the model's own."""
+    read = [n for n in node.all_input_nodes if is_tensor_node(n) and dtype_of(n).is_floating_point]
+    return [_storage(n) for n in read if not _is_weight(n)]
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        yield user
-        if user.target in _VIEWS:
-            yield from _readers(user)
+def _is_weight(node: fx.Node) -> bool:
+    """Whether the node is a parameter or buffer, or several joined."""
+    return all(map(is_model_tensor, stored_in(node)))
 
 
 def _storage(node: fx.Node) -> fx.Node:
     """The node that allocated what this one is a view of."""
-    while _is_view(node):
+    while may_be_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
-
-
-def _is_view(node: fx.Node) -> bool:
-    views = node.target in _VIEWS or getattr(node.target, "__name__", "") == "getitem"
-    return views and bool(node.args) and isinstance(node.args[0], fx.Node)
-
-
-def _trained(made: Plan) -> set[fx.Node]:
-    """The nodes that a gradient flows through, and not views of others."""
-    found: set[fx.Node] = set()
-    for node in made.recording.graph.nodes:
-        tensor = made.recording.attributes.get(node.target) if node.op == "get_attr" else None
-        starts = (tensor is not None and tensor.requires_grad) or node.op == "call_module"
-        if starts or any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return {node for node in found if node.op not in ("get_attr", "output")}
-
-
-def _is_data(node: fx.Node) -> bool:
-    meta = node.meta.get("tensor_meta")
-    floating = meta is not None and hasattr(meta, "dtype") and meta.dtype.is_floating_point
-    return floating and node.op != "get_attr"
 
 
 def _size(tensor: Tensor) -> int:
@@ -223,12 +249,12 @@ def _size(tensor: Tensor) -> int:
 
 
 def _numel(node: fx.Node) -> int:
-    return torch.Size(node.meta["tensor_meta"].shape).numel() if _is_tensor(node) else 0
+    """How many numbers, at the sizes that the graph was captured with."""
+    if not is_tensor_node(node):
+        return 0
+    numel = shape_of(node).numel()
+    return numel if isinstance(numel, int) else numel.node.hint
 
 
 def _bytes(node: fx.Node) -> int:
-    return _numel(node) * node.meta["tensor_meta"].dtype.itemsize if _is_tensor(node) else 0
-
-
-def _is_tensor(node: Any) -> bool:
-    return hasattr(node.meta.get("tensor_meta"), "shape")
+    return _numel(node) * dtype_of(node).itemsize if is_tensor_node(node) else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,16 @@ class Options:
     compile: bool | str = False
     inplace: bool = False
     verify: bool = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "backend": self.backend.__name__}  # a module, which a pickle names
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in {**state, "backend": import_module(state["backend"])}.items():
+            object.__setattr__(self, name, value)
+
+    def __deepcopy__(self, memo: dict) -> Options:
+        return self  # frozen
 
     @classmethod
     def of(

@@ -21,10 +21,11 @@ class PrecisionError(ValueError):
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """A recipe, and for each site with matrix products, by its path, why it stays out of it; None where it does not.
+    """A recipe, and for each site with matrix products why it stays out of it; None where it does not.
 
-    `recipe` is one of convert()'s names or a TE recipe object. Give a plan to convert() as its recipe:
-    sites that it does not name are decided as without it. "fp8" is None too, as in a file.
+    `recipe` is one of convert()'s names or a TE recipe object; sites go by their paths. Give a plan to
+    convert() as its recipe: sites that it does not name are decided as without it. "fp8" is None too, as in
+    a file.
     With `small_calls`, calls of so few tokens that they are faster in bf16 run in the recipe too.
 
     Raises:
@@ -55,7 +56,9 @@ class PrecisionPlan:
                 f"the recipe is a {type(self.recipe).__name__}, a file needs one of convert()'s names, "
                 "such as 'fp8-delayed'"
             )
-        lines = [f"{_quoted(site)} = {_quoted(_IN if why is None else why)}" for site, why in self.sites.items()]
+        lines = [
+            f"{_quoted(site)} = {_quoted(_IN if why is None else why)}" for site, why in self.sites.items()
+        ]
         lines = [*(["small_calls = true"] if self.small_calls else []), "", "[sites]", *lines, ""]
         text = "\n".join([f"recipe = {_quoted(self.recipe)}", *lines])
         Path(path).write_text(_HEADER + text, encoding="utf-8")
@@ -70,7 +73,9 @@ class PrecisionPlan:
         try:
             found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:  # no TOML, or not even text
-            raise PrecisionError(f"{path} is no TOML ({error}), write() makes a file to start from") from error
+            raise PrecisionError(
+                f"{path} is no TOML ({error}), write() makes a file to start from"
+            ) from error
         sites = found.get("sites", {})
         texts = isinstance(sites, dict) and all(isinstance(why, str) for why in sites.values())
         # a table that is misspelt would be passed over

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -34,6 +36,24 @@ class Rule:
     reads: tuple[str, ...] = ()
     needs_kernels: bool = False  # whether only a backend with kernels of its own gains from it
 
+    def __reduce__(self) -> tuple:
+        """By the name that its module has for it: patterns may hold functions that cannot be pickled."""
+        home = sys.modules[self.refuse.__module__]
+        name = next((name for name, held in vars(home).items() if held is self), None)
+        if name is None:
+            raise TypeError(
+                f"rule {self.name!r} is no global of {home.__name__}, a converted model that is pickled whole needs "
+                "its rules to be: give the rule a name there"
+            )
+        return _named, (home.__name__, name)
+
+    def __deepcopy__(self, memo: dict) -> Rule:
+        return self  # frozen
+
+
+def _named(home: str, name: str) -> Rule:
+    return getattr(import_module(home), name)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -43,6 +63,7 @@ class Outcome:
     path: str
     status: Literal["fused", "refused"]
     reasons: tuple[str, ...] = ()
+    weights: int = field(default=0, compare=False)  # how many numbers the weights of its linears hold
 
     def below(self, path: str) -> Outcome:
         """The same at a place below `path`."""

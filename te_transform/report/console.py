@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import TypeVar
 
+from rich.console import Console
 from rich.progress import track
 
 T = TypeVar("T")
@@ -13,9 +14,5 @@ T = TypeVar("T")
 
 def progress(items: Collection[T], doing: str) -> Iterator[T]:
     """The items, one by one, with a bar on stderr if a person is watching."""
-    from rich.console import Console
-
-    watched = sys.stderr.isatty()
-    yield from track(
-        items, f"te_transform: {doing}", console=Console(stderr=True), disable=not watched, transient=True
-    )
+    console, watched = Console(stderr=True), sys.stderr.isatty()
+    yield from track(items, f"te_transform: {doing}", console=console, disable=not watched, transient=True)

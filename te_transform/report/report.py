@@ -6,7 +6,6 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,10 +17,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
-from te_transform import page
-from te_transform.memory import Memory
-from te_transform.precision import PrecisionPlan
-from te_transform.rule import Outcome
+from te_transform.graph.nodes import called, name_in_model, path_of
+from te_transform.plan.memory import Memory
+from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.plan.rule import Outcome
+from te_transform.report import drawing, page
+from te_transform.report.places import Places, gather, listed, most_valuable_first
 
 if TYPE_CHECKING:
     import networkx
@@ -35,38 +36,22 @@ class ExpectationError(AssertionError):
     """The model was not fused as Report.expect() was told it would be."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """Outcomes of one rule for the same reasons: patterns of their paths, and how many each stands for."""
-
-    rule: str
-    reasons: tuple[str, ...]
-    patterns: tuple[tuple[str, int], ...]
-
-    @property
-    def count(self) -> int:
-        return sum(count for _, count in self.patterns)
-
-    @property
-    def lines(self) -> list[str]:
-        return [f"{pattern}  x{count}" for pattern, count in self.patterns]
-
-
 @dataclass(frozen=True, repr=False)
 class Report:
     """Every place where a rule applied or nearly did, and the graphs of the model before and after.
 
-    `before` is the normalised graph of one forward; in `after` each fusion is one call_module, of a name that
-    ends in `.fused`, and merged linears are one linear. `notes` are sentences on the conversion as a whole,
-    `precision` says what runs in FP8, `plain_calls` why and how often fused modules ran in plain PyTorch, and
-    `memory` what a training step is predicted to take, on TE.
+    `before` is the canonical graph of the forward, or of its largest part where it was captured in parts; in
+    `after` each fusion is one call_module. `notes` are sentences on the conversion as a whole, `breaks` on
+    what was not captured, `precision` says what runs in FP8, `plain_calls` why and how often fused ops ran in
+    plain PyTorch, and `memory` what a training step is predicted to take, on TE.
     """
 
     model: str
     sites: tuple[Outcome, ...]
-    before: fx.GraphModule | fx.Graph
-    after: fx.GraphModule | fx.Graph
+    before: fx.Graph
+    after: fx.Graph
     notes: tuple[str, ...] = ()
+    breaks: tuple[str, ...] = ()
     precision: PrecisionPlan | None = None
     plain_calls: Mapping[str, int] = field(default_factory=dict)
     memory: Memory | None = None
@@ -129,10 +114,11 @@ class Report:
         precise = () if self.precision is None else _precise(self.precision)
         plain = (f"{count} calls ran in plain PyTorch: {why}" for why, count in self.plain_calls.items())
         memory = () if self.memory is None else (f"a training step is predicted to take {self.memory}",)
-        return (*self.notes, *precise, *memory, *plain)
+        return (*self.notes, *self.breaks, *precise, *memory, *plain)
 
     def __rich__(self) -> Group:
-        tables = [_table("fused", "green", self.fused), _table("refused", "yellow", self.refused)]
+        refused = most_valuable_first(gather(self.refused))
+        tables = [_table("fused", "green", gather(self.fused)), _table("refused", "yellow", refused)]
         shown = [part for table in tables if table.row_count for part in (Text(), table)]
         notes = [Text(f"note: {note}") for note in self.all_notes()]
         return Group(Text(self.title, style="bold"), *shown, *([Text(), *notes] if notes else []))
@@ -148,23 +134,26 @@ class Report:
         return f"Report({self.title})"
 
     def _repr_html_(self) -> str:
-        return page.summary(self.title, gather(self.fused), gather(self.refused), self.all_notes())
+        refused = most_valuable_first(gather(self.refused))
+        return page.summary(self.title, gather(self.fused), refused, self.all_notes())
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write the report and both graphs to `path`, as one page that needs nothing else."""
-        listings = {f"the graph {which}": page.listing(self._graph(which)) for which in ("before", "after")}
+        listings = {
+            f"the graph {which}": drawing.listing(self._graph(which)) for which in ("before", "after")
+        }
         Path(path).write_text(page.whole(self.title, self._repr_html_(), listings), encoding="utf-8")
 
     def graph_text(self, which: Which = "after") -> str:
         """The graph line by line: name, dtype and shape, path of the module, operation with its arguments."""
-        return "\n".join(line for line, _ in page.listing(self._graph(which)))
+        return "\n".join(line for line, _ in drawing.listing(self._graph(which)))
 
     def to_dot(self, which: Which = "after") -> str:
-        """The graph as Graphviz text, for `dot -Tsvg`: blocks are coloured clusters, fused nodes are framed.
+        """The graph as Graphviz text, for `dot -Tsvg`: blocks are colored clusters, fused nodes are framed.
 
         The model's own tensors are left out; to_networkx() has them.
         """
-        return page.dot(self._graph(which))
+        return drawing.dot(self._graph(which))
 
     def to_networkx(self, which: Which = "after") -> networkx.DiGraph:
         """The graph for analysis: nodes by fx name, with op, target, path, shape, dtype; edges are the data.
@@ -175,8 +164,8 @@ class Report:
 
         graph = networkx.DiGraph()
         for node in self._graph(which).nodes:
-            shape, dtype = page.shape_and_dtype(node)
-            known = {"op": node.op, "target": page.target(node), "path": node.meta.get("path", "")}
+            shape, dtype = drawing.shape_and_dtype(node)
+            known = {"op": node.op, "target": name_in_model(node) or called(node), "path": path_of(node)}
             graph.add_node(node.name, **known, shape=shape, dtype=dtype)
             graph.add_edges_from((source.name, node.name) for source in node.all_input_nodes)
         return graph
@@ -184,49 +173,7 @@ class Report:
     def _graph(self, which: Which) -> fx.Graph:
         if which not in ("before", "after"):
             raise ValueError(f"which is {which!r}, 'before' or 'after' is needed")
-        held = getattr(self, which)
-        return held.graph if isinstance(held, fx.GraphModule) else held
-
-
-def gather(outcomes: Iterable[Outcome]) -> list[Places]:
-    """Outcomes by rule and reasons, both in the order they first came."""
-    paths: dict[str, dict[tuple[str, ...], list[str]]] = {}
-    for outcome in outcomes:
-        paths.setdefault(outcome.rule, {}).setdefault(outcome.reasons, []).append(outcome.path)
-    return [Places(rule, why, collapse(found)) for rule, by in paths.items() for why, found in by.items()]
-
-
-def collapse(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """Patterns of `paths` and how many each stands for: `h.0.mlp` and `h.1.mlp` make ("h.{0,1}.mlp", 2).
-
-    Exact: a pattern with several numbers that vary is made only where all their combinations are there.
-    """
-    counts = Counter(tuple(_part(part) for part in path.split(".")) for path in paths)
-    for place in reversed(range(max(map(len, counts), default=0))):
-        merged: dict[tuple, tuple[frozenset, int]] = {}
-        for parts, count in counts.items():
-            numbers = next((p for p in parts[place : place + 1] if isinstance(p, frozenset)), None)
-            key = parts if numbers is None else (*parts[:place], None, *parts[place + 1 :])
-            known, total = merged.get(key, (frozenset(), 0))
-            merged[key] = (known.union(numbers or ()), total + count)
-        counts = {}
-        for key, (numbers, count) in merged.items():
-            counts[tuple(numbers if part is None else part for part in key)] = count
-    named = ((".".join(map(_spelled, parts)), count) for parts, count in counts.items())
-    return tuple((pattern or "(the model itself)", count) for pattern, count in named)
-
-
-def _part(text: str) -> str | frozenset[int]:
-    return frozenset({int(text)}) if text.isdecimal() and text == str(int(text)) else text
-
-
-def _spelled(part: str | frozenset[int]) -> str:
-    if isinstance(part, str):
-        return part
-    runs = groupby(enumerate(sorted(part)), lambda numbered: numbered[1] - numbered[0])
-    spans = [[number for _, number in run] for _, run in runs]
-    texts = [f"{s[0]}..{s[-1]}" if len(s) > 2 else ",".join(map(str, s)) for s in spans]
-    return ",".join(texts) if len(part) == 1 else "{" + ",".join(texts) + "}"
+        return getattr(self, which)
 
 
 def _precise(plan: PrecisionPlan) -> Iterator[str]:
@@ -235,16 +182,17 @@ def _precise(plan: PrecisionPlan) -> Iterator[str]:
         by_reason.setdefault(why, []).append(path)
     name = plan.recipe if isinstance(plan.recipe, str) else type(plan.recipe).__name__
     for why, paths in by_reason.items():
-        where = ", ".join(pattern for pattern, _ in collapse(paths))
-        yield f"in {name}: {where}" if why is None else f"not in {name}: {where}, because {why}"
+        yield (
+            f"in {name}: {listed(paths)}" if why is None else f"not in {name}: {listed(paths)}, because {why}"
+        )
 
 
-def _table(status: str, style: str, outcomes: Iterable[Outcome]) -> Table:
+def _table(status: str, style: str, gathered: Iterable[Places]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     table.add_column("rule", overflow="fold")
     table.add_column(status, justify="right", no_wrap=True)
     table.add_column("where" if status == "fused" else "where, and why not", overflow="fold")
-    for places in gather(outcomes):
+    for places in gathered:
         # Text, not str: brackets in a shape are not markup
         reasons = [Padding(Text(reason, style="dim"), (0, 0, 0, 2)) for reason in places.reasons]
         cell = Group(Text("\n".join(places.lines), overflow="fold"), *reasons)

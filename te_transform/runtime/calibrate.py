@@ -1,111 +1,41 @@
-"""Put a converted model into its precision, with the scales that its example inputs call for.
+"""Let a converted model find the first scales of delayed scaling on its example inputs.
 
-Delayed scaling quantises with the scales of earlier steps, and has none at first: numbers beyond 448 and
-gradients below 1e-5, which is most of them, are lost in the first steps. So the original modules run once
-on the example inputs, and what goes through their products gives the first scales.
+Each product takes them from the first call that it sees forward and backward, see backends/scales.py. So one step
+on the example inputs is all it takes, for training to be in FP8 from its first step on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_transform.autocast import Amax, Precision
-from te_transform.check import place
-from te_transform.emit import Emitted, enter_precision
-from te_transform.inputs import Inputs
-from te_transform.originals import fusions, sources
-from te_transform.precision import PrecisionPlan
-from te_transform.preserve import preserved
-from te_transform.replay import only
+from te_transform.graph.inputs import Inputs
+from te_transform.graph.preserve import preserved
 
 log = logging.getLogger(__name__)
 
 
-def quantise(
-    model: nn.Module,
-    emitted: Sequence[Emitted],
-    plan: PrecisionPlan,
-    backend: ModuleType,
-    samples: Sequence[Inputs],
-) -> None:
-    """Let the sites that `plan` names run in its recipe; delayed scaling is calibrated on `samples`."""
-    recipe = backend.recipe_of(plan.recipe)
-    within = [site for site in emitted if plan.sites.get(place(site.fusion), "no product") is None]
-    on_gpu = all(parameter.is_cuda for parameter in model.parameters())
-    if backend.is_delayed(recipe) and on_gpu:
-        seen = _seen(model, within, samples)
-        for site in within:
-            backend.calibrate(site.fusion.fused, recipe, seen.get(site, []))
-    enter_precision(model, Precision(recipe, [site.fusion.fused for site in within]), plan.small_calls)
+def calibrate(model: nn.Module, samples: Sequence[Inputs]) -> None:
+    """Run `model` on each sample in training mode, and backward from its loss if it returns one.
 
-
-def _seen(model: nn.Module, sites: Sequence[Emitted], samples: Sequence[Inputs]) -> dict[Emitted, list[Amax]]:
-    """The products of each site, in their order, as the original modules compute them on `samples`."""
-    products = {site: list(_products(model, site)) for site in sites}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(preserved(model))
-        stack.enter_context(only((), fusions(model)))
-        for found in products.values():
-            for product, modules in found:
-                for module in modules:
-                    stack.enter_context(_watched(module, product))
+    What belongs to the model stays as it is, its gradients and random numbers too; only scales are found.
+    """
+    with preserved(model):
+        for module in model.modules():
+            module.training = True
         for sample in samples:
-            _run(model, sample)
-    return {
-        site: [product for product, _ in found]
-        for site, found in products.items()
-        if all(product.input is not None for product, _ in found)
-    }
+            _step(model, sample)
 
 
-def _products(model: nn.Module, site: Emitted) -> Iterator[tuple[Amax, list[nn.Module]]]:
-    """Each product of a fused module with the modules that computed it, in parts."""
-    fused = site.fusion.fused
-    for name in fused.weight_names:
-        modules = [model.get_submodule(path) for path, _ in sources(model, site.fusion, name)]
-        yield Amax(None, getattr(fused, name).detach().abs().amax().float()), modules
-
-
-@contextlib.contextmanager
-def _watched(module: nn.Module, product: Amax) -> Iterator[None]:
-    def grad(gradient: Tensor) -> None:
-        product.grad = _larger(product.grad, gradient)
-
-    def seen(module: nn.Module, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
-        product.input = _larger(product.input, next(iter((*args, *kwargs.values()))))
-        if out.requires_grad:
-            out.register_hook(grad)
-
-    hook = module.register_forward_hook(seen, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _larger(amax: Tensor | None, seen: Tensor) -> Tensor | None:
-    if not seen.numel():  # an expert that no token went to
-        return amax
-    new = seen.detach().abs().amax().float()
-    return new if amax is None else torch.maximum(amax, new)
-
-
-def _run(model: nn.Module, sample: Inputs) -> None:
-    """Forward in training mode, and backward from the loss if the model returns one; no gradient is kept."""
-    for module in model.modules():
-        module.training = True
+def _step(model: nn.Module, sample: Inputs) -> None:
     args, kwargs = sample.clone()
     with torch.enable_grad():
-        out = model(*args, **kwargs)
-        loss = _loss(out)
-        trained = [p for p in model.parameters() if p.requires_grad]
+        loss = loss_of(model(*args, **kwargs))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if loss is not None and trained:
             _backward(loss, trained)
 
@@ -119,7 +49,7 @@ def _backward(loss: Tensor, trained: list[nn.Parameter]) -> None:
         log.warning("gradients are not calibrated: reentrant checkpoints cannot be run for a calibration")
 
 
-def _loss(out: Any) -> Tensor | None:
+def loss_of(out: Any) -> Tensor | None:
     """The one number among a model's outputs, which is its loss."""
     if isinstance(out, dict):
         out = tuple(out.values())

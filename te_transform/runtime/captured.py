@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
+from te_transform.canonicalize import written
 from te_transform.graph.nodes import name_in_model
 from te_transform.plan.match import Plan, Site
 from te_transform.runtime.lower import Apart, lower
@@ -19,7 +22,28 @@ class Owner(Protocol):
     apart: Apart  # see runtime/lower.py
     dry: bool  # whether calls only find out what there is, on fake tensors
     watch: Callable[[CapturedGraph, Sequence[Any]], None] | None  # is told of each call
-    check: Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]] | None  # finds wrong sites in a first call
+    check: (
+        Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]] | None
+    )  # finds wrong sites in a first call
+
+
+@contextmanager
+def unwritten(captured: fx.GraphModule, arguments: Sequence[Any]) -> Iterator[None]:
+    """Put back what running a graph writes into its arguments, and the states of its random generators: for runs
+    that only find out what there is."""
+    placeholders = (node for node in captured.graph.nodes if node.op == "placeholder")
+    seen = written(captured.graph)
+    tensors = [a for n, a in zip(placeholders, arguments, strict=True) if n in seen and isinstance(a, Tensor)]
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    generators = [(g, g.get_state()) for g in arguments if isinstance(g, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in generators:
+            generator.set_state(state)
+        for tensor, was in before:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.copy_(was)
 
 
 class CapturedGraph:
@@ -42,13 +66,16 @@ class CapturedGraph:
             self._check(arguments)
         if owner.watch is not None:
             owner.watch(self, arguments)
+            with unwritten(self.plan.captured, arguments), put_back():
+                return self.run(*arguments)
         with put_back():
             return self.run(*arguments)
 
     def _check(self, arguments: Sequence[Any]) -> None:
         """Take back the sites that are wrong on the values of this call."""
         self.unchecked = False
-        wrong = self.owner.check(self, arguments)
+        with unwritten(self.plan.captured, arguments):
+            wrong = self.owner.check(self, arguments)
         if wrong:
             self.plan.roll_back(wrong)
             self.disable(self.disabled - wrong.keys())

@@ -20,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends.joined import lay
 from te_transform.graph.capture import capture, is_capturing
+from te_transform.graph.nodes import called
 from te_transform.plan.match import plan
 from te_transform.plan.model import CONVERTED
 from te_transform.plan.options import Options
@@ -30,6 +31,7 @@ from te_transform.runtime.modes import set_aside
 log = logging.getLogger(__name__)
 
 DEEP = 8  # blocks from which on a model is captured block by block: one graph for all of them
+_UNSHARED = 3  # graphs of blocks in one call of the model that show that layers do not share them
 
 
 @dataclass(eq=False)
@@ -43,19 +45,29 @@ class Converted:
     options: Options
     by_block: bool = False
     check: Callable[..., Any] | None = None
+    in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
+    fresh: int = 0  # graphs of blocks since the model was last called
+    first_block: Callable[[], nn.Module | None] | None = (
+        None  # a weak reference, None where nobody has looked yet
+    )
     graphs: list[CapturedGraph] = field(default_factory=list)
     apart: Apart = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # of rewriting, after which a graph runs as it was captured
+    failures: list[str] = field(
+        default_factory=list
+    )  # of rewriting, after which a graph runs as it was captured
     watch: Callable[..., Any] | None = None
     original: bool = False
     dry: bool = False
     report: Any = None
     precision: Any = None
-    model: weakref.ref | None = None
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)
 
     def backend(self, captured: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Rewrite one graph, for dynamo; whatever fails in here, the graph runs as it was captured."""
+        self.fresh += self.by_block
+        if has_checkpoints(captured) and self.first_block() is not None:
+            self.by_block = self.in_pieces = True  # from the next call on
+            return captured.forward
         try:
             graph = CapturedGraph(plan(captured, self.options), self)
         except Exception as error:
@@ -65,14 +77,16 @@ class Converted:
         self.graphs.append(graph)
         return graph
 
-    def call(self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def call(
+        self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
         """A call of the model or of one of its blocks; `forward` is the one of its own class."""
         if self.original:
             return forward(module, *args, **kwargs)
-        if self.apart:
-            self.lay_again()
-        with nullcontext() if self.precision is None or place.path else self.precision.running(module):
-            if not place.captured or _decodes(args, kwargs):
+        if place.is_root:
+            self._settle(module)
+        with nullcontext() if self.precision is None or not place.is_root else self.precision.running(module):
+            if place.is_root is self.by_block or self.fresh > _UNSHARED or _decodes(args, kwargs):
                 return forward(module, *args, **kwargs)
             run = self.runs.get(type(module))
             if run is None:
@@ -80,12 +94,25 @@ class Converted:
             with set_aside():
                 return run(module, *args, **kwargs)
 
-    def lay_again(self) -> None:
+    def _settle(self, model: nn.Module) -> None:
+        """Before a call of the model: what the last one has shown."""
+        if self.first_block is None:
+            self.first_block = next(map(weakref.ref, blocks(model)), type(None))
+        if self.apart:
+            self._lay_again(model)
+        if is_sharded(self.first_block()):
+            self.by_block = self.in_pieces = True
+        elif self.fresh > _UNSHARED and not self.in_pieces:
+            self.by_block = (
+                False  # the blocks share no graph, and one of the whole costs less than one of each
+            )
+        self.fresh = 0
+
+    def _lay_again(self, model: nn.Module) -> None:
         """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's stand-ins
         are not, whose memory it frees."""
-        groups, model = {tuple(r() for r in group) for group in self.apart}, self.model and self.model()
+        groups, own = {tuple(r() for r in group) for group in self.apart}, set(map(id, model.parameters()))
         self.apart.clear()
-        own = set() if model is None else {id(parameter) for parameter in model.parameters()}
         for group in groups:
             if all(id(parameter) in own for parameter in group):
                 lay(group)
@@ -105,11 +132,10 @@ def _restored(options: Options, by_block: bool, check: Any, report: Any, precisi
 
 @dataclass(eq=False)
 class Place:
-    """What a module of a converted model knows of it: where it is, and whether its own forward is captured."""
+    """What a module of a converted model knows of it: whether it is the model itself, or one of its blocks."""
 
     converted: Converted
-    path: str
-    captured: bool
+    is_root: bool
 
 
 def _decodes(args: tuple, kwargs: dict) -> bool:
@@ -128,11 +154,9 @@ def _decodes(args: tuple, kwargs: dict) -> bool:
 
 def enter(model: nn.Module, converted: Converted) -> None:
     """Let `model`, or its blocks, run their captured forward."""
-    chosen = blocks(model) if converted.by_block else {}
-    for path, module in {"": model, **chosen}.items():
-        module.__dict__[CONVERTED] = Place(converted, path, captured=bool(path) or not chosen)
+    for module in (model, *blocks(model)):
+        module.__dict__[CONVERTED] = Place(converted, is_root=module is model)
         module.__class__ = captured_class(type(module))
-    converted.model = weakref.ref(model)
 
 
 def leave(model: nn.Module) -> None:
@@ -164,15 +188,26 @@ def original_forward(model: nn.Module) -> Iterator[None]:
             converted.original = was
 
 
-def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost lists of modules of one class, by path: the layers of a transformer."""
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformer: what stands in the outermost lists of modules of one class."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and not inside:
-            if len({type(child) for child in module}) == 1 and next(iter(module)).children():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
+            alike = len({type(child) for child in module}) == 1
+            if alike and any(True for _ in module[0].children()):
                 found |= {f"{path}.{name}": child for name, child in module.named_children()}
-    return found
+    return list(dict.fromkeys(found.values()))
+
+
+def is_sharded(block: nn.Module | None) -> bool:
+    """Whether fully_shard() has been applied to it: its hooks cut a capture of the whole model into pieces."""
+    return block is not None and any(kind.__name__ == "FSDPModule" for kind in type(block).__mro__)
+
+
+def has_checkpoints(captured: fx.GraphModule) -> bool:
+    """Whether activation checkpointing is on inside a graph: what is recomputed is a graph of its own in there."""
+    return any("checkpoint" in called(node) for node in captured.graph.nodes if node.op == "call_function")
 
 
 _CLASSES: dict[type, type] = {}
@@ -193,13 +228,17 @@ def captured_class(kind: type) -> type:
 
         @functools.wraps(original)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            place = self.__dict__.get(CONVERTED)
-            # what dynamo guards is its own captures: nobody guards that a hook for all modules is set
-            if place is None or is_capturing() or _has_any_global_hook():
+            # a hook for all modules is the one thing that dynamo does not guard
+            if is_capturing() or _has_any_global_hook() or (place := self.__dict__.get(CONVERTED)) is None:
                 return original(self, *args, **kwargs)
             return place.converted.call(place, original, self, args, kwargs)
 
-        own = {"forward": forward, "__reduce_ex__": _reduce, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        own = {
+            "forward": forward,
+            "__reduce_ex__": _reduce,
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+        }
         made = type(kind.__name__, (kind,), {**own, "__qualname__": kind.__qualname__})
         _CLASSES[kind], _ORIGINALS[made] = made, kind
     return _CLASSES[kind]

@@ -5,8 +5,10 @@ All else in the graph stays bitwise what dynamo captured.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,11 +16,19 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from te_transform.backends import plain
-from te_transform.backends.joined import Join
+from te_transform.backends.joined import Join, Split
 from te_transform.backends.masks import Mask
 from te_transform.canonicalize import written
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import dtype_of, is_model_tensor, is_parameter, is_random, is_tensor_node, shows_layout
+from te_transform.graph.nodes import (
+    dtype_of,
+    is_model_tensor,
+    is_parameter,
+    is_random,
+    is_tensor_node,
+    shape_of,
+    shows_layout,
+)
 from te_transform.plan.match import Plan, Site
 
 
@@ -98,22 +108,35 @@ class _Lowering:
         name = site.name.replace(".", "_")
         self.module.add_submodule(name, site.fused)
         made[site.node] = edit.insert_call(self.graph, at, name, args, like=site.node)
+        parts = {site.node: made[site.node]} if site.node in outputs else self._split(site, at, made)
         for canonical, old in outputs.items():
-            new = made[site.node] if canonical is site.node else self._columns(canonical, old, at, made)
+            new = self._own(old, parts[canonical], at) if len(parts) > 1 else parts[canonical]
             self.stands[canonical.meta["origin"]] = new
             edit.replace_uses(old, new)
         edit.erase_cascade(self.graph, outputs.values(), self._names_in(site))
 
-    def _columns(
-        self, canonical: fx.Node, old: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node]
-    ) -> fx.Node:
-        """One linear's share of a merged product, as a tensor of its own where somebody could tell."""
-        edit.take_any_layout(old)
-        columns = self._copied(canonical, at, made)
-        if not shows_layout(old):
+    def _split(self, site: Site, at: fx.Node, made: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Each of the columns of a merged product."""
+        sizes = [shape_of(weight)[0] for weight in site.weights[0]]
+        joined = [self._node(arg, at, made) for arg in site.node.all_input_nodes if arg.target is ops.join]
+        name = f"{site.name}_split".replace(".", "_")
+        self.module.add_submodule(name, Split(sizes))
+        split = edit.insert_call(self.graph, at, name, (made[site.node], *joined), like=site.node)
+        starts = list(accumulate(sizes, initial=0))
+        return {
+            columns: edit.insert_call(
+                self.graph, at, operator.getitem, (split, starts.index(columns.args[1])), like=columns
+            )
+            for columns in site.outputs
+        }
+
+    def _own(self, old: fx.Node, columns: fx.Node, at: fx.Node) -> fx.Node:
+        """The columns in the place of what a linear returned, as a tensor of their own where somebody could tell."""
+        if not shows_layout(old) and old.name not in self.written:
+            edit.take_any_layout(old)
             return columns
         own = {"memory_format": torch.contiguous_format}
-        return edit.insert_call(self.graph, at, torch.clone, (columns,), own, like=canonical)
+        return edit.insert_call(self.graph, at, torch.clone, (columns,), own, like=columns)
 
     def _names_in(self, site: Site) -> set[str]:
         inside, _ = reference(self.plan, site)
@@ -177,7 +200,9 @@ class _Lowering:
     def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
         """Whether a mask is made of sizes, buffers and data alone, all of them as they are when it is made."""
         inside = [node for node in make.graph.nodes if node.op not in ("placeholder", "output")]
-        pure = not any(is_random(node) or node.op != "call_function" and node.op != "call_method" for node in inside)
+        pure = not any(
+            is_random(node) or node.op != "call_function" and node.op != "call_method" for node in inside
+        )
         learned = any(is_parameter(node) for node in inputs) or any(
             is_tensor_node(node) and node.meta["example_value"].requires_grad for node in (*inputs, *inside)
         )

@@ -2,113 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef
+from torch import nn
 
-from te_transform.slots import Made
-from te_transform.weights import is_quantised
-
-
-@dataclass
-class Amax:
-    """The largest absolute values around one product, as 0-dim tensors; None where nothing was seen."""
-
-    input: Tensor | None
-    weight: Tensor
-    grad: Tensor | None = None
-
-
-@dataclass(eq=False)
-class Kept:
-    """Whether fused modules, which share one of these, may use weights that an earlier call quantised.
-
-    Apart from Precision, which knows all modules: a copy of one of them shall not be one of all.
-    """
-
-    weights: bool = False
-    grad: bool = False  # whether they were quantised for a backward too
-    settle: Callable[[], None] | None = None  # what finds that out, in a call in which nobody has asked yet
-
-    def may_be_used(self) -> bool:
-        """Whether they may in this call, and under this gradient mode."""
-        settle, self.settle = self.settle, None
-        if settle is not None:
-            settle()
-        return self.weights and self.grad == torch.is_grad_enabled()
+from te_transform.backends.joined import state_of
+from te_transform.backends.weight_cache import evaluating, forget_weights
 
 
 @dataclass(eq=False)
 class Precision:
-    """A recipe, and the fused modules that run in it.
+    """What a converted model runs in.
 
-    Weights are quantised once, and kept, over the calls of te_transform.accumulate(), and in evaluation
-    without gradients for as long as no weight has been written to.
+    Weights are quantized once, and kept, over the calls of te_transform.accumulate(), and in evaluation without
+    gradients for as long as no weight has been written to.
+
+    Args:
+        recipe: TE's.
+        products: where parameters differ from what their op says: whether the product that begins with the
+            parameter of this name runs in the recipe. Layers may share one op.
     """
 
-    recipe: Any  # TE's
-    modules: list[nn.Module]
-    kept: Kept = field(default_factory=Kept)
-    accumulating: bool = False
-    stamp: tuple | None = None  # of the weights when they were quantised
+    recipe: Any
+    products: Mapping[str, bool] = field(default_factory=dict)
+    running_now: bool = False
+    known: weakref.ref | None = None  # the model whose parameters have been told
 
-    @torch.compiler.disable  # TE's kernels break compiled graphs, and its delayed scaling cannot be compiled
-    def run(self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """One call of the model's own forward."""
+    @contextlib.contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """Let `model`, whose forward runs in here, do so in the recipe.
+
+        TE ends a step of delayed scaling where the outermost autocast ends. So a forward within another one does
+        not enter it again, nor one that a checkpoint repeats within a backward: there each op knows what it did.
+        """
+        if self.running_now or torch._C._current_graph_task_id() != -1:
+            yield
+            return
         from te_transform.backends import te
 
-        # what to look at is every weight: only where a call has use for that
-        self.kept.settle = partial(self._keep, model.training, torch.is_grad_enabled())
-        self.kept.weights = False
+        self._tell(model)
+        self.running_now = True
         try:
-            with te.autocast(self.recipe):
-                return forward(*args, **kwargs)
+            with te.autocast(self.recipe), evaluating(not model.training and not _is_sharded(model)):
+                yield
         finally:
-            self.kept.settle = None
+            self.running_now = False
 
-    def _keep(self, training: bool, grad: bool) -> None:
-        stamp = None
-        if self.accumulating:
-            stamp = grad, ()
-        elif not training and not grad:
-            weights = [getattr(module, name) for module in self.modules for name in module.weight_names]
-            weights = [weight for weight in weights if not is_quantised(weight)]  # there is nothing to keep
-            if not any(weight.is_inference() for weight in weights):
-                # not by id(), which a later tensor may have again
-                held = ((WeakIdRef(weight), weight.data_ptr(), weight._version) for weight in weights)
-                stamp = False, tuple(held)
-        if stamp != self.stamp:
-            self.forget()
-        self.stamp, self.kept.weights, self.kept.grad = stamp, stamp is not None, grad
+    def _tell(self, model: nn.Module) -> None:
+        if self.known is None or self.known() is not model:
+            self.known = weakref.ref(model)
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            for name, inside in self.products.items():
+                state_of(parameters[name]).in_fp8 = inside
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "stamp": None}  # a copy has other weights
+        return {"recipe": self.recipe, "products": self.products, "running_now": False, "known": None}
 
-    def forget(self) -> None:
-        """Free the weights that were kept."""
-        for module in self.modules:
-            module.forget_weights()
-        self.stamp, self.kept.weights = None, False
+    def forget(self, model: nn.Module) -> None:
+        """Free the quantized weights that are kept; whatever was done to the model before, they are made anew."""
+        forget_weights(model.parameters())
 
 
-class AutocastSlot(Made):
-    """The converted model: its forward runs in its precision."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._te_transform_precision.run(self, super().forward, args, kwargs)
-
-    def train(self, mode: bool = True) -> AutocastSlot:
-        """As nn.Module's; kept weights are made anew, whatever was done to the model before."""
-        self._te_transform_precision.forget()
-        return super().train(mode)
-
-
-def precisions(converted: nn.Module) -> dict[str, Precision]:
-    """What a model runs in, by the paths of the converted models in it; its own path is ""."""
-    held = {path: vars(m).get("_te_transform_precision") for path, m in converted.named_modules()}
-    return {path: precision for path, precision in held.items() if precision is not None}
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP fills the memory of the parameters anew in each call, of which their versions tell nothing."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)

@@ -70,6 +70,11 @@ class _Pair:
         captured = {node.name: node for node in plan.captured.graph.nodes}
         return cls(site, fused, alone, inputs, tuple(captured[n.meta["origin"]] for n in site.outputs))
 
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing is replaced: in plain PyTorch a linear by itself is what was captured."""
+        return all(node.op != "call_module" for node in self.fused.graph.nodes)
+
     def wrong(self, held: dict[str, Any]) -> str | None:
         """What is wrong with the site on these values of captured nodes, which are given by name: its worst
         number, or what running it raised."""
@@ -126,8 +131,13 @@ class _Walk(fx.Interpreter):
         self.held: dict[str, Any] = {}
         self.due: dict[fx.Node, list[_Pair]] = defaultdict(list)
         for site in plan.sites:
-            pair = _Pair.of(plan, site)
-            self.due[max(pair.outputs)].append(pair)
+            try:
+                pair = _Pair.of(plan, site)
+            except Exception as error:
+                self.wrong[site] = f"alone it could not be built, {type(error).__name__}: {error}"
+                continue
+            if not pair.is_same:
+                self.due[max(pair.outputs)].append(pair)
         self.waiting = Counter(node.name for pairs in self.due.values() for p in pairs for node in p.inputs)
 
     def run_node(self, node: fx.Node) -> Any:

@@ -24,10 +24,9 @@ small Llamas and RoBERTas, where one draw in 20 is 1.3 times the mean. The refer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +39,8 @@ from te_transform.verify.replay import Run, Subject, run
 MORE = 1.2  # converted sums run in another order: as good as the original's, not the same
 DRAWS = 5  # of the original, with random rounding
 FP8_DRAWS = 20
+
+Emulation = Callable[[int | None], AbstractContextManager]
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,6 @@ class Row:
         )
 
 
-class Rehearsal(Protocol):
-    """What a model in delayed scaling needs before a run that counts: scales that such a run leaves."""
-
-    def until_settled(self) -> Iterator[None]:
-        """Once for each run there has to be."""
-
-
 class OriginalError(RuntimeError):
     """The original does not run on these inputs: there is nothing to compare with."""
 
@@ -85,15 +79,15 @@ class Contenders:
     """What is compared: the original, the converted one, and the original in fp64.
 
     `emulation` is entered where the original runs, with the seed of a draw or None; `draws` is how many there
-    may be. With a `rehearsal`, `converted` runs until that has settled, and then once more, which counts.
+    may be. `rehearsals` are runs of the converted one before that which counts.
     """
 
     original: Subject
     converted: Subject
     reference: Subject
-    emulation: Callable[[int | None], AbstractContextManager] = lambda seed: nullcontext()
+    emulation: Emulation = nullcontext
     draws: int = DRAWS
-    rehearsal: Rehearsal | None = None
+    rehearsals: int = 0
 
 
 def judge(contenders: Contenders, inputs: Inputs, label: str = "") -> list[Row]:
@@ -127,7 +121,7 @@ def judge(contenders: Contenders, inputs: Inputs, label: str = "") -> list[Row]:
 def _run_original(
     subject: Subject,
     inputs: Inputs,
-    emulation: Callable[[int | None], AbstractContextManager] = lambda seed: nullcontext(),
+    emulation: Emulation = nullcontext,
     **how: object,
 ) -> Run:
     try:
@@ -140,7 +134,7 @@ def _run_original(
 
 def _run_converted(contenders: Contenders, inputs: Inputs, own: Run) -> Run:
     with at_any_size():
-        for _ in () if contenders.rehearsal is None else contenders.rehearsal.until_settled():
+        for _ in range(contenders.rehearsals):
             run(contenders.converted, inputs, cotangents=own.cotangents)
         return run(contenders.converted, inputs, cotangents=own.cotangents)
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_transform.backends.limits import DTYPES
+from te_transform.backends.quantized import exact
 from te_transform.runtime.products import Products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -150,6 +151,6 @@ def emulated(weights: Iterable[Tensor], formats: Formats) -> AbstractContextMana
         # what TE's kernels do not take runs in its own dtype in the converted model too
         if x.dtype not in DTYPES or x.dtype != weight.dtype or x.numel() == 0:
             return compute()
-        return product(x, weight, bias, formats)
+        return product(x, exact(weight), bias, formats)
 
     return Products(weights, multiply)

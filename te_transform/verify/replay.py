@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
+from te_transform.backends.quantized import exact
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_random
 from te_transform.verify.judged import Judged
@@ -97,8 +98,7 @@ def in_double(model: nn.Module) -> Iterator[None]:
 
 def widened(tensor: Tensor) -> Tensor:
     """A copy in fp64, of a parameter another parameter."""
-    exact = tensor.dequantize() if hasattr(tensor, "_quantizer") else tensor.detach()
-    wide = exact.to(torch.float64, copy=True)
+    wide = exact(tensor.detach()).to(torch.float64, copy=True)
     return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
 

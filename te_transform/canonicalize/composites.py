@@ -1,0 +1,146 @@
+"""Functions of torch written in Python that dynamo captures as one call: F.multi_head_attention_forward."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform.graph import edit
+from te_transform.graph.nodes import dtype_of, is_tensor_node, shape_of
+
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_Call = Callable[..., fx.Node]
+
+
+def inline_composites(graph: fx.Graph) -> None:
+    """Put the calls that multi_head_attention_forward makes in the place of each of its calls.
+
+    To be done to the captured graph before it is copied, so that a site may take a part of the attention. What
+    is computed, and the random numbers drawn, are the same.
+    """
+    for node in list(graph.nodes):
+        if node.target is F.multi_head_attention_forward and _is_plain(node):
+            bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+            bound.apply_defaults()
+            parts = _attention(edit.calls_before(graph, node), SimpleNamespace(**bound.arguments))
+            for user in list(node.users):
+                edit.replace_uses(user, parts[user.args[1]])
+            edit.erase_unread(graph, [*node.users, node])
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether the call is of the form that is inlined: batched, no rows added to the keys, no keys given."""
+    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    extra = (given.bias_k, given.bias_v, given.static_k, given.static_v)
+    parts = (0, 1) if given.need_weights else (0,)
+    return (
+        all(part is None for part in extra)
+        and not given.add_zero_attn
+        and all(is_tensor_node(x) and len(shape_of(x)) == 3 for x in (given.query, given.key, given.value))
+        and all(user.target is operator.getitem and user.args[1] in parts for user in node.users)
+    )
+
+
+def _attention(call: _Call, given: SimpleNamespace) -> tuple[fx.Node, fx.Node | None]:
+    heads = [_heads(call, x, given.num_heads) for x in _projected(call, given)]
+    dropout_p = given.dropout_p if given.training else 0.0
+    if given.need_weights:
+        output, weights = _weighted(call, given, heads, dropout_p)
+    else:
+        mask, causal = _mask(call, given)
+        weights, arguments = None, (*heads, mask, dropout_p, causal)
+        output = call(F.scaled_dot_product_attention, *arguments, like=heads[0])
+    output = call(torch.flatten, call(torch.permute, output, (2, 0, 1, 3)), -2)
+    return call(F.linear, output, given.out_proj_weight, given.out_proj_bias), weights
+
+
+def _projected(call: _Call, given: SimpleNamespace) -> list[fx.Node]:
+    """The query, key and value, [length, batch, width] each, by as few products as the arguments allow."""
+    inputs, bias = (given.query, given.key, given.value), given.in_proj_bias
+    if given.use_separate_proj_weight:
+        weights = [given.q_proj_weight, given.k_proj_weight, given.v_proj_weight]
+        return [call(F.linear, *x) for x in zip(inputs, weights, _parts(call, bias, (1, 1, 1)), strict=True)]
+    counts = (1, 1, 1)
+    if given.key is given.value:
+        inputs, counts = (inputs[:1], (3,)) if given.query is given.key else (inputs[:2], (1, 2))
+    weights, biases = (_parts(call, part, counts) for part in (given.in_proj_weight, bias))
+    products = [call(F.linear, *x) for x in zip(inputs, weights, biases, strict=True)]
+    return [part for x, count in zip(products, counts, strict=True) for part in _columns(call, x, count)]
+
+
+def _parts(call: _Call, joined: fx.Node | None, counts: tuple[int, ...]) -> list[fx.Node | None]:
+    if joined is None or len(counts) == 1:
+        return [joined] * len(counts)
+    rows = shape_of(joined)[0] // sum(counts)
+    parts = call(torch.split, joined, [rows * count for count in counts])
+    return [call(operator.getitem, parts, i) for i in range(len(counts))]
+
+
+def _columns(call: _Call, x: fx.Node, count: int) -> list[fx.Node]:
+    if count == 1:
+        return [x]
+    pieces = call(torch.chunk, x, count, -1)
+    return [call(operator.getitem, pieces, i) for i in range(count)]
+
+
+def _heads(call: _Call, x: fx.Node, heads: int) -> fx.Node:
+    """[length, batch, width] as [batch, heads, length, width of a head]."""
+    return call(torch.permute, call(torch.unflatten, x, -1, (heads, -1)), (1, 2, 0, 3))
+
+
+def _added(call: _Call, mask: fx.Node | None, query: fx.Node) -> fx.Node | None:
+    """A mask that hides by True, or that is added already, as one that is added."""
+    if mask is None or dtype_of(mask) is not torch.bool:
+        return mask
+    return call(torch.masked_fill, call(torch.zeros_like, mask, dtype=dtype_of(query)), mask, -math.inf)
+
+
+def _mask(call: _Call, given: SimpleNamespace) -> tuple[fx.Node | None, bool]:
+    """The mask over [batch, heads, queries, keys] and whether the causal flag stands in its place."""
+    padding = _added(call, given.key_padding_mask, given.query)
+    if given.is_causal and padding is None and not given.need_weights:
+        return None, True
+    mask = _added(call, given.attn_mask, given.query)
+    if mask is not None and len(shape_of(mask)) == 3:
+        mask = call(torch.unflatten, mask, 0, (-1, given.num_heads))
+    if padding is None:
+        return mask, False
+    padding = call(operator.getitem, padding, (slice(None), None, None))
+    return (padding if mask is None else call(torch.add, mask, padding)), False
+
+
+def _weighted(
+    call: _Call, given: SimpleNamespace, heads: list[fx.Node], dropout_p: float
+) -> tuple[fx.Node, fx.Node]:
+    """The output and the weights that made it, which PyTorch computes with products over batch and heads."""
+    mask, _ = _mask(call, given)
+    query, key, value = (call(torch.flatten, x, 0, 1) for x in heads)
+    query = call(torch.mul, query, math.sqrt(1.0 / float(shape_of(query)[-1])))
+    key = call(torch.transpose, key, -2, -1)
+    if mask is None:
+        scores = call(torch.bmm, query, key)
+    else:
+        scores = call(torch.baddbmm, _over_heads(call, mask, heads[0]), query, key)
+    weights = call(F.softmax, scores, dim=-1)
+    dropped = call(F.dropout, weights, p=dropout_p) if dropout_p > 0.0 else weights
+    output, weights = (
+        call(torch.unflatten, x, 0, (-1, given.num_heads)) for x in (call(torch.bmm, dropped, value), dropped)
+    )
+    return output, call(torch.mean, weights, dim=1) if given.average_attn_weights else weights
+
+
+def _over_heads(call: _Call, mask: fx.Node, query: fx.Node) -> fx.Node:
+    """The mask over [batch * heads, queries, keys]."""
+    if len(shape_of(mask)) == 2:
+        return mask
+    size = [call(torch.ops.aten.sym_size.int, query, d) for d in (0, 1)]
+    return call(torch.flatten, call(torch.Tensor.expand, mask, (*size, -1, -1)), 0, 1)

@@ -1,0 +1,122 @@
+"""How graphs are written down: a listing, Graphviz text.
+
+The model's own tensors are no lines of a listing and no boxes of a drawing: calls name them.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of, value
+
+_ITEMS = 6  # of a list or a dictionary that are shown
+_CALL = 120  # characters of one call that are shown
+_COLORS = ("#dbe9f6", "#fde8d3", "#e2f0d9", "#efe0f2", "#fbf3c4", "#d9f0ee", "#f8dede", "#e6e6ee")
+
+
+def listing(graph: fx.Graph) -> list[tuple[str, bool]]:
+    """A line for each node (name, dtype and shape, module path, operation), and whether it is a fusion."""
+    nodes = [node for node in graph.nodes if not name_in_model(node)]
+    rows = [(node.name, _described(node), _path(node), _call(node)) for node in nodes]
+    widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return list(zip(lines, map(is_fused, nodes), strict=True))
+
+
+def dot(graph: fx.Graph) -> str:
+    """Graphviz text: a cluster and a color for each block of the model, fusions framed."""
+    nodes = [node for node in graph.nodes if not name_in_model(node)]
+    blocks: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        blocks.setdefault(_block(_path(node)), []).append(node)
+    lines = ["digraph model {", '  node [shape=box, style="rounded,filled", fontname="sans-serif"];']
+    for number, (block, members) in enumerate(blocks.items()):
+        boxes = [_box(node, _COLORS[number % len(_COLORS)] if block else "white") for node in members]
+        label = f"label={_quoted(block)}; color=gray;"
+        lines += [f"  subgraph cluster_{number} {{ {label}", *boxes, "  }"] if block else boxes
+    for node in nodes:
+        sources = (source for source in node.all_input_nodes if not name_in_model(source))
+        lines += [f"  {_quoted(source.name)} -> {_quoted(node.name)};" for source in sources]
+    return "\n".join([*lines, "}"])
+
+
+def _path(node: fx.Node) -> str:
+    """Whose forward made the call; an input is nobody's, dynamo gives it to its first reader."""
+    return "" if node.op == "placeholder" else path_of(node)
+
+
+def _block(path: str) -> str:
+    """The part of the model a path belongs to: `h.3` of h.3.mlp.fc1, `model` of model.norm."""
+    parts = path.split(".")
+    depth = next((depth for depth, part in enumerate(parts, 1) if part.isdecimal()), 1)
+    return ".".join(parts[:depth])
+
+
+def _box(node: fx.Node, color: str) -> str:
+    label = _quoted("\n".join(filter(None, (called(node), _described(node)))))
+    frame = ', penwidth=3, color="#76b900"' if is_fused(node) else ""
+    return f'    {_quoted(node.name)} [label={label}, fillcolor="{color}"{frame}];'
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Whether the node is the call of a fused op."""
+    return "fused" in node.meta
+
+
+def shape_and_dtype(node: fx.Node) -> tuple[tuple[int | str, ...] | None, str | None]:
+    """What is known of the node's value, symbolic sizes as text; None where that is no tensor."""
+    held = value(node)
+    if not isinstance(held, torch.Tensor):
+        return None, None
+    # str() of a SymInt is its expression; comparing one would add a guard
+    return tuple(size if type(size) is int else str(size) for size in held.shape), dtype_name(held.dtype)
+
+
+def _described(node: fx.Node) -> str:
+    shape, dtype = shape_and_dtype(node)
+    return "" if shape is None else f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def _call(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "input"
+    path = path_of(node)
+    args = [_shown(argument, path) for argument in node.args[:_ITEMS]]
+    args += [f"{name}={_shown(argument, path)}" for name, argument in islice(node.kwargs.items(), _ITEMS)]
+    args += ["..."] * (max(len(node.args), len(node.kwargs)) > _ITEMS)
+    owner = f"{args.pop(0)}." if node.op == "call_method" and args else ""
+    return _cut(f"{owner}{called(node)}({', '.join(args)})", _CALL)
+
+
+def _shown(argument: Any, path: str, depth: int = 3) -> str:
+    """`argument` in bounded space, whatever it is; the model's tensors by their names below `path`."""
+    if isinstance(argument, fx.Node):
+        return name_in_model(argument).removeprefix(f"{path}.") or argument.name
+    if isinstance(argument, torch.Tensor):
+        return f"tensor[{', '.join(map(str, argument.shape))}]"
+    if isinstance(argument, slice):
+        bounds = (argument.start, argument.stop, argument.step)
+        return ":".join("" if bound is None else _shown(bound, path, depth) for bound in bounds)
+    if not isinstance(argument, (tuple, list, dict)):
+        return _cut(" ".join(repr(argument).split()), 40)
+    left, right = "{}" if isinstance(argument, dict) else "[]" if isinstance(argument, list) else "()"
+    if depth == 0:
+        return f"{left}...{right}"
+    if isinstance(argument, dict):
+        pairs = islice(argument.items(), _ITEMS)
+        items = [f"{key!r}: {_shown(item, path, depth - 1)}" for key, item in pairs]
+    else:
+        items = [_shown(item, path, depth - 1) for item in argument[:_ITEMS]]
+    return left + ", ".join([*items, "..."] if len(argument) > _ITEMS else items) + right
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -1,0 +1,83 @@
+"""Outcomes that are alike, gathered: `h.0.mlp` and `h.1.mlp` become `h.{0,1}.mlp  x2`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from te_transform.plan.rule import Outcome
+
+
+@dataclass(frozen=True)
+class Places:
+    """Outcomes of one rule for the same reasons: patterns of their paths, and how many each stands for."""
+
+    rule: str
+    reasons: tuple[str, ...]
+    patterns: tuple[tuple[str, int], ...]
+    weights: int = 0  # numbers in the weights of all these places
+
+    @property
+    def count(self) -> int:
+        return sum(count for _, count in self.patterns)
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{pattern}  x{count}" for pattern, count in self.patterns]
+
+
+def gather(outcomes: Iterable[Outcome]) -> list[Places]:
+    """Outcomes by rule and reasons, both in the order they first came."""
+    alike: dict[str, dict[tuple[str, ...], list[Outcome]]] = {}
+    for outcome in outcomes:
+        alike.setdefault(outcome.rule, {}).setdefault(outcome.reasons, []).append(outcome)
+    return [
+        Places(rule, why, collapse(o.path for o in found), sum(o.weights for o in found))
+        for rule, by_reasons in alike.items()
+        for why, found in by_reasons.items()
+    ]
+
+
+def most_valuable_first(places: Iterable[Places]) -> list[Places]:
+    """Refused places by the size of the products that fusing them would speed up, then by their number."""
+    return sorted(places, key=lambda place: (-place.weights, -place.count))
+
+
+def collapse(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """Patterns of `paths` and how many each stands for: `h.0.mlp` and `h.1.mlp` make ("h.{0,1}.mlp", 2).
+
+    Exact: a pattern with several numbers that vary is made only where all their combinations are there.
+    """
+    counts = Counter(tuple(_part(part) for part in path.split(".")) for path in paths)
+    for place in reversed(range(max(map(len, counts), default=0))):
+        merged: dict[tuple, tuple[frozenset, int]] = {}
+        for parts, count in counts.items():
+            numbers = next((p for p in parts[place : place + 1] if isinstance(p, frozenset)), None)
+            key = parts if numbers is None else (*parts[:place], None, *parts[place + 1 :])
+            known, total = merged.get(key, (frozenset(), 0))
+            merged[key] = (known.union(numbers or ()), total + count)
+        counts = {}
+        for key, (numbers, count) in merged.items():
+            counts[tuple(numbers if part is None else part for part in key)] = count
+    named = ((".".join(map(_spelled, parts)), count) for parts, count in counts.items())
+    return tuple((pattern or "(the model itself)", count) for pattern, count in named)
+
+
+def listed(paths: Iterable[str]) -> str:
+    """The patterns of `paths`, as a sentence has them."""
+    return ", ".join(pattern for pattern, _ in collapse(paths))
+
+
+def _part(text: str) -> str | frozenset[int]:
+    return frozenset({int(text)}) if text.isdecimal() and text == str(int(text)) else text
+
+
+def _spelled(part: str | frozenset[int]) -> str:
+    if isinstance(part, str):
+        return part
+    runs = groupby(enumerate(sorted(part)), lambda numbered: numbered[1] - numbered[0])
+    spans = [[number for _, number in run] for _, run in runs]
+    texts = [f"{s[0]}..{s[-1]}" if len(s) > 2 else ",".join(map(str, s)) for s in spans]
+    return ",".join(texts) if len(part) == 1 else "{" + ",".join(texts) + "}"

@@ -1,0 +1,84 @@
+"""What verify() has to know of a model that runs in FP8."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_transform.backends.joined import state_of
+from te_transform.plan.match import Site
+from te_transform.runtime.captured import CapturedGraph
+from te_transform.verify.bisect import conversions, watched
+from te_transform.verify.emulate import Formats, emulated, formats_of
+
+
+class Recipes:
+    """The recipes of a converted model, and the weights that it multiplies in them.
+
+    Raises:
+        ValueError: there is no emulation of a recipe.
+    """
+
+    def __init__(self, converted: nn.Module):
+        self.converted = converted
+        self.names = {id(parameter): name for name, parameter in converted.named_parameters()}
+        self.held = {id(c): c.precision.recipe for c in conversions(converted) if c.precision is not None}
+        self.formats = {key: formats_of(recipe) for key, recipe in self.held.items()}
+        self.weights: dict[int, set[str]] = {key: set() for key in self.held}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(type(recipe).__name__ for recipe in self.held.values()))
+
+    @property
+    def delayed(self) -> bool:
+        return any(recipe.delayed() for recipe in self.held.values())
+
+    def learn(self) -> contextlib.AbstractContextManager:
+        """Note the weights of the products that run in FP8 in the calls made meanwhile."""
+        return watched(self.converted, self._note)
+
+    def _note(self, graph: CapturedGraph, arguments: Sequence[Any]) -> None:
+        names = self.weights.get(id(graph.owner))
+        values = graph.values(arguments)
+        for site in graph.plan.sites if names is not None else ():
+            weights = [values[node.meta["origin"]] for product in site.weights for node in product]
+            if weights and _in_fp8(site, weights[0]):
+                names.update(self.names[id(weight)] for weight in weights)
+
+    @contextlib.contextmanager
+    def emulation(self, model: nn.Module, seed: int | None) -> Iterator[None]:
+        """Let `model`, which runs its own forward, multiply those weights as the recipes do, ideally.
+
+        With a `seed`, with random scales, for other errors of the same size.
+        """
+        with contextlib.ExitStack() as stack:
+            for key, formats in self.formats.items():
+                weights = [p for name, p in model.named_parameters() if name in self.weights[key]]
+                stack.enter_context(emulated(weights, _drawn(formats, seed)))
+            yield
+
+    @contextlib.contextmanager
+    def fresh_scales(self) -> Iterator[None]:
+        """Let delayed scaling begin anew, and put its scales back."""
+        states = [state_of(parameter) for parameter in self.converted.parameters()] if self.delayed else []
+        before = [(state, state.kernels) for state in states]
+        try:
+            for state in states:
+                state.kernels = {}
+            yield
+        finally:
+            for state, kernels in before:
+                state.kernels = kernels
+
+
+def _in_fp8(site: Site, first: Tensor) -> bool:
+    own = state_of(first).in_fp8
+    return site.fused.in_fp8 if own is None else own
+
+
+def _drawn(formats: Formats, seed: int | None) -> Formats:
+    return formats if seed is None else formats.at_random(seed)

@@ -1,0 +1,76 @@
+"""What verify() found, to read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from te_transform.verify.compare import Row
+
+_WIDTH = 110  # columns of str(verification)
+_WORST = 5  # gradients shown of each set of inputs
+
+
+@dataclass(frozen=True, repr=False)
+class Verification:
+    """What verify() found; true if all is as it was.
+
+    `rows` holds every comparison, `guilty` the paths of the sites that a difference comes from, `skipped` a
+    sentence for each set of inputs that the original model does not take, `recipes` the recipes of a model in
+    FP8: the original that its errors are compared with is then emulated, see emulate.py.
+    """
+
+    model: str
+    rows: tuple[Row, ...]
+    guilty: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        failed = sum(not row.ok for row in self.rows)
+        if not failed:
+            return f"{self.model}: verified, {len(self.rows)} comparisons"
+        return f"{self.model}: NOT the same, {failed} of {len(self.rows)} comparisons failed"
+
+    def __rich__(self) -> Group:
+        columns = ("inputs", "compared", "converted", "original", "allowed", "")
+        table = Table(*columns, box=box.SIMPLE_HEAD, caption="errors are relative and against fp64")
+        for inputs, group in groupby(self.rows, key=lambda row: row.inputs):
+            for line in _lines(inputs, list(group)):
+                table.add_row(*line)
+        notes = [f"guilty: {path or 'the model itself'}" for path in self.guilty]
+        notes += [f"skipped: {sentence}" for sentence in self.skipped]
+        notes += [f"note: 'original' is emulated, as exact as FP8 can be in {name}" for name in self.recipes]
+        return Group(Text(self.title, style="bold"), table, *map(Text, notes))
+
+    def __str__(self) -> str:
+        plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
+        console = Console(file=io.StringIO(), legacy_windows=False, **plain)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def __repr__(self) -> str:
+        return f"Verification({self.title})"
+
+
+def _lines(inputs: str, rows: list[Row]) -> Iterator[tuple[str, ...]]:
+    """A line for each output, for the worst gradients and whatever else failed, and one that counts."""
+    gradients = sorted((row for row in rows if row.name.startswith("gradient")), key=lambda row: -row.times)
+    others = [row for row in rows if not row.name.startswith("gradient")]
+    for number, row in enumerate(others + gradients[:_WORST]):
+        errors = (row.converted, row.original, row.allowed)
+        numbers = [f"{error:.1e}" for error in errors] if row.dtype else [""] * 3
+        verdict = "ok" if row.ok else f"FAILED {row.reason}".rstrip()
+        yield "" if number else inputs, row.name, *numbers, verdict
+    yield "", f"{sum(row.ok for row in rows)} of {len(rows)} passed", "", "", "", ""

@@ -1,0 +1,371 @@
+"""Parameters stay the user's: written to, replaced, retyped, loaded and read under their own names."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import weight_norm as old_weight_norm
+
+import te_transform
+from tests.attacks import Block, Pair, X, call, with_input_gradient
+from tests.models.tiny import WIDTH, Tiny
+from tests.zoo import seeded
+
+Q, K, FC1, NORM, HEAD = (
+    "blocks.0.attention.q_proj",
+    "blocks.0.attention.k_proj",
+    "blocks.0.mlp.fc1",
+    "blocks.0.norm1",
+    "head",
+)
+JOINED = "merge_siblings layernorm_mlp"
+
+
+def tiny() -> Pair:
+    return Pair.of(Tiny, rules=JOINED)
+
+
+def parts(*paths: str) -> Callable[[nn.Module], list[nn.Module]]:
+    return lambda model: [model.get_submodule(path) for path in paths]
+
+
+# The objects
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_converting_in_place_keeps_every_parameter_object_and_name(verify: bool) -> None:
+    model = seeded(Tiny)
+    before, values = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    te_transform.convert(model, X, inplace=True, verify=verify)
+    te_transform.report(model).expect(merge_siblings=1)
+    after = dict(model.named_parameters())
+    assert [*after] == [*before]
+    assert all(after[name] is before[name] and type(after[name]) is nn.Parameter for name in before)
+    assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
+
+
+def test_each_parameter_has_a_storage_of_its_own() -> None:
+    """Savers take tensors of one storage for shared ones, and write all of it."""
+    model = tiny().converted
+    storages = [p.untyped_storage() for p in model.parameters()]
+    assert [s.nbytes() for s in storages] == [p.nbytes for p in model.parameters()]
+    assert len({s.data_ptr() for s in storages}) == len(storages)
+    assert all(p.is_contiguous() and p.is_leaf for p in model.parameters())
+
+
+def test_modules_are_read_as_ever() -> None:
+    pair = tiny()
+    for (path, module), (other_path, other) in zip(
+        pair.original.named_modules(), pair.converted.named_modules(), strict=True
+    ):
+        assert path == other_path
+        assert isinstance(other, type(module))
+        assert type(other).__name__ == type(module).__name__
+        assert str(other) == str(module)
+        for name in ("in_features", "out_features", "normalized_shape", "eps", "training"):
+            assert getattr(other, name, None) == getattr(module, name, None)
+
+
+# Written to: all at once, of one joined, of several
+
+
+def doubled_data(module: nn.Module) -> None:
+    module.weight.data = 2 * module.weight.detach()
+
+
+def reset(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    module.reset_parameters()
+
+
+def no_grad(write: Callable[[nn.Parameter], Any]) -> Callable[[nn.Module], None]:
+    def change(module: nn.Module) -> None:
+        with torch.no_grad():
+            write(module.weight)
+
+    return change
+
+
+def new_parameter(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.full_like(module.weight, 0.5))
+
+
+def as_subclass(module: nn.Module) -> None:
+    """As torchao replaces the weights of a model by tensors that dequantize themselves."""
+    module.weight = nn.Parameter(Halved(module.weight.detach()), requires_grad=False)
+
+
+class Halved(Tensor):
+    """A tensor that stands for half of what it holds."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Tensor:
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held: Tensor):
+        self.held = held
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> Tensor:
+        return cls(inner["held"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held)
+        plain = torch.utils._pytree.tree_map_only(cls, lambda t: t.held / 2, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "mul_": no_grad(lambda p: p.mul_(2)),
+    "copy_": no_grad(lambda p: p.copy_(torch.ones_like(p))),
+    "fill_": no_grad(lambda p: p.fill_(0.5)),
+    "a slice": no_grad(lambda p: p[..., :3].zero_()),
+    "init": lambda m: nn.init.constant_(m.weight, 0.1),
+    "data.mul_": lambda m: m.weight.data.mul_(2),
+    "data.copy_": lambda m: m.weight.data.copy_(torch.ones_like(m.weight)),
+    "a slice of data": lambda m: m.weight.data[1:].fill_(0.1),
+    "data = t": doubled_data,
+    "data = t, transposed": lambda m: setattr(m.weight, "data", 2 * m.weight.data.t().contiguous().t()),
+    "reset_parameters": reset,
+    "a new parameter": new_parameter,
+    "numpy": lambda m: m.weight.detach().numpy().__imul__(2),
+    "set_": no_grad(lambda p: p.set_(2 * p.detach())),
+    "a tensor subclass": as_subclass,
+    "functional": lambda m: torch._foreach_mul_([m.weight.data], 2.0),
+    "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
+        2 * nn.utils.parameters_to_vector(m.parameters()), m.parameters()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_weights_are_written_to(name: str) -> None:
+    paths = (Q, K, FC1, HEAD) if "transposed" in name or "subclass" in name else (K, FC1, NORM)
+    pair = tiny()
+    pair.attack(lambda model: [WRITES[name](module) for module in parts(*paths)(model)])
+    pair.agree(with_input_gradient)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a child replaced": lambda m: setattr(m.blocks[0].attention, "k_proj", nn.Identity()),
+    "a child replaced by its like": lambda m: setattr(
+        m.blocks[0].mlp, "fc1", seeded(nn.Linear, WIDTH, 2 * WIDTH)
+    ),
+    "two children exchanged": lambda m: exchange(m.blocks[0].attention, "q_proj", "v_proj"),
+    "a wider child": lambda m: widen(m.blocks[0].mlp),
+    "a tie": lambda m: setattr(m.head, "weight", m.blocks[0].attention.out_proj.weight),
+    "a tie within q, k, v": lambda m: setattr(
+        m.blocks[0].attention.k_proj, "weight", m.blocks[0].attention.q_proj.weight
+    ),
+    "no bias": lambda m: setattr(m.blocks[0].attention.k_proj, "bias", None),
+    "a parametrization": lambda m: parametrize.register_parametrization(
+        m.blocks[0].attention.k_proj, "weight", Symmetric()
+    ),
+    "prune": lambda m: prune.l1_unstructured(m.blocks[0].attention.k_proj, "weight", 0.5),
+    "weight_norm": lambda m: parametrizations.weight_norm(
+        m.blocks[0].attention.k_proj
+    ).register_forward_pre_hook(dubbed),
+    "the old weight_norm": lambda m: old_weight_norm(m.blocks[0].attention.k_proj).register_forward_pre_hook(
+        dubbed
+    ),
+    "spectral_norm": lambda m: torch.manual_seed(0) and parametrizations.spectral_norm(m.blocks[0].mlp.fc1),
+    "orthogonal": lambda m: parametrizations.orthogonal(m.blocks[0].attention.k_proj),
+    "another block": lambda m: m.blocks.append(seeded(Tiny).blocks[0]),
+    "a block less": lambda m: m.blocks.__delitem__(0),
+    "apply": lambda m: m.apply(initialize),
+}
+
+
+def dubbed(module: nn.Module, args: tuple) -> tuple:
+    return (2 * args[0],)
+
+
+def exchange(module: nn.Module, one: str, other: str) -> None:
+    first, second = getattr(module, one), getattr(module, other)
+    setattr(module, one, second), setattr(module, other, first)
+
+
+def widen(mlp: nn.Module) -> None:
+    mlp.fc1, mlp.fc2 = seeded(nn.Linear, WIDTH, 48), seeded(nn.Linear, 48, WIDTH)
+
+
+def initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        with torch.no_grad():
+            nn.init.eye_(module.weight), nn.init.zeros_(module.bias)
+    if isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_modules_and_parameters_are_replaced(name: str) -> None:
+    tiny().attack(CHANGES[name])
+
+
+def test_what_prune_and_parametrize_made_permanent() -> None:
+    pair = tiny()
+    for model in pair.models:
+        k, fc1 = parts(K, FC1)(model)
+        prune.l1_unstructured(k, "weight", 0.5), prune.remove(k, "weight")
+        parametrize.register_parametrization(fc1, "bias", nn.Tanh())
+        parametrize.remove_parametrizations(fc1, "bias")
+    assert [*pair.original.state_dict()] == [*pair.converted.state_dict()]
+    pair.agree(with_input_gradient)
+
+
+def test_swapped_tensors_are_right_or_refused() -> None:
+    """Dynamo holds weak references to what it captured, which torch.utils.swap_tensors refuses to swap."""
+    pair, refused = tiny(), 0
+    for model in pair.models:
+        try:
+            torch.utils.swap_tensors(model.head.weight, nn.Parameter(2 * model.head.weight.detach()))
+        except RuntimeError:
+            assert model is pair.converted
+            refused += 1
+            model.head.weight.data.mul_(2)
+    assert refused <= 1
+    pair.agree()
+
+
+# By name
+
+
+def test_functional_call_with_the_original_names() -> None:
+    def by_name(model: nn.Module, x: Tensor) -> Any:
+        return functional_call(model, {name: 2 * p for name, p in model.named_parameters()}, (x,))
+
+    def some(model: nn.Module, x: Tensor) -> Any:
+        return functional_call(model, {f"{K}.weight": torch.ones(WIDTH, WIDTH)}, (x,))
+
+    pair = Pair.shared(Tiny, JOINED)
+    pair.attack_call(by_name)
+    pair.attack_call(some)
+    pair.agree()
+
+
+PATHS = ["", NORM, HEAD, "blocks.0", "blocks.0.mlp", FC1, "blocks.0.mlp.act", "blocks.0.attention", K]
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_state_dicts_of_parts(assign: bool) -> None:
+    pair = tiny()
+    for path in PATHS:
+        state = pair.original.get_submodule(path).state_dict()
+        found = pair.converted.get_submodule(path).state_dict()
+        assert [*found] == [*state]
+        assert all(torch.equal(found[name], state[name]) for name in state)
+        larger = {name: 1.5 * tensor for name, tensor in state.items()}
+        for model in pair.models:
+            own = copy.deepcopy(larger)
+            assert not any(model.get_submodule(path).load_state_dict(own, assign=assign))
+    pair.agree(with_input_gradient)
+
+
+def test_assigning_a_state_dict_of_another_dtype() -> None:
+    pair = tiny()
+    state = {name: tensor.double() for name, tensor in pair.original.state_dict().items()}
+    for model in pair.models:
+        model.load_state_dict(copy.deepcopy(state), assign=True)
+    pair.agree(lambda model, x: model(x.double()), atol=1e-12)
+
+
+def test_load_state_dict_says_what_is_missing_and_unexpected() -> None:
+    pair = tiny()
+    state = {name: 2 * tensor for name, tensor in pair.original.state_dict().items()}
+    del state[f"{K}.weight"], state["norm.bias"]
+    state["more"] = torch.zeros(1)
+    messages = []
+    for model in pair.models:
+        with pytest.raises(RuntimeError) as raised:
+            model.load_state_dict(state)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    results = [model.load_state_dict(state, strict=False) for model in pair.models]
+    assert results[0] == results[1]
+    pair.agree()
+    state["head.weight"] = torch.zeros(3)
+    for model in pair.models:
+        with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
+            model.load_state_dict(state, strict=False)
+    pair.agree()
+
+
+# Dtypes and devices
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_another_dtype(dtype: torch.dtype) -> None:
+    pair = tiny()
+    for model in pair.models:
+        assert model.to(dtype) is model
+        assert {tensor.dtype for tensor in model.state_dict().values()} == {dtype}
+    atol = 1e-12 if dtype is torch.float64 else 5e-2
+    pair.agree(lambda model, x: model(x.to(dtype)), atol=atol)
+    for model in pair.models:
+        model.float()
+    pair.agree(with_input_gradient)
+
+
+def test_one_weight_of_another_dtype() -> None:
+    pair = tiny()
+    for model in pair.models:
+        model.get_submodule(K).double()
+    assert "error" in pair.agree()
+
+
+def test_to_meta_and_back() -> None:
+    pair = tiny()
+    state = copy.deepcopy(pair.converted.state_dict())
+    for model in pair.models:
+        model.to("meta")
+        assert all(tensor.is_meta for tensor in model.state_dict().values())
+        assert model(X.to("meta")).shape == X.shape
+        model.to_empty(device="cpu").load_state_dict(state)
+    pair.agree(with_input_gradient)
+
+
+def test_share_memory() -> None:
+    pair = tiny()
+    pair.converted.share_memory()
+    assert all(parameter.is_shared() for parameter in pair.converted.parameters())
+    pair.agree(with_input_gradient)
+    for model in pair.models:
+        model.get_submodule(K).weight.data.mul_(2)
+    pair.agree()
+
+
+class Owner(Block):
+    """A block with a parameter of its own, beside those of its linears."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def test_an_owner_keeps_parameters_of_its_own() -> None:
+    pair = Pair.of(Owner)
+    for model in pair.models:
+        model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
+        model.shift = nn.Parameter(torch.ones(1))
+        model.mlp.fc1.shift = nn.Parameter(torch.ones(1))
+    assert [*pair.converted.state_dict()] == [*pair.original.state_dict()]
+    pair.agree(call)
+    assert [*te_transform.revert(pair.converted).state_dict()] == [*pair.original.state_dict()]

@@ -1,0 +1,145 @@
+"""State that a forward keeps: convert() advances none of it, and each call advances it once."""
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_transform
+from tests.attacks import Attends, Pair, X, odd
+from tests.models.tiny import WIDTH
+
+
+def counting(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x + self.mlp(self.norm(x)) * self.calls
+
+
+def counting_in_a_buffer(self: Any, x: Tensor) -> Tensor:
+    self.calls.add_(1)
+    return x + self.mlp(self.norm(x)) * self.calls
+
+
+def counting_in_a_config(self: Any, x: Tensor) -> Tensor:
+    self.config.calls += 1
+    return x + self.mlp(self.norm(x)) * self.config.calls
+
+
+def counting_in_a_dict(self: Any, x: Tensor) -> Tensor:
+    self.calls["all"] = self.calls.get("all", 0) + 1
+    return x + self.mlp(self.norm(x)) * self.calls["all"]
+
+
+def remembering(self: Any, x: Tensor) -> Tensor:
+    y = self.mlp(self.norm(x))
+    self.seen.append(y.detach())
+    return x + sum(self.seen)
+
+
+def keeping(self: Any, x: Tensor) -> Tensor:
+    self.last = self.norm(x)
+    return x + self.mlp(self.last)
+
+
+def averaging(self: Any, x: Tensor) -> Tensor:
+    y = self.norm(x)
+    with torch.no_grad():
+        self.mean.mul_(0.9).add_(y.mean((0, 1)), alpha=0.1)
+    return x + self.mlp(y - self.mean)
+
+
+def replacing_a_buffer(self: Any, x: Tensor) -> Tensor:
+    y = self.norm(x)
+    self.mean = 0.9 * self.mean + 0.1 * y.mean((0, 1)).detach()
+    return x + self.mlp(y - self.mean)
+
+
+def lazy(self: Any, x: Tensor) -> Tensor:
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = torch.linspace(0, 1, x.shape[1])[:, None]
+    return x + self.mlp(self.norm(x + self.table[: x.shape[1]]))
+
+
+def cached_by_length(self: Any, x: Tensor) -> Tensor:
+    if x.shape[1] not in self.tables:
+        self.tables[x.shape[1]] = torch.linspace(0, 1, x.shape[1])[:, None]
+    return x + self.mlp(self.norm(x + self.tables[x.shape[1]]))
+
+
+STATE: dict[str, tuple[Callable, dict[str, Any]]] = {
+    "counts": (counting, {"calls": 0}),
+    "counts in a buffer": (counting_in_a_buffer, {"calls": nn.Buffer(torch.zeros(()))}),
+    "counts in a tensor": (counting_in_a_buffer, {"calls": torch.zeros(())}),
+    "counts in a config": (counting_in_a_config, {"config": SimpleNamespace(calls=0)}),
+    "counts in a dict": (counting_in_a_dict, {"calls": {}}),
+    "remembers in a list": (remembering, {"seen": []}),
+    "keeps its norm": (keeping, {"last": None}),
+    "averages in a buffer": (averaging, {"mean": nn.Buffer(torch.zeros(WIDTH))}),
+    "replaces a buffer": (replacing_a_buffer, {"mean": nn.Buffer(torch.zeros(WIDTH))}),
+    "makes a table at first": (lazy, {"table": None}),
+    "makes a table for each length": (cached_by_length, {"tables": {}}),
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_state_that_a_forward_keeps(name: str) -> None:
+    forward, attributes = STATE[name]
+    pair = Pair.of(odd(forward, **attributes))
+
+    def thrice(model: nn.Module, x: Tensor) -> list[Any]:
+        lengths = (5, 3, 5) if "table" in name else (5, 5, 5)
+        return [
+            *(model(x[:, :length]) for length in lengths),
+            *(getattr(model.odd, name) for name in attributes),
+        ]
+
+    pair.agree(thrice)
+    pair.agree(thrice)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_convert_advances_no_state_of_the_users(verify: bool, inplace: bool) -> None:
+    """Nor random numbers. A copy shares what hooks hold with its original: it sees each call."""
+    model, seen = odd(counting, calls=0), []
+    model.odd.norm.register_forward_hook(lambda *_: seen.append(1))
+    states = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
+    converted = te_transform.convert(model, X, verify=verify, inplace=inplace)
+    assert te_transform.report(converted).fused
+    assert model.odd.calls == converted.odd.calls == 0
+    assert not seen
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), str(numpy.random.get_state()))
+
+
+class Cached(Attends):
+    """Attention over all that it has seen so far, kept by whoever calls it."""
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        a, y = self.attention, self.norm(x)
+        key, value = a.k_proj(y), a.v_proj(y)
+        if isinstance(cache, dict):
+            if "key" in cache:
+                key, value = torch.cat([cache["key"], key], 1), torch.cat([cache["value"], value], 1)
+            cache.update(key=key, value=value)
+        elif cache is not None:
+            cache.append((key, value))
+            key, value = (torch.cat(parts, 1) for parts in zip(*cache, strict=True))
+        return x + a.out_proj(F.scaled_dot_product_attention(a.q_proj(y), key, value))
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_a_cache_is_filled_as_the_original_fills_it(kind: type) -> None:
+    def by_parts(model: nn.Module, x: Tensor) -> list[Any]:
+        cache = kind()
+        outputs = [model(part, cache) for part in x.split([2, 1, 1, 1], 1)]
+        held = [*cache] if kind is list else [cache["key"], cache["value"]]
+        return [torch.cat(outputs, 1), held]
+
+    Pair.of(Cached).agree(by_parts)

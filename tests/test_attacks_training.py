@@ -1,0 +1,341 @@
+"""Training: gradients, freezing, hooks on parameters, optimizers, and weights written at the wrong moment."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_transform
+from tests.attacks import Pair, X, assert_same, call, observed, with_input_gradient
+from tests.models.tiny import WIDTH, Tiny
+from tests.zoo import seeded
+
+ATTENTION = "blocks.0.attention"
+PROJECTIONS = [f"{ATTENTION}.{name}_proj" for name in "qkv"]
+PATHS = ["", "blocks.0", "blocks.0.norm1", ATTENTION, *PROJECTIONS, "blocks.0.mlp.fc2", "norm", "head"]
+JOINED = "merge_siblings layernorm_mlp"
+
+
+def tiny() -> Pair:
+    return Pair.of(Tiny, rules=JOINED)
+
+
+# Freezing
+
+
+def test_parts_are_frozen_and_thawed_one_by_one() -> None:
+    pair = tiny()
+    for path in PATHS:
+        for model in pair.models:
+            model.get_submodule(path).requires_grad_(False)
+        found = pair.agree(with_input_gradient)
+        assert not any(name.startswith(path) for name in found if path and not name.startswith("output"))
+        for model in pair.models:
+            model.requires_grad_(True)
+    pair.agree(with_input_gradient)
+
+
+@pytest.mark.parametrize("name", ["q_proj.weight", "k_proj.weight", "k_proj.bias", "v_proj.weight"])
+def test_one_of_the_joined_is_frozen_later(name: str) -> None:
+    pair = tiny()
+    for model in pair.models:
+        model.get_parameter(f"{ATTENTION}.{name}").requires_grad_(False)
+    assert f"{ATTENTION}.{name}" not in pair.agree(with_input_gradient)
+    for model in pair.models:
+        model.get_parameter(f"{ATTENTION}.{name}").requires_grad_(True)
+    assert f"{ATTENTION}.{name}" in pair.agree()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_model_that_was_frozen_in_part_stays_so(verify: bool) -> None:
+    model = seeded(Tiny)
+    for path in PROJECTIONS[:2]:
+        model.get_submodule(path).requires_grad_(False)
+    pair = Pair.of(model, verify=verify)
+    flags = [[p.requires_grad for p in model.parameters()] for model in pair.models]
+    assert flags[0] == flags[1]
+    pair.agree(with_input_gradient)
+    for model in pair.models:
+        model.requires_grad_(True)
+    pair.agree()
+
+
+# Gradients
+
+
+def in_two_steps(model: nn.Module, x: Tensor) -> None:
+    """The gradients of two backwards add up."""
+    for part in x.split(1):
+        model(part).square().sum().backward()
+
+
+def of_some(model: nn.Module, x: Tensor) -> Any:
+    wanted = [model.get_submodule(path).weight for path in PROJECTIONS[1:]]
+    return torch.autograd.grad(model(x).square().sum(), wanted)
+
+
+def into_zeros(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad(set_to_none=False)
+    model(x).square().sum().backward()
+
+
+def into_kept(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Tensors that the user put into .grad are added to, in place."""
+    kept = []
+    for path in PROJECTIONS:
+        weight = model.get_submodule(path).weight
+        weight.grad = torch.ones_like(weight)
+        kept.append(weight.grad)
+    model(x).square().sum().backward()
+    assert all(model.get_submodule(path).weight.grad is g for path, g in zip(PROJECTIONS, kept, strict=True))
+    return kept
+
+
+def without_that_of_a_part(model: nn.Module, x: Tensor) -> None:
+    model(x).square().sum().backward()
+    model.get_submodule(PROJECTIONS[1]).zero_grad()
+    model.get_submodule(PROJECTIONS[2]).weight.grad.mul_(2)
+
+
+def clipped(model: nn.Module, x: Tensor) -> Tensor:
+    model(x).square().sum().backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def of_a_sum(model: nn.Module, x: Tensor) -> Tensor:
+    return sum(p.square().sum() for p in model.parameters()) + model(x).sum()
+
+
+def with_inputs(model: nn.Module, x: Tensor) -> None:
+    model(x).square().sum().backward(inputs=[model.get_submodule(path).weight for path in PROJECTIONS[:1]])
+
+
+@pytest.mark.parametrize(
+    "act",
+    [in_two_steps, of_some, into_zeros, into_kept, without_that_of_a_part, clipped, of_a_sum, with_inputs],
+    ids=lambda act: act.__name__,
+)
+def test_gradients(act: Callable) -> None:
+    Pair.shared(Tiny, JOINED).agree(act, atol=1e-4)
+
+
+def test_gradients_share_no_memory() -> None:
+    """Whoever changes one in place (a hook, clipping, an all-reduce) changes no other."""
+    pair = tiny()
+    pair.agree()
+    gradients = [p.grad for p in pair.converted.parameters()]
+    expected = [p.grad.clone() for p in pair.original.parameters()]
+    for gradient in gradients:
+        gradient.mul_(2)
+    for gradient, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, 2 * other, atol=1e-4, rtol=1e-4)
+        assert gradient.is_contiguous()
+
+
+def test_hooks_on_parameters() -> None:
+    pair = tiny()
+    seen: dict[int, list[Any]] = {0: [], 1: []}
+    for which, model in enumerate(pair.models):
+        k, v = (model.get_submodule(path).weight for path in PROJECTIONS[1:])
+        k.register_hook(lambda grad: 2 * grad)
+        v.register_hook(lambda grad, which=which: seen[which].append(grad.clone()))
+        v.register_post_accumulate_grad_hook(lambda p, which=which: seen[which].append(p.grad.clone()))
+        model.norm.weight.register_hook(lambda grad: grad.zero_())
+    pair.agree(with_input_gradient)
+    assert len(seen[0]) == 2
+    assert_same("hooked", torch.stack(seen[1]), torch.stack(seen[0]), 1e-4)
+
+
+def test_an_optimizer_that_steps_in_hooks_of_the_backward() -> None:
+    """Each parameter is written to while the backward of the others still runs."""
+    pair = tiny()
+    for model in pair.models:
+        for parameter in model.parameters():
+            step = torch.optim.SGD([parameter], lr=0.1).step
+            parameter.register_post_accumulate_grad_hook(lambda _, step=step: step())
+        for _ in range(2):
+            model.zero_grad()
+            model(X).square().mean().backward()
+    pair.agree(atol=1e-4)
+
+
+# Weights written between forward and backward
+
+
+def doubled(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(2)
+
+
+def stepped(parameter: nn.Parameter) -> None:
+    torch.optim.SGD([parameter], lr=0.1, foreach=False).step()
+
+
+WRITES = {
+    "in place": doubled,
+    "a slice": lambda p: doubled(p[:3]),
+    "data in place": lambda p: p.data.mul_(2),
+    "data assigned": lambda p: setattr(p, "data", 2 * p.data),
+    "zeroed in place": lambda p: nn.init.zeros_(p),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    "trained", ["weights", "weights and input", "input", "input and q", "input and biases"]
+)
+def test_a_weight_written_between_forward_and_backward_is_no_silent_error(trained: str, write: str) -> None:
+    """Where the original raises, the gradient may also be that of the weights that the forward ran with."""
+    pair = tiny()
+    for name, parameter in (item for model in pair.models for item in model.named_parameters()):
+        of_q = "q_proj" in name and "q" in trained.split()
+        parameter.requires_grad_("weights" in trained or of_q or ("biases" in trained and "bias" in name))
+    state = copy.deepcopy(pair.original.state_dict())
+    for path in (*PROJECTIONS[:2], "blocks.0.mlp.fc1", "blocks.0.norm1"):
+
+        def act(model: nn.Module, x: Tensor, path: str | None = path) -> None:
+            out = model(x.requires_grad_("input" in trained))
+            if path is not None:
+                WRITES[write](model.get_submodule(path).weight)
+            out.square().sum().backward()
+
+        def unwritten(model: nn.Module, x: Tensor) -> None:
+            act(model, x, None)
+
+        right = observed(pair.original, unwritten, X)
+        expected, actual = (observed(model, act, X) for model in pair.models)
+        for model in pair.models:
+            model.load_state_dict(copy.deepcopy(state))
+        if "error" in expected:
+            expected = expected if "error" in actual else right
+        assert actual.keys() == expected.keys(), (path, actual.get("error"))
+        for name, value in expected.items():
+            assert_same(f"{path}: {name}", actual[name], value, 1e-4)
+
+
+# Optimizers
+
+OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    "AdamW foreach": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=True),
+    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+    "SGD momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
+    "Muon": lambda groups: torch.optim.Muon(groups[:1], lr=1e-2),
+    "LBFGS": lambda groups: torch.optim.LBFGS([p for g in groups for p in g["params"]], lr=0.1, max_iter=2),
+}
+
+
+def groups_of(model: nn.Module) -> list[dict]:
+    """Weight decay for matrices only, as everybody does."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def groups_by_name(model: nn.Module) -> list[dict]:
+    """Queries learn at another rate than keys; values not at all."""
+    chosen = [[p for n, p in model.named_parameters() if part in n] for part in ("q_proj", "k_proj", "mlp")]
+    return [{"params": chosen[0], "lr": 0.1}, {"params": chosen[1]}, {"params": chosen[2]}]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_converted_in_place_and_reverted(name: str) -> None:
+    """The optimizer that was made before is the one that goes on: there is nothing to move."""
+    reference, model = seeded(Tiny), seeded(Tiny)
+    groups = [{k: v for k, v in g.items() if k == "params" or name != "LBFGS"} for g in groups_of(model)]
+    expected, optimizer = OPTIMIZERS[name](groups_of(reference)), OPTIMIZERS[name](groups)
+    train(reference, expected), train(model, optimizer)
+    assert te_transform.convert(model, X, inplace=True, verify=False) is model
+    te_transform.report(model).expect(merge_siblings=1)
+    train(reference, expected), train(model, optimizer)
+    Pair(reference, model, X).agree(atol=1e-4)
+    assert te_transform.revert(model) is model
+    train(reference, expected), train(model, optimizer)
+    Pair(reference, model, X).agree(atol=1e-4)
+    assert_same("state", flat_state(optimizer), flat_state(expected), 1e-3)
+
+
+def flat_state(optimizer: torch.optim.Optimizer) -> Tensor:
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    return torch.cat([v.double().flatten() for v in held if isinstance(v, Tensor)] or [torch.zeros(0)])
+
+
+def test_parameters_of_one_product_in_several_groups() -> None:
+    pair = tiny()
+    for model in pair.models:
+        train(model, torch.optim.AdamW(groups_by_name(model), lr=1e-2, weight_decay=0.1))
+    before, after = seeded(Tiny).state_dict(), pair.converted.state_dict()
+    assert torch.equal(after[f"{PROJECTIONS[2]}.weight"], before[f"{PROJECTIONS[2]}.weight"])
+    assert not torch.equal(after[f"{PROJECTIONS[1]}.weight"], before[f"{PROJECTIONS[1]}.weight"])
+    pair.agree(atol=1e-4)
+
+
+def test_an_optimizers_state_loads_across() -> None:
+    pair = tiny()
+    optimizers = [torch.optim.AdamW(groups_of(model), lr=1e-2) for model in pair.models]
+    for model, optimizer in zip(pair.models, optimizers, strict=True):
+        train(model, optimizer)
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    for model, optimizer, state in zip(pair.models, optimizers, states[::-1], strict=True):
+        optimizer.load_state_dict(state)
+        train(model, optimizer)
+    pair.agree(atol=1e-4)
+
+
+def test_a_scheduler_goes_on() -> None:
+    model = seeded(Tiny)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    te_transform.convert(model, X, inplace=True, verify=False)
+    train(model, optimizer), scheduler.step()
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
+        *map(id, model.parameters())
+    }
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+
+
+def test_an_average_of_the_weights_follows() -> None:
+    """A copy of the model that an optimizer's helper writes to, as for exponential moving averages."""
+    pair, averages = tiny(), []
+    for model in pair.models:
+        average = torch.optim.swa_utils.AveragedModel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            train(model, optimizer, steps=1)
+            average.update_parameters(model)
+        averages.append(average)
+    Pair(*averages, X).agree(call, atol=1e-4)
+    pair.agree(call, atol=1e-4)
+
+
+def test_dropout_draws_the_originals_numbers() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Dropout(0.2), Tiny(), nn.Dropout(0.5), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        )
+
+    pair = Pair.of(seeded(build))
+    pair.agree(with_input_gradient)
+    for model in pair.models:
+        model[2].p = 0.1
+    pair.agree(with_input_gradient)
+    for model in pair.models:
+        model[0].eval()
+    pair.agree(with_input_gradient)

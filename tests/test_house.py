@@ -1,0 +1,153 @@
+"""The rooms of the house: who may import whom, and what is done in one place only."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("graph", "canonicalize", "backends", "plan", "passes", "runtime", "report", "verify")
+FRONT_DOOR = len(ROOMS)  # the files of te_transform itself, right of all rooms
+
+# What changes an fx graph: methods of graphs and nodes, and attributes of nodes.
+EDITS = {
+    "call_function", "call_method", "call_module", "create_node", "eliminate_dead_code", "erase_node",
+    "get_attr", "graph_copy", "insert_arg", "inserting_after", "inserting_before", "node_copy", "output",
+    "placeholder", "prepend", "replace_all_uses_with", "replace_input_with", "update_arg", "update_kwarg",
+}  # fmt: skip
+NODE = {"args", "kwargs", "op", "target"}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The files of te_transform by the names they are imported by; the catalogue stands at the top."""
+    files = [*(ROOT / "te_transform").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]
+    found = {}
+    for file in files:
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        parts = parts if parts[0] == "te_transform" else ("te_transform", *parts)
+        found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text(encoding="utf-8"))
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """The modules of te_transform that a module imports, anywhere in it, with the lines."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno} is a relative import, full names are needed"
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            named = [full if full in modules() else node.module for full in inside]
+        else:
+            continue
+        yield from ((found, node.lineno) for found in dict.fromkeys(named))
+
+
+def room(name: str) -> int:
+    inside = name.split(".")[1:2]
+    return ROOMS.index(inside[0]) if inside and inside[0] in ROOMS else FRONT_DOOR
+
+
+def title(place: int) -> str:
+    return "the front doors" if place == FRONT_DOOR else ROOMS[place]
+
+
+def test_there_are_no_other_rooms() -> None:
+    folders = {file.parent.name for file in (ROOT / "te_transform").glob("*/*.py")}
+    assert folders <= set(ROOMS)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_what_is_imported_is_there(name: str) -> None:
+    ours = [(found, line) for found, line in imports(name) if found.split(".")[0] == "te_transform"]
+    wrong = [f"{modules()[name]}:{line} imports {found}" for found, line in ours if found not in modules()]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_go_left(name: str) -> None:
+    wrong = [
+        f"{modules()[name]}:{line} imports {found}: {title(room(found))} is right of {title(room(name))}"
+        for found, line in imports(name)
+        if found in modules() and room(found) > room(name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_imports_go_in_circles() -> None:
+    graph = {name: {found for found, _ in imports(name) if found in modules()} for name in modules()}
+    while leaves := [name for name, needed in graph.items() if not needed & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert not graph, f"these import each other: {', '.join(sorted(graph))}"
+
+
+@pytest.mark.parametrize("name", modules())
+def test_transformer_engine_is_imported_in_one_file(name: str) -> None:
+    lines = [line for found, line in imports(name) if found.split(".")[0].startswith("transformer_engine")]
+    assert not lines or name == "te_transform.backends.te", f"{modules()[name]}:{lines[0]} imports it too"
+
+
+@pytest.mark.parametrize("name", modules())
+def test_private_names_stay_at_home(name: str) -> None:
+    ours, wrong = ours_in(name), []
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "te_transform":
+            wrong += [(alias.name, node.lineno) for alias in node.names if is_private(alias.name)]
+        elif isinstance(node, ast.Attribute) and is_named(node.value, ours) and is_private(node.attr):
+            wrong.append((node.attr, node.lineno))
+    assert not wrong, "\n".join(f"{modules()[name]}:{line} uses {what}" for what, line in wrong)
+
+
+def ours_in(name: str) -> set[str]:
+    """What a module calls the modules of te_transform that it imports."""
+    froms = [node for node in ast.walk(tree(name)) if isinstance(node, ast.ImportFrom)]
+    pairs = [(alias, f"{node.module}.{alias.name}") for node in froms for alias in node.names]
+    return {alias.asname or alias.name for alias, full in pairs if full in modules()}
+
+
+def is_named(value: ast.expr, names: set[str]) -> bool:
+    return isinstance(value, ast.Name) and value.id in names
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("name", modules())
+def test_graphs_are_edited_in_one_file(name: str) -> None:
+    wrong = [f"{modules()[name]}:{line} {what}" for what, line in edits(name)]
+    assert not wrong or name == "te_transform.graph.edit", "\n".join(wrong)
+
+
+def edits(name: str) -> Iterator[tuple[str, int]]:
+    """What a module does to graphs, with the lines; functions of ours may have the names of their methods."""
+    ours = ours_in(name)
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in EDITS and not is_named(node.func.value, ours):
+                yield f"calls {node.func.attr}()", node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in NODE:
+            if not is_named(node.value, {"self"}):
+                yield f"sets .{node.attr}", node.lineno
+
+
+@pytest.mark.parametrize("name", modules())
+def test_functions_are_short(name: str) -> None:
+    functions = [node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef)]
+    long = [f for f in functions if length(f) > 40]
+    assert not long, "\n".join(f"{modules()[name]}:{f.lineno} {f.name} has {length(f)} lines" for f in long)
+
+
+def length(function: ast.FunctionDef) -> int:
+    """The lines of a function's body, without those of its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0

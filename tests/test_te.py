@@ -1,0 +1,526 @@
+"""The ops of backends/te.py on a stand-in for Transformer Engine: what they compute, and what belongs to whom."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from te_transform.backends import limits, plain
+from te_transform.backends.joined import Join, lay, state_of
+from te_transform.backends.weight_cache import evaluating, forget_weights
+from tests import stand_in
+
+te = stand_in.te  # a fixture
+
+ROWS, WIDTH, INNER = 32, 32, 48
+NORMS = {"layer": ("LayerNorm", False), "rms": ("RMSNorm", False), "rms, zero-centred": ("RMSNorm", True)}
+BF16 = torch.bfloat16
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(BF16)
+
+
+def parameter(*shape: int, seed: int) -> nn.Parameter:
+    return nn.Parameter(random(*shape, seed=seed, scale=0.2))
+
+
+class Case:
+    """An op of TE's, the same in plain PyTorch, and parameters for both."""
+
+    def __init__(self, te: ModuleType, op: str, norm: str = "layer", bias: bool = True, **options: Any):
+        normalization, centred = NORMS[norm]
+        norms = {"eps": 1e-5, "normalization": normalization, "zero_centered_gamma": centred}
+        options = {**({} if op == "Linear" else norms), **options}
+        self.op, self.plain = getattr(te, op)(**options), getattr(plain, op)(**options)
+        gamma = [parameter(WIDTH, seed=1), parameter(WIDTH, seed=2) if norm == "layer" else None]
+        outs = 2 * INNER if options.get("gated") == "first half" else INNER
+        weights = [parameter(outs, WIDTH, seed=3), parameter(outs, seed=4) if bias else None]
+        if op == "LayerNormMLP":
+            weights += [parameter(WIDTH, INNER, seed=5), parameter(WIDTH, seed=6) if bias else None]
+        self.tensors = weights if op == "Linear" else gamma + weights
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.op(x, *self.tensors)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [tensor for tensor in self.tensors if tensor is not None]
+
+    def step(self, op: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The output, and the gradients of the input and of every parameter."""
+        x = x.detach().requires_grad_()
+        out = op(x, *self.tensors)
+        grads = torch.autograd.grad(out, [x, *self.trained], random(*out.shape, seed=9))
+        return out.detach(), list(grads)
+
+
+X = random(2, ROWS // 2, WIDTH, seed=7)
+CASES = {
+    "linear": {"op": "Linear"},
+    "linear without bias": {"op": "Linear", "bias": False},
+    "norm linear": {"op": "LayerNormLinear"},
+    "rms linear": {"op": "LayerNormLinear", "norm": "rms, zero-centred", "bias": False},
+    "mlp": {"op": "LayerNormMLP", "activation": "gelu", "gated": "no"},
+    "gated mlp": {
+        "op": "LayerNormMLP", "norm": "rms", "bias": False, "activation": "swiglu", "gated": "first half",
+    },
+}  # fmt: skip
+each_case = pytest.mark.parametrize("name", CASES)
+each_recipe = pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+
+
+def close(found: Tensor, wanted: Tensor, allowed: float) -> bool:
+    return bool((found.float() - wanted.float()).norm() <= allowed * wanted.float().norm())
+
+
+def kernel_of(case: Case) -> Any:
+    weight = case.tensors[case.op.PRODUCTS[0] - 1]
+    (kernel,) = state_of(weight).kernels.values()
+    return kernel
+
+
+# In the weights' own dtype
+
+
+@each_case
+def test_computes_what_plain_pytorch_does(te: ModuleType, name: str) -> None:
+    case = Case(te, **CASES[name])
+    found, wanted = case.step(case.op, X), case.step(case.plain, X)
+    assert close(found[0], wanted[0], 1e-2)
+    assert all(close(f, w, 2e-2) for f, w in zip(found[1], wanted[1], strict=True))
+    ran = [kernel for kernel in state_of(case.tensors[case.op.PRODUCTS[0] - 1]).kernels.values() if kernel.made]
+    assert bool(ran) == (case.op.FASTER)
+
+
+def test_the_parameters_stay_the_users_own(te: ModuleType) -> None:
+    case = Case(te, **CASES["gated mlp"])
+    case.step(case.op, X)
+    module = kernel_of(case).module
+    assert not list(module.parameters())
+    assert not any(isinstance(held, Tensor) for held in vars(module).values())
+    assert not any("main_grad" in vars(weight) for weight in case.trained)
+
+
+@each_case
+def test_every_derivative_is_right(te: ModuleType, name: str) -> None:
+    case = Case(te, **CASES[name])
+
+    def penalty(op: nn.Module) -> list[Tensor]:
+        x = X.detach().requires_grad_()
+        grads = torch.autograd.grad(op(x, *case.tensors).float().sin().sum(), [x, *case.trained], create_graph=True)
+        loss = sum(grad.float().square().sum() for grad in grads)
+        return list(torch.autograd.grad(loss, [x, *case.trained], allow_unused=True))
+
+    for found, wanted in zip(penalty(case.op), penalty(case.plain), strict=True):
+        assert (found is None) == (wanted is None)
+        assert found is None or close(found, wanted, 3e-2)
+
+
+@each_case
+def test_a_backward_can_be_repeated(te: ModuleType, name: str) -> None:
+    case = Case(te, **CASES[name])
+    out = case.op(X, *case.tensors).float().sum()
+    first = torch.autograd.grad(out, case.trained, retain_graph=True)
+    again = torch.autograd.grad(out, case.trained)
+    assert all(close(a, f, 2e-2) for a, f in zip(again, first, strict=True))
+
+
+@pytest.mark.parametrize("trained", [(), (0,), (2,), (4,), (2, 4)])
+def test_an_rms_norm_whose_input_needs_no_gradient(te: ModuleType, trained: tuple[int, ...]) -> None:
+    case = Case(te, **CASES["gated mlp"])
+    for place, tensor in enumerate(case.tensors):
+        if tensor is not None:
+            tensor.requires_grad_(place in trained)
+    out = case.op(X, *case.tensors)
+    assert out.requires_grad == bool(trained)
+    if trained:
+        leaves = [case.tensors[place] for place in trained]
+        found = torch.autograd.grad(out.float().sum(), leaves)
+        wanted = torch.autograd.grad(case.plain(X, *case.tensors).float().sum(), leaves)
+        assert all(close(f, w, 2e-2) for f, w in zip(found, wanted, strict=True))
+
+
+def test_one_op_serves_layers_that_share_a_graph(te: ModuleType) -> None:
+    one, other = (Case(te, **CASES["mlp"]) for _ in range(2))
+    with te.autocast(te.recipe_of("fp8-delayed")):
+        one.op(X, *one.tensors)
+        one.op(X * 2, *other.tensors)
+        one.op(X * 4, *other.tensors)
+    seen = [kernel_of(case).seen.products[1].input for case in (one, other)]
+    assert kernel_of(one) is not kernel_of(other)
+    assert not torch.equal(*seen) or one.op.normalization  # the norm takes the factor away
+    assert kernel_of(one).module is not kernel_of(other).module
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_a_parameter_has_a_state_of_its_own(te: ModuleType, copied: Any) -> None:
+    case = Case(te, **CASES["linear"])
+    with te.autocast(te.recipe_of("fp8-current")):
+        case.op(X, *case.tensors)
+    assert state_of(case.tensors[0]).kernels
+    assert not state_of(copied(case.tensors[0])).kernels
+
+
+# Why not
+
+
+def test_says_why_a_call_ran_in_plain_pytorch(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(te, **CASES["norm linear"])
+    case.op(X.double(), *(t.double() for t in case.tensors))
+    assert case.op.plain_calls == {"float64, which TE would multiply in TF32": 1}
+    monkeypatch.setattr(limits, "_any_size", 0)
+    case.op(X, *case.tensors)
+    with te.autocast(te.recipe_of("fp8-current")):
+        case.op(X, *case.tensors)
+        case.op.any_size = True
+        case.op(X, *case.tensors)
+    assert case.op.plain_calls["a call too small to be faster in these kernels"] == 1
+    assert case.op.plain_calls["a call too small to be faster in FP8"] == 1
+    monkeypatch.setattr(limits, "DEVICE", "cuda")
+    case.op(X, *case.tensors)
+    assert case.op.plain_calls["an input on cpu"] == 1
+
+
+def test_odd_sizes_stay_out_of_fp8(te: ModuleType) -> None:
+    weight = parameter(40, WIDTH, seed=0)
+    op = te.Linear()
+    with te.autocast(te.recipe_of("fp8-current")):
+        assert torch.equal(op(X, weight, None), plain.Linear()(X, weight, None))
+    assert op.plain_calls == {"weights whose sizes are no multiples of 16": 1}
+
+
+def test_function_transforms_run_in_plain_pytorch(te: ModuleType) -> None:
+    case = Case(te, **CASES["norm linear"])
+    torch.func.vmap(lambda x: case.op(x, *case.tensors))(X)
+    assert not state_of(case.tensors[2]).kernels
+    assert not case.op.plain_calls
+
+
+# In FP8
+
+
+def in_fp8(te: ModuleType, case: Case, recipe: str, x: Tensor = X) -> tuple[Tensor, list[Tensor]]:
+    """A step, of delayed scaling the second one, whose scales are known."""
+    recipe = te.recipe_of(recipe)
+    for _ in range(1 + te.is_delayed(recipe)):
+        with te.autocast(recipe):
+            found = case.step(case.op, x)
+    return found
+
+
+@each_recipe
+@each_case
+def test_fp8_rounds_and_no_more(te: ModuleType, name: str, recipe: str) -> None:
+    case = Case(te, **CASES[name])
+    found, wanted = in_fp8(te, case, recipe), case.step(case.plain, X)
+    for f, w in zip([found[0], *found[1]], [wanted[0], *wanted[1]], strict=True):
+        assert close(f, w, 0.15)
+    assert not close(found[0], wanted[0], 1e-2)
+    assert kernel_of(case).in_fp8
+
+
+@each_recipe
+@pytest.mark.parametrize("rows", [1, 7, 16, 17])
+def test_any_number_of_rows(te: ModuleType, rows: int, recipe: str) -> None:
+    case, x = Case(te, **CASES["mlp"]), random(rows, WIDTH, seed=3)
+    found, wanted = in_fp8(te, case, recipe, x), case.step(case.plain, x)
+    assert found[0].shape == wanted[0].shape
+    assert all(close(f, w, 0.2) for f, w in zip([found[0], *found[1]], [wanted[0], *wanted[1]], strict=True))
+
+
+def test_padding_never_reaches_the_largest_values(te: ModuleType) -> None:
+    lone = random(17, WIDTH, seed=3)
+    seen = []
+    for x in (lone, torch.cat([lone] * 16)):
+        case = Case(te, **CASES["mlp"])
+        in_fp8(te, case, "fp8-delayed", x)
+        seen.append(kernel_of(case).module.fp8_meta["scaling_fwd"].amax_history.amax(0))
+    torch.testing.assert_close(*seen, rtol=0.02, atol=0)
+
+
+def test_what_a_plan_keeps_out_of_the_recipe_stays_out(te: ModuleType) -> None:
+    case = Case(te, **CASES["norm linear"])
+    wanted = case.step(case.op, X)[0]
+    case.op.in_fp8 = False
+    with te.autocast(te.recipe_of("fp8-current")):
+        assert torch.equal(case.step(case.op, X)[0], wanted)
+        state_of(case.tensors[2]).in_fp8 = True  # this layer's own answer
+        assert not torch.equal(case.step(case.op, X)[0], wanted)
+
+
+def test_a_product_in_fp8_refuses_a_second_backward(te: ModuleType) -> None:
+    case = Case(te, **CASES["norm linear"])
+    with te.autocast(te.recipe_of("fp8-current")):
+        out = case.op(X, *case.tensors).float().sum()
+    torch.autograd.grad(out, case.trained, retain_graph=True)
+    with pytest.raises(RuntimeError, match="its kernels keep nothing for a second time"):
+        torch.autograd.grad(out, case.trained)
+
+
+@each_recipe
+@pytest.mark.parametrize("reentrant", [True, False])
+@each_case
+def test_checkpoints_repeat_what_the_forward_did(te: ModuleType, name: str, reentrant: bool, recipe: str) -> None:
+    one, other = Case(te, **CASES[name]), Case(te, **CASES[name])
+    recipe, state = te.recipe_of(recipe), stand_in.FP8GlobalStateManager.quantization_state
+    for number in range(4):
+        steps, found = state.steps, []
+        for case in (one, other):
+            x = (X * (1 + number)).requires_grad_()
+            with te.autocast(recipe):
+                out = case(x) if case is one else checkpoint(case, x, use_reentrant=reentrant)
+            for weight in case.trained:
+                weight.grad = None
+            out.float().square().sum().backward()
+            found.append((out, x.grad, *(weight.grad for weight in case.trained)))
+        assert state.steps == steps + 2
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), number
+
+
+# The first scales of delayed scaling
+
+
+def test_the_first_scales_are_those_that_were_seen(te: ModuleType) -> None:
+    case, recipe = Case(te, **CASES["mlp"]), te.recipe_of("fp8-delayed")
+    with te.autocast(recipe):
+        found = case.step(case.op, X)
+    wanted = case.step(case.plain, X)
+    assert torch.equal(found[0], wanted[0])
+    assert sum(case.op.plain_calls.values()) == 1
+    with te.autocast(recipe):
+        case.op(X.detach().requires_grad_(), *case.tensors)
+        module = kernel_of(case).module
+        scales = module.fp8_meta["scaling_fwd"].scale, module.fp8_meta["scaling_bwd"].scale
+        norm = case.plain.norm(X, *case.tensors[:2])
+        assert scales[0][0] == 448 / norm.abs().amax().float()
+        assert scales[0][1] == 448 / case.tensors[2].abs().amax().float()
+        assert scales[0][4] == 448 / case.tensors[4].abs().amax().float()
+        assert scales[1][2] == 448 / random(*X.shape, seed=9).abs().amax().float()
+
+
+def test_gradients_too_small_for_fp8_are_not_lost_in_the_first_step(te: ModuleType) -> None:
+    case, recipe = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed")
+    for _ in range(3):
+        with te.autocast(recipe):
+            x = X.detach().requires_grad_()
+            out = case.op(x, *case.tensors)
+            (found,) = torch.autograd.grad(out, x, random(*out.shape, seed=1, scale=1e-6))
+            assert close(found, random(*out.shape, seed=1, scale=1e-6) @ case.tensors[0], 0.1)
+
+
+def test_evaluation_needs_no_gradients_scales_and_training_asks_for_them(te: ModuleType) -> None:
+    case, recipe = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed")
+    with te.autocast(recipe), torch.no_grad():
+        for expected in (1, 1, 1):
+            case.op(X, *case.tensors)
+            assert sum(case.op.plain_calls.values()) == expected
+    for expected in (2, 2):
+        with te.autocast(recipe):
+            case.step(case.op, X)
+        assert sum(case.op.plain_calls.values()) == expected
+
+
+def test_a_product_whose_gradient_was_nothing_has_a_scale_of_one(te: ModuleType) -> None:
+    case, recipe = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed")
+    with te.autocast(recipe):
+        case.op(X, *case.tensors).mul(0).sum().backward()
+    with te.autocast(recipe):
+        case.op(X, *case.tensors)
+        assert kernel_of(case).module.fp8_meta["scaling_bwd"].scale[0] == 1
+
+
+# Weights that are kept
+
+
+@pytest.fixture
+def served(te: ModuleType) -> Iterator[Case]:
+    """In evaluation, in current scaling."""
+    case = Case(te, **CASES["linear"])
+    with te.autocast(te.recipe_of("fp8-current")), evaluating(True), torch.no_grad():
+        yield case
+
+
+def quantized(case: Case) -> int:
+    """How often the weight is quantized in a call, which is right."""
+    before = stand_in.Linear.quantized
+    found = case.op(X, *case.tensors)
+    weight = case.tensors[0]
+    wanted = nn.functional.linear(stand_in.rounded(X), stand_in.rounded(weight), case.tensors[1])
+    assert torch.equal(found, wanted)
+    return stand_in.Linear.quantized - before
+
+
+WRITES = {
+    "in place": lambda case: case.tensors[0].mul_(2),
+    "through a view": lambda case: case.tensors[0].detach()[1:2].zero_(),
+    "data of its own": lambda case: setattr(case.tensors[0], "data", case.tensors[0].data + 1),
+    "another parameter": lambda case: case.tensors.__setitem__(0, parameter(INNER, WIDTH, seed=11)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_are_quantized_once_until_they_are_written_to(served: Case, write: str) -> None:
+    assert [quantized(served) for _ in range(3)] == [1, 0, 0]
+    WRITES[write](served)
+    assert [quantized(served) for _ in range(2)] == [1, 0]
+
+
+def test_calls_with_gradients_and_in_training_keep_none(served: Case) -> None:
+    assert quantized(served) == 1
+    with evaluating(False):
+        assert [quantized(served), quantized(served)] == [1, 1]
+    assert quantized(served) == 1
+    with torch.enable_grad():
+        assert [quantized(served), quantized(served)] == [1, 1]
+    assert [quantized(served), quantized(served)] == [1, 0]
+
+
+def test_weights_that_were_kept_can_be_forgotten(served: Case) -> None:
+    quantized(served)
+    served.tensors[0].data.mul_(2)  # which no version counts
+    forget_weights(served.trained)
+    assert [quantized(served), quantized(served)] == [1, 0]
+
+
+def test_weights_of_inference_mode_are_not_kept(te: ModuleType) -> None:
+    with torch.inference_mode(), te.autocast(te.recipe_of("fp8-current")), evaluating(True):
+        case = Case(te, **CASES["linear"])
+        assert [quantized(case), quantized(case)] == [1, 1]
+
+
+# Joined and transposed weights
+
+
+@each_recipe
+def test_joined_weights_share_a_kernel_and_get_slices_of_the_gradient(te: ModuleType, recipe: str) -> None:
+    parts = [parameter(16, WIDTH, seed=seed) for seed in range(3)]
+    assert lay(parts)
+    join, op, recipe = Join([]), te.Linear(), te.recipe_of(recipe)
+    for _ in range(2):
+        with te.autocast(recipe):
+            out = op(X, join(*parts), None)
+            grads = torch.autograd.grad(out.float().square().sum(), parts)
+    wide = torch.cat(parts).detach().requires_grad_()
+    (wanted,) = torch.autograd.grad(plain.Linear()(X, wide, None).float().square().sum(), wide)
+    assert close(torch.cat(grads), wanted, 0.15)
+    assert len(state_of(parts[0]).kernels) == 1
+    assert not state_of(parts[1]).kernels
+
+
+def test_a_write_to_frozen_joined_weights_before_the_backward_is_noticed(te: ModuleType) -> None:
+    parts = [parameter(16, WIDTH, seed=seed).requires_grad_(False) for seed in range(2)]
+    assert lay(parts)
+    x = X.detach().requires_grad_()
+    for op in (te.Linear(), plain.Linear()):
+        with te.autocast(te.recipe_of("fp8-current")):
+            out = op(x, Join([])(*parts), None).sum()
+        parts[1].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+
+
+@each_recipe
+def test_transposed_weights_are_those_of_their_parameter(te: ModuleType, recipe: str) -> None:
+    stored, op, recipe = parameter(WIDTH, INNER, seed=1), te.Linear(), te.recipe_of(recipe)
+    for _ in range(2):
+        with te.autocast(recipe):
+            (found,) = torch.autograd.grad(op(X, stored.t(), None).float().square().sum(), stored)
+    (wanted,) = torch.autograd.grad((X @ stored).float().square().sum(), stored)
+    assert close(found, wanted, 0.15)
+    (kernel,) = state_of(stored).kernels.values()
+    assert kernel.in_fp8
+
+
+# Rotations and the loss
+
+
+def test_rotary_turns_by_the_angles(te: ModuleType) -> None:
+    x, angles = random(2, 3, 8, 4).requires_grad_(), torch.randn(1, 8, 2).repeat(1, 1, 2)
+    for op in (te.Rotary(), plain.Rotary()):
+        found = op(x, angles)
+        wide = x.detach().double()
+        cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
+        wanted = wide * cos + torch.cat([-wide[..., 2:], wide[..., :2]], -1) * sin
+        assert close(found, wanted, 2e-2)
+        (grad,) = torch.autograd.grad(found, x, torch.ones_like(found), create_graph=True)
+        assert grad.shape == x.shape
+    assert te.Rotary()(x, angles.repeat(2, 1, 1)).shape == x.shape
+
+
+def test_cosines_are_taken_once_for_all_layers_and_anew_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, angles, taken = random(1, 2, 8, 4), torch.randn(1, 8, 4), []
+    cos = Tensor.cos
+    monkeypatch.setattr(Tensor, "cos", lambda self: (taken.append(1), cos(self))[1])
+    first = plain.Rotary()(x, angles)
+    assert torch.equal(plain.Rotary()(x, angles), first)
+    assert len(taken) == 1
+    angles.mul_(2)
+    assert not torch.equal(plain.Rotary()(x, angles), first)
+    assert len(taken) == 2
+
+
+LOGITS, WORDS = random(2, 9, 17), 17
+TARGETS = torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
+IGNORING = TARGETS.masked_fill(torch.arange(9) % 3 == 0, -100)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("targets", [TARGETS, IGNORING], ids=["all", "some ignored"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_cross_entropy_is_pytorchs(te: ModuleType, targets: Tensor, reduction: str, flat: bool) -> None:
+    logits = LOGITS.detach().clone().requires_grad_()
+    given = (logits.flatten(0, 1), targets.flatten()) if flat else (logits, targets)
+    found, wanted = (op(*given, -100, reduction) for op in (te.CrossEntropy(), plain.CrossEntropy()))
+    torch.testing.assert_close(found, wanted)
+    for recorded in (False, True, False):  # and again
+        grads = [
+            torch.autograd.grad(loss.sum(), logits, retain_graph=True, create_graph=recorded)[0]
+            for loss in (found, wanted)
+        ]
+        torch.testing.assert_close(*grads)
+        assert grads[0].requires_grad == recorded
+
+
+def test_cross_entropy_of_nothing_is_nan_and_of_no_word_raises(te: ModuleType) -> None:
+    op = te.CrossEntropy()
+    assert torch.isnan(op(LOGITS, torch.full((2, 9), -100), -100, "mean"))
+    for label in (WORDS, -1):
+        with pytest.raises(RuntimeError):
+            op(LOGITS, TARGETS.clone().index_fill_(1, torch.tensor([3]), label), -100, "mean")
+
+
+def test_cross_entropy_says_why_it_ran_in_plain_pytorch(te: ModuleType) -> None:
+    op = te.CrossEntropy()
+    assert torch.equal(
+        op(LOGITS.float(), TARGETS, -100, "mean"), plain.CrossEntropy()(LOGITS.float(), TARGETS, -100, "mean")
+    )
+    assert op.plain_calls == {"the loss, logits in float32, targets in int64": 1}
+
+
+# TE's own code
+
+
+def test_the_cast_of_a_gated_activations_gradient_is_put_in_once_and_only_where_it_is_missing(
+    te: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformer_engine.pytorch.module import layernorm_mlp
+
+    assert layernorm_mlp._act_func is stand_in._act_func  # importing te.py changes nothing
+    for _ in range(2):
+        case = Case(te, **CASES["gated mlp"])
+        in_fp8(te, case, "fp8-delayed")
+    patched = layernorm_mlp._act_func
+    name = kernel_of(case).module.options["activation"]
+    recipe = te.recipe_of("fp8-delayed")
+    assert callable(patched(name, recipe)[2])
+    assert patched("swiglu", recipe)[2] is patched(name)[2] is patched(name, te.recipe_of("fp8-current"))[2] is None
+    monkeypatch.setattr(layernorm_mlp, "_act_func", lambda *_: ("forward", "backward", "with its cast"))
+    te._cast_in_backward.cache_clear()
+    assert type(te._activation("swiglu", bias=False)) is str
