@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import fx, nn
-from torch._dynamo.utils import counters
 
 from te_transform.backends.joined import lay
-from te_transform.graph.capture import capture, on_fake_tensors
+from te_transform.graph import edit
+from te_transform.graph.capture import on_fake_tensors
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import preserved
 from te_transform.passes import PIPELINE
+from te_transform.plan.assign import assign, products_in
+from te_transform.plan.match import Plan
+from te_transform.plan.memory import predict
 from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import Options
 from te_transform.report.console import progress
+from te_transform.report.explain import explain_graphs
 from te_transform.report.report import Report
+from te_transform.runtime.calibrate import calibrate
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.converted import (
-    DEEP,
     Converted,
     blocks,
     converted_of,
     enter,
     leave,
 )
+from te_transform.runtime.precision import Precision
 from te_transform.verify.check import check_sites
 
 log = logging.getLogger(__name__)
+
+# The number of blocks from which on a model is planned and checked block by block: one captured graph serves all of
+# them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its first call.
+DEEP = 8
 
 
 def convert(
@@ -97,7 +106,10 @@ def convert(
         seen = _first_calls(made, converted, samples, None if inplace else model)
         for group in progress(seen.groups, "laying parameters next to each other"):
             lay(group)
-        converted.report = _report(made, converted, seen)
+        converted.by_block = converted.in_pieces
+        converted.report = _report(made, converted, seen, samples[0])
+        if recipe is not None:
+            _enter_recipe(made, converted, seen, samples)
         log.info("%s", converted.report)
         if compile:
             made.compile(mode=None if compile is True else compile)
@@ -114,7 +126,15 @@ class _Seen:
 
     graphs: dict[tuple[str, CapturedGraph], None] = field(default_factory=dict)
     groups: dict[tuple[nn.Parameter, ...], None] = field(default_factory=dict)
-    breaks: list[str] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)  # of the model's parameters, by their ids
+
+    def plans(self) -> Iterator[tuple[str, Plan]]:
+        """What is fused in each graph, with the path of the module; once for each module that shares a graph."""
+        return ((path, graph.plan) for path, graph in self.graphs)
+
+    def name_parameters(self, model: nn.Module) -> None:
+        """Tell layers that share a graph apart by the parameters that they have now."""
+        self.names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _first_calls(model: nn.Module, converted: Converted, samples: Sequence[Inputs], original: nn.Module | None) -> _Seen:
@@ -141,22 +161,18 @@ def _watched(
 ) -> Iterator[_Seen]:
     """What is captured, and called, meanwhile."""
     seen = _Seen()
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    seen.name_parameters(model)
 
     def watch(graph: CapturedGraph, arguments: Sequence[Any]) -> None:
         see(arguments)
-        seen.graphs[graph.path_in(names, arguments), graph] = None
+        seen.graphs[graph.path_in(seen.names, arguments), graph] = None
         seen.groups |= dict.fromkeys(graph.groups(arguments))
 
-    before = dict(counters["graph_break"])
     converted.watch = watch
     try:
         yield seen
     finally:
         converted.watch = None
-    seen.breaks = [
-        reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)
-    ]
 
 
 def _call(model: nn.Module, sample: Inputs) -> None:
@@ -169,14 +185,33 @@ def _call(model: nn.Module, sample: Inputs) -> None:
         raise TraceError.of(model, sample, error) from error
 
 
-def _report(model: nn.Module, converted: Converted, seen: _Seen) -> Report:
-    outcomes = [outcome.below(path) for path, graph in seen.graphs for outcome in graph.plan.outcomes]
-    graphs = [graph for _, graph in seen.graphs]
-    largest = max(graphs, key=lambda graph: len(graph.plan.canonical.nodes), default=None)
-    empty = fx.Graph()
-    before, after = (largest.plan.before, largest.plan.canonical) if largest else (empty, empty)
-    notes = (converted.options.backend_reason, *converted.failures, *seen.breaks)
-    return Report(type(model).__name__, tuple(dict.fromkeys(outcomes)), before, after, notes)
+def _enter_recipe(model: nn.Module, converted: Converted, seen: _Seen, samples: Sequence[Inputs]) -> None:
+    """Let the products that the plan names run in its recipe; delayed scaling finds its scales on the samples."""
+    backend, plan = converted.options.backend, converted.report.precision
+    recipe = backend.recipe_of(plan.recipe)
+    converted.precision = Precision(recipe, products_in(seen.plans(), plan), plan.small_calls)
+    if backend.is_delayed(recipe) and all(parameter.is_cuda for parameter in model.parameters()):
+        calibrate(model, samples)
+
+
+def _report(model: nn.Module, converted: Converted, seen: _Seen, sample: Inputs) -> Report:
+    options, plans = converted.options, list(seen.plans())
+    outcomes = dict.fromkeys(outcome.below(path) for path, plan in plans for outcome in plan.outcomes)
+    precision = None if options.recipe is None else assign(plans, options.recipe, options.backend)
+    largest = max((plan for _, plan in plans), key=lambda plan: len(plan.canonical.nodes), default=None)
+    memory = None
+    if options.backend.HAS_RECIPES and plans:
+        memory = predict(plans, model.parameters(), str(sample), precision)
+    return Report(
+        type(model).__name__,
+        tuple(outcomes),
+        before=fx.Graph() if largest is None else largest.before,
+        after=fx.Graph() if largest is None else edit.snapshot(largest.canonical),
+        notes=(options.backend_reason, *converted.failures),
+        breaks=tuple(explain_graphs((path, plan.captured) for path, plan in plans)),
+        precision=precision,
+        memory=memory,
+    )
 
 
 def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
@@ -190,15 +225,30 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     chosen = Options.of(model, PIPELINE, planning=True, **options)
     chosen.check_skip(model)
     sample = as_inputs(model, example_inputs)[0]
-    planned = Converted(chosen, dry=True)
-    with _watched(planned, model) as seen, preserved(model):
-        model.train()
+    planned = Converted(chosen, by_block=len(blocks(model)) > DEEP, dry=True)
+    try:
+        seen = _dry_call(model, planned, sample)
+    except TraceError:
+        if not planned.by_block:
+            raise
+        planned = Converted(chosen, dry=True)  # what lies between blocks may look at values, which fake tensors lack
+        seen = _dry_call(model, planned, sample)
+    return _report(model, planned, seen, sample)
+
+
+def _dry_call(model: nn.Module, planned: Converted, sample: Inputs) -> _Seen:
+    """Capture the forward in training mode on fake tensors."""
+    with preserved(model), _watched(planned, model) as seen:
+        enter(model, planned)
         try:
             with on_fake_tensors(model, sample) as (args, kwargs):
-                capture(type(model).forward, planned.backend)(model, *args, **kwargs)
+                seen.name_parameters(model)
+                model.train()(*args, **kwargs)
         except Exception as error:
             raise TraceError.of(model, sample, error) from error
-    return _report(model, planned, seen)
+        finally:
+            leave(model)
+    return seen
 
 
 def report(converted: nn.Module) -> Report:
@@ -212,7 +262,9 @@ def report(converted: nn.Module) -> Report:
         raise ModelError(
             f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
         )
-    return found.report
+    graphs = found.graphs
+    plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
+    return replace(found.report, plain_calls=plain)
 
 
 def revert(converted: nn.Module) -> nn.Module:

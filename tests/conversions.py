@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends import torch as plain
-from te_transform.originals import original_parameters
-from te_transform.report import Report
-from te_transform.slots import SlotModule
+from te_transform.report.report import Report
+from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.converted import converted_of
 from tests.zoo import CASES, EXTRA, Case, Inputs, tensors, zero_dropout
 
 ALL = CASES | EXTRA
@@ -47,37 +49,25 @@ class Pair:
         return te_transform.report(self.converted)
 
 
+@cache
 def as_built(name: str) -> Pair:
     """As a user has it: with the model's own dropouts, verified, the original kept."""
-    return _as_built(name, plain.PLAIN)
-
-
-@cache
-def _as_built(name: str, norms_apart: bool) -> Pair:
     model = ALL[name].build()
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample()))
 
 
+@cache
 def undropped(name: str) -> Pair:
     """Built without dropout, so that train mode can be compared; another model only where the case drops."""
-    return _undropped(name, plain.PLAIN)
-
-
-@cache
-def _undropped(name: str, norms_apart: bool) -> Pair:
     if not drops(name):
         return as_built(name)
     model = zero_dropout(ALL[name].build())
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample(), verify=False))
 
 
+@cache
 def in_bf16(name: str) -> Pair:
     """As built, in bf16, converted in place."""
-    return _in_bf16(name, plain.PLAIN)
-
-
-@cache
-def _in_bf16(name: str, norms_apart: bool) -> Pair:
     original, model = ALL[name].build().bfloat16(), ALL[name].build().bfloat16()
     sample = cast(ALL[name].sample(), torch.bfloat16)
     converted = te_transform.convert(model, sample, inplace=True)
@@ -99,6 +89,24 @@ def run(model: nn.Module, inputs: Inputs, training: bool = False, seed: int = 0)
         return list(tensors(model.train(training)(**inputs)))
 
 
+@contextmanager
+def calls(model: nn.Module) -> Iterator[Counter[str]]:
+    """What the sites of a converted model that run meanwhile stand for: how many linears, how many attentions."""
+    found: Counter[str] = Counter()
+
+    def count(graph: CapturedGraph, arguments: Any) -> None:
+        for site in graph.plan.sites:
+            found["linear"] += sum(len(weight) for weight in site.weights)
+            found["attention"] += site.rules[-1][0] == "attention"
+
+    converted = converted_of(model)
+    converted.watch = count
+    try:
+        yield found
+    finally:
+        converted.watch = None
+
+
 def error(actual: list[Tensor], expected: list[Tensor]) -> float:
     """The largest distance of an output from what it should be, relative to that one's norm."""
     pairs = zip(actual, expected, strict=True)
@@ -112,28 +120,13 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor | None]:
-    """Of sum(output * fixed noise), for every original parameter that is trained, by its original name."""
+    """Of sum(output * fixed noise), for every parameter that is trained, by its name."""
     torch.manual_seed(0)
     outputs = [output for output in tensors(model.train()(**inputs)) if output.requires_grad]
     generator = torch.Generator().manual_seed(0)
     loss = sum((output * torch.randn(output.shape, generator=generator)).sum() for output in outputs)
-    parameters = {name: o for name, o in original_parameters(model).items() if o.held.requires_grad}
-    held = list(dict.fromkeys(original.held for original in parameters.values()))
-    found = dict(zip(held, torch.autograd.grad(loss, held, allow_unused=True), strict=True))
-    return {
-        name: None if found[original.held] is None else original.part(found[original.held])
-        for name, original in parameters.items()
-    }
-
-
-def idle(model: nn.Module) -> set[str]:
-    """The sites that run otherwise than in the original, and have not since this function was last called."""
-    slots = (module._te_transform_slot for module in model.modules() if isinstance(module, SlotModule))
-    changed = {slot.fusion for slot in slots if slot.fusion is not None}
-    found = {fusion.path.removesuffix(".fused") for fusion in changed if not fusion.runs}
-    for fusion in changed:
-        fusion.runs = 0
-    return found
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return dict(zip(trained, torch.autograd.grad(loss, [*trained.values()], allow_unused=True), strict=True))
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

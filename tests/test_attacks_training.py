@@ -15,7 +15,7 @@ from tests.zoo import seeded
 
 ATTENTION = "blocks.0.attention"
 PROJECTIONS = [f"{ATTENTION}.{name}_proj" for name in "qkv"]
-PATHS = ["", "blocks.0", "blocks.0.norm1", ATTENTION, *PROJECTIONS, "blocks.0.mlp.fc2", "norm", "head"]
+PATHS = ["", "blocks.0.norm1", ATTENTION, "blocks.0.mlp.fc2", "head"]
 JOINED = "merge_siblings layernorm_mlp"
 
 

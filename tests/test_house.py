@@ -114,6 +114,10 @@ def ours_in(name: str) -> set[str]:
     return {alias.asname or alias.name for alias, full in pairs if full in modules()}
 
 
+def is_self(value: ast.expr) -> bool:
+    return is_named(value, {"self"})
+
+
 def is_named(value: ast.expr, names: set[str]) -> bool:
     return isinstance(value, ast.Name) and value.id in names
 
@@ -135,9 +139,8 @@ def edits(name: str) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in EDITS and not is_named(node.func.value, ours):
                 yield f"calls {node.func.attr}()", node.lineno
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in NODE:
-            if not is_named(node.value, {"self"}):
-                yield f"sets .{node.attr}", node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [(f"sets .{node.attr}", node.lineno)] * (node.attr in NODE and not is_self(node.value))
 
 
 @pytest.mark.parametrize("name", modules())

@@ -1,4 +1,4 @@
-"""Without Transformer Engine and a GPU: what is planned for TE, what of it runs in FP8, where weights go."""
+"""Without Transformer Engine and a GPU: what is planned for TE, what of it runs in FP8, what its ops get."""
 
 import json
 import re
@@ -11,27 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import te_transform
 from te_transform import (
+    PIPELINE,
     BackendError,
-    ModelError,
     OptionError,
     PrecisionError,
     PrecisionPlan,
     backends,
-    config,
 )
-from te_transform.backends import limits
-from te_transform.backends import torch as plain
-from te_transform.config import RECIPES, Options
-from te_transform.inputs import as_inputs
-from te_transform.normalise import normalise
-from te_transform.plan import plan
-from te_transform.report import Report
-from te_transform.trace import record
-from te_transform.weights import backward, forward
+from te_transform.backends import limits, plain
+from te_transform.graph.capture import capture
+from te_transform.graph.nodes import value
+from te_transform.plan import options as plan_options
+from te_transform.plan.match import Site, plan
+from te_transform.plan.options import RECIPES, Options
+from te_transform.report.report import Report
 from tests.bitwise import untouched
 from tests.conversions import ALL, cast, each
 from tests.te_contract import record as te_contract
@@ -76,10 +73,20 @@ ATTENTION = {
     **dict.fromkeys(("bert", "distilbert", "roberta", "vit", "clip_text", "clip_vision"), 2),
     **dict.fromkeys(("torch_encoder_pre", "torch_encoder_post"), 2),
     "torch_mha": 1,
+    **dict.fromkeys(("falcon", "bloom"), 2),
     **dict.fromkeys(("whisper", "bart"), 6),
 }
-SITES = {"llama": (13, 3), "gpt2": (9, 3), "quickstart": (8, 2), "t5": (29, 23), "falcon": (1, 21)}
+ROTARY = ("llama", "llama_eager", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox")
+ROTARY += ("phi3", "falcon", "mixtral")
+LOSS = ("nanogpt_flash", "nanogpt_manual")  # the others are called without labels
+SITES = {"llama": (15, 0), "gpt2": (9, 0), "quickstart": (8, 0), "t5": (29, 8)}
 BIAS = "the attention adds a bias to its scores, TE's fast cores have none"
+
+
+def counts_on_te(name: str) -> dict[str, int]:
+    """As on the torch backend, and what only TE has kernels for."""
+    found = COUNTS[name] | ({"attention": ATTENTION[name]} if name in ATTENTION else {})
+    return found | ({"rotary": 2} if name in ROTARY else {}) | ({"cross_entropy": 1} if name in LOSS else {})
 
 
 def refused_by_te(name: str) -> dict[tuple[str, ...], list[str]]:
@@ -92,11 +99,10 @@ def refused_by_te(name: str) -> dict[tuple[str, ...], list[str]]:
 @each(ALL)
 def test_is_planned_for_te_and_changes_nothing(name: str) -> None:
     report = planned(name)
-    assert report.counts == COUNTS[name] | ({"attention": ATTENTION[name]} if name in ATTENTION else {})
+    assert report.counts == counts_on_te(name)
     if name in CASES:
         assert refused(report) == refused_by_te(name)
     assert report.notes[0] == PLANNED
-    assert not any("norms run where they stand" in note for note in report.notes)
 
 
 @each(SITES)
@@ -111,8 +117,7 @@ def test_planned_as_te_itself_would(name: str, monkeypatch: pytest.MonkeyPatch) 
     except Exception as error:  # its libraries are loaded in there, and each fails in its own way
         pytest.skip(f"Transformer Engine cannot be imported ({type(error).__name__}: {error})")
     expected = inspected(ALL[name])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # TE's modules ask for one, even on meta
-    monkeypatch.setattr(backends, "_missing", lambda: None)
+    monkeypatch.setattr(backends, "why_missing", lambda: None)
     report = inspected(ALL[name])
     assert report.notes == ("backend 'te', as asked", *expected.notes[1:])
     assert report.sites == expected.sites
@@ -164,14 +169,14 @@ MISSING = {
 @pytest.mark.parametrize("why", MISSING)
 def test_convert_says_what_is_missing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, sentence = MISSING[why]
-    for name, value in found.items():
+    for name, held in found.items():
         if name == "sys":  # no module of that name, for any import from here on
             monkeypatch.delitem(sys.modules, "te_transform.backends.te", raising=False)
             monkeypatch.delattr(backends, "te", raising=False)
             for module in ("transformer_engine", "transformer_engine.pytorch"):
                 monkeypatch.setitem(sys.modules, module, None)
         else:
-            monkeypatch.setattr(f"te_transform.backends.{name}", value)
+            monkeypatch.setattr(f"te_transform.backends.{name}", held)
     model = Untouchable()
     for inplace in (False, True):
         with untouched(model), pytest.raises(BackendError) as raised:
@@ -201,7 +206,7 @@ def test_auto_goes_by_the_model_where_te_runs(
     is_cuda: bool, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     te = object()
-    monkeypatch.setattr(backends, "_missing", lambda: None)
+    monkeypatch.setattr(backends, "why_missing", lambda: None)
     monkeypatch.setattr(backends, "_te", lambda: te)
     weight = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(4096, 4096), dim=lambda: 2)
     chosen, why = backends.choose("auto", SimpleNamespace(parameters=lambda: [weight]))
@@ -246,7 +251,7 @@ def test_the_head_stays_out_of_fp8_whatever_its_shape(name: str) -> None:
 
 LLAMA = {
     f"model.layers.{layer}.{place}": None
-    for place in ("mlp", "self_attn.q_proj", "self_attn.o_proj")
+    for place in ("mlp", "self_attn", "self_attn.o_proj")
     for layer in (0, 1)
 }
 
@@ -299,7 +304,7 @@ def test_an_edited_file_is_honoured(tmp_path: Path) -> None:
     for before, after in {
         '"model.layers.0.mlp" = "fp8"': '"model.layers.0.mlp" = "its loss spikes"',
         f'"lm_head" = {json.dumps(HEAD)}': '"lm_head" = "fp8"',
-        '"model.layers.1.self_attn.q_proj" = "fp8"\n': "",  # decided as without the file
+        '"model.layers.1.self_attn" = "fp8"\n': "",  # decided as without the file
         '"model.layers.1.mlp" = "fp8"': '"model.layers.1.mlp" = ""',
         'recipe = "fp8-delayed"': 'recipe = "fp8-current"',
     }.items():
@@ -314,18 +319,18 @@ def test_an_edited_file_is_honoured(tmp_path: Path) -> None:
 
 def test_the_report_says_which_calls_are_too_small() -> None:
     case = CASES["llama"]
-    tokens = f"calls of {limits.gaining(HIDDEN, True):,} tokens and more run in FP8"
+    tokens = f"calls of {limits.break_even_rows(HIDDEN, True):,} tokens and more run in FP8"
     assert any(note.startswith(tokens) for note in inspected(case, recipe="fp8-block").notes)
     asked = PrecisionPlan("fp8-block", small_calls=True)
     assert not any("tokens and more" in note for note in inspected(case, recipe=asked).notes)
-    tokens = f"calls of {limits.gaining(HIDDEN, False):,} tokens and more run in TE's modules"
+    tokens = f"calls of {limits.break_even_rows(HIDDEN, False):,} tokens and more run in TE's modules"
     assert any(note.startswith(tokens) for note in inspected(case).notes)
 
 
 @pytest.mark.parametrize("in_fp8", [True, False])
 @pytest.mark.parametrize("width", [64, 1024, 4096])
 def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: bool) -> None:
-    tokens = limits.gaining(width, in_fp8)
+    tokens = limits.break_even_rows(width, in_fp8)
     assert limits.too_small(tokens - 1, width, in_fp8)
     assert limits.too_small(tokens, width, in_fp8) is None
     with limits.at_any_size():
@@ -386,11 +391,6 @@ def test_a_site_is_in_or_has_a_reason() -> None:
 # Mistakes are named before anything happens
 
 
-class Sealed(nn.Linear):
-    def __init_subclass__(cls):
-        raise TypeError("Sealed is final")
-
-
 NAMES = "fp8-delayed, fp8-current, fp8-block, mxfp8"
 MISTAKES = {
     "no such recipe": ({"recipe": "fp8"}, f"recipe is 'fp8', None, a TE recipe or one of {NAMES} is needed"),
@@ -425,12 +425,12 @@ MISTAKES = {
 
 def as_if_te_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let convert() get as far as it would where TE runs."""
-    real = config.choose
+    real = plan_options.choose
 
     def choose(name: str, model: nn.Module, planning: bool, **rest: Any) -> tuple[Any, str]:
         return real(name, model, planning=True, **rest)
 
-    monkeypatch.setattr(config, "choose", choose)
+    monkeypatch.setattr(plan_options, "choose", choose)
 
 
 @pytest.mark.parametrize("entry", [te_transform.inspect, te_transform.convert], ids=["inspect", "convert"])
@@ -457,65 +457,69 @@ def test_paths_where_no_product_is_fused(inplace: bool, monkeypatch: pytest.Monk
     as_if_te_ran(monkeypatch)
     case = CASES["llama"]
     model = case.build()
-    unknown = {"model.norm": "fp8", "model.layers.0.self_attn": "why not", "lm_head": "known"}
+    unknown = {"model.norm": "fp8", "model.layers.0.self_attn.k_proj": "why not", "lm_head": "known"}
     asked = PrecisionPlan("fp8-delayed", unknown)
-    sentence = "names model.layers.0.self_attn, model.norm, where no product is fused: te_transform.inspect"
+    sentence = (
+        "names model.layers.0.self_attn.k_proj, model.norm, where no product is fused: te_transform.inspect"
+    )
     with untouched(model), pytest.raises(PrecisionError, match=sentence):
         te_transform.convert(model, case.sample(), backend="te", recipe=asked, inplace=inplace)
     with untouched(model), pytest.raises(PrecisionError, match=sentence):
         te_transform.inspect(model, case.sample(), backend="te", recipe=asked)
 
 
-def test_a_class_that_takes_no_subclass_takes_no_recipe() -> None:
-    model = Sealed(16, 16)
-    with untouched(model), pytest.raises(ModelError, match="Sealed refuses to be subclassed, a recipe makes"):
-        te_transform.inspect(model, X, backend="te", recipe="fp8-delayed")
-
-
-# Where the weights go
+# What TE's modules would get
 
 TE_PARAMETERS = json.loads(te_contract.FILE.read_text(encoding="utf-8"))["parameters"]
+NAMES_OF = {  # of the parameters that a call's tensors stand for, after the input
+    "Linear": ("weight", "bias"),
+    "LayerNormLinear": ("layer_norm_weight", "layer_norm_bias", "weight", "bias"),
+    "LayerNormMLP": (
+        "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
+    ),
+}  # fmt: skip
 
 
-def tes_parameters(fused: nn.Module) -> dict[str, list[int]]:
-    """Names and shapes of the parameters that TE's module in the place of `fused` has, as it was recorded."""
-    gated = hasattr(fused, "activation")
-    form = {"bias": (fused.fc1_bias if gated else fused.bias) is not None, "params_dtype": torch.bfloat16}
+def sites_of(model: nn.Module, inputs: dict[str, Tensor]) -> list[Site]:
+    """The sites that have products, of all graphs that the forward is captured in."""
+    options, found = Options.of(model, PIPELINE, backend="te", planning=True), []
+
+    def keep(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable:
+        found.extend(plan(graph, options).sites)
+        return graph.forward
+
+    capture(type(model).forward, keep)(model, **inputs)
+    return [site for site in found if site.weights]
+
+
+def tes_parameters(site: Site) -> dict[str, list[int]]:
+    """Names and shapes of the parameters that TE's module in the place of `site` has, as it was recorded."""
+    fused, kind = site.fused, type(site.fused).__name__
+    form = {"bias": site.node.args[-1] is not None, "params_dtype": torch.bfloat16}
     for option in ("activation", "normalization", "zero_centered_gamma"):
         if hasattr(fused, option):
             form[option] = getattr(fused, option)
     (title,) = (
         te_contract.title(name, given)
         for name, given in te_contract.argument_sets()
-        if name == type(fused).__name__ and form.items() <= given.items()
+        if name == kind and form.items() <= given.items()
     )
-    sizes = ("hidden_size", "ffn_hidden_size") if gated else ("in_features", "out_features")
-    narrow, wide = (getattr(fused, name) for name in sizes)
+    weight = value(site.node.args[fused.PRODUCTS[-1]])
+    narrow, wide = weight.shape if kind == "LayerNormMLP" else reversed(weight.shape)
     size_of = {te_contract.IN: narrow, te_contract.OUT: wide, 2 * te_contract.OUT: 2 * wide}
     found = re.findall(r"(\w+) \w+\[([\d, ]+)\]", TE_PARAMETERS[title])
     return {name: [size_of[int(size)] for size in shape.split(",")] for name, shape in found}
 
 
 @each(ALL)
-def test_the_layouts_make_exactly_tes_parameters(name: str) -> None:
-    model, inputs = ALL[name].build(), ALL[name].sample()
-    recording = normalise(record(model, as_inputs(model, inputs)[0]))
-    sites = plan(recording, Options.of(model, backend="te", planning=True)).sites.values()
-    ledger = {f"{site.name}.{n}": layout for site in sites for n, layout in site.layouts.items()}
-    expected = {
-        f"{site.name}.{parameter}": shape
-        for site in sites
-        if site.layouts
-        for parameter, shape in tes_parameters(site.fused).items()
-    }
-    originals = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
-    fused = forward(ledger, originals)
-    assert {n: list(tensor.shape) for n, tensor in fused.items() if n not in originals} == expected
-    pieces = [piece.name for layout in ledger.values() for piece in layout.pieces]
-    assert len(set(pieces)) == len(pieces)  # each weight goes to one place
-    back = backward(ledger, fused)
-    assert back.keys() == originals.keys()
-    assert all(torch.equal(back[n], tensor) for n, tensor in originals.items())
+def test_the_calls_have_exactly_tes_parameters(name: str) -> None:
+    sites = sites_of(ALL[name].build(), ALL[name].sample())
+    for site in sites:
+        given = dict(zip(NAMES_OF[type(site.fused).__name__], site.node.args[1:], strict=True))
+        shapes = {name: list(value(node).shape) for name, node in given.items() if node is not None}
+        assert shapes == tes_parameters(site)
+    parameters = [parameter for site in sites for weight in site.weights for parameter in weight]
+    assert len(set(parameters)) == len(parameters)  # each weight is in one product
 
 
 def test_weights_in_float32_stay_out_of_fp8_with_a_reason() -> None:

@@ -25,6 +25,7 @@ MIN_ATTENTION_WORK = 4e10
 MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
 
 _any_size = 0  # how many at_any_size() are entered; not by thread, a backward runs in one of its own
+_small_in_fp8 = 0  # how many small_calls_in_fp8() are
 
 
 @contextlib.contextmanager
@@ -38,9 +39,20 @@ def at_any_size() -> Iterator[None]:
         _any_size -= 1
 
 
+@contextlib.contextmanager
+def small_calls_in_fp8() -> Iterator[None]:
+    """Let calls that are too small to gain from FP8 run in it too."""
+    global _small_in_fp8
+    _small_in_fp8 += 1
+    try:
+        yield
+    finally:
+        _small_in_fp8 -= 1
+
+
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why TE's modules are not faster for so many rows, or None."""
-    if _any_size or rows >= break_even_rows(width, in_fp8):
+    if _any_size or (in_fp8 and _small_in_fp8) or rows >= break_even_rows(width, in_fp8):
         return None
     return f"a call too small to be faster in {'FP8' if in_fp8 else 'these kernels'}"
 
@@ -121,7 +133,7 @@ def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
 @cache
 def _is_hopper(device: torch.device) -> bool:
     """Whether it is of the generation of Hopper, or a later one."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def without_rotary(x: Tensor, angles: Tensor) -> str | None:

@@ -11,14 +11,12 @@ class FusedOp(nn.Module):
     """A fused op of a graph: it gets its weights as arguments, because one graph may serve many layers.
 
     `PRODUCTS` has the positions, among the call's arguments, of the weights [out, in] of its matrix products.
-    These run in a recipe that is on if `in_fp8`, for which the precision plan has the last word, and in FP8 even
-    where few rows leave nothing to gain if `any_size`. `plain_calls` counts, by reason, the calls that ran in
-    plain PyTorch though the backend has a kernel for them.
+    These run in a recipe that is on if `in_fp8` is true, unless the state of a parameter says otherwise.
+    `plain_calls` counts, by reason, the calls that ran in plain PyTorch though the backend has a kernel for them.
     """
 
     PRODUCTS: tuple[int, ...] = ()
     in_fp8 = True
-    any_size = False
 
     def __init__(self) -> None:
         super().__init__()

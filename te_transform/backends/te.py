@@ -112,7 +112,8 @@ class _Kernel:
     def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], products: int):
         self.make, self.names, self.seen = make, names, Seen.of(products)
         self.made: nn.Module | None = None
-        self.in_fp8 = self.calibrating = False  # whether its last call was in FP8, or in its own dtype for want of scales
+        self.in_fp8 = False  # whether its last call was
+        self.calibrating = False  # whether its last call was in its own dtype for want of scales
         self.scales: Tensor | None = None  # of delayed scaling, in the last call that may be made again
         self.stamp: Any = None  # of the quantized weights that are kept
 
@@ -123,6 +124,11 @@ class _Kernel:
             self.made = self.make()
             self.made._parameters.clear()
         return self.made
+
+    @property
+    def ran_in_recipe(self) -> bool:
+        """Whether its last call was to be in FP8."""
+        return self.in_fp8 or self.calibrating
 
     def run(self, x: Tensor, tensors: Sequence[Tensor | None], adds: bool, keeps: bool = False) -> Tensor:
         """Run the module with these tensors in the place of its parameters.
@@ -176,9 +182,9 @@ class _Kernel:
         self.scales = state.scale.clone() if hasattr(state, "amax_history") else None
 
     @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
+    def as_before(self, recipe: Any) -> Iterator[None]:
         """In the recipe, with the scales that this step's forward had, and as a part of that step."""
-        recipe, state = self.module.fp8_meta["recipe"], self.module.fp8_meta["scaling_fwd"]
+        state = self.module.fp8_meta["scaling_fwd"]
         now = None if self.scales is None else state.scale.clone()
         try:
             if now is not None:
@@ -223,17 +229,15 @@ class _Product(FusedOp):
         kernel, gradients = self._kernel(tensors, weights), gradients_of(weights)
         enabled = _State.is_fp8_enabled()
         # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
-        if (kernel.in_fp8 or kernel.calibrating) and not enabled and torch._C._current_graph_task_id() != -1:
-            if kernel.calibrating:
-                return self._plainly(kernel.seen.product(), x, tensors)
-            with kernel.as_before():
-                return self._in_fp8(kernel, x, tensors, gradients)
+        if kernel.ran_in_recipe and not enabled and torch._C._current_graph_task_id() != -1:
+            return self._again(kernel, x, tensors, gradients)
         in_fp8 = enabled and self._is_within(weights)
         if not (in_fp8 or self.FASTER or gradients):
             return self._plainly(plain.product, x, tensors)
         why = self._why_plain(x, weights, in_fp8, gradients is not None)
-        kernel.calibrating = in_fp8 and why is None and not self._has_scales(kernel, x, tensors)
-        kernel.in_fp8 = in_fp8 and why is None and not kernel.calibrating
+        inside = in_fp8 and why is None
+        kernel.calibrating = inside and not self._has_scales(kernel, _State.get_fp8_recipe(), x, tensors)
+        kernel.in_fp8 = inside and not kernel.calibrating
         if why or kernel.calibrating:
             self.plain_calls[why or _CALIBRATING] += 1
             return self._plainly(kernel.seen.product() if kernel.calibrating else plain.product, x, tensors)
@@ -263,13 +267,24 @@ class _Product(FusedOp):
         if any(size % factor for weight in weights for size in weight.shape):
             return f"weights whose sizes are no multiples of {factor}"
         # plain calls would have to dequantize weights held in FP8 alone, and know nothing of main_grad
-        if (in_fp8 and self.any_size) or adds or any(map(is_quantized, weights)):
+        if adds or any(map(is_quantized, weights)):
             return None
         return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
 
-    def _has_scales(self, kernel: _Kernel, x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    def _again(
+        self, kernel: _Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
+    ) -> Tensor:
+        """Repeat the last call, for a checkpoint."""
+        recipe = kernel.module.fp8_meta["recipe"] if kernel.in_fp8 else None
+        if recipe is None or not self._has_scales(kernel, recipe, x, tensors):
+            return self._plainly(kernel.seen.product(), x, tensors)
+        with kernel.as_before(recipe):
+            return self._in_fp8(kernel, x, tensors, gradients)
+
+    def _has_scales(
+        self, kernel: _Kernel, recipe: Any, x: Tensor, tensors: Sequence[Tensor | None]
+    ) -> bool:
         """Whether the kernel has the scales that the recipe needs for a call; gives it the first ones."""
-        recipe = _State.get_fp8_recipe()
         if not is_delayed(recipe):
             return True
         trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors))

@@ -29,9 +29,9 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     """A copy of a captured graph in the ops of graph/ops.py, cut into regions; the rest stays torch's.
 
     The copy runs and computes what was captured, up to rounding: an op may round elsewhere than the model.
-    Submodules (get_attr, call_module, higher-order ops) stay, but for autograd.Functions that are activations.
-    The captured graph gets composite functions inlined and has reads of written tensors read the writes, so that
-    a write lies between what it writes to and its readers; it computes the same.
+    Submodules (get_attr, call_module, higher-order ops) stay, except autograd.Functions that are activations.
+    The captured graph computes what it did, but composite functions are inlined in it, and what reads a
+    tensor after a write in place reads the write, which so lies between the value and its readers.
     """
     inline_composites(graph)
     read_results(graph)

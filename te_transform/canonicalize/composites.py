@@ -22,8 +22,8 @@ _Call = Callable[..., fx.Node]
 def inline_composites(graph: fx.Graph) -> None:
     """Put the calls that multi_head_attention_forward makes in the place of each of its calls.
 
-    To be done to the captured graph before it is copied, so that a site may take a part of the attention. What
-    is computed, and the random numbers drawn, are the same.
+    To be done to the captured graph before it is copied, so that a site may take a part of the attention.
+    What is computed, and the random numbers drawn, are the same.
     """
     for node in list(graph.nodes):
         if node.target is F.multi_head_attention_forward and _is_plain(node):

@@ -84,8 +84,8 @@ def _square(value: Pattern) -> Pattern:
     return OneOf(Call(torch.pow, value, 2), Call(torch.mul, value, value), Call(torch.square, value))
 
 
-def _over_deviation(x: Pattern, variance: Pattern) -> Pattern:
-    """x / sqrt(variance + eps), by any of its spellings."""
+def _normalized(x: Pattern, variance: Pattern) -> Pattern:
+    """x / sqrt(variance + eps) * gamma, by any of its spellings."""
     variance = Call(torch.add, variance, _EPS, commute=True)
     deviation = OneOf(Call(torch.sqrt, variance), Call(torch.pow, variance, 0.5))
     inverse = OneOf(
@@ -94,15 +94,20 @@ def _over_deviation(x: Pattern, variance: Pattern) -> Pattern:
         Call(torch.reciprocal, deviation),
         Call(operator.truediv, 1, deviation),
     )
-    return OneOf(AnyOrder(torch.mul, x, _cast(inverse)), Call(torch.div, x, _cast(deviation)))
+    inverse, deviation = _cast(inverse), _cast(deviation)
+    return OneOf(
+        AnyOrder(torch.mul, _cast(OneOf(AnyOrder(torch.mul, x, inverse), Call(torch.div, x, deviation))), _GAMMA),
+        AnyOrder(torch.mul, _cast(AnyOrder(torch.mul, x, _GAMMA)), inverse),
+        Call(torch.div, _cast(AnyOrder(torch.mul, x, _GAMMA)), deviation),
+    )
 
 
 _RMS_NORM = Call(F.rms_norm, _X, _SHAPE, OneOf(_NO_WEIGHT, _GAMMA), _ANY_EPS)
-_WRITTEN_RMS_NORM = AnyOrder(torch.mul, _cast(_over_deviation(_X, _mean(_square(_X)))), _GAMMA)
+_WRITTEN_RMS_NORM = _normalized(_X, _mean(_square(_X)))
 
 _CENTERED = Call(torch.sub, _X, _mean(_X))
 _VARIANCE = OneOf(_mean(_square(_cast(_CENTERED))), Call(torch.var, _X, -1, False, True))
-_NORMALIZED = AnyOrder(torch.mul, _cast(_over_deviation(_cast(_CENTERED), _VARIANCE)), _GAMMA)
+_NORMALIZED = _normalized(_cast(_CENTERED), _VARIANCE)
 _BIAS = _cast(Var("bias", lambda bias: bias is None or _is_vector(bias)))
 _LAYER_NORM = Call(F.layer_norm, _X, _SHAPE, OneOf(_NO_WEIGHT, _GAMMA), _BIAS, _ANY_EPS)
 _SHIFTED = Call(torch.add, _cast(_NORMALIZED), _cast(Var("bias", _is_vector)), commute=True)

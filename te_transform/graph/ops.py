@@ -130,8 +130,8 @@ def cross_entropy(
 ) -> Tensor:
     """-log softmax(logits)[target] over the last dimension, in fp32 or wider, which is the result's dtype.
 
-    logits [..., vocabulary], targets [...] (class indices). Targets of `ignore_index` count nothing; reduction
-    is "none", "sum" or "mean" (over the targets that count).
+    logits [..., vocabulary], targets [...] (class indices). Targets of `ignore_index` count nothing;
+    reduction is "none", "sum" or "mean" (over the targets that count).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     rows = wide.reshape(-1, logits.shape[-1])

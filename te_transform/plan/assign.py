@@ -11,8 +11,9 @@ from torch import Tensor, fx
 
 from te_transform.backends import Backend
 from te_transform.backends.limits import DTYPES
-from te_transform.graph.nodes import dtype_name, dtype_of, is_parameter, value
+from te_transform.graph.nodes import dtype_name, dtype_of, is_parameter, name_in_model, value
 from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 
 
@@ -33,7 +34,7 @@ def assign(plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend) -> P
     for prefix, plan in plans:
         heads = set() if prefix else set(_heads(plan))
         for site, path in product_paths(plan).items():
-            path = f"{prefix}.{path}".strip(".")
+            path = _below(prefix, path)
             decided[path] = _why_not(site, path, site in heads, named, backend)
     if unknown := sorted(named.sites.keys() - decided.keys()):
         raise PrecisionError(
@@ -41,6 +42,33 @@ def assign(plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend) -> P
             "te_transform.inspect() with the same options shows the paths that there are"
         )
     return PrecisionPlan(named.recipe, decided, named.small_calls)
+
+
+def put_in_recipe(plan: Plan, options: Options) -> None:
+    """Let each op of one captured graph run in the recipe, or not, as its shapes and its place say.
+
+    What a precision plan says of single layers, which may share a graph, is kept with their parameters.
+    """
+    asked = options.recipe
+    named = PrecisionPlan(asked.recipe if isinstance(asked, PrecisionPlan) else asked)
+    heads = set(_heads(plan))
+    for site, path in product_paths(plan).items():
+        site.fused.in_fp8 = _why_not(site, path, site in heads, named, options.backend) is None
+
+
+def products_in(plans: Iterable[tuple[str, Plan]], precision: PrecisionPlan) -> dict[str, bool]:
+    """Whether each product runs in the recipe, by the name of the first parameter of its weight."""
+    found = {}
+    for prefix, plan in plans:
+        for site, path in product_paths(plan).items():
+            inside = precision.sites[_below(prefix, path)] is None
+            names = (name_in_model(weight[0]) for weight in site.weights)
+            found |= {_below(prefix, name): inside for name in names if name}
+    return found
+
+
+def _below(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}".strip(".")
 
 
 def product_paths(plan: Plan) -> dict[Site, str]:

@@ -183,7 +183,7 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
     if isinstance(site.fused, plain.DotProductAttention):
         return _of_attention(node, data)
     if isinstance(site.fused, plain.CrossEntropy):
-        return _Step(node, own=_numel(node.args[0]) * 2, in_place=True)  # a copy, which becomes the gradient
+        return _Step(node, data)
     if not site.weights:
         return _Step(node)  # a rotation
     weights = [value(node.args[place]) for place in site.fused.PRODUCTS]

@@ -62,7 +62,7 @@ class CapturedGraph:
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self.owner
-        if self.unchecked and owner.check is not None:
+        if self.unchecked:
             self._check(arguments)
         if owner.watch is not None:
             owner.watch(self, arguments)

@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from te_transform.backends.joined import lay
 from te_transform.graph.capture import capture, is_capturing
 from te_transform.graph.nodes import called
-from te_transform.plan.match import plan
+from te_transform.plan.assign import put_in_recipe
+from te_transform.plan.match import Site, plan
 from te_transform.plan.model import CONVERTED
 from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
@@ -30,23 +31,22 @@ from te_transform.runtime.modes import set_aside
 
 log = logging.getLogger(__name__)
 
-DEEP = 8  # blocks from which on a model is captured block by block: one graph for all of them
-_UNSHARED = 3  # graphs of blocks in one call of the model that show that layers do not share them
+Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
+
 
 
 @dataclass(eq=False)
 class Converted:
     """What a converted model carries beside its own: one for the model and all its captured blocks.
 
-    `original` runs the user's own code for as long as it is set; `dry`, `watch` and `check` are asked for by its
-    graphs, see captured.py.
+    `original` runs the user's own code for as long as it is set; `checker` finds the wrong sites of a graph; `apart`,
+    `dry` and `watch` are for its graphs, see captured.py.
     """
 
     options: Options
     by_block: bool = False
-    check: Callable[..., Any] | None = None
+    checker: Checker | None = None
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
-    fresh: int = 0  # graphs of blocks since the model was last called
     first_block: Callable[[], nn.Module | None] | None = (
         None  # a weak reference, None where nobody has looked yet
     )
@@ -64,18 +64,27 @@ class Converted:
 
     def backend(self, captured: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Rewrite one graph, for dynamo; whatever fails in here, the graph runs as it was captured."""
-        self.fresh += self.by_block
         if has_checkpoints(captured) and self.first_block() is not None:
             self.by_block = self.in_pieces = True  # from the next call on
             return captured.forward
         try:
-            graph = CapturedGraph(plan(captured, self.options), self)
+            made = plan(captured, self.options)
+            if self.options.recipe is not None:
+                put_in_recipe(made, self.options)
+            graph = CapturedGraph(made, self)
         except Exception as error:
             log.warning("a graph of the model runs as it was captured", exc_info=error)
             self.failures.append(f"{type(error).__name__}: {error}")
             return captured.forward
         self.graphs.append(graph)
         return graph
+
+    def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
+        """What is wrong with sites of the graph on the values of its first call, in the model's own dtype."""
+        if self.checker is None:
+            return {}
+        with nullcontext() if self.precision is None else self.precision.paused():
+            return self.checker(graph, arguments)
 
     def call(
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
@@ -86,7 +95,7 @@ class Converted:
         if place.is_root:
             self._settle(module)
         with nullcontext() if self.precision is None or not place.is_root else self.precision.running(module):
-            if place.is_root is self.by_block or self.fresh > _UNSHARED or _decodes(args, kwargs):
+            if place.is_root is self.by_block or _decodes(args, kwargs):
                 return forward(module, *args, **kwargs)
             run = self.runs.get(type(module))
             if run is None:
@@ -102,11 +111,6 @@ class Converted:
             self._lay_again(model)
         if is_sharded(self.first_block()):
             self.by_block = self.in_pieces = True
-        elif self.fresh > _UNSHARED and not self.in_pieces:
-            self.by_block = (
-                False  # the blocks share no graph, and one of the whole costs less than one of each
-            )
-        self.fresh = 0
 
     def _lay_again(self, model: nn.Module) -> None:
         """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's stand-ins
@@ -118,16 +122,16 @@ class Converted:
                 lay(group)
 
     def __deepcopy__(self, memo: dict) -> Converted:
-        twin = memo[id(self)] = Converted(self.options, self.by_block, self.check, report=self.report)
+        twin = memo[id(self)] = Converted(self.options, self.by_block, self.checker, report=self.report)
         twin.precision = copy.deepcopy(self.precision, memo)
         return twin
 
     def __reduce__(self) -> tuple:
-        return _restored, (self.options, self.by_block, self.check, self.report, self.precision)
+        return _restored, (self.options, self.by_block, self.checker, self.report, self.precision)
 
 
-def _restored(options: Options, by_block: bool, check: Any, report: Any, precision: Any) -> Converted:
-    return Converted(options, by_block, check, report=report, precision=precision)
+def _restored(options: Options, by_block: bool, checker: Checker | None, report: Any, precision: Any) -> Converted:
+    return Converted(options, by_block, checker, report=report, precision=precision)
 
 
 @dataclass(eq=False)
@@ -166,6 +170,8 @@ def leave(model: nn.Module) -> None:
         original = _ORIGINALS.get(type(module))
         if original is not None:
             module.__class__ = original
+    for parameter in model.parameters():
+        parameter.__dict__.pop(CONVERTED, None)
 
 
 def converted_of(model: nn.Module) -> Converted | None:

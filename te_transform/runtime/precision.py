@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from te_transform.backends.joined import state_of
+from te_transform.backends.limits import small_calls_in_fp8
 from te_transform.backends.weight_cache import evaluating, forget_weights
 
 
@@ -25,12 +26,14 @@ class Precision:
 
     Args:
         recipe: TE's.
-        products: where parameters differ from what their op says: whether the product that begins with the
-            parameter of this name runs in the recipe. Layers may share one op.
+        products: whether the product that begins with the parameter of this name runs in the recipe. Those that
+            are not named do what their op says; layers may share one op.
+        small_calls: whether calls of so few tokens that they are faster in their own dtype run in the recipe too.
     """
 
     recipe: Any
     products: Mapping[str, bool] = field(default_factory=dict)
+    small_calls: bool = False
     running_now: bool = False
     known: weakref.ref | None = None  # the model whose parameters have been told
 
@@ -49,10 +52,19 @@ class Precision:
         self._tell(model)
         self.running_now = True
         try:
-            with te.autocast(self.recipe), evaluating(not model.training and not _is_sharded(model)):
+            small = small_calls_in_fp8() if self.small_calls else contextlib.nullcontext()
+            with te.autocast(self.recipe), small, evaluating(not model.training and not _is_sharded(model)):
                 yield
         finally:
             self.running_now = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let what runs in here run in its own dtype, although a forward is under way."""
+        from te_transform.backends import te
+
+        with te.autocast(self.recipe, enabled=False):
+            yield
 
     def _tell(self, model: nn.Module) -> None:
         if self.known is None or self.known() is not model:
@@ -62,7 +74,7 @@ class Precision:
                 state_of(parameters[name]).in_fp8 = inside
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"recipe": self.recipe, "products": self.products, "running_now": False, "known": None}
+        return {**vars(self), "running_now": False, "known": None}  # a copy has other parameters
 
     def forget(self, model: nn.Module) -> None:
         """Free the quantized weights that are kept; whatever was done to the model before, they are made anew."""

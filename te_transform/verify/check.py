@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import name_in_model, path_of, value
@@ -40,11 +42,30 @@ def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, st
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if not graph.plan.sites or any(is_fake(tensor) or tensor.is_meta for tensor in tensors):
         return {}
-    with torch.inference_mode(False), same_random(tensors):
+    with _apart(tensors):
         walk = _Walk(graph.plan)
         with torch.no_grad():
             walk.run(*map(_own, arguments))
     return walk.wrong
+
+
+@contextmanager
+def _apart(tensors: list[Tensor]) -> Iterator[None]:
+    """Out of sight of whatever is going on around the call.
+
+    Random states and the hooks of parameters see nothing of it, nor does a checkpoint, which counts what is
+    saved for a backward and notes what is computed.
+    """
+    hooks = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
+    unseen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    try:
+        for tensor, _ in hooks:
+            tensor._backward_hooks = None
+        with torch.inference_mode(False), same_random(tensors), unseen, _disable_current_modes():
+            yield
+    finally:
+        for tensor, held in hooks:
+            tensor._backward_hooks = held
 
 
 def _own(argument: Any) -> Any:

@@ -97,9 +97,14 @@ def in_double(model: nn.Module) -> Iterator[None]:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A copy in fp64, of a parameter another parameter."""
+    """A copy in fp64, of a parameter another parameter, with its hooks."""
     wide = exact(tensor.detach()).to(torch.float64, copy=True)
-    return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+    if not isinstance(tensor, nn.Parameter):
+        return wide
+    parameter = nn.Parameter(wide, tensor.requires_grad)
+    for hook in (tensor._backward_hooks or {}).values():
+        parameter.register_hook(hook)
+    return parameter
 
 
 def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[str, Tensor]]:

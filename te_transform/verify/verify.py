@@ -31,11 +31,11 @@ _E4M3 = 2**-4  # the largest relative error of rounding to it
 def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -> Verification:
     """Compare `converted` with `model`, forward and each gradient, against the original's arithmetic in fp64.
 
-    In training mode, in evaluation mode and without gradients, dropout off; on the example inputs, fresh random
-    values, another batch size, another length, and a left-padded batch where the model takes an attention_mask.
-    compare.py says what passes; a model in FP8 is measured by how exact FP8 can be. The state dicts have to
-    agree bitwise. After a failure, subsets of the sites are run to find those that cause it. What
-    torch.compile makes of the model is not looked at. Needs the memory of `model` in fp64 and of its
+    In training mode, in evaluation mode and without gradients, dropout off; on the example inputs, fresh
+    random values, another batch size, another length, and a left-padded batch where the model takes an
+    attention_mask. compare.py says what passes; a model in FP8 is measured by how exact FP8 can be. The state
+    dicts have to agree bitwise. After a failure, subsets of the sites are run to find those that cause it.
+    What torch.compile makes of the model is not looked at. Needs the memory of `model` in fp64 and of its
     gradients.
 
     Args:
@@ -57,8 +57,10 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
         _uncompile(model)
         _uncompile(converted)
         duel.learn(samples)
-        rows, failing, skipped = _all_rows(sets, duel)
-        guilty = duel.guilty(failing)
+        called = Called(converted)
+        with watched(converted, called.note):
+            rows, failing, skipped = _all_rows(sets, duel)
+        guilty = duel.guilty(failing, called)
     return Verification(
         type(model).__name__, (*states, *rows), tuple(guilty), tuple(skipped), duel.recipes.kinds
     )
@@ -136,19 +138,15 @@ class _Duel:
         with torch.set_grad_enabled(case.gradients), self.recipes.fresh_scales():
             return judge(self._contenders(), case.inputs, str(case))
 
-    def guilty(self, failing: list[_Case]) -> list[str]:
-        """The paths of the sites without which these cases do not fail."""
-        called = Called(self.converted)
+    def guilty(self, failing: list[_Case], called: Called) -> list[str]:
+        """The paths of those of the `called` sites without which these cases do not fail."""
 
         def fails(paths: Collection[str]) -> bool:
             with called.only(paths):
                 return any(_failed(self.rows(case)) for case in failing)
 
-        with watched(self.converted, called.note):
-            # where it fails without any site, it is the parameters
-            if not failing or not any(_failed(self.rows(case)) for case in failing) or fails(()):
-                return []
-        return bisect_failures(list(called.sites), fails)
+        # where it fails without any site, it is the parameters
+        return bisect_failures(list(called.sites), fails) if failing and not fails(()) else []
 
     def _contenders(self) -> Contenders:
         own = partial(original_forward, self.model)

@@ -1,0 +1,75 @@
+"""Make the report of what was planned for each captured graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import fx, nn
+
+from te_transform.backends import plain
+from te_transform.backends.limits import break_even_rows
+from te_transform.graph.edit import snapshot
+from te_transform.graph.nodes import value
+from te_transform.plan.match import Plan
+from te_transform.plan.memory import predict
+from te_transform.plan.options import Options
+from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.plan.rule import Outcome
+from te_transform.report.explain import explain_graphs
+from te_transform.report.report import Report
+
+
+def compose(
+    model: nn.Module,
+    plans: Sequence[tuple[str, Plan]],
+    options: Options,
+    precision: PrecisionPlan | None = None,
+    inputs: str = "",
+    notes: Iterable[str] = (),
+) -> Report:
+    """The report of a conversion, or of one that is only planned.
+
+    Args:
+        plans: of the captured graphs in the order of their calls, each with the path of the captured module, ""
+            for the whole model. A graph that blocks share comes once for each block.
+        inputs: what the example inputs are, in words.
+        notes: more sentences.
+    """
+    largest = max((plan for _, plan in plans), key=lambda plan: len(plan.canonical.nodes), default=None)
+    on_te = options.backend.HAS_RECIPES
+    return Report(
+        type(model).__name__,
+        tuple(_outcomes(plans)),
+        largest.before if largest else fx.Graph(),
+        snapshot(largest.canonical) if largest else fx.Graph(),
+        (options.backend_reason, *(_sizes(plans, precision) if on_te else ()), *notes),
+        tuple(explain_graphs((path, plan.captured) for path, plan in plans)),
+        precision,
+        memory=predict(plans, model.parameters(), inputs, precision) if on_te else None,
+    )
+
+
+def _outcomes(plans: Sequence[tuple[str, Plan]]) -> Iterator[Outcome]:
+    """Those of all graphs; what stands in several graphs of one module, for other sizes, is one outcome."""
+    found: Counter[Outcome] = Counter()
+    for path, plan in plans:
+        found |= Counter(outcome.below(path) for outcome in plan.outcomes)
+    return found.elements()
+
+
+def _sizes(plans: Sequence[tuple[str, Plan]], precision: PrecisionPlan | None) -> Iterator[str]:
+    """Which calls are too small for TE's modules, at the width that most of them have."""
+    sites = [
+        site for _, plan in plans for site in plan.sites if isinstance(site.fused, plain.LayerNormLinear)
+    ]
+    widths = Counter(value(site.node.args[site.fused.PRODUCTS[0]]).shape[1] for site in sites)
+    if not widths or (precision and precision.small_calls):
+        return
+    ((width, _),) = widths.most_common(1)
+    inside = precision is not None and None in precision.sites.values()
+    where = "FP8" if inside else "TE's modules"
+    yield (
+        f"calls of {break_even_rows(width, inside):,} tokens and more run in {where} (width {width}), smaller "
+        "ones in plain PyTorch, where they are faster"
+    )

@@ -1,0 +1,329 @@
+"""Attention masks of all makes: what a mask is now, and what becomes of it later, is what is applied."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.attacks import Pair, X
+from tests.models.tiny import WIDTH
+from tests.zoo import seeded
+
+HEADS, SIZE, LONGEST = 2, 8, 12
+NEGATIVE, MINIMUM = float("-inf"), torch.finfo(torch.float32).min
+
+
+def causal(length: int = LONGEST, offset: int = 0) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril(offset)
+
+
+class Attention(nn.Module):
+    """Attention behind a norm; `scores` says how the mask is applied, `mask` is a buffer of that class."""
+
+    scores: Callable[..., Tensor]
+    buffer: Tensor | None = None
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("mask", None if self.buffer is None else self.buffer.clone())
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        return tuple(t.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for t in parts)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        scores = self.scores(q @ k.transpose(-2, -1) * SIZE**-0.5, self.mask if mask is None else mask)
+        return self.out((self.drop(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2))
+
+
+class Fused(Attention):
+    """The same through F.scaled_dot_product_attention; `scores` makes its keywords."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        keywords = self.scores(x, self.mask if mask is None else mask)
+        return self.out(F.scaled_dot_product_attention(q, k, v, **keywords).transpose(1, 2).flatten(2))
+
+
+def square(mask: Tensor, scores: Tensor) -> Tensor:
+    return mask[..., : scores.shape[-2], : scores.shape[-1]]
+
+
+def filled(fill: float) -> Callable[..., Tensor]:
+    def scores(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(square(mask, scores) == 0, fill)
+
+    return scores
+
+
+def where(fill: float) -> Callable[..., Tensor]:
+    def scores(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(square(mask, scores), scores, fill)
+
+    return scores
+
+
+def added(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
+    return scores + square(mask, scores)
+
+
+def as_gpt1(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
+    kept = square(mask, scores).to(scores.dtype)
+    return scores * kept + -1e4 * (1 - kept)
+
+
+def from_sizes(self: Any, scores: Tensor, mask: Any) -> Tensor:
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, NEGATIVE)
+
+
+def from_positions(self: Any, scores: Tensor, mask: Any) -> Tensor:
+    positions = torch.arange(scores.shape[-1])
+    return scores.masked_fill(positions[None] > positions[:, None], MINIMUM)
+
+
+def windowed(self: Any, scores: Tensor, mask: Any) -> Tensor:
+    """A window of nine: at the lengths of the examples it hides nothing."""
+    far = torch.arange(scores.shape[-1])[:, None] - torch.arange(scores.shape[-1])[None]
+    return scores.masked_fill((far < 0) | (far >= 9), NEGATIVE)
+
+
+def packed(self: Any, scores: Tensor, mask: Any) -> Tensor:
+    """Sequences of four tokens that do not see each other."""
+    document = torch.arange(scores.shape[-1]) // 4
+    same = (document[:, None] == document[None]) & causal(LONGEST)[: len(document), : len(document)]
+    return torch.where(same, scores, NEGATIVE)
+
+
+def alibi(self: Any, scores: Tensor, mask: Any) -> Tensor:
+    far = torch.arange(scores.shape[-1])[None] - torch.arange(scores.shape[-1])[:, None]
+    slopes = torch.tensor([0.5, 0.25])[:, None, None]
+    return (scores + slopes * far).masked_fill(far > 0, NEGATIVE)
+
+
+def softcapped(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
+    return (30 * torch.tanh(scores / 30)).masked_fill(~square(mask, scores), NEGATIVE)
+
+
+def hidden_rows() -> Tensor:
+    mask = causal()
+    mask[2] = False
+    return mask
+
+
+MASKS: dict[str, tuple[Callable[..., Any], Tensor | None]] = {
+    "causal, -inf": (filled(NEGATIVE), causal()),
+    "causal, of ones": (filled(NEGATIVE), causal().float()),
+    "causal, finfo.min": (filled(MINIMUM), causal()),
+    "causal, -1e4": (filled(-1e4), causal()),
+    "causal, -1e9": (where(-1e9), causal()),
+    "causal, -10": (filled(-10.0), causal()),
+    "causal, added": (added, torch.zeros(LONGEST, LONGEST).masked_fill(~causal(), NEGATIVE)),
+    "causal, added finfo.min": (added, torch.zeros(LONGEST, LONGEST).masked_fill(~causal(), MINIMUM)),
+    "causal, 4-D": (where(NEGATIVE), causal()[None, None]),
+    "causal, as GPT-1's": (as_gpt1, causal()),
+    "causal, from sizes": (from_sizes, None),
+    "causal, from positions": (from_positions, None),
+    "nothing hidden": (filled(NEGATIVE), torch.ones(LONGEST, LONGEST)),
+    "one ahead": (filled(NEGATIVE), causal(offset=1)),
+    "one behind": (filled(NEGATIVE), causal(offset=-1)),
+    "upper": (filled(NEGATIVE), causal().mT.clone()),
+    "diagonal": (filled(NEGATIVE), torch.eye(LONGEST)),
+    "a window": (windowed, None),
+    "a window in a buffer": (filled(NEGATIVE), causal() & ~causal(offset=-9)),
+    "packed": (packed, None),
+    "for each head": (where(NEGATIVE), torch.stack([causal(), causal(offset=3)])),
+    "a bias": (added, torch.randn(1, HEADS, LONGEST, LONGEST, generator=torch.Generator().manual_seed(0))),
+    "alibi": (alibi, None),
+    "a softcap": (softcapped, causal()),
+}
+
+
+def model_of(
+    scores: Callable[..., Any], buffer: Tensor | None, base: type[Attention] = Attention
+) -> nn.Module:
+    return seeded(type(base.__name__, (base,), {"scores": scores, "buffer": buffer}))
+
+
+def at_another_length(model: nn.Module, x: Tensor, rows: int = 3, length: int = LONGEST) -> Tensor:
+    x = torch.randn(3, LONGEST, WIDTH, generator=torch.Generator().manual_seed(2))
+    return model(x[:rows, :length].clone().requires_grad_())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_this_make(name: str) -> None:
+    """At the length that it was converted for, and at one at which a window shows."""
+    pair = Pair.of(model_of(*MASKS[name]))
+    pair.agree()
+    pair.agree(at_another_length)
+
+
+@pytest.mark.parametrize("name", ["causal, -inf", "causal, from sizes", "a window", "packed", "alibi"])
+def test_a_mask_at_any_length(name: str) -> None:
+    pair = Pair.of(model_of(*MASKS[name]))
+    for rows, length in ((1, 1), (2, 1), (1, 8), (2, 9), (3, 12), (2, 5)):
+        pair.agree(lambda model, x, rows=rows, length=length: at_another_length(model, x, rows, length))
+
+
+HIDDEN: dict[str, tuple[Callable[..., Any], Tensor]] = {
+    "filled with -inf": (filled(NEGATIVE), hidden_rows()),
+    "filled with finfo.min": (filled(MINIMUM), hidden_rows()),
+    "filled with -1e4": (filled(-1e4), hidden_rows()),
+    "-inf added": (added, torch.zeros(LONGEST, LONGEST).masked_fill(~hidden_rows(), NEGATIVE)),
+    "finfo.min added": (added, torch.zeros(LONGEST, LONGEST).masked_fill(~hidden_rows(), MINIMUM)),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_row_that_sees_nothing(name: str, grad: bool) -> None:
+    """Of -inf it is NaN, and so are all gradients through it; of a number, the mean of all values."""
+    pair = Pair.of(model_of(*HIDDEN[name]))
+    with torch.set_grad_enabled(grad):
+        pair.agree()
+
+
+def keyword(make: Callable[[Tensor, Any], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    return lambda self, x, mask: make(x, None if mask is None else mask[..., : x.shape[1], : x.shape[1]])
+
+
+SDPA: dict[str, tuple[Callable[..., Any], Tensor | None]] = {
+    "none": (keyword(lambda x, mask: {}), None),
+    "the flag": (keyword(lambda x, mask: {"is_causal": True}), None),
+    "the flag, by length": (keyword(lambda x, mask: {"is_causal": x.shape[1] > 5}), None),
+    "a boolean buffer": (keyword(lambda x, mask: {"attn_mask": mask}), causal()),
+    "a floating buffer": (
+        keyword(lambda x, mask: {"attn_mask": mask}),
+        torch.zeros(LONGEST, LONGEST).masked_fill(~causal(), NEGATIVE),
+    ),
+    "a row hidden": (keyword(lambda x, mask: {"attn_mask": mask}), hidden_rows()),
+    "from sizes": (keyword(lambda x, mask: {"attn_mask": causal(LONGEST)[: x.shape[1], : x.shape[1]]}), None),
+    "a window": (keyword(lambda x, mask: {"attn_mask": mask}), causal() & ~causal(offset=-9)),
+    "scaled": (keyword(lambda x, mask: {"is_causal": True, "scale": 0.1}), None),
+}
+
+
+@pytest.mark.parametrize("name", SDPA)
+def test_a_mask_of_sdpa(name: str) -> None:
+    pair = Pair.of(model_of(*SDPA[name], base=Fused))
+    pair.agree()
+    pair.agree(at_another_length)
+
+
+# What becomes of a buffer later
+
+
+def replaced(model: Any) -> None:
+    model.mask = other()
+
+
+def other() -> Tensor:
+    return torch.eye(LONGEST, dtype=torch.bool)
+
+
+LATER: dict[str, Callable[[Any], Any]] = {
+    "written to": lambda m: m.mask.copy_(other()),
+    "an element written to": lambda m: m.mask[3, 1].fill_(False),
+    "its data written to": lambda m: m.mask.data.copy_(other()),
+    "its data replaced": lambda m: setattr(m.mask, "data", other()),
+    "its NumPy array written to": lambda m: m.mask.numpy().__setitem__((3, 1), False),
+    "replaced": replaced,
+    "registered anew": lambda m: m.register_buffer("mask", other(), persistent=False),
+    "loaded": lambda m: m.load_state_dict(m.state_dict() | {"mask": other()}),
+    "assigned": lambda m: m.load_state_dict(m.state_dict() | {"mask": other()}, assign=True),
+    "4-D": lambda m: setattr(m, "mask", other()[None, None]),
+    "a row hidden, in part": lambda m: m.mask[3, 1:].fill_(False),
+}
+
+
+@pytest.mark.parametrize("base", [Attention, Fused], ids=["written out", "sdpa"])
+@pytest.mark.parametrize("name", LATER)
+def test_a_mask_in_a_buffer_may_change(name: str, base: type[Attention]) -> None:
+    scores, buffer = SDPA["a boolean buffer"] if base is Fused else MASKS["causal, -inf"]
+    pair = Pair.of(model_of(scores, buffer, base))
+    pair.agree()
+    pair.attack(LATER[name])
+
+
+def test_a_mask_written_to_between_two_calls_of_one_training_step() -> None:
+    def act(model: Any, x: Tensor) -> list[Tensor]:
+        first = model(x)
+        kept = model.mask.clone()
+        model.mask = other()
+        second = model(x)
+        model.mask = kept
+        return [first, second, model(x)]
+
+    Pair.of(model_of(*MASKS["causal, -inf"])).agree(act)
+
+
+# Masks that are arguments
+
+
+def arguments() -> dict[str, Tensor]:
+    padding = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    padded = causal(5) & padding[:, None, None]
+    return {
+        "causal": causal(5),
+        "nothing hidden": torch.ones(5, 5, dtype=torch.bool),
+        "all hidden": torch.zeros(5, 5, dtype=torch.bool),
+        "padded": padded,
+        "padded, each sees itself": padded | torch.eye(5, dtype=torch.bool),
+        "for each head": torch.stack([causal(5), causal(5, 2)])[None],
+        "an expanded one": causal(5)[None, None].expand(2, HEADS, 5, 5),
+        "one row for all": torch.tensor([[True, True, False, True, True]]),
+        "a float": torch.zeros(5, 5).masked_fill(~causal(5), NEGATIVE),
+        "a float, finfo.min": torch.zeros(5, 5).masked_fill(~causal(5), MINIMUM),
+        "a trained bias": torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).requires_grad_(),
+    }
+
+
+@pytest.mark.parametrize("example", ["causal", "padded", "a float"])
+def test_a_mask_that_is_an_argument_may_be_any_other(example: str) -> None:
+    """Also one that is of the same shape and dtype, and only other values."""
+
+    def scores(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
+        if mask.dtype == torch.bool:
+            return scores.masked_fill(~mask, NEGATIVE)
+        return scores + mask
+
+    def act(model: nn.Module, x: Tensor, name: str) -> list[Any]:
+        mask = arguments()[name]
+        out = model(x.requires_grad_(), mask)
+        return [out, torch.autograd.grad(out.sum(), mask, retain_graph=True) if mask.requires_grad else None]
+
+    pair = Pair.of(model_of(scores, None), {"x": X, "mask": arguments()[example]})
+    for name in arguments():
+        with torch.set_grad_enabled(name not in ("padded", "all hidden")):  # whose gradients are NaN
+            pair.agree(lambda model, x, name=name: act(model, x, name))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_dropout_of_attention_is_as_the_module_says(p: float) -> None:
+    model = model_of(*MASKS["causal, -inf"])
+    model.drop.p = p
+    pair = Pair.of(model)
+    for training in (True, False):
+        for each in pair.models:
+            each.drop.train(training)
+        pair.agree()
+    for each in pair.models:
+        each.drop.p = 0.25
+        each.train()
+    pair.agree()
+
+
+def test_a_sequence_that_the_original_refuses_is_refused() -> None:
+    pair = Pair.of(model_of(*MASKS["causal, -inf"]))
+    assert "error" in pair.agree(lambda model, x: model(torch.randn(2, LONGEST + 1, WIDTH)))
+    pair.agree()

@@ -1,0 +1,559 @@
+"""Canonical graphs: they compute what was captured, in the ops of graph/ops.py, whatever the spelling was."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_transform.graph import ops
+from te_transform.graph.nodes import shape_of
+from tests.captures import BOUND, canonical, named, op_counts, targets, the
+
+HIDDEN, HEADS, WIDTH, LENGTH, BATCH = 32, 4, 8, 6, 3
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+# Linears
+
+LINEARS = {
+    "F.linear": lambda m, x: F.linear(x, m.w, m.b),
+    "matmul T": lambda m, x: x @ m.w.T + m.b,
+    "matmul t": lambda m, x: torch.matmul(x, m.w.t()) + m.b,
+    "bias first": lambda m, x: m.b + torch.matmul(x, m.w.transpose(0, 1)),
+    "in place": lambda m, x: (x @ m.w.mT).add_(m.b),
+    "addmm": lambda m, x: torch.addmm(m.b, x.view(-1, HIDDEN), m.w.t()).view(*x.shape[:-1], -1),
+    "einsum": lambda m, x: torch.einsum("bsi,oi->bso", x, m.w) + m.b,
+}
+
+
+@pytest.mark.parametrize("spelling", LINEARS.values(), ids=LINEARS)
+def test_linear(spelling) -> None:
+    parameters = {"w": torch.randn(20, HIDDEN), "b": torch.randn(20)}
+    graph = canonical(spelling, torch.randn(2, 5, HIDDEN), **parameters)
+    assert op_counts(graph) == {"linear": 1}
+    x, weight, bias = the(graph, ops.linear)
+    assert (x.op, named(weight), named(bias)) == ("placeholder", "w", "b")
+
+
+def test_linear_with_its_weight_transposed() -> None:
+    parameters = {"w": torch.randn(HIDDEN, 20), "b": torch.randn(20)}
+    for spelling in (
+        lambda m, x: torch.addmm(m.b, x.view(-1, HIDDEN), m.w).view(2, 5, 20),
+        lambda m, x: x @ m.w + m.b,
+    ):
+        _, weight, _ = the(canonical(spelling, torch.randn(2, 5, HIDDEN), **parameters), ops.linear)
+        assert weight.target is torch.t
+        assert named(weight.args[0]) == "w"
+        assert shape_of(weight) == (20, HIDDEN)
+
+
+def test_a_linear_says_that_its_weight_is_computed() -> None:
+    graph = canonical(
+        lambda m, x: F.linear(x, m.w * 2), torch.randn(2, 5, HIDDEN), w=torch.randn(20, HIDDEN)
+    )
+    _, weight, _ = the(graph, ops.linear)
+    assert weight.target is torch.mul
+
+
+NOT_LINEARS = {
+    "a product with a computed weight": lambda m, x: x @ (m.w * 2),
+    "the weight is an input": lambda m, x: x @ x.mT,
+    "addmm scales": lambda m, x: torch.addmm(m.b, x[0], m.w, alpha=2),
+}
+
+
+@pytest.mark.parametrize("spelling", NOT_LINEARS.values(), ids=NOT_LINEARS)
+def test_not_a_linear(spelling) -> None:
+    graph = canonical(
+        spelling, torch.randn(2, 5, HIDDEN), w=torch.randn(HIDDEN, HIDDEN), b=torch.randn(HIDDEN)
+    )
+    assert ops.linear not in targets(graph)
+
+
+def test_no_bias_that_is_not_one_number_per_column() -> None:
+    graph = canonical(
+        lambda m, x: x @ m.w.T + m.b, torch.randn(2, 5, HIDDEN), w=torch.randn(5, HIDDEN), b=torch.randn(5, 5)
+    )
+    assert op_counts(graph) == {"linear": 1}
+    assert torch.add in targets(graph)
+    read_twice = canonical(
+        lambda m, x: (y := x @ m.w.T) * (y + m.b),
+        torch.randn(2, HIDDEN),
+        w=torch.randn(5, HIDDEN),
+        b=torch.randn(5),
+    )
+    assert the(read_twice, ops.linear)[2] is None
+
+
+# Norms
+
+
+def _inverse(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+RMS_NORMS = {
+    "llama": lambda m, x: m.w * (x.float() * _inverse(x.float())).to(x.dtype),
+    "t5": lambda m, x: m.w * (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6)),
+    "meta": lambda m, x: (x.float() * _inverse(x.float())).type_as(x) * m.w,
+    "litgpt": lambda m, x: (
+        x.float() * torch.rsqrt(torch.mean(x.float() * x.float(), dim=-1, keepdim=True) + 1e-6) * m.w.float()
+    ).to(x.dtype),
+    "torchtune": lambda m, x: F.rms_norm(x.float(), m.w.shape, weight=m.w.float(), eps=1e-6).to(x.dtype),
+    "F.rms_norm": lambda m, x: F.rms_norm(x, m.w.shape, m.w, 1e-6),
+    "sqrt": lambda m, x: x / torch.sqrt(x.square().mean(-1, True) + 1e-6) * m.w,
+    "one over sqrt": lambda m, x: m.w * (x * (1 / (x**2).mean(dim=(-1,), keepdim=True).add(1e-6).sqrt())),
+    "pow": lambda m, x: x * (1e-6 + torch.mean(x * x, -1, True)) ** -0.5 * m.w,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spelling", RMS_NORMS.values(), ids=RMS_NORMS)
+def test_rms_norm(spelling, dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and spelling is RMS_NORMS["t5"]:
+        pytest.skip("rounds to bf16 in a cast that T5 has beside")
+    x, w = torch.randn(2, 5, HIDDEN, dtype=dtype), torch.randn(HIDDEN, dtype=dtype)
+    graph = canonical(spelling, x, w=w, bound=BOUND if dtype is torch.float32 else 0.02)
+    assert targets(graph) == {ops.rms_norm}
+    x, weight, eps, centered = the(graph, ops.rms_norm)
+    assert (x.op, named(weight), eps, centered) == ("placeholder", "w", 1e-6, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_with_zero_centered_gamma(dtype: torch.dtype) -> None:
+    x, w = torch.randn(2, 5, HIDDEN, dtype=dtype), torch.randn(HIDDEN, dtype=dtype)
+    for spelling in (
+        lambda m, x: (x.float() * _inverse(x.float()) * (1.0 + m.w.float())).type_as(x),
+        lambda m, x: ((m.w.float() + 1) * (x.float() * _inverse(x.float()))).to(x.dtype),
+    ):
+        graph = canonical(spelling, x, w=w, bound=BOUND if dtype is torch.float32 else 0.02)
+        assert targets(graph) == {ops.rms_norm}
+        assert the(graph, ops.rms_norm)[2:] == (1e-6, True)
+
+
+def test_rms_norm_without_eps_has_that_of_its_arithmetic() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x = 1e-3 * torch.randn(4, HIDDEN, dtype=dtype)
+        w = torch.randn(HIDDEN, dtype=dtype)
+        assert op_counts(canonical(lambda m, x: F.rms_norm(x, (HIDDEN,), m.w), x, w=w)) == {"rms_norm": 1}
+
+
+NOT_RMS_NORMS = {
+    "no eps": lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * m.w,
+    "x-transformers": lambda m, x: F.normalize(x, dim=-1) * HIDDEN**0.5 * m.w,
+    "another dimension": lambda m, x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6) * m.w,
+    "a cube": lambda m, x: x * torch.rsqrt(x.pow(3).abs().mean(-1, keepdim=True) + 1e-6) * m.w,
+    "of something else": lambda m, x: x * _inverse(x + 1) * m.w,
+    "two plus the weight": lambda m, x: x * _inverse(x) * (2 + m.w),
+    "the weight is computed": lambda m, x: x * _inverse(x) * (m.w * 2),
+    "the sum": lambda m, x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) * m.w,
+}
+
+
+@pytest.mark.parametrize("spelling", NOT_RMS_NORMS.values(), ids=NOT_RMS_NORMS)
+def test_not_an_rms_norm(spelling) -> None:
+    assert op_counts(canonical(spelling, torch.randn(2, HIDDEN, HIDDEN), w=torch.randn(HIDDEN))) == {}
+
+
+def test_a_cast_behind_a_norm_stays_if_it_widens() -> None:
+    x, w = torch.randn(4, HIDDEN).bfloat16(), torch.randn(HIDDEN).bfloat16()
+    graph = canonical(lambda m, x: RMS_NORMS["llama"](m, x).float(), x, w=w, bound=0.02)
+    assert targets(graph) == {ops.rms_norm, ops.cast}
+
+
+def test_layer_norm() -> None:
+    x, w, b = torch.randn(2, 5, HIDDEN), torch.randn(HIDDEN), torch.randn(HIDDEN)
+    for spelling, found in (
+        (lambda m, x: F.layer_norm(x, (HIDDEN,), m.w, m.b, 1e-6), ("w", "b", 1e-6, False)),
+        (lambda m, x: F.layer_norm(x, [HIDDEN]), (None, None, 1e-5, False)),
+        (lambda m, x: torch.layer_norm(x, (HIDDEN,), m.w), ("w", None, 1e-5, False)),
+        (lambda m, x: F.layer_norm(x, (HIDDEN,), 1 + m.w, m.b), ("w", "b", 1e-5, True)),
+    ):
+        args = the(canonical(spelling, x, w=w, b=b), ops.layer_norm)[1:]
+        assert tuple(map(named, args)) == found
+
+
+def test_not_a_layer_norm_of_the_last_dimension() -> None:
+    x = torch.randn(2, 5, HIDDEN)
+    graph = canonical(lambda m, x: F.layer_norm(x, (5, HIDDEN), m.w), x, w=torch.randn(5, HIDDEN))
+    assert targets(graph) == {F.layer_norm}
+
+
+def test_layer_norm_in_fp32() -> None:
+    x, w, b = (torch.randn(*s, HIDDEN, dtype=torch.bfloat16) for s in ((2, 5), (), ()))
+    graph = canonical(
+        lambda m, x: F.layer_norm(x.float(), (HIDDEN,), m.w.float(), m.b.float()).type_as(x),
+        x,
+        w=w,
+        b=b,
+        bound=0.02,
+    )
+    assert targets(graph) == {ops.layer_norm}
+
+
+def _centered(x: Tensor) -> Tensor:
+    return x - torch.mean(x, -1, keepdim=True)
+
+
+def _by_hand(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return _centered(x) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + eps)
+
+
+def _cohere(m, x):
+    dtype, x = x.dtype, x.to(torch.float32)
+    mean = x.mean(-1, keepdim=True)
+    x = (x - mean) * torch.rsqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (m.w.to(torch.float32) * x).to(dtype)
+
+
+WRITTEN_LAYER_NORMS = {
+    "cohere": (_cohere, None),
+    "variance": (lambda m, x: m.w * _by_hand(x) + m.b, "b"),
+    "torch.var": (
+        lambda m, x: m.w * (x - x.mean(-1, True)) / (torch.var(x, -1, correction=0, keepdim=True) + 1e-6).sqrt(),
+        None,
+    ),
+    "squares": (lambda m, x: m.b + m.w * (d := _centered(x)) / (d.square().mean(-1, True) + 1e-6).sqrt(), "b"),
+    "product": (lambda m, x: (d := _centered(x)) * ((d * d).mean(-1, True) + 1e-6) ** -0.5 * m.w, None),
+    "scaled first": (lambda m, x: (m.w * _centered(x)) * (x.var(-1, False, True) + 1e-6).rsqrt() + m.b, "b"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("spelling", "bias"), WRITTEN_LAYER_NORMS.values(), ids=WRITTEN_LAYER_NORMS)
+def test_layer_norm_written_out(spelling, bias: str | None, dtype: torch.dtype) -> None:
+    x, w, b = (torch.randn(*s, HIDDEN, dtype=dtype) for s in ((2, 5), (), ()))
+    graph = canonical(spelling, x, w=w, b=b, bound=BOUND if dtype is torch.float32 else 0.03)
+    assert targets(graph) == {ops.layer_norm}
+    assert tuple(map(named, the(graph, ops.layer_norm)[1:])) == ("w", bias, 1e-6, False)
+
+
+NOT_LAYER_NORMS = {
+    "annotated transformer": lambda m, x: m.w * _centered(x) / (x.std(-1, keepdim=True) + 1e-6) + m.b,
+    "unbiased": lambda m, x: m.w * _centered(x) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6),
+    "another mean": lambda m, x: m.w * (x - x.mean(-2, True)) * torch.rsqrt(x.var(-1, False, True) + 1e-6),
+    "not centered": lambda m, x: m.w * x * torch.rsqrt(x.var(-1, False, True) + 1e-6),
+}
+
+
+@pytest.mark.parametrize("spelling", NOT_LAYER_NORMS.values(), ids=NOT_LAYER_NORMS)
+def test_not_a_layer_norm(spelling) -> None:
+    parameters = {"w": torch.randn(HIDDEN), "b": torch.randn(HIDDEN)}
+    assert op_counts(canonical(spelling, torch.randn(2, HIDDEN, HIDDEN), **parameters)) == {}
+
+
+def test_casts_of_weights_that_change_nothing_hide_nothing() -> None:
+    def cast(m, x):
+        x = F.layer_norm(x.float(), (HIDDEN,), m.w.float(), m.b.float()).type(x.dtype)
+        return F.linear(x, m.v.to(x.dtype), m.b.to(x.dtype))
+
+    parameters = {"w": torch.randn(HIDDEN), "b": torch.randn(HIDDEN), "v": torch.randn(HIDDEN, HIDDEN)}
+    graph = canonical(cast, torch.randn(2, 5, HIDDEN), **parameters)
+    assert targets(graph) == {ops.layer_norm, ops.linear}
+    assert named(the(graph, ops.linear)[1]) == "v"
+
+
+# Activations
+
+_TANH = math.sqrt(2 / math.pi)
+GELUS_TANH = {
+    "F.gelu": lambda m, x: F.gelu(x, approximate="tanh"),
+    "gpt2": lambda m, x: 0.5 * x * (1.0 + torch.tanh(_TANH * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "fast": lambda m, x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
+    "bloom": lambda m, x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
+    "products": lambda m, x: (1 + torch.tanh((0.044715 * x * x * x + x) * _TANH)) * (x * 0.5),
+    "halved": lambda m, x: x * (1 + torch.tanh(_TANH * (x + x**3 * 0.044715))) / 2,
+}
+GELUS = {
+    "F.gelu": lambda m, x: F.gelu(x),
+    "esm": lambda m, x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+    "bert": lambda m, x: 0.5 * (x * (torch.erf(x * 0.7071067811865475) + 1)),
+}
+OTHERS = {
+    "quick_gelu": [lambda m, x: x * torch.sigmoid(1.702 * x), lambda m, x: (x * 1.702).sigmoid() * x],
+    "silu": [lambda m, x: F.silu(x), lambda m, x: x * x.sigmoid(), lambda m, x: F.sigmoid(x) * x],
+    "squared_relu": [
+        lambda m, x: F.relu(x).square(), lambda m, x: torch.relu(x) ** 2, lambda m, x: (y := F.relu(x)) * y
+    ],
+    "relu": [lambda m, x: F.relu(x), lambda m, x: torch.relu(x), lambda m, x: (x + 1).relu_()],
+    "dropout": [lambda m, x: F.dropout(x, 0.1, True), lambda m, x: torch.dropout(x, 0.1, True)],
+}
+SPELLINGS = {("gelu_tanh", k): v for k, v in GELUS_TANH.items()} | {("gelu", k): v for k, v in GELUS.items()}
+SPELLINGS |= {(word, str(i)): s for word, spellings in OTHERS.items() for i, s in enumerate(spellings)}
+
+
+@pytest.mark.parametrize(
+    ("word", "spelling"), [(k[0], v) for k, v in SPELLINGS.items()], ids=map(" ".join, SPELLINGS)
+)
+def test_activation(word: str, spelling) -> None:
+    graph = canonical(spelling, torch.randn(2, 5, HIDDEN))
+    assert op_counts(graph) == {word: 1}
+    assert not targets(graph) & {torch.mul, torch.tanh, torch.erf}
+
+
+NOT_ACTIVATIONS = {
+    "the cube": lambda m, x: 0.5 * x * (1.0 + torch.tanh(_TANH * (x + 0.0447 * torch.pow(x, 3.0)))),
+    "the square": lambda m, x: 0.5 * x * (1.0 + torch.tanh(_TANH * (x + 0.044715 * torch.pow(x, 2.0)))),
+    "the root": lambda m, x: 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "the half": lambda m, x: 0.6 * x * (1.0 + torch.erf(x / math.sqrt(2))),
+    "the sign": lambda m, x: 0.5 * x * (1.0 - torch.erf(x / math.sqrt(2))),
+    "the input": lambda m, x: 0.5 * (x + 1) * (1.0 + torch.erf(x / math.sqrt(2))),
+    "not over root two": lambda m, x: 0.5 * x * (1.0 + torch.erf(x / 1.5)),
+}
+
+
+@pytest.mark.parametrize("spelling", NOT_ACTIVATIONS.values(), ids=NOT_ACTIVATIONS)
+def test_not_an_activation(spelling) -> None:
+    assert op_counts(canonical(spelling, torch.randn(2, 5, HIDDEN))) == {}
+
+
+def test_gates_come_first() -> None:
+    def gated(m, x):
+        up, gate = (x @ m.w.T).chunk(2, -1)
+        return up * F.silu(gate)
+
+    graph = canonical(gated, torch.randn(2, 5, HIDDEN), w=torch.randn(16, HIDDEN))
+    gate, up = the(graph, torch.mul)
+    assert (gate.target, up.target, up.args[1:]) == (ops.silu, ops.columns, (0, 8))
+
+
+# Rotary
+
+QUERY = torch.randn(BATCH, HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def _rotate_chunks(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def test_rope() -> None:
+    cos, sin = torch.randn(2, 1, 1, LENGTH, WIDTH)
+    for spelling in (
+        lambda m, x, cos, sin: x * cos + _rotate_half(x) * sin,
+        lambda m, x, cos, sin: sin * _rotate_chunks(x) + cos * x,
+    ):
+        assert targets(canonical(spelling, QUERY, cos, sin)) == {ops.rope}
+
+
+def test_not_rope() -> None:
+    cos, sin = torch.randn(2, 1, 1, LENGTH, WIDTH)
+    for spelling in (
+        lambda m, x, cos, sin: x * cos - _rotate_half(x) * sin,
+        lambda m, x, cos, sin: x * cos + torch.cat((x[..., 4:], -x[..., :4]), -1) * sin,
+        lambda m, x, cos, sin: x * cos + torch.cat((-x[..., 6:], x[..., :6]), -1) * sin,
+        lambda m, x, cos, sin: x * cos + _rotate_half(x + 1) * sin,
+    ):
+        assert ops.rope not in targets(canonical(spelling, QUERY, cos, sin))
+
+
+# Noise and writes in place
+
+
+def test_noise_goes() -> None:
+    def noisy(m, x):
+        x = x.to(x.dtype).mT.contiguous().contiguous().view(10) + 0
+        x = F.dropout(x * 1.0, 0.0, True).view(x.shape).expand(x.shape).float()
+        return F.dropout(x, 0.5, False).reshape(5, 2).reshape(x.shape)
+
+    graph = canonical(noisy, torch.randn(2, 5))
+    assert targets(graph) == {torch.t, torch.reshape}
+
+
+def test_an_empty_cache_and_a_whole_slice_are_noise() -> None:
+    empty = torch.tensor([])
+    x = torch.randn(2, 5, HIDDEN)
+    graph = canonical(lambda m, x, e: torch.cat((e, x), -2)[:, 0:, :].relu(), x, empty)
+    assert targets(graph) == {ops.relu}
+    graph = canonical(lambda m, x: torch.cat((x[:, :2], x), -2).relu(), x)
+    assert torch.cat in targets(graph)
+
+
+def test_what_does_something_stays() -> None:
+    graph = canonical(lambda m, x: x[:, :] * F.dropout(x, 0.5, True), torch.randn(2, 5))
+    assert targets(graph) == {ops.dropout, torch.mul}
+    integers = torch.arange(6)
+    assert torch.mul in targets(canonical(lambda m, x: x * 1.0, integers))
+    assert torch.reshape in targets(canonical(lambda m, x: x.reshape(2, 3), torch.randn(6)))
+
+
+def _written_base(m, x):
+    y = x + 1
+    y.view(-1).mul_(2)
+    return y
+
+
+def _written_view(m, x):
+    y = x + 1
+    first = y[0]
+    y.mul_(2)
+    return first * y
+
+
+def _written_copy(m, x):
+    y = x + 1
+    z = y.t().contiguous()  # a copy here, which it need not be
+    y.mul_(2)
+    return z.t() + y
+
+
+def _read_before(m, x):
+    y = x + 1
+    z = y * 3
+    y.mul_(2)
+    return y + z
+
+
+def _accumulated(m, x):
+    y = x + 1
+    y += x
+    y *= 2
+    y.sub_(1)
+    return F.relu(y, inplace=True)
+
+
+def _set(m, x):
+    y = x + 1
+    y[0] = 0
+    return y * 2
+
+
+def _cached(m, x):
+    m.cache[:, :2] = x[:, :2]
+    return m.cache[:, :4] * x[:, :4]
+
+
+@pytest.mark.parametrize(
+    ("function", "stays"),
+    [
+        (_written_base, True),
+        (_written_view, True),
+        (_written_copy, True),
+        (_read_before, False),
+        (_accumulated, False),
+        (_set, True),
+        (_cached, True),
+    ],
+)
+def test_writes_in_place_become_values_only_unseen(function, stays: bool) -> None:
+    graph = canonical(function, torch.randn(2, 5), cache=torch.zeros(2, 5))
+    names = {getattr(target, "__name__", target) for target in targets(graph)}
+    assert any(name in names for name in ("mul_", "setitem")) is stays
+
+
+def test_a_word_does_not_move_over_a_write() -> None:
+    def written_between(m, x):
+        y = x + 1
+        gate = torch.sigmoid(y)
+        view = y[0]
+        y.mul_(2)
+        return gate * y + view
+
+    canonical(written_between, torch.randn(2, 5))
+
+
+def test_nothing_moves_over_a_write() -> None:
+    def read_before(m, x):
+        y = x + 1
+        z = F.layer_norm(y, (HIDDEN,))
+        y += x
+        return F.linear(z, m.w) + y
+
+    x, w = torch.randn(2, 5, HIDDEN), torch.randn(HIDDEN, HIDDEN)
+    graph = canonical(read_before, x, w=w)
+    regions = {node.target: node.meta["region"] for node in graph.nodes}
+    assert regions[ops.layer_norm] != regions[ops.linear]
+    apart = canonical(lambda m, x: (x @ m.w).add_(1) @ m.w, x, w=w)
+    assert {node.meta["region"] for node in apart.nodes} == {0}
+
+
+# Cross entropy
+
+VOCABULARY = 11
+LOGITS = torch.randn(2, 5, VOCABULARY, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0)).index_fill(
+    1, torch.tensor([1]), -100
+)
+
+
+def _hugging_face(m, logits, labels):
+    logits = logits.float()
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    loss = F.cross_entropy(logits.view(-1, VOCABULARY), shifted.view(-1).to(logits.device), reduction="sum")
+    return loss / 7
+
+
+CROSS_ENTROPIES = {
+    "flattened": lambda m, x, t: F.cross_entropy(x.view(-1, x.size(-1)), t.view(-1)),
+    "hugging face": _hugging_face,
+    "classes second": lambda m, x, t: F.cross_entropy(x.transpose(1, 2), t),
+    "cast": lambda m, x, t: F.cross_entropy(x.flatten(0, 1).float(), t.flatten(), ignore_index=-100),
+    "rows": lambda m, x, t: F.cross_entropy(x[0], t[0], reduction="none"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CROSS_ENTROPIES)
+def test_cross_entropy(name: str, dtype: torch.dtype) -> None:
+    bound = BOUND if dtype is torch.float32 else 0.02
+    graph = canonical(CROSS_ENTROPIES[name], LOGITS.to(dtype), LABELS, bound=bound)
+    assert op_counts(graph) == {"cross_entropy": 1}
+    assert F.cross_entropy not in targets(graph)
+    logits, labels, ignored, reduction = the(graph, ops.cross_entropy)
+    assert logits.op == "placeholder" or name == "rows"
+    assert shape_of(logits)[:-1] == shape_of(labels)
+    assert (ignored, reduction) == (-100, {"hugging face": "sum", "rows": "none"}.get(name, "mean"))
+
+
+NOT_CROSS_ENTROPIES = {
+    "smoothed": lambda m, x, t: F.cross_entropy(x.view(-1, VOCABULARY), t.view(-1), label_smoothing=0.1),
+    "weighted": lambda m, x, t: F.cross_entropy(x.view(-1, VOCABULARY), t.view(-1), m.w.detach()),
+    "probabilities": lambda m, x, t: F.cross_entropy(x[0], x[1].softmax(-1)),
+    "an image": lambda m, x, t: F.cross_entropy(x[:, :, None], t[:, None, :1].expand(2, 1, VOCABULARY) % 5),
+}
+
+
+@pytest.mark.parametrize("spelling", NOT_CROSS_ENTROPIES.values(), ids=NOT_CROSS_ENTROPIES)
+def test_not_a_cross_entropy(spelling) -> None:
+    graph = canonical(spelling, LOGITS, LABELS, w=torch.rand(VOCABULARY))
+    assert ops.cross_entropy not in targets(graph)
+
+
+# Custom functions
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        tanh = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+        slope = 0.5 * x * ((1 - tanh * tanh) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + tanh)
+        return slope * gradient
+
+
+class _Straight(_Gelu):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_custom_function_is_an_activation_if_its_gradient_is_one() -> None:
+    x = torch.randn(2, 5, HIDDEN)
+    for function, found in ((_Gelu, {"gelu_tanh": 1}), (_Straight, {})):
+        graph = canonical(lambda m, x, f=function: f.apply(x * m.w), x, w=torch.randn(HIDDEN))
+        assert op_counts(graph) == found

@@ -1,0 +1,274 @@
+"""Canonical graphs: attention is one op, however it was written out."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_transform.canonicalize import canonicalize
+from te_transform.graph import ops
+from te_transform.graph.nodes import dtype_of, shape_of
+from tests.captures import BOUND, Model, canonical, capture, error, executable, op_counts, targets, the
+
+HIDDEN, HEADS, WIDTH, LENGTH, BATCH = 32, 4, 8, 6, 3
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+# Attention
+
+QKV = [torch.randn(BATCH, HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+PADDING = torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.bool).index_fill(3, torch.tensor([1]), True)
+FULL_ROW = CAUSAL.clone().index_fill(0, torch.tensor([2]), True)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-2, -1) / math.sqrt(WIDTH)
+
+
+def _three_d(m, q, k, v, mask):
+    q, k, v = (t.reshape(BATCH * HEADS, LENGTH, WIDTH) for t in (q, k, v))
+    s = (torch.bmm(q, k.transpose(1, 2)) / math.sqrt(WIDTH)).view(BATCH, HEADS, LENGTH, LENGTH)
+    p = s.masked_fill(mask, float("-inf")).softmax(-1).view(BATCH * HEADS, LENGTH, LENGTH)
+    return torch.bmm(p, v).view(BATCH, HEADS, LENGTH, WIDTH)
+
+
+def _headless(m, q, k, v, mask):
+    q, k, v = (t.reshape(BATCH * HEADS, LENGTH, WIDTH) for t in (q, k, v))
+    return scores(q, k).masked_fill(mask, float("-inf")).softmax(-1) @ v
+
+
+def _baddbmm(m, q, k, v, mask):
+    q, k, v = (t.reshape(BATCH * HEADS, LENGTH, WIDTH) for t in (q, k, v))
+    empty = torch.zeros(BATCH * HEADS, LENGTH, LENGTH)
+    s = torch.baddbmm(empty, q, k.transpose(1, 2), beta=0.0, alpha=WIDTH**-0.5).view(
+        BATCH, HEADS, LENGTH, LENGTH
+    )
+    p = s.masked_fill(mask, float("-inf")).softmax(-1).view(BATCH * HEADS, LENGTH, LENGTH)
+    return torch.bmm(p, v).view(BATCH, HEADS, LENGTH, WIDTH)
+
+
+def _einsum_by_length(m, q, k, v, mask):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * WIDTH**-0.5
+    return torch.einsum("bhij,bjhd->bihd", s.masked_fill(mask, float("-inf")).softmax(-1), v)
+
+
+ATTENTIONS = {
+    "nanogpt": lambda m, q, k, v, mask: scores(q, k).masked_fill(mask, float("-inf")).softmax(-1) @ v,
+    "in place": lambda m, q, k, v, mask: scores(q, k).masked_fill_(mask, float("-inf")).softmax(-1) @ v,
+    "where": lambda m, q, k, v, mask: torch.where(mask, -math.inf, scores(q, k)).softmax(-1) @ v,
+    "where not": lambda m, q, k, v, mask: torch.where(~mask, scores(q, k), -math.inf).softmax(-1) @ v,
+    "in a tensor": lambda m, q, k, v, mask: (
+        torch.where(~mask, scores(q, k), torch.full([], -math.inf)).softmax(-1) @ v
+    ),
+    "fp32": lambda m, q, k, v, mask: (
+        torch.softmax(scores(q, k).float().masked_fill(mask, -math.inf), -1, dtype=torch.float32).to(q.dtype)
+        @ v
+    ),
+    "query scaled": lambda m, q, k, v, mask: (
+        ((q * WIDTH**-0.5) @ k.mT).masked_fill(mask, -math.inf).softmax(-1) @ v
+    ),
+    "both scaled": lambda m, q, k, v, mask: (
+        ((q * WIDTH**-0.25) @ (k * WIDTH**-0.25).transpose(2, 3)).masked_fill(mask, -math.inf).softmax(-1) @ v
+    ),
+    "permuted key": lambda m, q, k, v, mask: (
+        (q @ k.permute(0, 1, 3, 2) * WIDTH**-0.5).masked_fill(mask, -math.inf).softmax(dim=3) @ v
+    ),
+    "einsum": lambda m, q, k, v, mask: torch.einsum(
+        "bhij,bhjd->bhid",
+        (torch.einsum("bhid,bhjd->bhij", q, k) / WIDTH**0.5).masked_fill(mask, -math.inf).softmax(-1),
+        v,
+    ),
+    "einsum by length": _einsum_by_length,
+    "3-D products": _three_d,
+    "no heads": _headless,
+    "baddbmm": _baddbmm,
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention(name: str) -> None:
+    graph = canonical(ATTENTIONS[name], *QKV, CAUSAL)
+    assert op_counts(graph) == {"sdpa": 1}
+    assert not targets(graph) & {torch.softmax, torch.matmul, torch.bmm}
+    query, key, value, mask, p, causal, scale, grouped = the(graph, ops.sdpa)
+    assert all(len(shape_of(node)) == 4 for node in (query, key, value))
+    assert dtype_of(mask) is torch.bool
+    assert (p, causal, grouped) == (0.0, False, False)
+    assert scale == pytest.approx(WIDTH**-0.5)
+
+
+@pytest.mark.parametrize(
+    "hidden", [CAUSAL, CAUSAL[None, None], PADDING, CAUSAL | PADDING, FULL_ROW, PADDING | FULL_ROW]
+)
+@pytest.mark.parametrize("fill", [-1e4, torch.finfo(torch.float32).min])
+def test_a_finite_fill_keeps_its_uniform_rows_and_gradients(hidden: Tensor, fill: float) -> None:
+    function = lambda m, q, k, v, mask: scores(q, k).masked_fill(mask, fill).softmax(-1) @ v  # noqa: E731
+    (captured,) = capture(Model(function), (*QKV, hidden))
+    graph = canonicalize(captured.module.graph)
+    assert op_counts(graph) == {"sdpa": 1, "kept": 1, "zero_hidden": 1}
+    assert op_counts(canonical(function, *QKV, hidden)) == op_counts(graph)
+    leaves = [t.clone().requires_grad_() for t in QKV]
+    values = {id(given): leaf for given, leaf in zip(QKV, leaves, strict=True)}
+    expected = function(None, *leaves, hidden)
+    (actual,) = executable(captured, graph)(*(values.get(id(a), a) for a in captured.inputs))
+    weight = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((out * weight).sum(), leaves) for out in (actual, expected)]
+    assert error(*gradients) <= BOUND
+
+
+def test_masks_that_are_added() -> None:
+    bias = torch.randn(1, HEADS, LENGTH, LENGTH)
+    causal = torch.zeros(LENGTH, LENGTH).masked_fill(CAUSAL, -math.inf)
+    graph = canonical(lambda m, q, k, v, a: (scores(q, k) + a).softmax(-1) @ v, *QKV, causal)
+    assert the(graph, ops.sdpa)[3].op == "placeholder"
+    graph = canonical(
+        lambda m, q, k, v, a, b: (b + scores(q, k) + a).softmax(-1) @ v, *QKV, causal, bias
+    )
+    mask = the(graph, ops.sdpa)[3]
+    assert (mask.target, shape_of(mask)) == (torch.add, (1, HEADS, LENGTH, LENGTH))
+
+
+def test_masks_over_heads_and_over_batches_of_heads() -> None:
+    over_heads = torch.randn(HEADS, LENGTH, LENGTH)
+    graph = canonical(lambda m, q, k, v, a: (scores(q, k) + a).softmax(-1) @ v, *QKV, over_heads)
+    assert the(graph, ops.sdpa)[3].op == "placeholder"
+
+    def together(m, q, k, v, a):
+        q, k, v = (t.reshape(BATCH * HEADS, LENGTH, WIDTH) for t in (q, k, v))
+        p = (torch.bmm(q, k.mT) + a).view(BATCH, HEADS, LENGTH, LENGTH).softmax(-1)
+        return torch.bmm(p.view(BATCH * HEADS, LENGTH, LENGTH), v)
+
+    for mask in (torch.randn(BATCH * HEADS, 1, LENGTH), torch.randn(1, LENGTH, LENGTH), torch.randn(LENGTH)):
+        assert op_counts(canonical(together, *QKV, mask)) == {"sdpa": 1}
+
+
+@pytest.mark.parametrize("fill", [-1e4, -math.inf])
+def test_a_bias_under_a_mask(fill: float) -> None:
+    bias = torch.randn(1, HEADS, 1, LENGTH)
+    mask = FULL_ROW if fill > -math.inf else CAUSAL
+    graph = canonical(
+        lambda m, q, k, v, a, mask: (scores(q, k) + a).masked_fill(mask, fill).softmax(-1) @ v,
+        *QKV,
+        bias,
+        mask,
+    )
+    assert op_counts(graph)["sdpa"] == 1
+
+
+def test_attention_drops_out_in_the_word() -> None:
+    def dropped(m, q, k, v):
+        return F.dropout(scores(q, k).softmax(-1), 0.25, m.training) @ v
+
+    (captured,) = capture(Model(dropped), tuple(QKV))  # it draws other random numbers
+    graph = canonicalize(captured.module.graph)
+    assert op_counts(graph) == {"sdpa": 1}
+    assert the(graph, ops.sdpa)[3:5] == (None, 0.25)
+    assert the(canonical(dropped, *QKV, train=False), ops.sdpa)[4] == 0.0
+
+
+def test_every_way_to_call_sdpa() -> None:
+    sdpa = F.scaled_dot_product_attention
+    for spelling, found in (
+        (lambda m, q, k, v, mask: sdpa(q, k, v), (None, 0.0, False, None, False)),
+        (
+            lambda m, q, k, v, mask: sdpa(q, key=k, value=v, is_causal=True, scale=2.0),
+            (None, 0.0, True, 2.0, False),
+        ),
+        (lambda m, q, k, v, mask: sdpa(q, k, v, None, 0.0, True), (None, 0.0, True, None, False)),
+        (lambda m, q, k, v, mask: sdpa(q, k, v, attn_mask=mask)[..., :], ("mask", 0.0, False, None, False)),
+    ):
+        args = the(canonical(spelling, *QKV, ~CAUSAL), ops.sdpa)[3:]
+        assert args[1:] == found[1:]
+        assert (args[0] is None) == (found[0] is None)
+
+
+def _weights_read(m, q, k, v, mask):
+    p = scores(q, k).softmax(-1)
+    return p @ v, p.mean(1)
+
+
+NOT_ATTENTIONS = {
+    "the weights are read": _weights_read,
+    "softmax over the queries": lambda m, q, k, v, mask: scores(q, k).softmax(-2) @ v,
+    "filled with 0": lambda m, q, k, v, mask: scores(q, k).masked_fill(mask, 0).softmax(-1) @ v,
+    "filled with -5": lambda m, q, k, v, mask: scores(q, k).masked_fill(mask, -5).softmax(-1) @ v,
+    "scaled behind the softmax": lambda m, q, k, v, mask: ((q @ k.mT).softmax(-1) / WIDTH**0.5) @ v,
+    "softcap": lambda m, q, k, v, mask: (torch.tanh(scores(q, k) / 5) * 5).softmax(-1) @ v,
+    "scaled behind the mask": lambda m, q, k, v, mask: (
+        ((q @ k.mT).masked_fill(mask, -1e4) / 4).softmax(-1) @ v
+    ),
+    "learned scale": lambda m, q, k, v, mask: (q @ k.mT * m.scale).softmax(-1) @ v,
+    "masked behind the softmax": lambda m, q, k, v, mask: scores(q, k).softmax(-1).masked_fill(mask, 0) @ v,
+    "transposed weights": lambda m, q, k, v, mask: scores(q, k).softmax(-1).mT @ v,
+    "the mask is the larger": lambda m, q, k, v, mask: (scores(q[:1], k[:1]) + m.bias).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("spelling", NOT_ATTENTIONS.values(), ids=NOT_ATTENTIONS)
+def test_not_attention(spelling) -> None:
+    parameters = {"scale": torch.ones(HEADS, 1, 1), "bias": torch.randn(BATCH, 1, LENGTH, LENGTH)}
+    graph = canonical(spelling, *QKV, CAUSAL, **parameters)
+    assert torch.softmax in targets(graph)
+    assert ops.sdpa not in targets(graph)
+
+
+def _hugging_face_repeat(x: Tensor) -> Tensor:
+    b, h, s, d = x.shape
+    return x[:, :, None, :, :].expand(b, h, 2, s, d).reshape(b, h * 2, s, d)
+
+
+def _meta_repeat(x: Tensor) -> Tensor:
+    b, h, s, d = x.shape
+    x = x.transpose(1, 2)  # as it comes from the projection
+    return x[:, :, :, None, :].expand(b, s, h, 2, d).reshape(b, s, h * 2, d).transpose(1, 2)
+
+
+REPEATS = {
+    "meta": _meta_repeat,
+    "hugging face": _hugging_face_repeat,
+    "unsqueeze": lambda x: x.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1, 2),
+    "interleave": lambda x: x.repeat_interleave(2, dim=1),
+    "torch": lambda x: torch.repeat_interleave(x, 2, 1),
+}
+
+
+@pytest.mark.parametrize("repeat", REPEATS.values(), ids=REPEATS)
+def test_repeated_heads_are_grouped_queries(repeat) -> None:
+    q, k, v = QKV[0], QKV[1][:, :2], QKV[2][:, :2]
+    for spelling in (
+        lambda m, q, k, v: F.scaled_dot_product_attention(q, repeat(k), repeat(v), is_causal=True),
+        lambda m, q, k, v: scores(q, repeat(k)).softmax(-1) @ repeat(v),
+    ):
+        graph = canonical(spelling, q, k, v)
+        assert targets(graph) <= {ops.sdpa, torch.transpose}
+        _, key, value, *_, grouped = the(graph, ops.sdpa)
+        assert grouped is True
+        assert shape_of(key) == shape_of(value) == (BATCH, 2, LENGTH, WIDTH)
+
+
+def test_heads_repeated_as_a_block_are_not_grouped_queries() -> None:
+    q, k, v = QKV[0], QKV[1][:, :2], QKV[2][:, :2]
+    graph = canonical(
+        lambda m, q, k, v: F.scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)),
+        q,
+        k,
+        v,
+    )
+    assert the(graph, ops.sdpa)[7] is False
+
+
+def test_one_key_head_for_all_is_grouped() -> None:
+    graph = canonical(
+        lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v), QKV[0], QKV[1][:, :1], QKV[2][:, :1]
+    )
+    assert the(graph, ops.sdpa)[7] is True
+
+
