@@ -27,4 +27,5 @@ RULE = Rule(
     reads=("loss.logits", "loss.targets", "loss.ignore_index", "loss.reduction"),
     needs_kernels=True,
 )
-"""Saves the copies of the logits in fp32: the kernel reads them as they are, and leaves the gradient in their place."""
+"""Saves the copies of the logits in fp32: the kernel reads them as they are, and leaves the gradient in their
+place."""

@@ -58,8 +58,8 @@ def refuse(
         )
     if gated != "no" and not 2 * half == fc1.width == max(end, fc1.width):
         yield (
-            f"the gate has {half} of the first linear's {fc1.width} outputs, LayerNormMLP has as many in the gate as "
-            "beside it"
+            f"the gate has {half} of the first linear's {fc1.width} outputs, LayerNormMLP has as many in the "
+            "gate as beside it"
         )
     yield from _of_shapes(fc1, fc2, dropout)
 
@@ -101,7 +101,8 @@ RULE = Rule(
     build=build,
     reads=("x", "norm.weight", "norm.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"),
 )
-"""Saves the normalized tensor's round trip and, in FP8, the activation's: it is quantized where it is computed.
+"""Saves the normalized tensor's round trip and, in FP8, the activation's: it is quantized where it is
+computed.
 
 With approximate=True an exact GELU becomes the tanh one: at most 4.8e-4 apart (at |x| = 2.7).
 """

@@ -23,6 +23,7 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
 RULE = Rule(name="merge_siblings", pattern=Siblings(ops.linear, role="linears"), refuse=refuse)
 """q, k and v, or gate and up: one matrix product and one read of the input instead of two or three.
 
-Exact but for the order of sums: the input's gradient is one product instead of a sum of several. The parameters
-stay apart; where they lie next to each other, which convert() sees to, the product reads all of them at once.
+Exact but for the order of sums: the input's gradient is one product instead of a sum of several. The
+parameters stay apart; where they lie next to each other, which convert() sees to, the product reads all of
+them at once.
 """

@@ -18,15 +18,14 @@ def _taken(function: Callable) -> Pattern:
 
 def refuse(rope: Operation, angles) -> Iterator[str]:
     """Every reason why the kernel would turn otherwise."""
-    batch, heads, length, width = (*shape_of(rope.node), 0, 0, 0)[:4]
-    if len(shape_of(rope.node)) != 4 or not same_shape(shape_of(angles)[-2:], (length, width)):
-        shapes = list(shape_of(rope.node)), list(shape_of(angles))
+    turned, by = shape_of(rope.node), shape_of(angles)
+    if len(turned) != 4 or not same_shape(by[-2:], turned[-2:]):
         yield (
-            f"queries of {shapes[0]} are turned by angles of {shapes[1]}, [batch, heads, length, width] and [1, "
-            "length, width] are needed"
+            f"queries of {list(turned)} are turned by angles of {list(by)}, [batch, heads, length, width] and "
+            "[1, length, width] are needed"
         )
     elif rope.cos.dtype != dtype_of(rope.node):
-        yield "the cosines are of another dtype than what they turn, the kernel rounds to that of what it turns"
+        yield "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter"
 
 
 def build(backend) -> nn.Module:

@@ -1,24 +1,36 @@
 """te_transform: any PyTorch transformer on fused ops, with the same weights and the same answers."""
 
+from te_transform.accumulate import AccumulationError, accumulate
+from te_transform.backends import BackendError
 from te_transform.convert import convert, inspect, report, revert
 from te_transform.graph.inputs import InputError, TraceError
 from te_transform.passes import PIPELINE
 from te_transform.plan.model import ModelError
 from te_transform.plan.options import OptionError
+from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 from te_transform.plan.rule import Outcome, Rule
 from te_transform.trace import trace
+from te_transform.verify.verification import Verification
+from te_transform.verify.verify import verify
 
 __all__ = [
     "PIPELINE",
+    "AccumulationError",
+    "BackendError",
     "InputError",
     "ModelError",
     "OptionError",
     "Outcome",
+    "PrecisionError",
+    "PrecisionPlan",
     "Rule",
     "TraceError",
+    "Verification",
+    "accumulate",
     "convert",
     "inspect",
     "report",
     "revert",
     "trace",
+    "verify",
 ]

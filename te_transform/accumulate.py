@@ -1,8 +1,8 @@
 """Gradient accumulation on TE's fused kernels, for any torch optimizer.
 
 Over the calls of one accumulation the weights do not change: FP8 weights are quantized once, and each product
-adds the weight's gradient to a buffer in the kernel that computes it. Parameters that no such kernel reads (norms,
-biases, embeddings) get their gradients as always.
+adds the weight's gradient to a buffer in the kernel that computes it. Parameters that no such kernel reads
+(norms, biases, embeddings) get their gradients as always.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from te_transform.backends.gradients import Gradients
 from te_transform.backends.joined import state_of
 from te_transform.backends.limits import on_kernels_device
-from te_transform.backends.weight_cache import forget_weights
+from te_transform.backends.running import forget_weights
 
 
 class AccumulationError(RuntimeError):

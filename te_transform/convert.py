@@ -1,4 +1,5 @@
-"""capture -> canonicalize -> match -> rewrite -> precision -> lower -> report: the whole of te_transform, on one line."""
+"""capture -> canonicalize -> match -> rewrite -> precision -> lower -> report: the whole of te_transform, on
+one line."""
 
 from __future__ import annotations
 
@@ -14,18 +15,16 @@ import torch
 from torch import fx, nn
 
 from te_transform.backends.joined import lay
-from te_transform.graph import edit
 from te_transform.graph.capture import on_fake_tensors
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import preserved
 from te_transform.passes import PIPELINE
 from te_transform.plan.assign import assign, products_in
 from te_transform.plan.match import Plan
-from te_transform.plan.memory import predict
 from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import Options
+from te_transform.report.compose import compose
 from te_transform.report.console import progress
-from te_transform.report.explain import explain_graphs
 from te_transform.report.report import Report
 from te_transform.runtime.calibrate import calibrate
 from te_transform.runtime.captured import CapturedGraph
@@ -41,8 +40,9 @@ from te_transform.verify.check import check_sites
 
 log = logging.getLogger(__name__)
 
-# The number of blocks from which on a model is planned and checked block by block: one captured graph serves all of
-# them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its first call.
+# The number of blocks from which on a model is planned and checked block by block: one captured graph serves
+# all of them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its
+# first call.
 DEEP = 8
 
 
@@ -72,12 +72,12 @@ def convert(
         approximate: allow rules that change the numbers (the exact GELU becomes the tanh one).
         compile: False, True or a torch.compile mode: compile the converted model.
         inplace: convert `model` itself.
-        verify: check every rewritten site against what was captured, forward and gradients, on the values of the
-            first call of its graph; a site that fails is taken back and reported.
+        verify: check every rewritten site against what was captured, forward and gradients, on the values of
+            the first call of its graph; a site that fails is taken back and reported.
 
     Returns:
-        The converted model, an instance of the original class, with the user's own modules, parameters and names.
-        te_transform.report() tells what was done and why not.
+        The converted model, an instance of the original class, with the user's own modules, parameters and
+        names. te_transform.report() tells what was done and why not.
 
     Raises:
         ModelError: this is no model that can be converted (a ScriptModule, a DDP wrapper, ...).
@@ -129,7 +129,8 @@ class _Seen:
     names: dict[int, str] = field(default_factory=dict)  # of the model's parameters, by their ids
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
-        """What is fused in each graph, with the path of the module; once for each module that shares a graph."""
+        """What is fused in each graph, with the path of the module; once for each module that shares a
+        graph."""
         return ((path, graph.plan) for path, graph in self.graphs)
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -137,19 +138,25 @@ class _Seen:
         self.names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _first_calls(model: nn.Module, converted: Converted, samples: Sequence[Inputs], original: nn.Module | None) -> _Seen:
-    """Capture the forward in training mode, by calling the model on its example inputs; it is left as it was."""
+def _first_calls(
+    model: nn.Module, converted: Converted, samples: Sequence[Inputs], original: nn.Module | None
+) -> _Seen:
+    """Capture the forward in training mode, by calling the model, which is left as it was, on its examples."""
     others = set() if original is None else set(map(id, original.parameters()))
 
     def check_own(arguments: Sequence[Any]) -> None:
         if any(id(argument) in others for argument in arguments):
             raise ModelError(
-                f"the forward of {type(model).__name__} reads parameters through a function that the copy shares "
-                "with the original, they would not be the copy's own: pass inplace=True"
+                f"the forward of {type(model).__name__} reads parameters through a function that the copy "
+                "shares with the original, they would not be the copy's own: pass inplace=True"
             )
 
     trainable = not any(parameter.is_inference() for parameter in model.parameters())
-    with _watched(converted, model, check_own) as seen, preserved(model, original), torch.set_grad_enabled(trainable):
+    with (
+        _watched(converted, model, check_own) as seen,
+        preserved(model, original),
+        torch.set_grad_enabled(trainable),
+    ):
         for sample in progress(samples, "capturing"):
             _call(model.train(), sample)
     return seen
@@ -186,7 +193,8 @@ def _call(model: nn.Module, sample: Inputs) -> None:
 
 
 def _enter_recipe(model: nn.Module, converted: Converted, seen: _Seen, samples: Sequence[Inputs]) -> None:
-    """Let the products that the plan names run in its recipe; delayed scaling finds its scales on the samples."""
+    """Let the products that the plan names run in its recipe; delayed scaling finds its scales on the
+    samples."""
     backend, plan = converted.options.backend, converted.report.precision
     recipe = backend.recipe_of(plan.recipe)
     converted.precision = Precision(recipe, products_in(seen.plans(), plan), plan.small_calls)
@@ -196,27 +204,13 @@ def _enter_recipe(model: nn.Module, converted: Converted, seen: _Seen, samples: 
 
 def _report(model: nn.Module, converted: Converted, seen: _Seen, sample: Inputs) -> Report:
     options, plans = converted.options, list(seen.plans())
-    outcomes = dict.fromkeys(outcome.below(path) for path, plan in plans for outcome in plan.outcomes)
     precision = None if options.recipe is None else assign(plans, options.recipe, options.backend)
-    largest = max((plan for _, plan in plans), key=lambda plan: len(plan.canonical.nodes), default=None)
-    memory = None
-    if options.backend.HAS_RECIPES and plans:
-        memory = predict(plans, model.parameters(), str(sample), precision)
-    return Report(
-        type(model).__name__,
-        tuple(outcomes),
-        before=fx.Graph() if largest is None else largest.before,
-        after=fx.Graph() if largest is None else edit.snapshot(largest.canonical),
-        notes=(options.backend_reason, *converted.failures),
-        breaks=tuple(explain_graphs((path, plan.captured) for path, plan in plans)),
-        precision=precision,
-        memory=memory,
-    )
+    return compose(model, plans, options, precision, str(sample), converted.failures)
 
 
 def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
-    """What convert() would do with the same arguments, and why not more, found out on fake tensors: nothing of the
-    model runs or is changed, and no GPU and no Transformer Engine is needed.
+    """What convert() would do with the same arguments, and why not more, found out on fake tensors: nothing
+    of the model runs or is changed, and no GPU and no Transformer Engine is needed.
 
     Raises:
         ModelError, InputError, OptionError, TraceError: as convert() does.
@@ -231,7 +225,8 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     except TraceError:
         if not planned.by_block:
             raise
-        planned = Converted(chosen, dry=True)  # what lies between blocks may look at values, which fake tensors lack
+        # what lies between blocks may look at values, which fake tensors lack
+        planned = Converted(chosen, dry=True)
         seen = _dry_call(model, planned, sample)
     return _report(model, planned, seen, sample)
 
@@ -252,7 +247,8 @@ def _dry_call(model: nn.Module, planned: Converted, sample: Inputs) -> _Seen:
 
 
 def report(converted: nn.Module) -> Report:
-    """What convert() did to this model: sites fused and refused, with reasons, and the graphs before and after.
+    """What convert() did to this model: sites fused and refused, with reasons, and the graphs before and
+    after.
 
     Raises:
         ModelError: `converted` does not come from te_transform.convert().
@@ -276,7 +272,8 @@ def revert(converted: nn.Module) -> nn.Module:
 def te_transform(
     captured: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
-    """The backend behind `torch.compile(model, backend="te_transform", options={...})`; see convert() for options.
+    """The backend behind `torch.compile(model, backend="te_transform", options={...})`; see convert() for
+    options.
 
     Nothing is laid out, checked or reported beforehand: that is what convert() is for.
 

@@ -15,14 +15,15 @@ from te_transform.graph.preserve import preserved
 def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -> fx.GraphModule:
     """The torch-level graph of one forward of `model`, to read or to run.
 
-    Parameters and buffers are get_attr nodes under their own names, what the forward is given are placeholders; the
-    outputs are a tuple of tensors. Every node's `meta` has the `path` and `class` of the module that made the call,
-    and what dynamo notes, the fake tensor `example_value` among it. The sizes of this sample are constants.
+    Parameters and buffers are get_attr nodes under their own names, what the forward is given are
+    placeholders; the outputs are a tuple of tensors. Every node's `meta` has the `path` and `class` of the
+    module that made the call, and what dynamo notes, the fake tensor `example_value` among it. The sizes of
+    this sample are constants.
 
     Args:
         model: any module; it is left bitwise as it was, its random state too.
-        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, a list of those (the first is
-            traced), or None to have them invented.
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, a list of those (the
+            first is traced), or None to have them invented.
         train: capture the training path (with its dropouts) or the evaluation path.
 
     Raises:

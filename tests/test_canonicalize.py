@@ -216,10 +216,13 @@ WRITTEN_LAYER_NORMS = {
     "cohere": (_cohere, None),
     "variance": (lambda m, x: m.w * _by_hand(x) + m.b, "b"),
     "torch.var": (
-        lambda m, x: m.w * (x - x.mean(-1, True)) / (torch.var(x, -1, correction=0, keepdim=True) + 1e-6).sqrt(),
+        lambda m, x: m.w * _centered(x) / (torch.var(x, -1, correction=0, keepdim=True) + 1e-6).sqrt(),
         None,
     ),
-    "squares": (lambda m, x: m.b + m.w * (d := _centered(x)) / (d.square().mean(-1, True) + 1e-6).sqrt(), "b"),
+    "squares": (
+        lambda m, x: m.b + m.w * (d := _centered(x)) / (d.square().mean(-1, True) + 1e-6).sqrt(),
+        "b",
+    ),
     "product": (lambda m, x: (d := _centered(x)) * ((d * d).mean(-1, True) + 1e-6) ** -0.5 * m.w, None),
     "scaled first": (lambda m, x: (m.w * _centered(x)) * (x.var(-1, False, True) + 1e-6).rsqrt() + m.b, "b"),
 }

@@ -1,32 +1,30 @@
 """FP8 is emulated as it is defined, on the products that run in it and no others, and verify() goes by it."""
 
-import contextlib
-import copy
 import itertools
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 import te_transform
-from te_transform.autocast import AutocastSlot, Precision, precisions
-from te_transform.backends import torch as plain
-from te_transform.check import place
-from te_transform.emit import enter_precision
-from te_transform.emulate import E4M3, E5M2, Formats, Quantiser, emulated, formats_of, product
-from te_transform.originals import fusions, original_parameters
-from te_transform.replay import in_double, only, run, unquantised
-from te_transform.verify import verify
-from tests.conftest import only_joined
-from tests.conversions import cast
-from tests.zoo import CASES, Inputs
+from te_transform.backends import plain
+from te_transform.backends.joined import state_of
+from te_transform.graph.inputs import Inputs
+from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.runtime.converted import converted_of
+from te_transform.runtime.products import Products
+from te_transform.verify.emulate import E4M3, E5M2, Formats, Quantizer, emulated, formats_of, product
+from te_transform.verify.replay import Subject, run
+from te_transform.verify.verification import Verification
+from te_transform.verify.verify import verify
+from tests import stand_in
+
+te = stand_in.te  # a fixture
 
 KINDS = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8")
 
@@ -92,7 +90,7 @@ def by_hand(x: Tensor, dtype: torch.dtype, block: tuple[int, int] | None, powers
     return out
 
 
-# Quantisers
+# Quantizers
 
 
 def test_the_formats_hold_what_their_bits_say() -> None:
@@ -101,7 +99,7 @@ def test_the_formats_hold_what_their_bits_say() -> None:
         assert max(held) == largest == torch.finfo(dtype).max
         assert min(value for value in held if value > 0) == least
         as_they_are = torch.tensor([held])  # the largest is in range as it is: the scale is 1
-        assert torch.equal(Quantiser(dtype)(as_they_are), as_they_are)
+        assert torch.equal(Quantizer(dtype)(as_they_are), as_they_are)
 
 
 @pytest.mark.parametrize("powers", [False, True], ids=["any scale", "powers"])
@@ -113,18 +111,18 @@ def test_blocks_are_rounded_as_by_hand(
     torch.manual_seed(0)
     x = torch.randn(5, 10) * torch.logspace(-4, 4, 10)
     x[2, 4:8] = 0.0
-    assert torch.equal(Quantiser(dtype, block, powers)(x), by_hand(x, dtype, block, powers))
+    assert torch.equal(Quantizer(dtype, block, powers)(x), by_hand(x, dtype, block, powers))
 
 
 def test_turned_is_the_transpose_of_the_transpose() -> None:
     x = torch.randn(5, 10)
     for block in (None, (1, 4), (3, 4)):
-        quantiser = Quantiser(E4M3, block, True)
-        assert torch.equal(quantiser.turned(x), quantiser(x.t()).t())
+        quantizer = Quantizer(E4M3, block, True)
+        assert torch.equal(quantizer.turned(x), quantizer(x.t()).t())
 
 
 def test_known_values() -> None:
-    whole, powers = Quantiser(E4M3), Quantiser(E4M3, None, True)
+    whole, powers = Quantizer(E4M3), Quantizer(E4M3, None, True)
     # 448 is the largest: scale 1. 17 lies between 16 and 18, 19 between 18 and 20: to the even mantissa
     x = torch.tensor([[448.0, 17.0, 19.0, -17.5, 2.0**-9, 2.0**-10, 0.0]])
     assert whole(x).tolist() == [[448.0, 16.0, 20.0, -18.0, 2.0**-9, 0.0, 0.0]]
@@ -134,30 +132,30 @@ def test_known_values() -> None:
 
 
 def test_zeros_infinities_and_extremes() -> None:
-    for quantiser in (Quantiser(E4M3), Quantiser(E4M3, (1, 2), True)):
-        assert torch.equal(quantiser(torch.zeros(3, 4)), torch.zeros(3, 4))
-        assert torch.equal(quantiser(torch.full((1, 2), 1e-44)).isnan(), torch.zeros(1, 2, dtype=bool))
-        beyond = quantiser(torch.tensor([[float("inf"), 1.0]]))  # saturates, and scales nothing away
+    for quantizer in (Quantizer(E4M3), Quantizer(E4M3, (1, 2), True)):
+        assert torch.equal(quantizer(torch.zeros(3, 4)), torch.zeros(3, 4))
+        assert torch.equal(quantizer(torch.full((1, 2), 1e-44)).isnan(), torch.zeros(1, 2, dtype=bool))
+        beyond = quantizer(torch.tensor([[float("inf"), 1.0]]))  # saturates, and scales nothing away
         assert beyond.tolist() == [[448.0, 1.0]]
-        assert quantiser(torch.tensor([[float("nan"), 1.0]])).isnan()[0, 0]
+        assert quantizer(torch.tensor([[float("nan"), 1.0]])).isnan()[0, 0]
 
 
 # Recipes
 
 
 def test_the_formats_of_each_recipe() -> None:
-    assert FORMATS["delayed"] == Formats(Quantiser(E4M3), Quantiser(E4M3), Quantiser(E5M2))
+    assert FORMATS["delayed"] == Formats(Quantizer(E4M3), Quantizer(E4M3), Quantizer(E5M2))
     assert FORMATS["float8_current_scaling"] == FORMATS["delayed"]
-    row, square = Quantiser(E4M3, (1, 128), True), Quantiser(E4M3, (128, 128), True)
+    row, square = Quantizer(E4M3, (1, 128), True), Quantizer(E4M3, (128, 128), True)
     assert FORMATS["float8_block_scaling"] == Formats(row, square, row)
-    assert FORMATS["mxfp8"] == Formats(*[Quantiser(E4M3, (1, 32), True)] * 3)
+    assert FORMATS["mxfp8"] == Formats(*[Quantizer(E4M3, (1, 32), True)] * 3)
 
 
 def test_recipes_are_read_and_not_known_by_heart() -> None:
     powers = SimpleNamespace(power_2_scale=True)
     changed = Recipe("float8_current_scaling", fp8_quant_bwd_grad=powers)
-    assert formats_of(changed) == Formats(Quantiser(E4M3), Quantiser(E4M3), Quantiser(E5M2, None, True))
-    assert formats_of(Recipe("delayed", fp8_format=SimpleNamespace(name="E4M3"))).grad == Quantiser(E4M3)
+    assert formats_of(changed) == Formats(Quantizer(E4M3), Quantizer(E4M3), Quantizer(E5M2, None, True))
+    assert formats_of(Recipe("delayed", fp8_format=SimpleNamespace(name="E4M3"))).grad == Quantizer(E4M3)
     assert formats_of(Recipe("float8_block_scaling", w_block_scaling_dim=1)).weight.block == (1, 128)
     assert formats_of(Recipe("mxfp8", enable_2d_quantization=True)).weight.block == (32, 32)
 
@@ -212,7 +210,7 @@ def test_a_product_of_what_fp8_holds_is_exact() -> None:
         assert torch.equal(product(x, weight, None, formats), x @ weight.t())
 
 
-# The context manager
+# Products
 
 
 class Mixed(nn.Module):
@@ -237,155 +235,94 @@ class Mixed(nn.Module):
 LINEARS = ("q", "k", "v", "proj", "gate", "up", "down", "last")
 
 
-class Products(TorchFunctionMode):
-    """Each product with one of `weights` is computed by `multiply`."""
-
-    def __init__(self, weights: list[Tensor], multiply: Callable[..., Tensor]):
-        super().__init__()
-        self.weights, self.multiply = weights, multiply
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and any(args[1] is weight for weight in self.weights):
-            return self.multiply(*args)
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass(eq=False)
-class OnCPU(Precision):
-    """A recipe whose kernels are `multiply`, in the fused modules; it keeps what it was entered with."""
-
-    multiply: Callable[..., Tensor] = None
-    entered: list = None
-
-    def forget(self) -> None:
-        """Nothing is kept."""
-
-    def run(self, model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> object:
-        inside = [f.fused for f in fusions(model) if f.fused in self.modules and f.enabled]
-        self.entered.append((next(model.parameters()).dtype, bool(inside)))
-        weights = [getattr(module, name) for module in inside for name in module.weight_names]
-        with Products(weights, self.multiply):
-            return forward(*args, **kwargs)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _states(scales: Tensor) -> dict[str, list[Tensor]]:
-    return {"scaling_fwd": [scales.clone(), torch.zeros(1, 1)]}
-
-
-def _reset(scales: Tensor, states: dict[str, list[Tensor]] | None = None) -> None:
-    scales.copy_(torch.ones(1) if states is None else states["scaling_fwd"][0])
-
-
-def quantise(
-    converted: nn.Module,
-    recipe: Recipe,
-    multiply: Callable[..., Tensor] | None = None,
-    outside: tuple[str, ...] = (),
-) -> nn.Module:
-    """Let a converted model run in a recipe of OnCPU's, but for hosts in `outside`."""
-    modules = []
-    for fusion in fusions(converted):
-        names = sorted({"weight", "fc1_weight", "fc2_weight"} & fusion.layouts.keys())
-        fusion.fused.weight_names = tuple(names)
-        fusion.fused.forget_weights = _nothing
-        modules += [fusion.fused] if names and place(fusion) not in outside else []
-        if recipe.delayed():
-            scales = fusion.fused.scales = torch.ones(1)
-            fusion.fused.get_fp8_meta_tensors = partial(_states, scales)
-            fusion.fused.reset_fp8_meta_tensors = partial(_reset, scales)
-    multiply = multiply or (lambda x, weight, bias=None: product(x, weight, bias, formats_of(recipe)))
-    enter_precision(converted, OnCPU(recipe, modules, multiply=multiply, entered=[]))
-    return converted
-
-
-def mixed(kind: str = "mxfp8", dtype: torch.dtype = torch.bfloat16, **options: object) -> tuple:
-    """The original, the converted model in a recipe, and an input."""
-    model, converted, x = copy.deepcopy(_mixed(dtype, plain.PLAIN))
-    return model, quantise(converted, Recipe(kind), **options), x
-
-
-@cache
-def _mixed(dtype: torch.dtype, norms_apart: bool) -> tuple[nn.Module, nn.Module, Tensor]:
+def mixed(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model, x = Mixed().to(dtype), torch.randn(4, 8, 32).to(dtype)
-    return model, te_transform.convert(model, (x,), verify=False), x
+    return Mixed().to(dtype), torch.randn(4, 8, 32).to(dtype)
 
 
-@pytest.mark.parametrize("norms", ["apart", "joined"], indirect=True)
-def test_each_linear_in_the_recipe_is_emulated_and_no_other(norms: str) -> None:
-    model, converted, _ = mixed(outside=("last",))
-    forwards = {name: getattr(model, name).forward for name in LINEARS}
-    with emulated(model, converted):
-        for name in LINEARS:
-            linear = getattr(model, name)
-            given = torch.randn(4, 8, 64 if name == "down" else 32).bfloat16()
-            if name == "last":
-                expected = F.linear(given, linear.weight, linear.bias)
-            else:
-                weight = linear.weight.t() if name == "proj" else linear.weight
-                expected = product(given, weight, linear.bias, FORMATS["mxfp8"])
-                assert not torch.equal(expected, forwards[name](given))
-            assert torch.equal(linear(given), expected), name
-    assert {name: getattr(model, name).forward for name in LINEARS} == forwards
+ROWS, W, BIAS = torch.randn(2, 6, 3), nn.Parameter(torch.randn(5, 3)), torch.randn(5)
+TURNED = nn.Parameter(W.detach().t().contiguous())  # as Conv1D stores it
+SPELLINGS = {
+    "linear": lambda: F.linear(ROWS, W, BIAS),
+    "by keyword": lambda: F.linear(ROWS, bias=BIAS, weight=W),
+    "t()": lambda: ROWS @ W.t() + BIAS,
+    "T": lambda: torch.matmul(ROWS, W.T) + BIAS,
+    "transpose": lambda: ROWS.matmul(W.transpose(0, 1)) + BIAS,
+    "mT": lambda: torch.mm(ROWS[0], W.mT),
+    "a cast to its own dtype": lambda: F.linear(ROWS, W.to(ROWS.dtype), BIAS),
+    "addmm": lambda: torch.addmm(BIAS, ROWS.flatten(0, 1), TURNED),
+    "stored transposed": lambda: ROWS @ TURNED + BIAS,
+    "turned back": lambda: F.linear(ROWS, TURNED.t(), BIAS),
+}
 
 
-@pytest.mark.parametrize("norms", ["apart", "joined"], indirect=True)
-def test_a_converted_model_is_emulated_on_its_own_original_modules(norms: str) -> None:
-    model, itself, x = mixed()
-    with emulated(model, itself):
-        expected = model(x)
-    with only((), fusions(itself)), unquantised(itself), emulated(itself, itself):
-        assert torch.equal(itself(x), expected)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_products_are_seen_however_they_are_spelled(name: str) -> None:
+    seen = []
+
+    def see(
+        parameter: Tensor,
+        transposed: bool,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        compute: Callable[[], Tensor],
+    ) -> Tensor:
+        seen.append((parameter, transposed))
+        torch.testing.assert_close(weight, W)
+        torch.testing.assert_close(compute(), F.linear(x, weight, bias))
+        return compute()
+
+    expected = SPELLINGS[name]()
+    with Products([W, TURNED], see):
+        assert torch.equal(SPELLINGS[name](), expected)
+        F.embedding(torch.tensor([1]), W)  # reads the parameter, multiplies nothing
+        F.linear(ROWS, torch.randn(5, 3))
+    ((parameter, transposed),) = seen
+    assert transposed is (parameter is TURNED)
 
 
-def test_everything_is_put_back_whatever_is_raised() -> None:
-    model, converted, _ = mixed()
-    mine = lambda x: x  # noqa: E731 - a forward of the user's own
-    model.q.forward = mine
-    before = [sorted(vars(module)) for module in model.modules()]
-    with contextlib.suppress(ZeroDivisionError), emulated(model, converted):
-        assert "forward" in vars(model.proj)
-        assert model.q.forward is not mine
-        raise ZeroDivisionError
-    assert [sorted(vars(module)) for module in model.modules()] == before
-    assert model.q.forward is mine
+def test_products_are_seen_in_multi_head_attention() -> None:
+    attention, x, seen = nn.MultiheadAttention(8, 2), torch.randn(2, 3, 8), []
+    with Products(attention.parameters(), lambda p, t, x, w, b, compute: seen.append(p) or compute()):
+        attention(x, x, x)
+    assert [*map(id, seen)] == [id(attention.in_proj_weight), id(attention.out_proj.weight)]
 
-    precisions(converted)[""].recipe = Recipe("nvfp4")
-    with pytest.raises(ValueError, match="no emulation"), emulated(model, converted):
-        pass
-    assert [sorted(vars(module)) for module in model.modules()] == before
+
+def test_each_weight_in_the_recipe_is_emulated_and_no_other() -> None:
+    model, _ = mixed()
+    own = [getattr(model, name).weight for name in LINEARS if name != "last"]
+    for name in LINEARS:
+        linear = getattr(model, name)
+        given = torch.randn(4, 8, 64 if name == "down" else 32).bfloat16()
+        before = linear(given)
+        with emulated(own, FORMATS["mxfp8"]):
+            after = linear(given)
+        weight = linear.weight.t() if name == "proj" else linear.weight
+        expected = before if name == "last" else product(given, weight, linear.bias, FORMATS["mxfp8"])
+        assert torch.equal(after, expected), name
+        assert torch.equal(before, after) is (name == "last"), name
 
 
 def test_what_no_fp8_kernel_takes_runs_as_it_is() -> None:
-    model, converted, x = mixed(dtype=torch.float32)
+    model, x = mixed(torch.float32)
     expected = model(x)
-    with emulated(model, converted):
+    with emulated(model.parameters(), FORMATS["mxfp8"]):
         assert torch.equal(model(x), expected)
         assert model(x[:0]).shape == (0, 8, 16)
 
 
 def test_random_rounding_reaches_emulated_products() -> None:
-    model, converted, x = mixed()
-    given = te_transform.inputs.Inputs((x,))
-    with emulated(model, converted):
-        runs = [
-            run(model, given, original_parameters(model), training=True, rounding=r) for r in (None, 0, 0)
-        ]
-        alone = (
-            run(model.last, given, {}, training=True),
-            run(model.last, given, {}, training=True, rounding=1),
-        )
-    once, drawn, again = runs
+    model, x = mixed()
+    given, alone = Inputs((x,)), Subject.of(model.last)
+    with emulated(model.parameters(), FORMATS["mxfp8"]):
+        once, drawn, again = (run(Subject.of(model), given, rounding=r) for r in (None, 0, 0))
+        exact, off = (run(alone, given, rounding=r).outputs[""].float() for r in (None, 1))
     assert not torch.equal(once.outputs[""], drawn.outputs[""])
     assert torch.equal(drawn.outputs[""], again.outputs[""])
     for name, gradient in once.gradients.items():
         assert not torch.equal(gradient, drawn.gradients[name]), name
     # of a product alone the result is off, by half an ulp at most, and nothing that goes into it
-    exact, off = (one.outputs[""].float() for one in alone)
     assert not torch.equal(exact, off)
     assert ((exact - off).abs() <= 2**-7 * exact.abs()).all()
 
@@ -393,126 +330,132 @@ def test_random_rounding_reaches_emulated_products() -> None:
 # verify()
 
 
-def coarser(recipe: Recipe, bits: int) -> Callable[..., Tensor]:
-    """The recipe's products on operands with so many bits less than the 3 of E4M3's mantissas."""
+class Known:
+    """What verify() reads of a recipe, beside what the stand-in for TE has."""
 
-    def rounded(x: Tensor) -> Tensor:
-        mantissa, exponent = torch.frexp(x.float())
-        steps = 2 ** (4 - bits)  # a mantissa is from 1/2 on
-        return torch.ldexp((mantissa * steps).round() / steps, exponent).to(x.dtype)
+    kind = ""
+    fp8_format = SimpleNamespace(value=stand_in.HYBRID.value, name="E4M3")  # in which it rounds gradients too
+    fp8_quant_fwd_inp = fp8_quant_fwd_weight = fp8_quant_bwd_grad = SimpleNamespace(power_2_scale=False)
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product(rounded(x), rounded(weight), bias, formats_of(recipe))
+    def __getattr__(self, name: str) -> Callable[[], bool]:
+        if name not in KINDS:
+            raise AttributeError(name)
+        return lambda: name == self.kind
 
-    return multiply
+
+class Current(Known, stand_in.Float8CurrentScaling):
+    kind = "float8_current_scaling"
 
 
-@each_kind
-@only_joined
-def test_a_model_as_exact_as_fp8_can_be_passes(kind: str) -> None:
-    model, converted, x = mixed(kind)
-    result = verify(model, converted, (x,))
+class Delayed(Known, stand_in.DelayedScaling):
+    kind = "delayed"
+
+
+def converted_in(recipe: object, model: nn.Module, inputs: object, **options: object) -> nn.Module:
+    return te_transform.convert(model, inputs, backend="te", recipe=recipe, verify=False, **options)
+
+
+@pytest.mark.parametrize("kind", [Current, Delayed])
+def test_a_model_as_exact_as_fp8_can_be_passes(te: ModuleType, kind: type) -> None:
+    model, x = mixed()
+    converted = converted_in(kind(), model, x)
+    result = verify(model, converted, x)
     assert result, str(result)
-    assert f"note: 'original' is emulated, as exact as FP8 can be in {Recipe.__name__}" in str(result)
+    assert f"note: 'original' is emulated, as exact as FP8 can be in {kind.__name__}" in str(result)
     # not for being measured by bf16: what it was measured by is as far off as FP8 is
-    assert all(row.original > 4 * torch.finfo(torch.bfloat16).eps for row in output_rows(result))
-    entered = precisions(converted)[""].entered
-    assert entered
-    assert set(entered) == {(torch.bfloat16, True)}
+    assert all(row.original > 4 * torch.finfo(torch.bfloat16).eps / 10 for row in output_rows(result))
+    assert stand_in.FP8GlobalStateManager.quantization_state.steps
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("delayed", 3), ("mxfp8", 3), ("mxfp8", 1)])
-@only_joined
-def test_one_with_fewer_bits_than_fp8_fails(kind: str, bits: int) -> None:
-    model, converted, x = mixed(kind, multiply=coarser(Recipe(kind), bits))
-    result = verify(model, converted, (x,))
+def coarser(bits: int) -> Callable[..., Tensor]:
+    """The stand-in's rounding, of operands with so many bits less than the 3 of E4M3's mantissas."""
+    own = stand_in.rounded
+
+    def rounded(x: Tensor, scale: Tensor | None = None) -> Tensor:
+        mantissa, exponent = torch.frexp(x.detach().float())
+        steps = 2 ** (4 - bits)  # a mantissa is from 1/2 on
+        return own(torch.ldexp((mantissa * steps).round() / steps, exponent).to(x.dtype), scale)
+
+    return rounded
+
+
+def test_one_with_fewer_bits_than_fp8_fails(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = mixed()
+    monkeypatch.setattr(sys.modules[verify.__module__], "FP8_DRAWS", 3)  # more would not help
+    monkeypatch.setattr(stand_in, "rounded", coarser(3))
+    result = verify(model, converted_in(Current(), model, x), x)
     assert not any(row.ok for row in output_rows(result))
     assert result.guilty
 
 
-@only_joined
-def test_one_that_quantises_a_product_it_should_not_fails() -> None:
-    model, converted, x = mixed()
-    precision = precisions(converted)[""]
-    every, precision.modules = list(precision.modules), []
-    precision.run = lambda model, forward, args, kwargs: within(every, forward, args, kwargs)
-    assert not verify(model, converted, (x,))
+def test_one_that_quantizes_a_product_it_should_not_fails(
+    te: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = mixed()
+    converted = converted_in(Current(), model, x)
+    assert not state_of(converted.last.weight).in_fp8
+    monkeypatch.setattr(sys.modules[verify.__module__], "FP8_DRAWS", 3)  # more would not help
+    own, rounded = plain.Linear.plain, stand_in.rounded
+    monkeypatch.setattr(plain.Linear, "plain", lambda *a: own(*a[:2], rounded(a[2]), rounded(a[3]), a[4]))
+    assert not verify(model, converted, x)
 
 
-def within(modules: list[nn.Module], forward: Callable, args: tuple, kwargs: dict) -> object:
-    weights = [getattr(module, name) for module in modules for name in module.weight_names]
-    with Products(weights, lambda x, w, b=None: product(x, w, b, FORMATS["mxfp8"])):
-        return forward(*args, **kwargs)
-
-
-@only_joined
-def test_in_place_neither_the_reference_nor_the_original_is_in_the_recipe() -> None:
-    _, itself, x = mixed()
-    result = verify(itself, itself, (x,))
+def test_in_place_neither_the_reference_nor_the_original_is_in_the_recipe(te: ModuleType) -> None:
+    model, x = mixed()
+    itself = converted_in(Current(), model, x, inplace=True)
+    result = verify(itself, itself, x)
     assert result, str(result)
-    assert all(row.original > 4 * torch.finfo(torch.bfloat16).eps for row in output_rows(result))
-    assert set(precisions(itself)[""].entered) == {(torch.bfloat16, True)}
-    assert isinstance(itself, AutocastSlot)  # again
-    assert not isinstance(in_double(itself), AutocastSlot)
+    assert all(row.original > torch.finfo(torch.bfloat16).eps / 2 for row in output_rows(result))
 
 
-@only_joined
-def test_delayed_scaling_is_judged_with_the_scales_of_a_step_like_this_one() -> None:
-    steps: list[Tensor] = []
-
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """By the input's scale of the last step, as large as it was for that weight."""
-        module = next(m for m in precision.modules for n in m.weight_names if getattr(m, n) is weight)
-        steps.append(module.scales.clone())
-        limited = x.clamp(-module.scales.item(), module.scales.item())
-        module.scales.copy_(torch.maximum(module.scales, x.detach().abs().amax()))
-        return product(limited, weight, bias, FORMATS["delayed"])
-
-    model, converted, x = mixed("delayed", multiply=multiply)
-    precision = precisions(converted)[""]
-    assert verify(model, converted, (x,))
-    assert any(step > 1 for step in steps)
-    assert all(module.scales == 1 for module in precision.modules)  # as before
+def test_delayed_scaling_begins_anew_and_has_its_own_scales_back(te: ModuleType) -> None:
+    model, x = mixed()
+    converted = converted_in(Delayed(), model, x)
+    converted(100 * x).sum().backward()  # scales that what verify() runs would be lost in
+    before = {name: dict(state_of(p).kernels) for name, p in converted.named_parameters()}
+    assert any(before.values())
+    assert verify(model, converted, x)
+    assert {name: state_of(p).kernels for name, p in converted.named_parameters()} == before
 
 
-def test_a_recipe_without_emulation_is_said_before_anything_runs() -> None:
-    model, converted, x = mixed()
-    precisions(converted)[""].recipe = Recipe("nvfp4")
+def test_a_recipe_without_emulation_is_said_before_anything_runs(te: ModuleType) -> None:
+    model, x = mixed()
+    converted = converted_in(Current(), model, x)
+    converted_of(converted).precision.recipe = Recipe("nvfp4")
+    steps = stand_in.FP8GlobalStateManager.quantization_state.steps
     with pytest.raises(ValueError, match="no emulation"):
-        verify(model, converted, (x,))
-    assert not precisions(converted)[""].entered
+        verify(model, converted, x)
+    assert stand_in.FP8GlobalStateManager.quantization_state.steps == steps
 
 
 def test_without_a_recipe_nothing_is_emulated() -> None:
-    model, inputs = CASES["gpt2"].build(), CASES["gpt2"].sample()
-    result = verify(model, te_transform.convert(model, inputs), inputs)
+    model, x = mixed(torch.float32)
+    result = verify(model, te_transform.convert(model, x), x)
     assert result
     assert "emulated" not in str(result)
     assert all(row.original < 1e-4 for row in output_rows(result))
 
 
-@only_joined
-@pytest.mark.parametrize("kind", ["delayed", "float8_block_scaling"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_models_of_the_zoo(name: str, kind: str) -> None:
-    model = CASES[name].build().bfloat16()
-    inputs: Inputs = cast(CASES[name].sample(), torch.bfloat16)
-    converted = te_transform.convert(model, inputs, verify=False)
-    result = verify(model, quantise(converted, Recipe(kind)), inputs)
+class TiedHead(Mixed):
+    """Its embedding is also the weight of its head, which runs in the recipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(48, 32), nn.Linear(32, 48, bias=False)
+        self.head.weight, self.last = self.embedding.weight, nn.Linear(32, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.head(super().forward(self.embedding(ids))))
+
+
+def test_a_tied_heads_product_is_the_heads_and_not_the_embeddings(te: ModuleType) -> None:
+    torch.manual_seed(0)
+    model, ids = TiedHead().bfloat16(), torch.randint(48, (4, 8))
+    converted = converted_in(PrecisionPlan(Current(), {"head": "fp8"}), model, ids)
+    assert converted_of(converted).precision.products["embedding.weight"]
+    result = verify(model, converted, ids)
     assert result, str(result)
 
 
-def output_rows(result: te_transform.Verification) -> Iterator:
+def output_rows(result: Verification) -> Iterator:
     return (row for row in result.rows if row.name.startswith("output"))
-
-
-@only_joined
-def test_a_tied_heads_product_is_the_heads_and_not_the_embeddings() -> None:
-    model = CASES["gpt2"].build().bfloat16()
-    inputs: Inputs = cast(CASES["gpt2"].sample(), torch.bfloat16)
-    converted = quantise(te_transform.convert(model, inputs, verify=False), Recipe("mxfp8"))
-    assert model.lm_head.weight is model.transformer.wte.weight
-    with emulated(model, converted):
-        assert "forward" in vars(model.lm_head)
-        assert "forward" not in vars(model.transformer.wte)
-    assert "forward" not in vars(model.lm_head)

@@ -57,8 +57,10 @@ def test_a_cache_that_goes_on(models: tuple[nn.Module, nn.Module]):
     assert torch.equal(answers[3], answers[1])
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("order", ["converted, enabled", "enabled, converted"])
+@pytest.mark.parametrize(
+    ("order", "reentrant"),
+    [("converted, enabled", True), ("converted, enabled", False), ("enabled, converted", False)],
+)
 def test_gradient_checkpointing(order: str, reentrant: bool):
     def enabled(model: nn.Module) -> nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_transform.backends import limits, plain
 from te_transform.backends.joined import Join, lay, state_of
-from te_transform.backends.weight_cache import evaluating, forget_weights
+from te_transform.backends.running import forget_weights, running
 from tests import stand_in
 
 te = stand_in.te  # a fixture
@@ -339,11 +339,15 @@ def test_a_product_whose_gradient_was_nothing_has_a_scale_of_one(te: ModuleType)
 # Weights that are kept
 
 
+def _tell_nothing() -> None:
+    """All products run in the recipe."""
+
+
 @pytest.fixture
 def served(te: ModuleType) -> Iterator[Case]:
     """In evaluation, in current scaling."""
     case = Case(te, **CASES["linear"])
-    with te.autocast(te.recipe_of("fp8-current")), evaluating(True), torch.no_grad():
+    with te.autocast(te.recipe_of("fp8-current")), running(True, _tell_nothing), torch.no_grad():
         yield case
 
 
@@ -374,7 +378,7 @@ def test_weights_are_quantized_once_until_they_are_written_to(served: Case, writ
 
 def test_calls_with_gradients_and_in_training_keep_none(served: Case) -> None:
     assert quantized(served) == 1
-    with evaluating(False):
+    with running(False, _tell_nothing):
         assert [quantized(served), quantized(served)] == [1, 1]
     assert quantized(served) == 1
     with torch.enable_grad():
@@ -390,7 +394,7 @@ def test_weights_that_were_kept_can_be_forgotten(served: Case) -> None:
 
 
 def test_weights_of_inference_mode_are_not_kept(te: ModuleType) -> None:
-    with torch.inference_mode(), te.autocast(te.recipe_of("fp8-current")), evaluating(True):
+    with torch.inference_mode(), te.autocast(te.recipe_of("fp8-current")), running(True, _tell_nothing):
         case = Case(te, **CASES["linear"])
         assert [quantized(case), quantized(case)] == [1, 1]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +29,8 @@ class Gradients:
         self.sums: dict[tuple[int, ...], _Sum] = {}
 
     def of(self, weight: Tensor) -> Tensor:
-        """The buffer of a weight [out, in], which is one parameter, its transpose, or several that are joined."""
+        """The buffer of a weight [out, in], which is one parameter, its transpose, or several that are
+        joined."""
         parameters = parameters_of(weight)
         key = tuple(map(id, parameters))
         if key not in self.sums:
@@ -47,13 +50,27 @@ class Gradients:
         return found
 
 
+_paused: ContextVar[bool] = ContextVar("_paused", default=False)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Let autograd hand out all gradients meanwhile: of runs that only check what is computed."""
+    token = _paused.set(True)
+    try:
+        yield
+    finally:
+        _paused.reset(token)
+
+
 def gradients_of(weights: Sequence[Tensor]) -> Gradients | None:
     """Where the gradients of a call's weights are summed up; None where autograd hands them out as always.
 
-    TE's modules have one switch for all their weights, so all of them have to be such that a kernel can add to a
+    TE's modules have one switch for all their weights, so all of them have to be such that a kernel can add
+    to a
     buffer: whole parameters, trained, on a GPU, in a dtype of their own.
     """
-    gradients = state_of(weights[0]).gradients
+    gradients = None if _paused.get() else state_of(weights[0]).gradients
     return gradients if gradients is not None and all(map(_takes_part, weights)) else None
 
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 class State:
     """What te_transform keeps for a parameter.
 
-    It belongs to the parameter, not to a graph or a module, because one captured graph serves many layers. A copy
-    or a pickle of the parameter starts with an empty one.
+    It belongs to the parameter, not to a graph or a module, because one captured graph serves many layers. A
+    copy or a pickle of the parameter starts with an empty one.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,8 @@ class Join(nn.Module):
 
 
 class Split(nn.Module):
-    """The op of a captured graph that takes a product with joined weights apart again, a part for each of them."""
+    """The op of a captured graph that takes a product with joined weights apart again, a part for each of
+    them."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__()
@@ -124,8 +125,8 @@ class Split(nn.Module):
     def forward(self, product: Tensor, *joined: Tensor) -> tuple[Tensor, ...]:
         """[..., sum of sizes] -> [..., size] each.
 
-        The joined weight and bias are given to tell them which parts got a gradient: a projection that the loss does
-        not go through has none, not one of zeros, with which an optimizer would take a step.
+        The joined weight and bias are given to tell them which parts got a gradient: a projection that the
+        loss does not go through has none, not one of zeros, with which an optimizer would take a step.
         """
         if transformed() or not (torch.is_grad_enabled() and product.requires_grad):
             return product.split(self.sizes, -1)
@@ -226,8 +227,9 @@ def lay(parameters: Sequence[nn.Parameter]) -> bool:
     whose storages are one for shared tensors, and lose all but one.
 
     Returns:
-        Whether they lie so now. They do not where memory is somebody else's as well: shared between processes,
-        a part of a larger storage, seen by another tensor, or a parameter of another group already.
+        Whether they lie so now. They do not where memory is somebody else's as well: shared between
+        processes, a part of a larger storage, seen by another tensor, or a parameter of another group
+        already.
     """
     if adjacent(parameters) is not None:
         return True

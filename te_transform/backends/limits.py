@@ -17,11 +17,12 @@ DEVICE = "cuda"  # where kernels run
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 # Below this length cuDNN gains nothing; it plans anew for each length, so for each token that is generated.
 MIN_ATTENTION_LENGTH = 512
-# batch x length x length x width from which cuDNN's attention gains more than its longer way on the CPU costs.
+# batch x length x length x width from which cuDNN's attention gains more than its longer way on the CPU
+# costs.
 MIN_ATTENTION_WORK = 4e10
-# rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width being the
-# smaller side of a weight: the CPU takes several times as long for one of their calls, which shows where the GPU
-# has less to do.
+# rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width
+# being the smaller side of a weight: the CPU takes several times as long for one of their calls, which shows
+# where the GPU has less to do.
 MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
 
 _any_size = 0  # how many at_any_size() are entered; not by thread, a backward runs in one of its own
@@ -68,7 +69,8 @@ def on_kernels_device(tensor: Tensor) -> bool:
 
 
 def traced() -> bool:
-    """Whether a compiler, a tracer or a function transform runs the call: they understand plain PyTorch best."""
+    """Whether a compiler, a tracer or a function transform runs the call: they understand plain PyTorch
+    best."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
 
 

@@ -1,4 +1,5 @@
-"""What an attention mask is, found out for the sizes and the data at hand by evaluating it, never extrapolated."""
+"""What an attention mask is, found out for the sizes and the data at hand by evaluating it, never
+extrapolated."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ Answer = str | None
 class Mask(nn.Module):
     """The op of a captured graph that makes an attention mask, or says that it is none, or the causal one.
 
-    The answer is remembered for as long as what the mask is made of stays the same. Sizes are numbers, and model
-    tensors have a pointer and a version. Of data, which is new at each call, one look is taken: where a tensor holds
-    one value throughout, as the padding mask of a batch without padding does, that value is part of what an answer
-    is remembered by; otherwise the mask itself is looked at, once for each tensor, so that blocks that are captured
-    alone and get the same mask share one look.
+    The answer is remembered for as long as what the mask is made of stays the same. Sizes are numbers, and
+    model tensors have a pointer and a version. Of data, which is new at each call, one look is taken: where a
+    tensor holds one value throughout, as the padding mask of a batch without padding does, that value is part
+    of what an answer is remembered by; otherwise the mask itself is looked at, once for each tensor, so that
+    blocks that are captured alone and get the same mask share one look.
 
     Args:
         make: the captured operations that make the mask, as a module that returns a tuple of it.
@@ -66,7 +67,8 @@ class Mask(nn.Module):
         return (*about, low) if low == high else None
 
     def _content(self, index: int, tensor: Tensor) -> tuple:
-        """A write through .data counts no version: on the CPU the contents tell, elsewhere the pointer may."""
+        """A write through .data counts no version: on the CPU the contents tell, elsewhere the pointer
+        may."""
         if tensor.device.type != "cpu":
             return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
         before = self.contents[index]
@@ -93,8 +95,8 @@ class Mask(nn.Module):
 def what_is(mask: Tensor) -> Answer:
     """Whether a mask [..., queries, keys] hides nothing, or just what lies ahead.
 
-    True keeps in a boolean mask; a floating one is added to the scores, so that 0 keeps, and what hides is so low
-    that beside any other score its probability is zero.
+    True keeps in a boolean mask; a floating one is added to the scores, so that 0 keeps, and what hides is so
+    low that beside any other score its probability is zero.
     """
     with torch.no_grad():
         keep = mask if mask.dtype is torch.bool else mask == 0

@@ -12,7 +12,8 @@ class FusedOp(nn.Module):
 
     `PRODUCTS` has the positions, among the call's arguments, of the weights [out, in] of its matrix products.
     These run in a recipe that is on if `in_fp8` is true, unless the state of a parameter says otherwise.
-    `plain_calls` counts, by reason, the calls that ran in plain PyTorch though the backend has a kernel for them.
+    `plain_calls` counts, by reason, the calls that ran in plain PyTorch though the backend has a kernel for
+    them.
     """
 
     PRODUCTS: tuple[int, ...] = ()

@@ -114,8 +114,8 @@ class LayerNormLinear(FusedOp):
 
 
 class LayerNormMLP(LayerNormLinear):
-    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is gated: then
-    one half of fc1's columns is activated, and multiplied with the other."""
+    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is gated:
+    then one half of fc1's columns is activated, and multiplied with the other."""
 
     PRODUCTS = (3, 5)
 
@@ -173,8 +173,8 @@ class DotProductAttention(FusedOp):
     """softmax(q k^T * scale + mask) v, by scaled_dot_product_attention.
 
     Args:
-        twice: whether it has a second derivative whatever kernel runs; calls of scaled_dot_product_attention have
-            only that of the kernel, and so need not pay for it.
+        twice: whether it has a second derivative whatever kernel runs; calls of scaled_dot_product_attention
+            have only that of the kernel, and so need not pay for it.
     """
 
     def __init__(self, twice: bool = True):
@@ -195,8 +195,8 @@ class DotProductAttention(FusedOp):
     ) -> Tensor:
         """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added.
 
-        A mask that was found to keep everything is "full", one that was found to be the causal one is "causal".
-        `hidden` is what a mask of finite numbers hides: rows that it hides everywhere stay uniform.
+        A mask that was found to keep everything is "full", one that was found to be the causal one is
+        "causal". `hidden` is what a mask of finite numbers hides: rows that it hides everywhere stay uniform.
         """
         if isinstance(mask, str):
             mask, is_causal = None, is_causal or mask == "causal"
@@ -253,7 +253,8 @@ class CrossEntropy(FusedOp):
     """-log softmax(logits)[target], computed in fp32 whatever the logits' dtype is."""
 
     def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-        """logits [..., vocabulary], targets [...] -> one number, or one for each target where reduction is "none"."""
+        """logits [..., vocabulary], targets [...] -> one number, or one for each target where reduction is
+        "none"."""
         flat = logits.float().reshape(-1, logits.shape[-1])
         loss = F.cross_entropy(flat, targets.reshape(-1), ignore_index=ignore_index, reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss

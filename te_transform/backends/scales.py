@@ -1,8 +1,8 @@
 """The first scales of delayed scaling.
 
-It quantizes with the scales of earlier steps, and has none at first: numbers beyond 448 and gradients below 1e-5,
-which is most of them, would be lost. So a product runs in its own dtype until its input, its weight and, where it
-is trained, its output's gradient have been seen once; the scales are those that these call for.
+It quantizes with the scales of earlier steps, and has none at first: numbers beyond 448 and gradients below
+1e-5, which is most of them, would be lost. So a product runs in its own dtype until its input, its weight
+and, where it is trained, its output's gradient have been seen once; the scales are those that these call for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The fused ops on NVIDIA Transformer Engine: the only file that imports it.
 
 Products run in TE's own modules, built on meta and without parameters; each call puts the weights that it was
-given in their place. The modules, which hold what FP8 needs from one step to the next, belong to the parameters,
-see joined.State. Where TE has no kernel for a call (another device, float32), or none that is faster (few
-tokens), the op runs in plain PyTorch, and `plain_calls` counts why.
+given in their place. The modules, which hold what FP8 needs from one step to the next, belong to the
+parameters, see joined.State. Where TE has no kernel for a call (another device, float32), or none that is
+faster (few tokens), the op runs in plain PyTorch, and `plain_calls` counts why.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.quantized import exact, is_quantized
 from te_transform.backends.scales import Seen
 from te_transform.backends.twice import differentiable_once, differentiable_twice
-from te_transform.backends.weight_cache import is_evaluating, stamp_of
+from te_transform.backends.running import in_recipe, is_evaluating, stamp_of
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as _State
@@ -105,8 +105,8 @@ def autocast(recipe: Any, enabled: bool = True) -> contextlib.AbstractContextMan
 class _Kernel:
     """TE's module for the products that begin with one parameter, and what it keeps for them.
 
-    `names` are the module's attributes that a call's tensors stand for, in the order of the call; `products` is the
-    number of its matrix products.
+    `names` are the module's attributes that a call's tensors stand for, in the order of the call; `products`
+    is the number of its matrix products.
     """
 
     def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], products: int):
@@ -231,7 +231,7 @@ class _Product(FusedOp):
         # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
         if kernel.ran_in_recipe and not enabled and torch._C._current_graph_task_id() != -1:
             return self._again(kernel, x, tensors, gradients)
-        in_fp8 = enabled and self._is_within(weights)
+        in_fp8 = enabled and in_recipe(weights[0], self.in_fp8)
         if not (in_fp8 or self.FASTER or gradients):
             return self._plainly(plain.product, x, tensors)
         why = self._why_plain(x, weights, in_fp8, gradients is not None)
@@ -252,11 +252,6 @@ class _Product(FusedOp):
 
     def _plainly(self, product: plain.Product, x: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
         return self.plain(product, x, *(None if tensor is None else exact(tensor) for tensor in tensors))
-
-    def _is_within(self, weights: Sequence[Tensor]) -> bool:
-        """Whether these products run in a recipe that is on: the op's own answer, unless their state has one."""
-        own = state_of(weights[0]).in_fp8
-        return self.in_fp8 if own is None else own
 
     def _why_plain(self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds: bool) -> str | None:
         """Why a call with this input runs in plain PyTorch, or None."""
@@ -318,7 +313,8 @@ class _Product(FusedOp):
         missing = -rows % multiple(_State.get_fp8_recipe())
         padded = x
         if missing:
-            # the last row once more, and again: no number in the product is larger for it, its gradient is zero
+            # the last row once more, and again: no number in the product is larger for it, its gradient is
+            # zero
             flat = x.reshape(rows, -1)
             padded = torch.cat([flat, flat[-1:].expand(missing, -1)])
         keeps = kernel.keeps(self._weights(tensors))
@@ -333,7 +329,8 @@ class _Product(FusedOp):
         tensors: Sequence[Tensor | None],
         gradients: Gradients | None,
     ) -> list[Tensor | None]:
-        """What a kernel gets of `given`, which stand for `tensors`: weights row by row, with their main_grad."""
+        """What a kernel gets of `given`, which stand for `tensors`: weights row by row, with their
+        main_grad."""
         found = list(given)
         for place in (place - 1 for place in self.PRODUCTS):
             weight = given[place] if is_quantized(given[place]) else given[place].contiguous()
@@ -406,7 +403,8 @@ class LayerNormLinear(_Product, plain.LayerNormLinear):
 
 
 class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
-    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is gated."""
+    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is
+    gated."""
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -440,8 +438,8 @@ class _CastInBackward(str):
 
 
 def _activation(name: str, bias: bool) -> str:
-    """The activation as TE's module gets it; gated ones without a bias, for which the kernel has no gradient, are
-    cast in their backward."""
+    """The activation as TE's module gets it; gated ones without a bias, for which the kernel has no gradient,
+    are cast in their backward."""
     if bias or name not in GATED_ACTIVATIONS.values() or not _cast_in_backward():
         return name
     return _CastInBackward(name)
@@ -451,9 +449,9 @@ def _activation(name: str, bias: bool) -> str:
 def _cast_in_backward() -> bool:
     """Let TE cast gated activations' gradients where they are computed; False where this TE has another way.
 
-    For gated activations in delayed scaling TE casts in another kernel; but the kernel of the gradient takes a
-    quantizer. [8192, 2 x 14336] on an H100: 0.48 ms instead of 0.74, no copy in bf16. TE asks _act_func in each
-    forward and backward: for an activation, its gradient, and that with its cast, which here is None.
+    For gated activations in delayed scaling TE casts in another kernel; but the kernel of the gradient takes
+    a quantizer. [8192, 2 x 14336] on an H100: 0.48 ms instead of 0.74, no copy in bf16. TE asks _act_func in
+    each forward and backward: for an activation, its gradient, and that with its cast, which here is None.
     """
     original = getattr(layernorm_mlp, "_act_func", None)
     if original is None or original("swiglu", recipes.DelayedScaling())[2:] != (None,):
@@ -489,7 +487,8 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class CrossEntropy(plain.CrossEntropy):
-    """-log softmax(logits)[target] in one kernel, which reads bf16 logits as they are and computes in fp32."""
+    """-log softmax(logits)[target] in one kernel, which reads bf16 logits as they are and computes in
+    fp32."""
 
     def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
         """logits [..., vocabulary], targets [...] -> one number, or one for each target where reduction is
@@ -509,8 +508,8 @@ class CrossEntropy(plain.CrossEntropy):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """TE's kernels keep a copy of the logits, which their backward overwrites and which they so have but once. This
-    keeps the logits themselves, which are there anyway, and runs both kernels in the backward."""
+    """TE's kernels keep a copy of the logits, which their backward overwrites and which they so have but
+    once. This keeps the logits themselves, which are there anyway, and runs both kernels in the backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

@@ -1,9 +1,9 @@
 """A second derivative, and a second backward, for kernels that have none.
 
 The kernels of attention and of Transformer Engine cannot be differentiated twice: PyTorch's raise, and TE's
-silently leave their part out. TE's cannot even run their backward again, for they free what it needs. So where a
-backward is itself recorded (create_graph=True), or comes a second time, it computes the gradients of the same
-function in plain PyTorch.
+silently leave their part out. TE's cannot even run their backward again, for they free what it needs. So
+where a backward is itself recorded (create_graph=True), or comes a second time, it computes the gradients of
+the same function in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def differentiable_twice(
 
 
 def differentiable_once(out: Tensor, reason: str) -> Tensor:
-    """`out`, which an autograd.Function has computed; other backwards of it than the usual one raise `reason`."""
+    """`out`, which an autograd.Function has computed; other backwards of it than the usual one raise
+    `reason`."""
 
     def refuse(inputs: int, grads: Gradients) -> Gradients:
         raise RuntimeError(reason)

@@ -95,10 +95,12 @@ def _normalized(x: Pattern, variance: Pattern) -> Pattern:
         Call(operator.truediv, 1, deviation),
     )
     inverse, deviation = _cast(inverse), _cast(deviation)
+    alone = OneOf(AnyOrder(torch.mul, x, inverse), Call(torch.div, x, deviation))
+    scaled = _cast(AnyOrder(torch.mul, x, _GAMMA))
     return OneOf(
-        AnyOrder(torch.mul, _cast(OneOf(AnyOrder(torch.mul, x, inverse), Call(torch.div, x, deviation))), _GAMMA),
-        AnyOrder(torch.mul, _cast(AnyOrder(torch.mul, x, _GAMMA)), inverse),
-        Call(torch.div, _cast(AnyOrder(torch.mul, x, _GAMMA)), deviation),
+        AnyOrder(torch.mul, _cast(alone), _GAMMA),
+        AnyOrder(torch.mul, scaled, inverse),
+        Call(torch.div, scaled, deviation),
     )
 
 

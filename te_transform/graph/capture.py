@@ -1,4 +1,5 @@
-"""Capture a forward with dynamo: torch.fx graphs at the level of torch calls, guarded on all that the code read."""
+"""Capture a forward with dynamo: torch.fx graphs at the level of torch calls, guarded on all that the code
+read."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ def capture(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]
 
     Args:
         forward: a function; which of its calls share a graph dynamo's guards decide.
-        backend: called with each new graph and its example inputs; what it returns is called in the graph's place
-            with dynamo off. What it raises is no reason for the forward to fail: that runs as it is.
+        backend: called with each new graph and its example inputs; what it returns is called in the graph's
+            place with dynamo off. What it raises is no reason for the forward to fail: that runs as it is.
     """
     context = torch._dynamo.optimize(backend, dynamic=None)
     traced = context.callback
 
-    # The callback runs only where a frame has to be traced: the settings hold for our captures and nobody else's,
-    # and a call whose guards hold does not pay for them.
+    # The callback runs only where a frame has to be traced: the settings hold for our captures and nobody
+    # else's, and a call whose guards hold does not pay for them.
     @functools.wraps(traced)
     def trace_with_settings(*args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(SETTINGS):
@@ -58,8 +59,8 @@ def is_capturing() -> bool:
 def on_fake_tensors(model: nn.Module, inputs: Inputs) -> Iterator[tuple[tuple, dict[str, Any]]]:
     """The inputs as fake tensors, for a model whose parameters and buffers are fake too meanwhile.
 
-    A forward then computes shapes and dtypes, in no time and no memory. A model on the meta device is taken for one
-    on the CPU.
+    A forward then computes shapes and dtypes, in no time and no memory. A model on the meta device is taken
+    for one on the CPU.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 

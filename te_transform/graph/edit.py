@@ -1,7 +1,8 @@
 """Edit fx graphs: the only file that does.
 
-Two graphs are kept of each capture. The captured one runs. Its copy, the canonical one, is rewritten freely to find
-out what there is; each of its nodes that stands for a captured node's value has that node's name as its `origin`.
+Two graphs are kept of each capture. The captured one runs. Its copy, the canonical one, is rewritten freely
+to find out what there is; each of its nodes that stands for a captured node's value has that node's name as
+its `origin`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def number_regions(graph: fx.Graph, barriers: Callable[[fx.Node], bool]) -> None:
-    """Give each node the number of barriers (writes, changes of mode) in front of it: calls are only moved or joined
-    within one region."""
+    """Give each node the number of barriers (writes, changes of mode) in front of it: calls are only moved or
+    joined within one region."""
     region = 0
     for node in graph.nodes:
         if barriers(node):
@@ -47,7 +48,8 @@ def number_regions(graph: fx.Graph, barriers: Callable[[fx.Node], bool]) -> None
 
 
 def replace(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple) -> fx.Node:
-    """Put one call of `target` where `nodes` computed the same value, `nodes[0]` last; the rest goes if unread.
+    """Put one call of `target` where `nodes` computed the same value, `nodes[0]` last; the rest goes if
+    unread.
 
     The new node has the root's metadata: it computes the root's value.
     """
@@ -65,7 +67,8 @@ def insert(
 ) -> fx.Node:
     """A new call in front of `nodes[0]`, as part of what will replace `nodes`; it has no origin.
 
-    Its shape and dtype are those of `like`, if given; to evaluate the call on fake tensors takes milliseconds.
+    Its shape and dtype are those of `like`, if given; to evaluate the call on fake tensors takes
+    milliseconds.
     """
     with graph.inserting_before(nodes[0]):
         node = graph.call_function(target, concrete(graph, nodes[0], args))
@@ -149,8 +152,8 @@ def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | in
 
 
 def _inherit(node: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    """The root's metadata; `spelled`, the names of all captured calls, and `path`, the innermost module around all,
-    of what went into the node."""
+    """The root's metadata; `spelled`, the names of all captured calls, and `path`, the innermost module
+    around all, of what went into the node."""
     node.meta = dict(nodes[0].meta)
     node.meta["path"] = innermost(n.meta.get("path", "") for n in nodes)
     node.meta["spelled"] = spelled(nodes)
@@ -240,7 +243,8 @@ def insert_call(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """A call in front of `at`, of a function or of the submodule of that name, whose value is that of `like`."""
+    """A call in front of `at`, of a function or of the submodule of that name, whose value is that of
+    `like`."""
     op = "call_module" if isinstance(target, str) else "call_function"
     with graph.inserting_before(at):
         node = graph.create_node(op, target, args, kwargs or {})
@@ -259,7 +263,8 @@ def call_fused(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, args: tuple
 
 
 def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
-    """One linear of joined weights in place of `linears`, which all read one value; each becomes columns of it."""
+    """One linear of joined weights in place of `linears`, which all read one value; each becomes columns of
+    it."""
     first = min(linears)
     with graph.inserting_before(first):
         weight, bias = (_joined(graph, [node.args[i] for node in linears], first) for i in (1, 2))
@@ -314,14 +319,15 @@ def extract(
 
 
 def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
-    """A captured graph to read and to run by itself: the model's tensors are attributes, under their own names.
+    """A captured graph to read and to run by itself: the model's tensors are attributes, under their own
+    names.
 
     Args:
         captured: the graph as dynamo gave it, every tensor of the model an argument.
         arguments: of the call that it was captured in.
     """
     graph, copies = copy_by_name(captured.graph)
-    root = {name: module for name, module in captured.named_children()}
+    root = dict(captured.named_children())
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     for node, argument in zip(placeholders, arguments, strict=True):
         name, twin = known.name_in_model(node), copies[node.name]

@@ -1,4 +1,5 @@
-"""What is known of a node of a captured graph: its value, its place in the model, whether it changes anything."""
+"""What is known of a node of a captured graph: its value, its place in the model, whether it changes
+anything."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _NAME = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _STORED = re.compile(r"_(?:parameters|buffers)\['[^']+'\]$")
-_ROOT = re.compile(r"^L\['self'\]\.?")
+# The captured module: dynamo wraps the forward of PyTorch's own modules in a function of (*args).
+_ROOT = re.compile(r"^L(?:\['self'\]|\['args'\]\[0\])\.?")
 
 # These calls change the state that later calls run in: the gradient mode, autocast, saved-tensor hooks.
 _STATE = (
@@ -61,7 +63,8 @@ _RANDOM = re.compile(
 
 
 def value(node: Any) -> Any:
-    """What the node computes, as dynamo saw it: a fake tensor, a number, a SymInt, a tuple of those, or None."""
+    """What the node computes, as dynamo saw it: a fake tensor, a number, a SymInt, a tuple of those, or
+    None."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
@@ -96,7 +99,8 @@ def name_in_model(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """The name that dynamo has for where a placeholder comes from: L['self']._modules['fc']._parameters['bias']."""
+    """The name that dynamo has for where a placeholder comes from:
+    L['self']._modules['fc']._parameters['bias']."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return node.meta.get("source", "")
@@ -185,14 +189,21 @@ def is_random(node: fx.Node) -> bool:
 
 # Calls whose result may be a view of their first argument.
 _VIEWS = frozenset(
-    """view reshape transpose permute getitem unsqueeze squeeze expand unflatten flatten chunk split narrow unbind
-    contiguous to float detach swapaxes swapdims movedim tensor_split type_as getattr t select view_as reshape_as
-    broadcast_to expand_as split_with_sizes columns T mT""".split()
-)
+    {
+        "T", "mT", "broadcast_to", "chunk", "columns", "contiguous", "detach", "expand",
+        "expand_as", "flatten", "float", "getattr", "getitem", "movedim", "narrow", "permute",
+        "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes",
+        "swapdims", "t", "tensor_split", "to", "transpose", "type_as", "unbind", "unflatten",
+        "unsqueeze", "view", "view_as",
+    }
+)  # fmt: skip
 # Calls that see how a tensor lies in memory.
 _LAYOUTS = frozenset(
-    """as_strided set_ data_ptr stride is_contiguous untyped_storage storage storage_offset resize_ numpy tolist""".split()
-)
+    {
+        "as_strided", "data_ptr", "is_contiguous", "numpy", "resize_", "set_", "storage", "storage_offset",
+        "stride", "tolist", "untyped_storage",
+    }
+)  # fmt: skip
 
 
 def may_be_view(node: fx.Node) -> bool:
@@ -222,7 +233,8 @@ def size_of(node: fx.Node) -> Any:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument that a call of one of the ops passes for the parameter `name`, its default where it passes none.
+    """The argument that a call of one of the ops passes for the parameter `name`, its default where it passes
+    none.
 
     Raises:
         AttributeError: the op has no such parameter.

@@ -264,22 +264,23 @@ def _input(x: Any) -> tuple:
     return () if x is None else (x,)
 
 
-def find(pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None = None) -> list[Match]:
-    """Every match of `pattern` in `graph`, in the graph's order; misses that fitted at their root go to
-    `misses`."""
+def find(
+    pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None = None
+) -> Iterator[Match]:
+    """Every match of `pattern`, in the graph's order, each looked for when it is asked for: what was rewritten
+    meanwhile is seen as it is now. Misses that fitted at their root go to `misses`."""
     if isinstance(pattern, Siblings):
-        return _find_siblings(pattern, graph)
-    found = []
-    for node in graph.nodes:
-        if pattern.roots and node.target not in pattern.roots:
+        yield from _find_siblings(pattern, graph)
+        return
+    for node in list(graph.nodes):
+        if node._erased or (pattern.roots and node.target not in pattern.roots):
             continue
         stopped: Misses = None if misses is None else []
         match = next(pattern.match(node, Match(), stopped), None)
         if match is not None:
-            found.append(match)
+            yield match
         elif stopped and any(miss.nodes for miss in stopped):
             misses.append(max(stopped, key=lambda miss: len(miss.nodes)))
-    return found
 
 
 def _find_siblings(pattern: Siblings, graph: fx.Graph) -> list[Match]:

@@ -26,8 +26,8 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
     """Put back every attribute, buffer, training flag and random state of `model`, whatever the body does.
 
     That goes for the containers, tensors and plain Python objects that its modules hold, too. Parameters are
-    not copied (they may not fit twice): those that a forward writes to get what they hold in `original`, which
-    `model` is a copy of.
+    not copied (they may not fit twice): those that a forward writes to get what they hold in `original`,
+    which `model` is a copy of.
 
     Raises:
         RuntimeError: the forward writes into its own parameters, and there is no original.

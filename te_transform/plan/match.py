@@ -1,4 +1,5 @@
-"""Match the rules on the canonical copy of a captured graph and decide, site by site, what is fused and how."""
+"""Match the rules on the canonical copy of a captured graph and decide, site by site, what is fused and
+how."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Site:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """The canonical nodes that stand for captured ones: the call itself, or the columns of merged linears."""
+        """The canonical nodes that stand for captured ones: the call itself, or the columns of merged
+        linears."""
         return [self.node] if "origin" in self.node.meta else sorted(self.node.users)
 
     @property
@@ -156,7 +158,8 @@ def _call(
 
 
 def _read(name: str, bound: dict[str, Any]) -> Any:
-    """An argument of a fused op: a value of the match, or an argument of one of its operations, None if it has none."""
+    """An argument of a fused op: a value of the match, or an argument of one of its operations, None if it
+    has none."""
     role, _, wanted = name.partition(".")
     found = bound.get(role)
     if not wanted or found is None:

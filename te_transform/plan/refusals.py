@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import is_fake
 
-from te_transform.graph.nodes import called, is_parameter, path_of, value
-from te_transform.graph.nodes import dtype_name
+from te_transform.graph.nodes import called, dtype_name, is_parameter, path_of, value
 from te_transform.graph.pattern import Match
 from te_transform.plan.rule import Operation
 
@@ -70,8 +69,8 @@ def _read_elsewhere(match: Match) -> Iterator[str]:
         readers = sorted({_reader(user) for user in node.users if user not in own})
         if readers:
             yield (
-                f"the output of the {called(node)} is also read by {', '.join(readers)}, the fused module does "
-                "not hand it out"
+                f"the output of the {called(node)} is also read by {', '.join(readers)}, the fused module "
+                "does not hand it out"
             )
 
 
@@ -83,6 +82,6 @@ def _cut(match: Match) -> Iterator[str]:
     if len({node.meta.get("region") for node in match.nodes}) > 1:
         where = path_of(match.root) or "the model"
         yield (
-            f"{where} writes to a tensor, or changes the gradient mode or autocast, between these operations, the "
-            "fused module runs all of them at once"
+            f"{where} writes to a tensor, or changes the gradient mode or autocast, between these operations, "
+            "the fused module runs all of them at once"
         )

@@ -19,14 +19,16 @@ from te_transform.graph.pattern import Match, Pattern, Siblings
 
 @dataclass(frozen=True)
 class Rule:
-    """One rewrite: where it applies, why it may not, what stands there afterwards, and what that is called with.
+    """One rewrite: where it applies, why it may not, what stands there afterwards, and what that is called
+    with.
 
-    `refuse` and `build` are called with the match's roles by parameter name: an Operation, a tuple of them for
-    Siblings, a tag for OneOf; `backend` and `approximate` (the option) are there to be asked for too. A parameter
-    with a default is left to it where the match has no such role.
+    `refuse` and `build` are called with the match's roles by parameter name: an Operation, a tuple of them
+    for Siblings, a tag for OneOf; `backend` and `approximate` (the option) are there to be asked for too. A
+    parameter with a default is left to it where the match has no such role.
 
-    `build` returns the fused op: a module without parameters. `reads` names the arguments of its call, in order:
-    "x" is what the pattern's Var of that name found, "norm.weight" an argument of the operation in a role.
+    `build` returns the fused op: a module without parameters. `reads` names the arguments of its call, in
+    order: "x" is what the pattern's Var of that name found, "norm.weight" an argument of the operation in a
+        role.
     """
 
     name: str
@@ -42,8 +44,8 @@ class Rule:
         name = next((name for name, held in vars(home).items() if held is self), None)
         if name is None:
             raise TypeError(
-                f"rule {self.name!r} is no global of {home.__name__}, a converted model that is pickled whole needs "
-                "its rules to be: give the rule a name there"
+                f"rule {self.name!r} is no global of {home.__name__}, a converted model that is pickled whole "
+                "needs its rules to be: give the rule a name there"
             )
         return _named, (home.__name__, name)
 
@@ -72,9 +74,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a match as rules see it: its arguments by the names that the op in graph/ops.py gives them.
+    """One operation of a match as rules see it: its arguments by the names that the op in graph/ops.py gives
+    them.
 
-    `linear.weight.shape`, `norm.eps`, `norm.bias is None`: tensors are fake ones, of the right shape and dtype.
+    `linear.weight.shape`, `norm.eps`, `norm.bias is None`: tensors are fake ones, of the right shape and
+    dtype.
     """
 
     role: str
@@ -106,8 +110,8 @@ class Operation:
         return shape_of(self.node)[-1]
 
     def sources(self, name: str) -> tuple[Any, ...]:
-        """The nodes that the argument `name` is read from: a parameter, the parameters that were joined to it, or
-        whatever computes it; nothing where it is None."""
+        """The nodes that the argument `name` is read from: a parameter, the parameters that were joined to
+        it, or whatever computes it; nothing where it is None."""
         return stored_in(argument(self.node, name))
 
 

@@ -31,8 +31,8 @@ def compose(
     """The report of a conversion, or of one that is only planned.
 
     Args:
-        plans: of the captured graphs in the order of their calls, each with the path of the captured module, ""
-            for the whole model. A graph that blocks share comes once for each block.
+        plans: of the captured graphs in the order of their calls, each with the path of the captured module,
+            "" for the whole model. A graph that blocks share comes once for each block.
         inputs: what the example inputs are, in words.
         notes: more sentences.
     """
@@ -70,6 +70,6 @@ def _sizes(plans: Sequence[tuple[str, Plan]], precision: PrecisionPlan | None) -
     inside = precision is not None and None in precision.sites.values()
     where = "FP8" if inside else "TE's modules"
     yield (
-        f"calls of {break_even_rows(width, inside):,} tokens and more run in {where} (width {width}), smaller "
-        "ones in plain PyTorch, where they are faster"
+        f"calls of {break_even_rows(width, inside):,} tokens and more run in {where} (width {width}), "
+        "smaller ones in plain PyTorch, where they are faster"
     )

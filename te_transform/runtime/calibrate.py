@@ -1,7 +1,7 @@
 """Let a converted model find the first scales of delayed scaling on its example inputs.
 
-Each product takes them from the first call that it sees forward and backward, see backends/scales.py. So one step
-on the example inputs is all it takes, for training to be in FP8 from its first step on.
+Each product takes them from the first call that it sees forward and backward, see backends/scales.py. So one
+step on the example inputs is all it takes, for training to be in FP8 from its first step on.
 """
 
 from __future__ import annotations

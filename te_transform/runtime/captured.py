@@ -22,15 +22,15 @@ class Owner(Protocol):
     apart: Apart  # see runtime/lower.py
     dry: bool  # whether calls only find out what there is, on fake tensors
     watch: Callable[[CapturedGraph, Sequence[Any]], None] | None  # is told of each call
-    check: (
-        Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]] | None
-    )  # finds wrong sites in a first call
+
+    def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
+        """What is wrong with sites of the graph on the values of its first call."""
 
 
 @contextmanager
 def unwritten(captured: fx.GraphModule, arguments: Sequence[Any]) -> Iterator[None]:
-    """Put back what running a graph writes into its arguments, and the states of its random generators: for runs
-    that only find out what there is."""
+    """Put back what running a graph writes into its arguments, and the states of its random generators: for
+    runs that only find out what there is."""
     placeholders = (node for node in captured.graph.nodes if node.op == "placeholder")
     seen = written(captured.graph)
     tensors = [a for n, a in zip(placeholders, arguments, strict=True) if n in seen and isinstance(a, Tensor)]
@@ -99,7 +99,8 @@ class CapturedGraph:
         """Where in a model the module lies whose forward was captured, in a call with these arguments.
 
         Args:
-            names: of the model's parameters, by their ids; layers that are alike share a graph, not their parameters.
+            names: of the model's parameters, by their ids; layers that are alike share a graph, not their
+                parameters.
         """
         for node, argument in self.placeholders(arguments):
             own, name = name_in_model(node), names.get(id(argument), "")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from te_transform.backends import gradients
 from te_transform.backends.joined import lay
 from te_transform.graph.capture import capture, is_capturing
 from te_transform.graph.nodes import called
@@ -28,39 +29,36 @@ from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import set_aside
+from te_transform.runtime.precision import Precision
 
 log = logging.getLogger(__name__)
 
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
 
 
-
 @dataclass(eq=False)
 class Converted:
     """What a converted model carries beside its own: one for the model and all its captured blocks.
 
-    `original` runs the user's own code for as long as it is set; `checker` finds the wrong sites of a graph; `apart`,
-    `dry` and `watch` are for its graphs, see captured.py.
+    `original` runs the user's own code for as long as it is set; `checker` finds the wrong sites of a graph;
+    `apart`, `dry` and `watch` are for its graphs, see captured.py.
     """
 
     options: Options
     by_block: bool = False
     checker: Checker | None = None
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
-    first_block: Callable[[], nn.Module | None] | None = (
-        None  # a weak reference, None where nobody has looked yet
-    )
+    # a weak reference to the first block; None where nobody has looked yet
+    first_block: Callable[[], nn.Module | None] | None = None
     graphs: list[CapturedGraph] = field(default_factory=list)
     apart: Apart = field(default_factory=list)
-    failures: list[str] = field(
-        default_factory=list
-    )  # of rewriting, after which a graph runs as it was captured
+    failures: list[str] = field(default_factory=list)  # of rewriting: such a graph runs as it was captured
     watch: Callable[..., Any] | None = None
     original: bool = False
     dry: bool = False
-    report: Any = None
-    precision: Any = None
-    runs: dict[type, Callable[..., Any]] = field(default_factory=dict)
+    report: Any = None  # of the room to the right
+    precision: Precision | None = None
+    runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
 
     def backend(self, captured: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Rewrite one graph, for dynamo; whatever fails in here, the graph runs as it was captured."""
@@ -83,7 +81,7 @@ class Converted:
         """What is wrong with sites of the graph on the values of its first call, in the model's own dtype."""
         if self.checker is None:
             return {}
-        with nullcontext() if self.precision is None else self.precision.paused():
+        with nullcontext() if self.precision is None else self.precision.paused(), gradients.paused():
             return self.checker(graph, arguments)
 
     def call(
@@ -113,8 +111,8 @@ class Converted:
             self.by_block = self.in_pieces = True
 
     def _lay_again(self, model: nn.Module) -> None:
-        """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's stand-ins
-        are not, whose memory it frees."""
+        """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's
+        stand-ins are not, whose memory it frees."""
         groups, own = {tuple(r() for r in group) for group in self.apart}, set(map(id, model.parameters()))
         self.apart.clear()
         for group in groups:
@@ -130,13 +128,16 @@ class Converted:
         return _restored, (self.options, self.by_block, self.checker, self.report, self.precision)
 
 
-def _restored(options: Options, by_block: bool, checker: Checker | None, report: Any, precision: Any) -> Converted:
+def _restored(
+    options: Options, by_block: bool, checker: Checker | None, report: Any, precision: Precision | None
+) -> Converted:
     return Converted(options, by_block, checker, report=report, precision=precision)
 
 
 @dataclass(eq=False)
 class Place:
-    """What a module of a converted model knows of it: whether it is the model itself, or one of its blocks."""
+    """What a module of a converted model knows of it: whether it is the model itself, or one of its
+    blocks."""
 
     converted: Converted
     is_root: bool
@@ -207,12 +208,14 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def is_sharded(block: nn.Module | None) -> bool:
-    """Whether fully_shard() has been applied to it: its hooks cut a capture of the whole model into pieces."""
+    """Whether fully_shard() has been applied to it: its hooks cut a capture of the whole model into
+    pieces."""
     return block is not None and any(kind.__name__ == "FSDPModule" for kind in type(block).__mro__)
 
 
 def has_checkpoints(captured: fx.GraphModule) -> bool:
-    """Whether activation checkpointing is on inside a graph: what is recomputed is a graph of its own in there."""
+    """Whether activation checkpointing is on inside a graph: what is recomputed is a graph of its own in
+    there."""
     return any("checkpoint" in called(node) for node in captured.graph.nodes if node.op == "call_function")
 
 
@@ -221,8 +224,8 @@ _ORIGINALS: dict[type, type] = {}
 
 
 def captured_class(kind: type) -> type:
-    """A subclass of `kind` of the same name, whose forward is the captured one; there is one for each class, so that
-    its code is captured once for all instances.
+    """A subclass of `kind` of the same name, whose forward is the captured one; there is one for each class,
+    so that its code is captured once for all instances.
 
     Raises:
         TypeError: the class takes no subclass.

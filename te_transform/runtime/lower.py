@@ -1,4 +1,5 @@
-"""From a plan to what runs: the captured graph, with each site's operations replaced by one call of its fused op.
+"""From a plan to what runs: the captured graph, with each site's operations replaced by one call of its fused
+op.
 
 All else in the graph stays bitwise what dynamo captured.
 """
@@ -31,7 +32,6 @@ from te_transform.graph.nodes import (
 )
 from te_transform.plan.match import Plan, Site
 
-
 Apart = list[tuple[weakref.ref, ...]]  # groups of joined parameters that do not lie next to each other
 
 
@@ -63,8 +63,8 @@ def reference(plan: Plan, site: Site) -> tuple[fx.GraphModule, tuple[fx.Node, ..
     """What a site replaces: the captured operations between its inputs and its outputs.
 
     Returns:
-        A module of these operations, which returns a tuple of the site's outputs, and the captured nodes that are
-        its arguments.
+        A module of these operations, which returns a tuple of the site's outputs, and the captured nodes that
+        are its arguments.
     """
     captured = {node.name: node for node in plan.captured.graph.nodes}
     outputs = [captured[node.meta["origin"]] for node in site.outputs]
@@ -131,7 +131,8 @@ class _Lowering:
         }
 
     def _own(self, old: fx.Node, columns: fx.Node, at: fx.Node) -> fx.Node:
-        """The columns in the place of what a linear returned, as a tensor of their own where somebody could tell."""
+        """The columns in the place of what a linear returned, as a tensor of their own where somebody could
+        tell."""
         if not shows_layout(old) and old.name not in self.written:
             edit.take_any_layout(old)
             return columns
@@ -175,8 +176,9 @@ class _Lowering:
     def _with_mask(self, args: tuple, at: fx.Node) -> tuple:
         """The arguments of attention with its mask found out at run time, where that is possible.
 
-        A mask of finite numbers leaves a row that it hides everywhere uniform, for which the canonical form has the
-        query zeroed: that is left to the op, which need not do it where the mask turns out to be causal.
+        A mask of finite numbers leaves a row that it hides everywhere uniform, for which the canonical form
+        has the query zeroed: that is left to the op, which need not do it where the mask turns out to be
+        causal.
         """
         query, mask = args[0], args[3]
         hidden = None
@@ -198,10 +200,11 @@ class _Lowering:
         return self.masks[mask]
 
     def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
-        """Whether a mask is made of sizes, buffers and data alone, all of them as they are when it is made."""
+        """Whether a mask is made of sizes, buffers and data alone, all of them as they are when it is
+        made."""
         inside = [node for node in make.graph.nodes if node.op not in ("placeholder", "output")]
         pure = not any(
-            is_random(node) or node.op != "call_function" and node.op != "call_method" for node in inside
+            is_random(node) or (node.op != "call_function" and node.op != "call_method") for node in inside
         )
         learned = any(is_parameter(node) for node in inputs) or any(
             is_tensor_node(node) and node.meta["example_value"].requires_grad for node in (*inputs, *inside)

@@ -140,13 +140,18 @@ class _Duel:
 
     def guilty(self, failing: list[_Case], called: Called) -> list[str]:
         """The paths of those of the `called` sites without which these cases do not fail."""
+        found: list[str] = []
+        for case in failing:
 
-        def fails(paths: Collection[str]) -> bool:
-            with called.only(paths):
-                return any(_failed(self.rows(case)) for case in failing)
+            def fails(paths: Collection[str], case: _Case = case) -> bool:
+                with called.only(paths):
+                    return _failed(self.rows(case))
 
-        # where it fails without any site, it is the parameters
-        return bisect_failures(list(called.sites), fails) if failing and not fails(()) else []
+            others = [path for path in called.sites if path not in found]
+            # where it fails without any site, it is the parameters
+            if (not found or fails(others)) and not fails(()):
+                found += bisect_failures(others, fails)
+        return found
 
     def _contenders(self) -> Contenders:
         own = partial(original_forward, self.model)

@@ -39,9 +39,7 @@ class MultiHeadAttention(nn.Module):
         out, scores = self.attend(self.query(x), self.key(source), self.value(source), mask)
         return self.out(out), scores
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         length, scale = q.shape[1], (WIDTH // HEADS) ** -0.25
         q, k, v = (t.view(*t.shape[:2], HEADS, -1).permute(0, 2, 1, 3) for t in (q, k, v))
         if self.use_sdpa:

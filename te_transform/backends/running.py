@@ -1,9 +1,10 @@
-"""Weights that an earlier call quantized, and whether they may still be used."""
+"""What ops ask of the converted model that runs: whether its weights stay, and which products are in its recipe."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +13,44 @@ from torch.utils.weak import WeakIdRef
 
 from te_transform.backends.joined import parameters_of, state_of
 
-_evaluating = False  # whether the converted model that runs is in evaluation mode, its weights its own
+
+@dataclass
+class _Model:
+    weights_stay: bool = False
+    tell: Callable[[], None] | None = None
+
+
+_running = _Model()
 
 
 @contextlib.contextmanager
-def evaluating(weights_stay: bool) -> Iterator[None]:
-    """Let products use the weights that an earlier call quantized, if `weights_stay` what they were."""
-    global _evaluating
-    before, _evaluating = _evaluating, weights_stay
+def running(weights_stay: bool, tell: Callable[[], None]) -> Iterator[None]:
+    """Let ops know of the model that runs meanwhile.
+
+    Args:
+        weights_stay: whether its weights are those of its last call, unless their versions say otherwise.
+        tell: lets the states of its parameters say whether their products run in FP8; is called where a state says
+            nothing, because the parameter is new.
+    """
+    global _running
+    before, _running = _running, _Model(weights_stay, tell)
     try:
         yield
     finally:
-        _evaluating = before
+        _running = before
 
 
 def is_evaluating() -> bool:
-    """Whether the forward that runs is one of evaluation without gradients."""
-    return _evaluating and not torch.is_grad_enabled()
+    """Whether the forward that runs is one of evaluation, without gradients."""
+    return _running.weights_stay and not torch.is_grad_enabled()
+
+
+def in_recipe(weight: Tensor, default: bool) -> bool:
+    """Whether a product that begins with this weight runs in a recipe that is on."""
+    state = state_of(weight)
+    if state.in_fp8 is None and _running.tell is not None:
+        _running.tell()
+    return default if state.in_fp8 is None else state.in_fp8
 
 
 def stamp_of(weights: Sequence[Tensor]) -> Any:

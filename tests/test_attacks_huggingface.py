@@ -1,0 +1,324 @@
+"""A Llama of transformers as its users treat it: caches, masks, losses, replaced functions, adapters, files."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+
+import te_transform
+from tests.attacks import Act, Pair, assert_same
+from tests.zoo import seeded
+
+IDS = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(0))
+LONG = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(1))
+PADDED = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+LAYERS = 2
+
+
+def llama(**settings: Any) -> nn.Module:
+    known = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+    known |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = transformers.LlamaConfig(**known | {"bos_token_id": 1, "eos_token_id": 2} | settings)
+    return seeded(transformers.LlamaForCausalLM, config).eval()
+
+
+def pair_of(**settings: Any) -> Pair:
+    torch._dynamo.reset()
+    model = llama(**settings)
+    converted = te_transform.convert(model, {"input_ids": IDS}, verify=False)
+    te_transform.report(converted).expect(merge_siblings=LAYERS, layernorm_mlp=LAYERS)
+    return Pair(model, converted, IDS)
+
+
+@cache
+def _shared() -> Pair:
+    return pair_of()
+
+
+def shared() -> Pair:
+    """For tests that leave it as it is."""
+    torch._dynamo.reset()
+    return _shared()
+
+
+def logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    return model(input_ids=ids, **options).logits
+
+
+def called(**options: Any) -> Act:
+    return lambda model, ids: logits(model, ids, **options)
+
+
+# Arguments
+
+MASK = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+CALLS: dict[str, dict[str, Any]] = {
+    "longer": {"input_ids": LONG},
+    "one token": {"input_ids": IDS[:, :1]},
+    "padded at the left": {"attention_mask": PADDED},
+    "padded at the right": {"attention_mask": PADDED.flip(1)},
+    "nothing padded": {"attention_mask": torch.ones(2, 6)},
+    "a mask of the user's own": {"attention_mask": MASK},
+    "a boolean mask of the user's own": {"attention_mask": MASK > 0},
+    "not causal": {"is_causal": False},
+    "other positions": {"position_ids": torch.arange(7, 13)[None]},
+    "positions of each row": {"position_ids": torch.stack([torch.arange(6), torch.arange(6).flip(0)])},
+    "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]])},
+    "hidden states": {"output_hidden_states": True},
+    "no cache": {"use_cache": False},
+    "a tuple": {"return_dict": False},
+    "the last logits": {"logits_to_keep": 1},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments(name: str) -> None:
+    def act(model: nn.Module, ids: Tensor) -> list[Any]:
+        out = model(**{"input_ids": ids, "use_cache": False} | CALLS[name])
+        return out if isinstance(out, tuple) else [out.logits, out.hidden_states]
+
+    shared().agree(act)
+
+
+LABELS = IDS.masked_fill(torch.arange(6) % 3 == 0, -100)
+LOSSES: dict[str, dict[str, Any]] = {
+    "labels": {"labels": LABELS},
+    "of a batch": {"labels": LABELS, "num_items_in_batch": 7},
+    "of a batch, a tensor": {"labels": LABELS, "num_items_in_batch": torch.tensor(7)},
+    "another ignored": {"labels": LABELS.masked_fill(LABELS < 0, 3), "ignore_index": 3},
+    "shifted by the caller": {"labels": LABELS, "shift_labels": IDS.flip(1)},
+    "all ignored": {"labels": torch.full_like(IDS, -100)},
+    "no such word": {"labels": IDS + 1000},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    found = shared().agree(lambda model, ids: model(input_ids=ids, use_cache=False, **LOSSES[name]).loss)
+    assert ("error" in found) == (name == "no such word")
+
+
+def test_a_loss_of_the_users_own() -> None:
+    pair = pair_of()
+    for model in pair.models:
+        model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+    pair.agree(lambda model, ids: model(input_ids=ids, labels=LABELS).loss)
+
+
+# Generation
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"attention_mask": PADDED}, {"cache_implementation": "static"}, {"use_cache": False}],
+    ids=["dynamic", "padded", "static", "none"],
+)
+def test_generation_gives_the_same_tokens(options: dict[str, Any]) -> None:
+    def act(model: Any, ids: Tensor) -> Tensor:
+        settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        return model.generate(ids, **settings, **options, disable_compile=True)
+
+    shared().agree(act)
+
+
+def test_sampling_draws_the_same_tokens() -> None:
+    shared().agree(lambda model, ids: model.generate(ids, max_new_tokens=4, do_sample=True, pad_token_id=0))
+
+
+def test_a_cache_is_filled_and_read_as_it_was() -> None:
+    def by_parts(model: Any, ids: Tensor) -> list[Any]:
+        kept = transformers.DynamicCache(config=model.config)
+        parts = [logits(model, part, past_key_values=kept) for part in LONG.split([5, 1, 1, 5], 1)]
+        return [torch.cat(parts, 1), [[layer.keys, layer.values] for layer in kept.layers]]
+
+    shared().agree(by_parts)
+
+
+# What is set later
+
+
+def set_all(model: nn.Module, kind: type, **values: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, kind):
+            for name, value in values.items():
+                setattr(module, name, value)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "eps of the norms": lambda m: set_all(m, modeling_llama.LlamaRMSNorm, variance_epsilon=1.0),
+    "is_causal": lambda m: set_all(m, modeling_llama.LlamaAttention, is_causal=False),
+    "the scale of attention": lambda m: set_all(m, modeling_llama.LlamaAttention, scaling=1.0),
+    "the scale of the cosines": lambda m: setattr(m.model.rotary_emb, "attention_scaling", 1.5),
+    "the angles": lambda m: m.model.rotary_emb.inv_freq.mul_(0.5),
+    "the activation": lambda m: set_all(m, modeling_llama.LlamaMLP, act_fn=nn.GELU()),
+    "a layer less": lambda m: m.model.layers.__delitem__(0),
+    "layers exchanged": lambda m: setattr(m.model, "layers", m.model.layers[::-1]),
+    "more tokens": lambda m: torch.manual_seed(0) and m.resize_token_embeddings(60),
+    "tied": lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_set_later_is_read(name: str) -> None:
+    pair_of().attack(CHANGES[name], called(attention_mask=torch.ones(2, 6)))
+
+
+def test_another_implementation_of_attention_may_be_set_and_the_old_one_again() -> None:
+    pair = pair_of()
+    for implementation in ("eager", "sdpa"):
+        for model in pair.models:
+            model.set_attn_implementation(implementation)
+            assert model.config._attn_implementation == implementation
+        pair.agree(called(attention_mask=PADDED))
+    for model in pair.models:
+        model.set_attn_implementation("eager")
+    pair.agree(lambda model, ids: model(input_ids=ids, output_attentions=True).attentions)
+
+
+def halved(
+    self: nn.Module, *args: Any, own: Any = modeling_llama.LlamaAttention.forward, **kwargs: Any
+) -> tuple:
+    out, *rest = own(self, *args, **kwargs)
+    return out / 2, *rest
+
+
+def replaced_functions() -> dict[str, tuple]:
+    functions, rope = modeling_llama.ALL_ATTENTION_FUNCTIONS, modeling_llama.apply_rotary_pos_emb
+    sdpa = functions["sdpa"]
+    return {
+        "attention": (
+            functions._global_mapping,
+            "sdpa",
+            lambda module, q, *args, **kwargs: sdpa(module, 2 * q, *args, **kwargs),
+        ),
+        "the rotation": (
+            vars(modeling_llama),
+            "apply_rotary_pos_emb",
+            lambda q, k, cos, sin: rope(q, k, 2 * cos, sin),
+        ),
+        "half of the rotation": (vars(modeling_llama), "rotate_half", lambda x: -x),
+        "the forward of a class": (modeling_llama.LlamaAttention, "forward", halved),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", "the rotation", "half of the rotation", "the forward of a class"]
+)
+def test_a_function_that_is_replaced_is_the_one_that_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, (owner, key, function) = pair_of(), replaced_functions()[name]
+    change = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr
+    pair.attack(lambda model: change(owner, key, function), called(use_cache=False))
+    monkeypatch.undo()
+    pair.agree(called(use_cache=False))
+
+
+def doubled(module: nn.Module, args: tuple, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return out[0] * 2, out[1]
+
+
+def doubled_in_place(module: nn.Module, args: tuple, out: tuple[Tensor, Tensor]) -> None:
+    out[0].mul_(2)
+
+
+def exchanged(module: nn.Module, args: tuple, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return out[::-1]
+
+
+@pytest.mark.parametrize("hook", [doubled, doubled_in_place, exchanged])
+def test_cosines_that_a_hook_changes_are_used_as_they_are(hook: Callable) -> None:
+    def act(model: Any, ids: Tensor) -> Tensor:
+        with ExitStack() as stack:
+            stack.callback(model.model.rotary_emb.register_forward_hook(hook).remove)
+            return logits(model, ids, use_cache=False)
+
+    shared().agree(act)
+
+
+def test_attention_alone_with_cosines_of_the_users_own() -> None:
+    """Which want a gradient."""
+
+    def act(model: Any, ids: Tensor) -> list[Any]:
+        x = torch.linspace(-1, 1, 2 * 5 * 32).view(2, 5, 32)
+        cos, sin = (t.requires_grad_() for t in model.model.rotary_emb(x, torch.arange(5)[None]))
+        out = model.model.layers[0].self_attn(x, position_embeddings=(cos, sin), attention_mask=None)[0]
+        return [*torch.autograd.grad(out.square().sum(), (cos, sin), retain_graph=True), out]
+
+    shared().agree(act)
+
+
+YARN = {"factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+def test_other_kinds_of_angles(kind: str) -> None:
+    """Dynamic ones depend on the longest sequence so far."""
+    pair = pair_of(rope_parameters=YARN | {"rope_type": kind}, max_position_embeddings=8)
+    for ids in (IDS, LONG, IDS):
+        pair.agree(lambda model, _, ids=ids: logits(model, ids, use_cache=False))
+
+
+@pytest.mark.parametrize("mode", ["autocast", "inference"])
+def test_modes(mode: str) -> None:
+    context = torch.inference_mode if mode == "inference" else partial(torch.autocast, "cpu", torch.bfloat16)
+
+    def act(model: Any, ids: Tensor) -> list[Any]:
+        with context():
+            out = model(input_ids=ids)
+        return [out.logits, [layer.keys for layer in out.past_key_values.layers]]
+
+    shared().agree(act, atol=1e-5 if mode == "inference" else 3e-2)
+
+
+# Training and files
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    pair = pair_of()
+    for model in pair.models:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.train()
+    pair.agree(lambda model, ids: model(input_ids=ids, labels=LABELS, use_cache=False).loss)
+    for model in pair.models:
+        model.gradient_checkpointing_disable()
+    pair.agree(called(use_cache=False))
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    pair = pair_of()
+    pair.converted.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    for name, tensor in pair.original.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+    Pair(pair.original, again.eval(), IDS).agree(logits)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["gate_proj", "down_proj"]], ids=str)
+def test_lora_by_peft_on_a_converted_model(targets: list[str]) -> None:
+    """Adapters are trained, merged, taken out again and merged for good."""
+    peft = pytest.importorskip("peft")
+    pair, wrapped = pair_of(), []
+    for model in pair.models:
+        torch.manual_seed(0)
+        settings = peft.LoraConfig(target_modules=targets, init_lora_weights=False)
+        wrapped.append(peft.get_peft_model(model, settings).eval())
+    adapted = Pair(*wrapped, IDS)
+    found = adapted.agree(logits, atol=1e-4)
+    assert any("lora_A" in name for name in found)
+    with torch.no_grad():
+        for step in ("merge_adapter", "unmerge_adapter"):
+            for model in wrapped:
+                getattr(model, step)()
+            adapted.agree(logits, atol=1e-4)
+        merged = [model.merge_and_unload(safe_merge=True) for model in wrapped]
+        Pair(*merged, IDS).agree(logits, atol=1e-4)
+    for name, tensor in merged[0].state_dict().items():
+        assert_same(name, merged[1].state_dict()[name], tensor)

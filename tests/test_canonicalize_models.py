@@ -1,0 +1,201 @@
+"""Canonical graphs of whole models: they compute what was captured and have the ops that are in the model."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_transform.canonicalize import canonicalize
+from te_transform.graph import ops
+from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of, value
+from tests.captures import BOUND, Captured, capture, error, executable, op_counts, run, targets
+from tests.zoo import CASES, EXTRA, Case, zero_dropout
+
+ALL = CASES | EXTRA
+
+_TWO_GATED = {"linear": 15, "rms_norm": 5, "rope": 4, "sdpa": 2}
+_TWO_GPT = {"linear": 9, "layer_norm": 5, "sdpa": 2}
+_NANOGPT = _TWO_GPT | {"gelu": 2, "cross_entropy": 1}
+_QUICKSTART = {"layer_norm": 4, "linear": 8, "sdpa": 2, "gelu_tanh": 2}
+_FINITE_FILL = {"kept": 2, "zero_hidden": 2}
+_BERT = {"linear": 14, "layer_norm": 6, "sdpa": 2, "gelu": 3}
+FOUND = {
+    "quickstart": _QUICKSTART,
+    "quickstart_mask": _QUICKSTART | _FINITE_FILL,
+    "nanogpt_flash": _NANOGPT,
+    "nanogpt_manual": _NANOGPT,
+    "gpt2": _TWO_GPT | {"gelu_tanh": 2},
+    "gpt2_eager": _TWO_GPT | {"gelu_tanh": 2},
+    "llama": _TWO_GATED | {"silu": 2},
+    "llama_eager": _TWO_GATED | {"silu": 2},
+    "mistral": _TWO_GATED | {"silu": 2},
+    "qwen2": _TWO_GATED | {"silu": 2},
+    "qwen3": _TWO_GATED | {"silu": 2, "rms_norm": 9},
+    "gemma": _TWO_GATED | {"gelu_tanh": 2},
+    "gemma2": _TWO_GATED | {"gelu_tanh": 2, "rms_norm": 9},
+    "gemma3_text": _TWO_GATED | {"gelu_tanh": 2, "rms_norm": 13},
+    "phi3": _TWO_GATED | {"silu": 2, "linear": 9},
+    "mixtral": _TWO_GATED | {"silu": 2, "linear": 11},
+    "bert": _BERT,
+    "distilbert": _BERT,
+    "roberta": _BERT,
+    "gpt_neox": {"linear": 9, "layer_norm": 5, "sdpa": 2, "gelu": 2, "rope": 4},
+    "opt": {"linear": 13, "layer_norm": 5, "sdpa": 2, "relu": 2},
+    "vit": {"linear": 13, "layer_norm": 5, "sdpa": 2, "gelu": 2},
+    "t5": {"linear": 33, "rms_norm": 12, "sdpa": 6, "relu": 4},
+    "falcon": {"linear": 9, "layer_norm": 3, "sdpa": 2, "gelu": 2, "rope": 4},
+    "bloom": {"linear": 9, "layer_norm": 6, "sdpa": 2, "gelu_tanh": 2},
+    "torch_encoder_pre": {"linear": 8, "layer_norm": 4, "sdpa": 2, "relu": 2},
+    "torch_encoder_post": {"linear": 8, "layer_norm": 4, "sdpa": 2, "relu": 2},
+    "torch_mha": {"linear": 2, "layer_norm": 1, "sdpa": 1},
+    "torch_mha_bare": {"linear": 2},  # its attention weights are part of the answer
+    "clip_text": {"linear": 12, "layer_norm": 5, "sdpa": 2, "quick_gelu": 2},
+    "clip_vision": {"linear": 12, "layer_norm": 6, "sdpa": 2, "quick_gelu": 2},
+    "whisper": {"linear": 33, "layer_norm": 12, "sdpa": 6, "gelu": 6},
+    "bart": {"linear": 33, "layer_norm": 12, "sdpa": 6, "gelu": 4},
+}
+BROKEN = ("opt", "bart", "whisper")  # captured in pieces where layers are dropped at random
+WRITTEN = {torch.rsqrt, torch.softmax, torch.erf, torch.bmm, torch.addmm, F.layer_norm, "softmax"}
+
+
+def check(captured: Captured) -> None:
+    """The canonical graph, and the captured one as canonicalize() leaves it, compute what was captured."""
+    expected = [run(captured.module, call) for call in captured.calls]
+    module = executable(captured, canonicalize(captured.module.graph))
+    captured.module.recompile()
+    for call, wanted in zip(captured.calls, expected, strict=True):
+        assert error(run(module, call), wanted) <= BOUND
+        assert error(run(captured.module, call), wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("case", ALL.values(), ids=ALL.keys())
+def test_computes_what_was_captured_and_finds_the_ops(case: Case) -> None:
+    """In training at fixed sizes, without a mask; in evaluation at symbolic sizes, with one."""
+    model = zero_dropout(case.build())
+    for train, dynamic, padded in ((True, None, False), (False, True, case.padded_inputs is not None)):
+        samples = [case.sample(seed=seed, padded=padded) for seed in (0, 1)]
+        graphs = capture(model.train(train), *samples, dynamic=dynamic)
+        for captured in graphs:
+            check(captured)
+        if not train or case.name not in BROKEN:
+            (graph,) = (canonicalize(captured.module.graph) for captured in graphs)
+            hides = _FINITE_FILL if padded and case.name == "quickstart" else {}
+            assert op_counts(graph) == FOUND[case.name] | hides
+            if case.name not in ("torch_mha_bare", "mixtral"):  # mixtral's router has a softmax of its own
+                assert not targets(graph) & WRITTEN
+
+
+@pytest.mark.parametrize(
+    ("name", "dropouts"), {"gpt2": 5, "t5": 18, "bert": 5, "torch_encoder_pre": 6}.items()
+)
+def test_dropout_is_an_op(name: str, dropouts: int) -> None:
+    (captured,) = capture(ALL[name].build(), ALL[name].sample())
+    counts = op_counts(canonicalize(captured.module.graph))
+    assert counts == FOUND[name] | {"dropout": dropouts}
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart_mask", "nanogpt_manual", "llama", "gemma2", "t5", "llama_eager"]
+)
+def test_finds_the_same_in_bf16(name: str) -> None:
+    case = ALL[name]
+    sample = {k: v.bfloat16() if v.is_floating_point() else v for k, v in case.sample().items()}
+    (captured,) = capture(zero_dropout(case.build()).bfloat16(), sample)
+    expected = run(captured.module, captured.calls[0])
+    graph = canonicalize(captured.module.graph)
+    assert op_counts(graph) == FOUND[name]
+    assert error(run(executable(captured, graph), captured.calls[0]), expected) < 0.03
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart_mask", "nanogpt_manual", "gpt2", "llama_eager", "bloom", "t5", "torch_mha_bare"]
+)
+def test_asking_leaves_no_guard(name: str) -> None:
+    sample = ALL[name].sample(padded=name == "torch_mha_bare")
+    (captured,) = capture(ALL[name].build(), sample, dynamic=True)
+    sizes = [value(node) for node in captured.module.graph.nodes if isinstance(value(node), torch.SymInt)]
+    shapes = sizes[0].node.shape_env
+    before = len(shapes.guards), len(shapes.deferred_runtime_asserts), len(shapes.replacements)
+    canonicalize(captured.module.graph)
+    assert (len(shapes.guards), len(shapes.deferred_runtime_asserts), len(shapes.replacements)) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "quickstart_mask", "gpt2", "torch_mha"])
+def test_nodes_know_where_they_come_from(name: str) -> None:
+    (captured,) = capture(ALL[name].build(), ALL[name].sample())
+    graph = canonicalize(captured.module.graph)
+    by_name = {node.name: node for node in captured.module.graph.nodes}
+    for node in graph.nodes:
+        if "origin" in node.meta and is_tensor_node(node):
+            origin = by_name[node.meta["origin"]]
+            assert same_shape(shape_of(node), shape_of(origin))
+            assert dtype_of(node) is dtype_of(origin)
+        if node.target in (ops.linear, ops.layer_norm, ops.rms_norm, ops.sdpa):
+            assert "origin" in node.meta, node
+
+
+def test_ops_belong_to_the_module_that_spelled_them() -> None:
+    (captured,) = capture(ALL["llama"].build(), ALL["llama"].sample())
+    graph = canonicalize(captured.module.graph)
+    paths = {op: [n.meta["path"] for n in graph.nodes if n.target is op] for op in targets(graph)}
+    assert paths[ops.rms_norm][0] == "model.layers.0.input_layernorm"
+    assert sorted(paths[ops.linear])[1] == "model.layers.0.mlp.down_proj"
+    assert paths[ops.sdpa] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+
+
+@pytest.mark.parametrize("name", ["quickstart_mask", "llama_eager", "gpt2", "falcon", "nanogpt_flash"])
+def test_is_done_after_once(name: str) -> None:
+    (captured,) = capture(ALL[name].build(), ALL[name].sample())
+    once = canonicalize(captured.module.graph)
+    assert str(canonicalize(once)) == str(once)
+
+
+# Multi-head attention, which dynamo captures as one call
+
+X, Y = torch.randn(5, 7, 32), torch.randn(5, 9, 32)
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
+PADDING = torch.zeros(5, 7, dtype=torch.bool).index_fill(1, torch.tensor([6]), True)
+KEPT = {"need_weights": True, "average_attn_weights": False}
+PLAIN = {"need_weights": False}
+PADDED = {"attn_mask": CAUSAL < 0, "key_padding_mask": PADDING}
+_SELF, _CROSS, _BIASED = (X, X, X), (X, Y, Y), torch.randn(20, 7, 9)
+ATTENTIONS = {
+    "self": (_SELF, PLAIN, {}, {"linear": 2, "sdpa": 1}),
+    "causal": (_SELF, PLAIN | {"attn_mask": CAUSAL, "is_causal": True}, {}, {"linear": 2, "sdpa": 1}),
+    "padded": (_SELF, PLAIN | PADDED, {}, {"linear": 2, "sdpa": 1}),
+    "cross": (_CROSS, PLAIN, {"bias": False}, {"linear": 3, "sdpa": 1}),
+    "a mask for each head": (_CROSS, PLAIN | {"attn_mask": _BIASED}, {}, {"linear": 3, "sdpa": 1}),
+    "three inputs": ((X, Y, Y + 1), PLAIN, {}, {"linear": 4, "sdpa": 1}),
+    "widths": ((X, Y[..., :16], Y[..., :24]), PLAIN, {"kdim": 16, "vdim": 24}, {"linear": 4, "sdpa": 1}),
+    "weights": (_SELF, PADDED, {}, {"linear": 2, "dropout": 1}),
+    "weights of heads": (_CROSS, KEPT | {"attn_mask": _BIASED}, {}, {"linear": 3, "dropout": 1}),
+    "added keys": (_SELF, PLAIN, {"add_bias_kv": True}, {}),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["fixed", "symbolic"])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_multi_head_attention_is_inlined_bitwise(name: str, dynamic: bool | None) -> None:
+    inputs, masks, settings, found = ATTENTIONS[name]
+    attention = nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True, **settings)
+    (captured,) = capture(_Wrapped(attention, masks), inputs, dynamic=dynamic)
+    before = _outputs(captured.module, captured.calls[0])
+    graph = canonicalize(captured.module.graph)
+    assert op_counts(graph) == found
+    captured.module.recompile()
+    assert all(map(torch.equal, _outputs(captured.module, captured.calls[0]), before))
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, attention: nn.Module, masks: dict):
+        super().__init__()
+        self.attention, self.masks = attention, masks
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple:
+        return self.attention(query, key, value, **self.masks)
+
+
+def _outputs(module: nn.Module, args: tuple) -> list[Tensor]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return [output for output in module(*args) if output is not None]

@@ -1,0 +1,103 @@
+"""Inputs that are invented: what they are, which are tried, and what an error says of them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_transform
+from te_transform import InputError, TraceError
+from te_transform.graph.inputs import Inputs, as_inputs
+from tests.zoo import CASES
+
+
+class Reads(nn.Module):
+    """A linear that is made first, an embedding, and a forward that says which of them reads its argument."""
+
+    def __init__(self, takes: str):
+        super().__init__()
+        self.head, self.embedding, self.takes = nn.Linear(8, 5), nn.Embedding(5, 8), takes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.takes == "ids":
+            return self.head(self.embedding(x))
+        if self.takes == "floats":
+            return self.head(x) + self.embedding.weight.sum()
+        raise ValueError("neither, thank you\nreally")
+
+
+@pytest.mark.parametrize(("takes", "shape"), [("floats", (2, 8, 8)), ("ids", (2, 8))])
+def test_token_ids_are_tried_where_floats_fail(takes: str, shape: tuple[int, ...]) -> None:
+    model = Reads(takes)
+    (inputs,) = as_inputs(model, None)
+    (given,) = inputs.args
+    assert given.shape == shape
+    assert given.is_floating_point() is (takes == "floats")
+    assert inputs.invented
+    converted = te_transform.convert(model)
+    assert te_transform.verify(model, converted)
+
+
+def test_an_error_says_all_that_was_invented_and_what_it_raised() -> None:
+    with pytest.raises(InputError) as raised:
+        te_transform.convert(Reads("nothing"))
+    assert str(raised.value) == (
+        "no example inputs were given, and Reads failed on all that were invented for it, on float32[2, 8, 8] "
+        "it raised ValueError: neither, thank you, and on int64[2, 8] it raised ValueError: neither, thank you: "
+        "pass example_inputs=(tensor, ...) or example_inputs={'name': tensor, ...}"
+    )
+
+
+class Squares(nn.Module):
+    """Takes what no linear says: as many rows as columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[-1] == x.shape[-2], "squares, please"
+        return self.linear(self.norm(x))
+
+
+def test_an_error_on_invented_inputs_says_that_they_were() -> None:
+    with pytest.raises(TraceError) as raised:
+        te_transform.convert(Squares())
+    assert str(raised.value).startswith(
+        "no example inputs were given, and Squares failed on those that were invented for it "
+        "(float32[2, 8, 7]): AssertionError: squares, please"
+    )
+    assert "pass example_inputs=(tensor, ...)" in str(raised.value)
+    with pytest.raises(TraceError, match=r"^Squares failed on the example inputs \(float32\[2, 8, 7\]\)"):
+        te_transform.convert(Squares(), torch.randn(2, 8, 7))
+
+
+def test_two_arguments_are_asked_for() -> None:
+    class Two(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x + y)
+
+    with pytest.raises(InputError, match=r"none can be invented for Two \(its forward takes x, y\): pass"):
+        as_inputs(Two(4, 4), None)
+
+
+@pytest.mark.parametrize("name", ["nanogpt_flash", "llama", "vit", "t5"])
+def test_the_models_run_on_what_is_invented_for_them(name: str) -> None:
+    model = CASES[name].build()
+    (inputs,) = as_inputs(model, None)
+    model(*inputs.args, **inputs.kwargs)
+
+
+def test_nothing_is_drawn_and_nothing_is_left() -> None:
+    model, before = Reads("ids"), torch.get_rng_state()
+    first, again = as_inputs(model, None)[0], as_inputs(model, None)[0]
+    assert torch.equal(first.args[0], again.args[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_clone_shares_what_was_one_and_nothing_with_the_original() -> None:
+    x = torch.ones(2)
+    args, kwargs = Inputs((x, [x]), {"y": x, "cache": {}}).clone()
+    assert args[0] is args[1][0] is kwargs["y"]
+    args[0].zero_()
+    kwargs["cache"]["k"] = 1
+    assert torch.equal(x, torch.ones(2))
