@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from te_transform.autocast import precisions
-from te_transform.emit import hold
-from te_transform.originals import fusions, holders, original_parameters
-from te_transform.slots import Fusion
-from te_transform.weights import is_quantised
+from te_transform.backends.joined import is_stored, state_of
+from te_transform.backends.limits import on_kernels_device
+from te_transform.backends.quantized import exact, is_quantized, quantize
+from te_transform.backends.running import forget_weights
 
 
 class QuantizationError(ValueError):
@@ -21,7 +21,7 @@ class QuantizationError(ValueError):
 
 @dataclass(frozen=True)
 class Quantized:
-    """The original names of the weights that are held in FP8 alone, and of the others, with the reasons."""
+    """The names of the weights that are held in FP8 alone, and of the others, with the reasons."""
 
     names: tuple[str, ...]
     left_out: dict[str, str]
@@ -32,71 +32,116 @@ def quantize_weights(model: nn.Module) -> Quantized:
 
         te_transform.quantize_weights(converted.eval().requires_grad_(False))
 
-    TE's tensors take their place, as in its quantized_model_init. What they were before is gone: state dicts,
-    revert() and calls in plain PyTorch have the dequantised values, in the dtype and under the names that the
-    weights had; load_state_dict() quantises what it loads, a joined weight once for each part. A product
-    whose input needs a gradient keeps the transpose too, from its first backward on: two bytes a number.
+    Parameters that hold them so take their place in the modules. What they were before is gone: state dicts,
+    revert() and calls in plain PyTorch have the rounded values, in the dtype and under the names that the weights
+    had; load_state_dict() quantizes what it loads, a joined weight once for each part. A product whose input needs
+    a gradient keeps the transpose too, from its first backward on: two bytes a number.
 
     Args:
-        model: what te_transform.convert(recipe=...) returned, on a GPU, or something that contains it.
+        model: what te_transform.convert(recipe=...) returned, on a GPU, or something that contains it. Products
+            are known by what has run: where the model is a copy, call it once before.
 
     Returns:
         Which weights are in FP8 now, and why the others are not.
 
     Raises:
-        QuantizationError: nothing in `model` runs in FP8, or this release of TE is too old.
+        QuantizationError: nothing in `model` has run in FP8.
     """
-    inside = precisions(model).values()
-    recipes = {fused: precision.recipe for precision in inside for fused in precision.modules}
-    if not recipes:
-        raise QuantizationError(
-            f"nothing in this {type(model).__name__} runs in FP8, te_transform.convert(model, recipe=...) "
-            "returns a model in which something does"
-        )
-    from te_transform.backends import te
-
-    if not te.HOLDS_FP8:
-        raise QuantizationError(
-            "this release of Transformer Engine has modules whose weights cannot be quantized afterwards, "
-            "a later one is needed: 2.20 is known to do"
-        )
-    held = holders(model)
     reasons: dict[int, str] = {}
-    for fusion, target in _weights(model):
-        weight = getattr(fusion.fused, target)
-        why = _reason(weight, fusion, recipes, held)
+    holders = Counter(id(parameter) for _, _, parameter in _places(model))
+    groups = list(_groups(model))
+    if not groups:
+        raise QuantizationError(
+            f"no product of this {type(model).__name__} has run in FP8, a call of what "
+            "te_transform.convert(model, recipe=...) returns shows which do"
+        )
+    for group, scales_by_blocks in groups:
+        whys = [_reason(parameter, scales_by_blocks, holders) for parameter in group]
+        why = next((why for why in whys if why is not None), None)
         if why is None:
-            hold(fusion, target, te.quantised(fusion.fused, target, recipes[fusion.fused]))
+            _hold(model, group)
         else:
-            reasons[id(weight)] = why
-    for precision in inside:
-        precision.forget()  # casts of what is in FP8 itself now
-    originals = {name: original.held for name, original in original_parameters(model).items()}
-    names = tuple(name for name, weight in originals.items() if is_quantised(weight))
-    rest = {name: weight for name, weight in originals.items() if not is_quantised(weight)}
-    left_out = {name: reasons.get(id(weight), "no fused product reads it") for name, weight in rest.items()}
+            reasons |= {id(parameter): own or f"it is joined with a weight that stays: {why}"
+                        for parameter, own in zip(group, whys, strict=True)}  # fmt: skip
+    forget_weights(model.parameters())  # casts of what is in FP8 itself now
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = tuple(name for name, parameter in named.items() if is_quantized(parameter))
+    left_out = {name: reasons.get(id(p), _unread(p)) for name, p in named.items() if not is_quantized(p)}
     return Quantized(names, left_out)
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[Fusion, str]]:
-    """Each fused weight that is not in FP8 yet."""
-    for fusion in fusions(model):
-        for name in getattr(fusion.fused, "weight_names", ()):
-            if not is_quantised(getattr(fusion.fused, name)):
-                yield fusion, name
+def dequantize_weights(model: nn.Module) -> None:
+    """Let plain parameters take the place of those that are held in FP8 alone, with their values."""
+    made: dict[int, nn.Parameter] = {}
+    for module, name, parameter in list(_places(model)):
+        if is_quantized(parameter):
+            plain = made.setdefault(
+                id(parameter), nn.Parameter(exact(parameter), requires_grad=parameter.requires_grad)
+            )
+            module._parameters[name] = plain
+    for module in model.modules():
+        for key, hook in list(module._state_dict_hooks.items()):
+            if hook is _save_exact:
+                del module._state_dict_hooks[key]
 
 
-def _reason(weight: Tensor, fusion: Fusion, recipes: dict, held: Counter[int]) -> str | None:
-    if fusion.fused not in recipes:
-        return "its product does not run in FP8, the report of the conversion says why"
-    if weight.requires_grad:
+def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], bool]]:
+    """The weights of each product that has run in FP8, several where they are joined, and whether its recipe
+    scales them by blocks."""
+    seen: set[int] = set()
+    for parameter in list(model.parameters()):
+        for kernel in list(state_of(parameter).kernels.values()):
+            for weight in kernel.weights if kernel.ran_in_recipe else ():
+                group = tuple(reference() for reference in weight)
+                if None not in group and not any(id(p) in seen or is_quantized(p) for p in group):
+                    seen |= set(map(id, group))
+                    yield group, kernel.scales_by_blocks
+
+
+def _reason(parameter: Tensor, scales_by_blocks: bool, holders: Counter[int]) -> str | None:
+    if parameter.requires_grad:
         return "it is trained, an optimizer needs it as it is: requires_grad_(False) freezes it"
-    if not _on_gpu(weight):
+    if not on_kernels_device(parameter):
         return "it is not on the GPU, TE has no kernel for it there: move the model first"
-    if held[id(weight)] > 1:
+    if holders[id(parameter)] > 1:
         return "another module has it too, which would keep it as it is: untie it"
+    if not is_stored(parameter) or not holders[id(parameter)]:
+        return "it is no parameter of the model as it is stored"
+    if scales_by_blocks:
+        return "its recipe has a scale for each block, weights are held with one scale: use 'fp8-current'"
     return None
 
 
-def _on_gpu(weight: Tensor) -> bool:
-    return weight.is_cuda
+def _unread(parameter: Tensor) -> str:
+    state = state_of(parameter)
+    if state.kernels or state.in_fp8 is False:
+        return "its product does not run in FP8, the report of the conversion says why"
+    return "no fused product reads it"
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter
+
+
+def _hold(model: nn.Module, group: Iterable[nn.Parameter]) -> None:
+    """Let parameters that hold the weights in FP8 take the place of these."""
+    group = list(group)
+    made = dict(zip(map(id, group), quantize(group), strict=True))
+    for module, name, parameter in list(_places(model)):
+        held = made.get(id(parameter))
+        if held is not None:
+            state = state_of(parameter)
+            state.group = None
+            held._te_transform = state  # its kernels go on
+            module._parameters[name] = held
+            if _save_exact not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(_save_exact)
+
+
+def _save_exact(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in module._parameters:
+        if prefix + name in state:
+            state[prefix + name] = exact(state[prefix + name])

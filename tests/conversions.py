@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -25,8 +25,15 @@ EVERYWHERE = 1e-5  # how far a converted model may be off in fp32, relative to t
 
 
 def each(names: Iterable[str]) -> pytest.MarkDecorator:
-    """A test's `name` is each of `names`; those of one model run in one process, which converts it once."""
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in names])
+    """A test's `name` is each of `names`; those of one model run in one process, one after the other."""
+    cases = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+    return pytest.mark.parametrize("name", cases, scope="module")
+
+
+@lru_cache(maxsize=1)
+def _begin(name: str) -> None:
+    """Forget the captures of other models: they count toward dynamo's limits for a forward that many share."""
+    torch._dynamo.reset()
 
 
 @dataclass(frozen=True)
@@ -49,25 +56,40 @@ class Pair:
         return te_transform.report(self.converted)
 
 
-@cache
 def as_built(name: str) -> Pair:
     """As a user has it: with the model's own dropouts, verified, the original kept."""
+    _begin(name)
+    return _as_built(name)
+
+
+@cache
+def _as_built(name: str) -> Pair:
     model = ALL[name].build()
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample()))
 
 
-@cache
 def undropped(name: str) -> Pair:
     """Built without dropout, so that train mode can be compared; another model only where the case drops."""
+    _begin(name)
+    return _undropped(name)
+
+
+@cache
+def _undropped(name: str) -> Pair:
     if not drops(name):
         return as_built(name)
     model = zero_dropout(ALL[name].build())
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample(), verify=False))
 
 
-@cache
 def in_bf16(name: str) -> Pair:
     """As built, in bf16, converted in place."""
+    _begin(name)
+    return _in_bf16(name)
+
+
+@cache
+def _in_bf16(name: str) -> Pair:
     original, model = ALL[name].build().bfloat16(), ALL[name].build().bfloat16()
     sample = cast(ALL[name].sample(), torch.bfloat16)
     converted = te_transform.convert(model, sample, inplace=True)
@@ -84,14 +106,15 @@ def drops(name: str) -> bool:
 
 
 def run(model: nn.Module, inputs: Inputs, training: bool = False, seed: int = 0) -> list[Tensor]:
+    """The outputs of a call in training, or without gradients in evaluation."""
     torch.manual_seed(seed)
-    with torch.no_grad():
-        return list(tensors(model.train(training)(**inputs)))
+    with torch.set_grad_enabled(training):
+        return [tensor.detach() for tensor in tensors(model.train(training)(**inputs))]
 
 
 @contextmanager
 def calls(model: nn.Module) -> Iterator[Counter[str]]:
-    """What the sites of a converted model that run meanwhile stand for: how many linears, how many attentions."""
+    """How many linears and attentions the sites of a converted model that run meanwhile stand for."""
     found: Counter[str] = Counter()
 
     def count(graph: CapturedGraph, arguments: Any) -> None:

@@ -108,6 +108,33 @@ def rounded(x: Tensor, scale: Tensor | None = None) -> Tensor:
     return ((wide * scale).clamp(-E4M3, E4M3).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
+class Quantizer:
+    """What TE has for a weight."""
+
+    dtype = "E4M3"
+    internal = True
+
+    def copy(self) -> Quantizer:
+        return Quantizer()
+
+    def set_usage(self, rowwise: bool, columnwise: bool) -> None:
+        assert (rowwise, columnwise) == (True, False)
+
+
+class Float8Tensor(Tensor):
+    """Bytes in E4M3 and a scale, as a tensor of their values."""
+
+    @staticmethod
+    def __new__(
+        cls, *, shape: Any, dtype: Any, data: Tensor, fp8_scale_inv: Tensor, fp8_dtype: Any, quantizer: Any
+    ) -> Float8Tensor:
+        assert (data.shape, data.dtype, fp8_scale_inv.shape) == (shape, torch.uint8, (1,))
+        values = (data.view(torch.float8_e4m3fn).float() * fp8_scale_inv).to(dtype)
+        return values.as_subclass(cls)
+
+    def __init__(self, **_: Any): ...
+
+
 class Base(nn.Module):
     """What TE's modules have in common."""
 
@@ -117,6 +144,7 @@ class Base(nn.Module):
     def __init__(self, *sizes: int, bias: bool = True, params_dtype: torch.dtype, device: str, **options: Any):
         super().__init__()
         assert device == "meta"
+        self.sizes, self.given = sizes, {"bias": bias, "params_dtype": params_dtype, "device": device, **options}
         self.use_bias, self.dtype, self.options = bias, params_dtype, options
         self.fuse_wgrad_accumulation, self.fp8_meta, self._fp8_workspaces = False, {}, {}
         for name in self.names:
@@ -161,7 +189,13 @@ class Base(nn.Module):
         state = self.fp8_meta["scaling_fwd"]
         return rounded(x) if state is None else state.rounded(x, index)
 
+    def _get_weight_quantizers(self) -> list[Quantizer]:
+        return [Quantizer() for _ in self.weight_names]
+
     def weight_in_fp8(self, number: int, weight: Tensor, keeps: bool) -> Tensor:
+        if isinstance(weight, Float8Tensor):
+            assert self.primary_weights_in_fp8
+            return weight.as_subclass(Tensor)
         if keeps and number in self._fp8_workspaces:
             return self._fp8_workspaces[number]
         Base.quantized += 1
@@ -307,6 +341,8 @@ def modules() -> dict[str, ModuleType]:
         ".pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
         ".pytorch.module": {},
         ".pytorch.module.layernorm_mlp": {"_act_func": _act_func},
+        ".pytorch.tensor": {},
+        ".pytorch.tensor.float8_tensor": {"Float8Tensor": Float8Tensor},
         ".pytorch.quantization": {"FP8GlobalStateManager": FP8GlobalStateManager},
     }
     made = {}

@@ -1,4 +1,4 @@
-"""A Llama of transformers as its users treat it: caches, masks, losses, replaced functions, adapters, files."""
+"""A Llama of transformers as its users treat it: caches, masks, losses, functions replaced, adapters, files."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
-import te_transform
 from tests.attacks import Act, Pair, assert_same
 from tests.zoo import seeded
 
@@ -30,11 +29,8 @@ def llama(**settings: Any) -> nn.Module:
 
 
 def pair_of(**settings: Any) -> Pair:
-    torch._dynamo.reset()
-    model = llama(**settings)
-    converted = te_transform.convert(model, {"input_ids": IDS}, verify=False)
-    te_transform.report(converted).expect(merge_siblings=LAYERS, layernorm_mlp=LAYERS)
-    return Pair(model, converted, IDS)
+    pair = Pair.of(llama(**settings), {"input_ids": IDS}, rules=LAYERS * "merge_siblings ")
+    return Pair(*pair.models, IDS)
 
 
 @cache

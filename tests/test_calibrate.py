@@ -1,9 +1,6 @@
-"""The first scales of delayed scaling are made of what goes through the original modules' products."""
+"""The first scales of delayed scaling are made of what goes through a converted model's products."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,253 +8,132 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
-from te_transform import calibrate
-from te_transform.autocast import Amax, AutocastSlot
-from te_transform.backends import torch as plain
-from te_transform.emit import Emitted
-from te_transform.inputs import Inputs
-from te_transform.precision import PrecisionPlan
+from te_transform.backends.joined import state_of
+from te_transform.backends.scales import Amax
+from te_transform.graph.inputs import Inputs
+from te_transform.runtime.calibrate import calibrate, loss_of
+from te_transform.runtime.products import Products
 from tests import stand_in
 from tests.bitwise import untouched
-from tests.conversions import ALL
-from tests.stand_in import Te
-from tests.zoo import LAYERS, zero_dropout
+
+te = stand_in.te  # a fixture
+pytestmark = pytest.mark.usefixtures("te")
+WIDTH = 32
 
 
-@pytest.fixture(autouse=True)
-def te(monkeypatch: pytest.MonkeyPatch) -> Te:
-    te = stand_in.install(monkeypatch)
-    for kind in (plain.Linear, plain.LayerNormLinear, plain.LayerNormMLP):
-        weights = ("fc1_weight", "fc2_weight") if kind is plain.LayerNormMLP else ("weight",)
-        monkeypatch.setattr(kind, "weight_names", weights, raising=False)
-    return te
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.q, self.k = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16)
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.norm2, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
+        """Two linears that read a norm, and an MLP; a loss where there is a target."""
+        y = self.norm(x)
+        x = x + torch.cat([self.q(y), self.k(y)], -1)
+        out = x + self.fc2(torch.relu(self.fc1(self.norm2(x))))
+        if target is None:
+            return {"out": self.drop(out)}
+        return {"out": out, "loss": (out - target).float().square().mean()}
 
 
-@dataclass
-class Seen:
-    """The largest absolute values around one linear of the original model."""
-
-    input: float = 0.0
-    grad: float = 0.0
-    weight: float = 0.0
+def net(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Net().to(torch.bfloat16)
 
 
-@dataclass
-class Both:
-    """A model, and what was made of it with which sites."""
-
-    original: nn.Module
-    converted: nn.Module
-    sites: list[Emitted] = field(default_factory=list)
-
-    def seen(self, *samples: dict[str, Tensor]) -> dict[str, list[Amax]]:
-        """By the path of the module that hosts the fused one."""
-        found = calibrate._seen(self.converted, self.sites, [Inputs((), sample) for sample in samples])
-        return {calibrate.place(site.fusion): products for site, products in found.items()}
+def sample(seed: int = 0, scale: float = 1.0, target: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, wanted = (torch.randn(2, 16, WIDTH, generator=generator).to(torch.bfloat16) for _ in range(2))
+    return {"x": x * scale, "target": wanted} if target else {"x": x * scale}
 
 
-def both(model: nn.Module, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Both:
-    made: list[Emitted] = []
-    emit = te_transform.convert.__globals__["emit"]
-
-    def noting(model: nn.Module, site: Any, emitted: list[Emitted]) -> None:
-        emit(model, site, emitted)
-        made[:] = emitted
-
-    monkeypatch.setitem(te_transform.convert.__globals__, "emit", noting)
-    converted = te_transform.convert(model, inputs, verify=False)
-    return Both(model, converted, [site for site in made if hasattr(site.fusion.fused, "weight_names")])
+def converted(model: nn.Module | None = None) -> nn.Module:
+    return te_transform.convert(
+        net() if model is None else model, sample(), backend="te", recipe="fp8-delayed", verify=False
+    )
 
 
-def model_and_inputs(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    inputs = ALL[name].sample()
-    labels = {} if "labels" in inputs or not ALL[name].hf else {"labels": inputs["input_ids"]}
-    return zero_dropout(ALL[name].build()), inputs | labels
+def seen(model: nn.Module) -> dict[str, list[Amax]]:
+    """What each kernel has seen, by the name of its first parameter."""
+    names = {name: state_of(parameter).kernels.values() for name, parameter in model.named_parameters()}
+    return {name: kernel.seen.products for name, kernels in names.items() for kernel in kernels}
 
 
-def around(model: nn.Module, *samples: dict[str, Tensor]) -> dict[str, Seen]:
-    """What goes through each module that has a matrix, by its path."""
-    found: dict[str, Seen] = {}
+def numbers(product: Amax) -> list[float]:
+    return [x.item() for x in (product.input, product.weight, product.grad)]
 
-    def watch(seen: Seen) -> Callable:
-        def hook(module: nn.Module, args: tuple, out: Tensor) -> None:
-            seen.input = max(seen.input, args[0].abs().max().item())
-            seen.weight = module.weight.abs().max().item()
-            out.register_hook(lambda grad: setattr(seen, "grad", max(seen.grad, grad.abs().max().item())))
 
-        return hook
+def around(model: nn.Module, *samples: dict[str, Tensor]) -> dict[str, list[float]]:
+    """The largest absolute values around each linear of the original."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, list[float]] = {}
 
-    with contextlib.ExitStack() as stack:
-        for path, module in model.named_modules():
-            if getattr(getattr(module, "weight", None), "ndim", 0) == 2 and not isinstance(
-                module, nn.Embedding
-            ):
-                found[path] = Seen()
-                stack.callback(module.register_forward_hook(watch(found[path])).remove)
-        for sample in samples:
-            model.train()(**sample).loss.backward()
+    def note(parameter: Tensor, transposed: bool, x: Tensor, weight: Tensor, bias: Any, compute: Any) -> Tensor:
+        largest, out = found.setdefault(names[id(parameter)], [0.0] * 3), compute()
+        largest[0], largest[1] = max(largest[0], x.abs().max().item()), weight.abs().max().item()
+        out.register_hook(lambda grad: largest.__setitem__(2, max(largest[2], grad.abs().max().item())))
+        return out
+
+    with Products(model.parameters(), note):
+        for one in samples:
+            model.train()(**one)["loss"].backward()
     model.zero_grad()
     return found
 
 
-def joined(seen: dict[str, Seen], *paths: str) -> tuple[float, float, float]:
-    parts = [seen[path] for path in paths]
-    return max(p.input for p in parts), max(p.weight for p in parts), max(p.grad for p in parts)
+def test_scales_are_those_of_the_original_modules() -> None:
+    model, other = net(), sample(seed=1, scale=3)
+    fused, samples = converted(model), (sample(), other)
+    calibrate(fused, [Inputs((), one) for one in samples])
+    found, wanted = seen(fused), around(model, *samples)
+    joined = [max(pair) for pair in zip(wanted["q.weight"], wanted["k.weight"], strict=True)]
+    assert numbers(found["q.weight"][0]) == pytest.approx(joined, rel=1e-2)
+    for product, name in zip(found["fc1.weight"], ("fc1.weight", "fc2.weight"), strict=True):
+        assert numbers(product) == pytest.approx(wanted[name], rel=2e-2)
+    assert found.keys() == {"q.weight", "fc1.weight"}
 
 
-def numbers(product: Amax) -> tuple[float, float, float]:
-    return product.input.item(), product.weight.item(), product.grad.item()
+def test_training_is_in_fp8_from_its_first_step_on(te: ModuleType) -> None:
+    fused = converted()
+    calibrate(fused, [Inputs((), sample())])
+    before = stand_in.Base.quantized
+    fused.train()(**sample())["loss"].backward()
+    assert stand_in.Base.quantized > before
+    for parameter in (fused.q.weight, fused.fc1.weight):
+        (kernel,) = state_of(parameter).kernels.values()
+        assert kernel.in_fp8
 
 
-MERGED = {
-    "model.layers.{}.self_attn.q_proj": [
-        [f"model.layers.{{}}.self_attn.{name}_proj" for name in ("q", "k", "v")],
-    ],
-    "model.layers.{}.self_attn.o_proj": [["model.layers.{}.self_attn.o_proj"]],
-    "model.layers.{}.mlp": [
-        ["model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"],
-        ["model.layers.{}.mlp.down_proj"],
-    ],
-}
-WHOLE = {
-    "transformer.h.{}.attn.c_attn": [["transformer.h.{}.attn.c_attn"]],
-    "transformer.h.{}.attn.c_proj": [["transformer.h.{}.attn.c_proj"]],
-    "transformer.h.{}.mlp": [["transformer.h.{}.mlp.c_fc"], ["transformer.h.{}.mlp.c_proj"]],
-}
+def test_gradients_are_seen_only_where_there_is_a_loss() -> None:
+    fused = converted()
+    calibrate(fused, [Inputs((), sample(target=False))])
+    products = [product for held in seen(fused).values() for product in held]
+    assert products
+    assert all(product.input is not None and product.grad is None for product in products)
 
 
-@pytest.mark.parametrize(("name", "places"), [("llama", MERGED), ("qwen2", MERGED), ("gpt2", WHOLE)])
-def test_amaxes_are_those_of_the_original_modules(
-    name: str, places: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, inputs = model_and_inputs(name)
-    found = both(model, inputs, monkeypatch).seen(inputs)
-    expected = around(model, inputs)
-    checked = 0
-    for layer in range(LAYERS):
-        for place, products in places.items():
-            wanted = [joined(expected, *(path.format(layer) for path in paths)) for paths in products]
-            assert [numbers(p) for p in found[place.format(layer)]] == [
-                pytest.approx(w, rel=1e-4) for w in wanted
-            ]
-            checked += 1
-    assert len(found) == checked + 1  # and the head, whose weight is the embedding's in GPT-2
-    assert numbers(*found["lm_head"]) == pytest.approx(joined(expected, "lm_head"), rel=1e-4)
-
-
-def test_the_largest_of_all_samples_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = model_and_inputs("llama")
-    other = ALL["llama"].sample(batch=1, seq=5, seed=1)
-    samples = inputs, other | {"labels": other["input_ids"]}
-    found = both(model, inputs, monkeypatch).seen(*samples)
-    wanted = joined(around(model, *samples), "model.layers.1.self_attn.o_proj")
-    assert numbers(*found["model.layers.1.self_attn.o_proj"]) == pytest.approx(wanted, rel=1e-4)
-    parts = [joined(around(model, sample), "model.layers.1.self_attn.o_proj") for sample in samples]
-    assert wanted[0] == max(part[0] for part in parts)
-    assert wanted[2] == max(part[2] for part in parts)
-
-
-def test_gradients_are_seen_only_where_there_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = model_and_inputs("llama")
-    pair = both(model, inputs, monkeypatch)
-    with_loss, without = pair.seen(inputs), pair.seen(ALL["llama"].sample())
-    assert all(p.grad is not None and p.grad > 0 for products in with_loss.values() for p in products)
-    assert all(p.grad is None for products in without.values() for p in products)
-    for place, products in without.items():
-        for product, other in zip(products, with_loss[place], strict=True):
-            assert product.input == other.input
-            assert product.weight == other.weight
-
-
-def test_a_frozen_model_has_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = model_and_inputs("llama")
-    found = both(model.requires_grad_(False), inputs, monkeypatch).seen(inputs)
-    assert len(found) == 3 * LAYERS + 1
-    assert all(p.grad is None for products in found.values() for p in products)
+def test_a_frozen_model_needs_none() -> None:
+    fused = converted(net().requires_grad_(False))
+    calibrate(fused, [Inputs((), sample())])
+    assert all(product.grad is None for held in seen(fused).values() for product in held)
+    assert seen(fused)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_nothing_of_the_model_is_changed(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = model_and_inputs("llama")
-    pair = both(model.train(training), inputs, monkeypatch)
-    pair.converted.model.norm.weight.grad = torch.ones_like(pair.converted.model.norm.weight)
-    runs = [site.fusion.runs for site in pair.sites]
-    with untouched(pair.converted):
-        assert pair.seen(inputs)
-    assert [site.fusion.runs for site in pair.sites] == runs
-    assert all(site.fusion.enabled for site in pair.sites)
+def test_nothing_of_the_model_is_changed(training: bool) -> None:
+    fused = converted().train(training)
+    fused.norm.weight.grad = torch.ones_like(fused.norm.weight)
+    with untouched(fused):
+        calibrate(fused, [Inputs((), sample())])
+    assert fused.training == training
 
 
-def test_nothing_of_the_model_is_changed_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = model_and_inputs("llama")
-    pair = both(model, inputs, monkeypatch)
-    with untouched(pair.converted), pytest.raises(ValueError, match="input_ids"):
-        pair.seen({"wrong": inputs["input_ids"]})
-    assert all(site.fusion.enabled for site in pair.sites)
-
-
-def test_checkpoints_do_not_hide_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = model_and_inputs("llama")
-    pair = both(model, inputs, monkeypatch)
-    expected = pair.seen(inputs)
-    pair.converted.gradient_checkpointing_enable({"use_reentrant": False})
-    for place, products in pair.seen(inputs).items():
-        assert [numbers(p) for p in products] == [numbers(p) for p in expected[place]]
-
-
-class Routed(nn.Module):
-    """Of two experts one gets no token."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        return torch.cat([self.one(x[rows]), self.other(x[~rows])])
-
-
-def test_a_product_that_saw_nothing_has_no_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = torch.tensor([True, False, True])
-    inputs = {"x": torch.randn(3, 16), "rows": rows}
-    pair = both(Routed(), inputs, monkeypatch)
-    assert pair.seen(inputs).keys() == {"one", "other"}
-    assert pair.seen(inputs | {"rows": torch.ones(3, dtype=torch.bool)}).keys() == {"one"}
-    assert not pair.converted.one._forward_hooks
-
-
-def test_the_backend_gets_one_amax_for_each_product(te: Te, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = model_and_inputs("llama")
-    pair = both(model, inputs, monkeypatch)
-    out = PrecisionPlan("delayed", {f"model.layers.{i}.mlp": None for i in range(LAYERS)} | {"lm_head": "no"})
-    expected = pair.seen(inputs)
-    on_gpu = [SimpleNamespace(is_cuda=True)]
-    run = calibrate._seen
-
-    def seen(model: nn.Module, *args: Any) -> Iterator:
-        del model.parameters  # it is on the CPU after all
-        return run(model, *args)
-
-    monkeypatch.setattr(calibrate, "_seen", seen)
-    pair.converted.parameters = lambda: on_gpu
-    calibrate.quantise(pair.converted, pair.sites, out, te, [Inputs((), inputs)])
-    mlps = [layer.mlp.fused for layer in pair.converted.model.layers]
-    assert [(fused, recipe) for fused, recipe, _ in te.calibrated] == [(mlp, "delayed") for mlp in mlps]
-    for index, (_, _, amaxes) in enumerate(te.calibrated):
-        wanted = expected[f"model.layers.{index}.mlp"]
-        assert amaxes == [Amax(p.input, p.weight, p.grad) for p in wanted]
-    assert isinstance(pair.converted, AutocastSlot)
-    assert pair.converted._te_transform_precision.modules == mlps
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_on_the_cpu_and_for_other_recipes_nothing_is_calibrated(
-    te: Te, recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, inputs = model_and_inputs("llama")
-    pair = both(model, inputs, monkeypatch)
-    calibrate.quantise(pair.converted, pair.sites, PrecisionPlan(recipe), te, [Inputs((), inputs)])
-    assert te.calibrated == []
-    assert pair.converted._te_transform_precision.recipe == recipe
+def test_nothing_of_the_model_is_changed_where_it_fails() -> None:
+    fused = converted()
+    with untouched(fused), pytest.raises(TypeError, match="wrong"):
+        calibrate(fused, [Inputs((), {"wrong": sample()["x"]})])
 
 
 @pytest.mark.parametrize(
@@ -268,5 +144,5 @@ def test_the_loss_is_the_one_number_that_has_a_gradient(out: Any) -> None:
     kinds = {"loss": torch.ones((), requires_grad=True), "matrix": torch.ones(2, 2, requires_grad=True)}
     kinds["frozen"] = torch.ones(())
     made = torch.utils._pytree.tree_map(lambda leaf: kinds.get(leaf, leaf), out)
-    assert calibrate._loss(made) is kinds["loss"]
-    assert calibrate._loss({"logits": kinds["matrix"]}) is calibrate._loss(kinds["frozen"]) is None
+    assert loss_of(made) is kinds["loss"]
+    assert loss_of({"logits": kinds["matrix"]}) is loss_of(kinds["frozen"]) is None

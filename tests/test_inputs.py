@@ -41,9 +41,9 @@ def test_an_error_says_all_that_was_invented_and_what_it_raised() -> None:
     with pytest.raises(InputError) as raised:
         te_transform.convert(Reads("nothing"))
     assert str(raised.value) == (
-        "no example inputs were given, and Reads failed on all that were invented for it, on float32[2, 8, 8] "
-        "it raised ValueError: neither, thank you, and on int64[2, 8] it raised ValueError: neither, thank you: "
-        "pass example_inputs=(tensor, ...) or example_inputs={'name': tensor, ...}"
+        "no example inputs were given, and Reads failed on all that were invented for it, on "
+        "float32[2, 8, 8] it raised ValueError: neither, thank you, and on int64[2, 8] it raised ValueError: "
+        "neither, thank you: pass example_inputs=(tensor, ...) or example_inputs={'name': tensor, ...}"
     )
 
 

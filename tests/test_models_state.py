@@ -61,7 +61,8 @@ def test_the_original_stays_as_it_was(name: str) -> None:
 @every_case
 def test_the_parameters_are_the_original_ones(name: str) -> None:
     pair = as_built(name)
-    expected, actual = (dict(m.named_parameters(remove_duplicate=False)) for m in (pair.original, pair.converted))
+    models = (pair.original, pair.converted)
+    expected, actual = (dict(model.named_parameters(remove_duplicate=False)) for model in models)
     assert list(actual) == list(expected)
     assert list(dict(pair.converted.named_modules())) == list(dict(pair.original.named_modules()))
     assert tied_parameters(pair.converted) == tied_parameters(pair.original)

@@ -458,6 +458,10 @@ def test_says_which_blocks_share_a_graph() -> None:
     ]
 
 
+def test_says_that_nothing_was_captured() -> None:
+    assert list(explain_graphs([])) == ["nothing of the forward was captured, it runs as it is"]
+
+
 def test_one_graph_needs_no_words() -> None:
     (graph,) = captured(Block(), torch.zeros(2, 8))
     assert list(explain_graphs([("", graph)])) == []

@@ -1,4 +1,4 @@
-"""Transformer Engine as tests/te_contract has recorded it: what is built for TE fits it, on any machine."""
+"""Transformer Engine as tests/te_contract has recorded it: te.py, and the stand-in that it is tested on, fit it."""
 
 import ast
 import difflib
@@ -6,21 +6,20 @@ import inspect
 import json
 from collections.abc import Iterator
 from inspect import Parameter, Signature
-from itertools import product
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from te_transform import PIPELINE, Rule
-from te_transform.backends import _stand_in, cudnn
-from te_transform.backends import torch as plain
-from te_transform.rule import ask
+from te_transform.backends import Backend, cudnn, plain, planned
+from te_transform.backends.op import FusedOp
+from tests import stand_in
 from tests.te_contract import record
 
+te = stand_in.te  # a fixture
 CONTRACT = json.loads(record.FILE.read_text(encoding="utf-8"))
-TE = record.source("te")
+TE = record.source()
 FORMS = {record.title(name, given): (name, given) for name, given in record.argument_sets()}
 AGAIN = "run `python tests/te_contract/record.py` where TE is installed"
 
@@ -44,19 +43,45 @@ def constructor(name: str) -> Signature:
     return signature(CONTRACT["modules"][name]["__init__"])
 
 
-# The modules
+# What te.py builds
+
+
+def op_of(backend: Any, name: str, given: dict[str, Any]) -> FusedOp:
+    """The op that has a module of this form."""
+    norm = {key: given[key] for key in ("eps", "normalization", "zero_centered_gamma") if key in given}
+    if name != "LayerNormMLP":
+        return getattr(backend, name)(**norm)
+    gated = "first half" if given["activation"] in plain.GATED_ACTIVATIONS.values() else "no"
+    return backend.LayerNormMLP(**norm, activation=given["activation"], gated=gated)
+
+
+def parameters(form: str) -> dict[str, torch.nn.Parameter]:
+    """Those of TE's module, as they were recorded."""
+    found = {}
+    for entry in CONTRACT["parameters"][form].split("], "):
+        name, described = entry.split(" ", 1)
+        dtype, shape = described.rstrip("]").split("[")
+        sizes = [int(size) for size in shape.split(", ")]
+        found[name] = torch.nn.Parameter(torch.randn(sizes).to(getattr(torch, dtype)))
+    return found
 
 
 @each_form
-def test_the_torch_backends_parameters_are_tes(form: str) -> None:
-    module = record.built(plain, *FORMS[form])
-    assert record.tensors(module) == CONTRACT["parameters"][form]
-
-
-@each_form
-def test_the_state_dict_is_tes_but_for_its_extra_state(form: str) -> None:
-    names = list(record.built(plain, *FORMS[form]).state_dict())
-    assert CONTRACT["state_dict"][form].split() == [*names, "_extra_state"]
+def test_modules_are_built_with_arguments_that_te_has_and_get_its_parameters(te: ModuleType, form: str) -> None:
+    name, given = FORMS[form]
+    op, held, kind = op_of(te, name, given), parameters(form), getattr(stand_in, name)
+    tensors = [held.get(parameter) for parameter in kind.names]
+    assert held.keys() <= set(kind.names)
+    with te.autocast(te.recipe_of("fp8-current")):  # a linear by itself is left to PyTorch otherwise
+        x = torch.randn(16, record.IN).to(given["params_dtype"])
+        if given["params_dtype"] is torch.bfloat16:
+            op(x, *tensors)
+    kernel = op._kernel(tensors, op._weights(tensors))
+    assert list(kernel.names) == list(kind.names)
+    made = kernel.module
+    bound = constructor(name).bind(*made.sizes, **made.given).arguments
+    assert bound.pop("device") == "meta"  # the word: TE puts modules on torch.device("meta") into memory
+    assert {key: str(value) for key, value in bound.items()} == {k: str(v) for k, v in given.items()}
 
 
 def test_every_form_is_recorded_and_every_activation_is_one_that_te_has() -> None:
@@ -66,68 +91,64 @@ def test_every_form_is_recorded_and_every_activation_is_one_that_te_has() -> Non
     assert ours <= set(CONTRACT["activations"])  # TE itself looks at the name at the first call only
 
 
-# What the rules build
+@pytest.mark.parametrize("name", record.FUSED)
+def test_the_stand_in_takes_what_te_takes(name: str) -> None:
+    recorded = CONTRACT["modules"][name]["forward"]
+    own = inspect.signature(getattr(stand_in, name).forward).parameters
+    assert {*own} - {"self", "x"} <= {*recorded}
 
 
-def operations(bias: bool, norm: str, gamma: bool, activation: str) -> dict[str, Any]:
-    """Roles as a match has them, for every rule."""
-
-    def linear(outputs: int, inputs: int) -> SimpleNamespace:
-        weight = torch.empty(outputs, inputs, device="meta", dtype=torch.bfloat16)
-        return SimpleNamespace(weight=weight, bias=weight[:, 0] if bias else None)
-
-    return {
-        "linear": linear(48, 32),
-        "linears": (linear(48, 32), linear(16, 32)),
-        "fc1": linear(96, 32) if activation in plain.GATED_ACTIVATIONS else linear(48, 32),
-        "fc2": linear(32, 48),
-        "norm": SimpleNamespace(word=norm, eps=1e-6, zero_centered_gamma=gamma),
-        "attention": SimpleNamespace(),
-        "activation": SimpleNamespace(word=activation),
-    }
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "parallel_cross_entropy", "autocast"])
+def test_the_stand_ins_functions_take_what_tes_take(name: str) -> None:
+    (home,) = [home for home in CONTRACT["functions"] if home.endswith(f".{name}")]
+    own = inspect.signature(getattr(stand_in, name)).parameters
+    named = {parameter for parameter in own if parameter not in ("x", "angles", "logits", "targets")}
+    assert named <= {*CONTRACT["functions"][home]}
 
 
-def calls(rule: Rule) -> list[tuple[str, tuple, dict[str, Any]]]:
-    """The constructor calls of a rule's build, made on the torch backend for every form of its operations."""
-    made = []
-
-    def noting(name: str) -> Any:
-        def build(*args: Any, **kwargs: Any) -> torch.nn.Module:
-            made.append((name, args, kwargs))
-            return getattr(_stand_in(plain), name)(*args, **kwargs)
-
-        return build
-
-    noted = {name: noting(name) for name in (*record.FUSED, "DotProductAttention")}
-    backend = SimpleNamespace(**{**vars(_stand_in(plain)), **noted})
-    acts = [(word, "no") for word in plain.ACTIVATIONS]
-    acts += [(word, half) for word in plain.GATED_ACTIVATIONS for half in ("first half", "second half")]
-    forms = product((True, False), ("layer_norm", "rms_norm"), (True, False), acts)
-    for bias, norm, gamma, (word, gated) in forms:
-        ask(rule.build, {**operations(bias, norm, gamma, word), "backend": backend, "gated": gated})
-    return made
+# The backends
 
 
-@pytest.mark.parametrize("rule", PIPELINE, ids=lambda rule: rule.name)
-def test_the_arguments_of_the_rules_are_arguments_of_te(rule: Rule) -> None:
-    made = calls(rule)
-    assert made
-    for name, args, kwargs in made:
-        if name == "DotProductAttention":  # a class of te.py's own, which is made from nothing
-            assert (args, kwargs) == ((), {})
-            continue
-        bound = constructor(name).bind(*args, **kwargs).arguments
-        assert bound == inspect.signature(getattr(plain, name)).bind(*args, **kwargs).arguments
-        assert bound["device"] == "meta"  # the word: TE puts modules on torch.device("meta") into memory
+def members() -> set[str]:
+    """What the protocol has."""
+    return {*Backend.__annotations__, "recipe_of", "multiple"}
+
+
+def test_every_backend_has_what_the_protocol_asks_for(te: ModuleType) -> None:
+    for backend in (plain, planned, te):
+        assert not [name for name in members() if not hasattr(backend, name)], backend
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "Rotary", "CrossEntropy"])
+def test_the_ops_of_all_backends_are_called_alike(te: ModuleType, name: str) -> None:
+    forms = [form for form in FORMS.values() if form[0] == name][-1:] or [(name, {})]
+    ops = [op_of(backend, *forms[0]) for backend in (plain, planned, te)]
+    assert len({op.PRODUCTS for op in ops}) == 1
+    assert isinstance(ops[2], type(ops[0]))
+
+
+def test_tes_attention_is_planned_where_te_is_missing(te: ModuleType) -> None:
+    assert planned.DotProductAttention is te.DotProductAttention is cudnn.DotProductAttention
+
+
+def test_plans_without_te_are_those_with_it(te: ModuleType) -> None:
+    for name in ("NAME", "HAS_KERNELS", "HAS_RECIPES", "HAS_BIAS", "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES"):
+        assert getattr(planned, name) == getattr(te, name)
+    for recipe in ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8"):
+        assert planned.multiple(recipe) == te.multiple(te.recipe_of(recipe))
+    for asked in (None, 3, object()):
+        for backend in (planned, te):
+            with pytest.raises(ValueError, match="is no TE recipe"):
+                backend.recipe_of(asked)
 
 
 # What backends/te.py uses
 
 
 def te_calls() -> Iterator[tuple[str, Signature, ast.Call]]:
-    """Each call that te.py makes of TE: of its functions, constructors, forwards, and methods."""
+    """Each call that te.py makes of TE's functions, and of its modules' methods."""
     names = record.read_of_te(TE)
-    for node in filter(None, map(called, ast.walk(TE))):
+    for node in [node for node in ast.walk(TE) if isinstance(node, ast.Call)]:
         spelled = ast.unparse(node.func)
         homes = names.get(spelled, ())
         if spelled.endswith(".init_fp8_metadata"):
@@ -135,19 +156,9 @@ def te_calls() -> Iterator[tuple[str, Signature, ast.Call]]:
         for home in homes:
             if CONTRACT["functions"].get(home):
                 yield spelled, signature(CONTRACT["functions"][home]), node
-            elif home.rpartition(".")[2] in CONTRACT["modules"]:
-                yield spelled, constructor(home.rpartition(".")[2]), node
-    for part in TE.body:
-        if getattr(part, "name", None) in ("_Fused", *record.FUSED):
-            for node in filter(None, map(called, ast.walk(part))):
-                method = ast.unparse(node.func).removeprefix("super().")
-                if method in ("__init__", "forward"):
-                    for name in record.FUSED if part.name == "_Fused" else (part.name,):
-                        yield f"{name}.{method}", signature(CONTRACT["modules"][name][method]), node
-
-
-def called(node: ast.AST) -> ast.Call | None:
-    return node if isinstance(node, ast.Call) else None
+        if spelled.endswith("module.forward"):
+            for name in record.FUSED:
+                yield spelled, signature(CONTRACT["modules"][name]["forward"]), node
 
 
 def test_te_py_calls_te_with_arguments_that_it_has() -> None:
@@ -158,22 +169,16 @@ def test_te_py_calls_te_with_arguments_that_it_has() -> None:
         whole = len(args) + len(kwargs) == len(node.args) + len(node.keywords)
         (recorded.bind if whole else recorded.bind_partial)(*args, **kwargs)
         seen.add(spelled)
-    ours = {f"{name}.{method}" for name in record.FUSED for method in ("__init__", "forward")}
-    assert seen >= {"te.autocast", *ours}
+    wanted = {"te.autocast", "self.module.forward", "self.module.init_fp8_metadata", "apply_rotary_pos_emb"}
+    assert seen >= wanted
 
 
 def test_every_function_of_te_that_te_py_calls_is_recorded() -> None:
     names = record.read_of_te(TE)
     called = {ast.unparse(node.func) for node in ast.walk(TE) if isinstance(node, ast.Call)}
     functions = {name for name in called & names.keys() if not name.startswith(("_State.", "recipes."))}
-    missing = {
-        name
-        for name in functions
-        if not any(
-            home in CONTRACT["functions"] or home.rpartition(".")[2] in CONTRACT["modules"]
-            for home in names[name]
-        )
-    }
+    known = {*CONTRACT["functions"], *(f"transformer_engine.pytorch.{name}" for name in record.FUSED)}
+    missing = {name for name in functions if not known & {*names[name]}}
     assert not missing, f"add {missing} to FUNCTIONS in tests/te_contract/record.py and {AGAIN}"
 
 
@@ -189,18 +194,9 @@ def test_everything_that_te_py_reads_of_te_was_there() -> None:
 
 @pytest.mark.parametrize("name", record.FUSED)
 def test_every_attribute_that_is_read_of_tes_modules_was_there(name: str) -> None:
-    read = record.read_of_modules()[name]
-    assert {attribute for attribute in read if not CONTRACT["read"].get(f"{name}().{attribute}")} == set(), (
-        AGAIN
-    )
-    assert {"fp8_meta", "_fp8_workspaces"} <= read
-
-
-@pytest.mark.parametrize("name", record.FUSED)
-def test_tes_modules_have_no_attributes_of_the_names_that_te_py_gives_its_own(name: str) -> None:
-    # TE's own weight_names is the same list, and its activation has another type while it is called
-    assert set(CONTRACT["overridden"][name]) <= {"weight_names", "activation"}
-    assert {"plain_calls", "kept", "normalised"} <= record.given_to_modules(name)
+    read = record.read_of_modules(TE)
+    assert {attribute for attribute in read if not CONTRACT["read"].get(f"{name}().{attribute}")} == set(), AGAIN
+    assert {"fp8_meta", "_fp8_workspaces", "init_fp8_metadata"} <= read
 
 
 def test_recipes_have_the_fields_that_te_py_reads() -> None:
@@ -208,12 +204,7 @@ def test_recipes_have_the_fields_that_te_py_reads() -> None:
         assert "max_fwd" in recipe["fp8_format"]
         assert "max_bwd" in recipe["fp8_format"]
     assert CONTRACT["recipes"]["DelayedScaling"]["margin"] == "0"
-
-
-def test_the_stand_ins_attention_is_te_pys() -> None:
-    imported = [n for n in TE.body if isinstance(n, ast.ImportFrom) and n.module == cudnn.__name__]
-    assert [alias.name for n in imported for alias in n.names] == ["DotProductAttention"]
-    assert _stand_in(plain).DotProductAttention is cudnn.DotProductAttention
+    assert "reduce_amax" in CONTRACT["recipes"]["DelayedScaling"]
 
 
 # Where TE is

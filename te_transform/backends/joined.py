@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from te_transform.backends import quantized
+
 
 class State:
     """What te_transform keeps for a parameter.
@@ -96,7 +98,12 @@ class Join(nn.Module):
     def forward(self, *parameters: Tensor) -> Tensor:
         """Parameters of shapes [n_i, ...] -> [sum of n_i, ...]; the gradients are slices of the result's."""
         if any(type(parameter) is not nn.Parameter for parameter in parameters) or transformed():
-            return torch.cat(parameters)  # DTensors, tensors of a function transform, torch.func's stand-ins
+            # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie together
+            whole = quantized.joined(parameters)
+            joined = torch.cat(parameters) if whole is None else whole
+            if whole is not None:
+                joined._te_transform_joined = parameters
+            return joined
         buffer = adjacent(parameters)
         if buffer is None:
             self._note(parameters)
@@ -157,11 +164,14 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, used: list[bool], *parameters: Tensor) -> Tensor:
         ctx.rows, ctx.seen, ctx.used = [len(p) for p in parameters], _versions(parameters), used
+        ctx.set_materialize_grads(False)  # there is none where a kernel has added it to a buffer
         return buffer.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         _check_unwritten(ctx.seen)
+        if grad is None:
+            return (None,) * (2 + len(ctx.rows))
         used = ctx.used or [True] * len(ctx.rows)  # as Split has seen, or a fused op took it whole
         parts = zip(grad.split(ctx.rows), ctx.needs_input_grad[2:], used, strict=True)
         return (None, None, *(part if needed and got else None for part, needed, got in parts))

@@ -1,15 +1,137 @@
-"""Tensors that hold their values in FP8 alone."""
+"""Weights that are held in FP8 alone: one byte a number and one scale for all of them.
+
+To everybody else they are what they were: a tensor of that shape and dtype, whose values are the rounded ones. Only
+fused ops look inside.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+_FORMAT = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FORMAT).max
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default}
+
+
+class Quantized(Tensor):
+    """A tensor of `dtype` whose values are `held * inverse`.
+
+    `held` is E4M3, as bytes. Those of joined weights are rows of one tensor with one scale, `whole`.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    held: Tensor
+    inverse: Tensor
+    whole: Quantized | None
+
+    @staticmethod
+    def __new__(cls, held: Tensor, inverse: Tensor, dtype: torch.dtype, whole: Quantized | None = None) -> Quantized:
+        like = {"strides": held.stride(), "dtype": dtype, "device": held.device}
+        made = Tensor._make_wrapper_subclass(cls, held.shape, **like)
+        made.held, made.inverse, made.whole = held, inverse, whole
+        return made
+
+    def __init__(self, *_: Any): ...
+
+    def dequantize(self) -> Tensor:
+        """The values, as a plain tensor."""
+        return (self.held.view(_FORMAT).float() * self.inverse).to(self.dtype)
+
+    def quantize_(self, values: Tensor) -> Quantized:
+        """Hold other values; weights that are joined with this one are rounded again, to a scale for all."""
+        if self.whole is not None:
+            all_values = self.whole.dequantize()
+            start = (self.held.data_ptr() - self.whole.held.data_ptr()) // self.held.stride(0)
+            all_values[start : start + len(self)] = values
+            self.whole.quantize_(all_values)
+            return self
+        held, inverse = _rounded(values.to(self.device))
+        self.held.copy_(held)
+        self.inverse.copy_(inverse)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        first, kwargs = args[0] if args else None, kwargs or {}
+        if func in _SAME:
+            return Quantized(first.held, first.inverse, first.dtype, first.whole)
+        if func is _aten.copy_.default and isinstance(first, Quantized):
+            return first.quantize_(exact(args[1]))
+        if func is _aten._to_copy.default and kwargs.get("layout") is None:
+            device, dtype = kwargs.get("device", first.device), kwargs.get("dtype") or first.dtype
+            return Quantized(first.held.to(device, copy=True), first.inverse.to(device, copy=True), dtype)
+        if func is _aten.clone.default:
+            return Quantized(first.held.clone(), first.inverse.clone(), first.dtype)
+        args, kwargs = tree_map_only(Quantized, Quantized.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["held", "inverse"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> Quantized:
+        return Quantized(inner["held"], inner["inverse"], dtype)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        made = _made(self.held.clone(), self.inverse.clone(), self.dtype, isinstance(self, nn.Parameter))
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _made, (self.held.clone(), self.inverse, self.dtype, isinstance(self, nn.Parameter))
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{self.dequantize()!r}, held in FP8"
+
+
+def _made(held: Tensor, inverse: Tensor, dtype: torch.dtype, is_parameter: bool) -> Tensor:
+    tensor = Quantized(held, inverse, dtype)
+    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The values in E4M3, as bytes, and what they have to be multiplied with."""
+    wide = values.float()
+    amax = wide.abs().amax()
+    scale = torch.where((amax > 0) & amax.isfinite(), _LARGEST / amax, 1.0)
+    return (wide * scale).clamp(-_LARGEST, _LARGEST).to(_FORMAT).view(torch.uint8), 1 / scale
+
+
+def quantize(weights: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Parameters that hold the weights in FP8; several, which are joined, in rows of one tensor."""
+    whole = Quantized(*_rounded(torch.cat([weight.detach() for weight in weights])), weights[0].dtype)
+    if len(weights) == 1:
+        return [nn.Parameter(whole, requires_grad=False)]
+    parts = whole.held.split([len(weight) for weight in weights])
+    return [
+        nn.Parameter(Quantized(part, whole.inverse, whole.dtype, whole), requires_grad=False) for part in parts
+    ]
+
+
+def joined(parameters: Sequence[Tensor]) -> Quantized | None:
+    """The tensor that these are all the rows of, in their order; None where they are not."""
+    whole = parameters[0].whole if is_quantized(parameters[0]) else None
+    if whole is None or any(not is_quantized(p) or p.whole is not whole for p in parameters):
+        return None
+    place = whole.held.data_ptr()
+    for parameter in parameters:
+        if parameter.held.data_ptr() != place:
+            return None
+        place += parameter.held.numel()
+    return whole if place == whole.held.data_ptr() + whole.held.numel() else None
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether it is one of TE's tensors, which hold their values in FP8 alone."""
-    return hasattr(tensor, "_quantizer")
+    """Whether it holds its values in FP8 alone."""
+    return isinstance(tensor, Quantized)
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The tensor, in the dtype it says it has: dequantized where that is not how it is held."""
+    """The tensor as a plain one: dequantized where it is held in FP8."""
     return tensor.dequantize() if is_quantized(tensor) else tensor

@@ -7,13 +7,28 @@ and, where it is trained, its output's gradient have been seen once; the scales 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from te_transform.backends import plain
+
+
+_looking = 0  # how many looking() are entered; not by thread, a backward runs in one of its own
+
+
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Let all products run in their own dtype and look at what goes through them, whatever they have seen."""
+    global _looking
+    _looking += 1
+    try:
+        yield
+    finally:
+        _looking -= 1
 
 
 @dataclass
@@ -45,9 +60,8 @@ class Seen:
 
     def knows(self, gradients: bool) -> bool:
         """Whether there are scales for a call, with `gradients` for its backward too."""
-        return all(
-            p.input is not None and (p.grad is not None or not gradients) for p in self.products
-        )
+        known = all(p.input is not None and (p.grad is not None or not gradients) for p in self.products)
+        return known and not _looking
 
     def product(self) -> plain.Product:
         """plain.product, which notes what it sees; for the products of one call, in their order."""

@@ -9,6 +9,7 @@ faster (few tokens), the op runs in plain PyTorch, and `plain_calls` counts why.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.module import layernorm_mlp
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from te_transform.backends import plain
 from te_transform.backends.cudnn import DotProductAttention
 from te_transform.backends.gradients import Gradients, gradients_of
-from te_transform.backends.joined import state_of, watched
+from te_transform.backends.joined import parameters_of, state_of, watched
 from te_transform.backends.limits import (
     too_small,
     traced,
@@ -33,7 +35,7 @@ from te_transform.backends.limits import (
 )
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
-from te_transform.backends.quantized import exact, is_quantized
+from te_transform.backends.quantized import Quantized, exact, is_quantized
 from te_transform.backends.scales import Seen
 from te_transform.backends.twice import differentiable_once, differentiable_twice
 from te_transform.backends.running import in_recipe, is_evaluating, stamp_of
@@ -109,13 +111,16 @@ class _Kernel:
     is the number of its matrix products.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], products: int):
-        self.make, self.names, self.seen = make, names, Seen.of(products)
+    def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], weights: Sequence[Tensor]):
+        self.make, self.names, self.seen = make, names, Seen.of(len(weights))
+        # the parameters of each weight
+        self.weights = [tuple(map(weakref.ref, parameters_of(weight))) for weight in weights]
         self.made: nn.Module | None = None
         self.in_fp8 = False  # whether its last call was
         self.calibrating = False  # whether its last call was in its own dtype for want of scales
         self.scales: Tensor | None = None  # of delayed scaling, in the last call that may be made again
         self.stamp: Any = None  # of the quantized weights that are kept
+        self.tensors: dict[int, tuple[Any, Tensor]] = {}  # TE's, of weights that are held in FP8 alone
 
     @property
     def module(self) -> nn.Module:
@@ -130,6 +135,12 @@ class _Kernel:
         """Whether its last call was to be in FP8."""
         return self.in_fp8 or self.calibrating
 
+    @property
+    def scales_by_blocks(self) -> bool:
+        """Whether the recipe of its last call in FP8 has more than one scale for a weight."""
+        recipe = None if self.made is None else self.made.fp8_meta.get("recipe")
+        return isinstance(recipe, (recipes.Float8BlockScaling, recipes.MXFP8BlockScaling))
+
     def run(self, x: Tensor, tensors: Sequence[Tensor | None], adds: bool, keeps: bool = False) -> Tensor:
         """Run the module with these tensors in the place of its parameters.
 
@@ -140,7 +151,9 @@ class _Kernel:
             keeps: whether weights are quantized once, and kept.
         """
         own = vars(self.module)
-        own.update(zip(self.names, tensors, strict=True), fuse_wgrad_accumulation=adds)
+        held = any(isinstance(tensor, Float8Tensor) for tensor in tensors)
+        own.update(zip(self.names, tensors, strict=True))
+        own.update(fuse_wgrad_accumulation=adds, primary_weights_in_fp8=held)
         try:
             # never True, which would also have this call's gradient overwrite those before it
             return self.module.forward(x, is_first_microbatch=False if keeps else None)
@@ -149,7 +162,7 @@ class _Kernel:
 
     def keeps(self, weights: Sequence[Tensor]) -> bool:
         """Whether this call's quantized weights are to be kept; frees those of other weights."""
-        stamp = stamp_of(weights)
+        stamp = None if any(map(is_quantized, weights)) else stamp_of(weights)
         if stamp is None or stamp != self.stamp:
             self.forget_weights()
         self.stamp = stamp
@@ -160,6 +173,25 @@ class _Kernel:
         self.stamp = None
         if self.made is not None:
             self.made._fp8_workspaces.clear()
+
+    def tensor_of(self, number: int, weight: Quantized) -> Tensor:
+        """TE's tensor of the bytes that a weight is held in, within a recipe; it keeps the transpose."""
+        bytes_now = weight.held.data_ptr(), weight.held._version
+        if number not in self.tensors or self.tensors[number][0] != bytes_now:
+            self.module.init_fp8_metadata(num_gemms=len(self.weights))
+            quantizer = self.module._get_weight_quantizers()[number].copy()
+            quantizer.internal = False
+            quantizer.set_usage(rowwise=True, columnwise=False)
+            made = Float8Tensor(
+                shape=weight.shape,
+                dtype=weight.dtype,
+                data=weight.held,
+                fp8_scale_inv=weight.inverse.reshape(1),
+                fp8_dtype=quantizer.dtype,
+                quantizer=quantizer,
+            )
+            self.tensors[number] = bytes_now, made
+        return self.tensors[number][1]
 
     def give_scales(self, recipe: Any, gradients: bool) -> None:
         """Give the module its first scales of delayed scaling, in TE's order.
@@ -262,7 +294,7 @@ class _Product(FusedOp):
         if any(size % factor for weight in weights for size in weight.shape):
             return f"weights whose sizes are no multiples of {factor}"
         # plain calls would have to dequantize weights held in FP8 alone, and know nothing of main_grad
-        if adds or any(map(is_quantized, weights)):
+        if adds or (in_fp8 and any(map(is_quantized, weights))):
             return None
         return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
 
@@ -294,7 +326,7 @@ class _Product(FusedOp):
         """A call in the dtype of the weights, whether or not a recipe is on."""
 
         def run(x: Tensor, *given: Tensor | None) -> Tensor:
-            given = self._by_rows(given, tensors, gradients)
+            given = self._by_rows(kernel, given, tensors, gradients)
             if not _State.is_fp8_enabled():
                 return kernel.run(x, given, gradients is not None)
             with autocast(None, enabled=False):
@@ -303,7 +335,8 @@ class _Product(FusedOp):
         def plainly(*arguments: Any) -> Tensor:
             return self.plain(plain.product, *arguments)
 
-        return self._watched(differentiable_twice(run, plainly, (x, *tensors)), tensors)
+        plain_tensors = (None if tensor is None else exact(tensor) for tensor in tensors)
+        return self._watched(differentiable_twice(run, plainly, (x, *plain_tensors)), tensors)
 
     def _in_fp8(
         self, kernel: _Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
@@ -318,13 +351,14 @@ class _Product(FusedOp):
             flat = x.reshape(rows, -1)
             padded = torch.cat([flat, flat[-1:].expand(missing, -1)])
         keeps = kernel.keeps(self._weights(tensors))
-        given = self._by_rows(tensors, tensors, gradients)
+        given = self._by_rows(kernel, tensors, tensors, gradients)
         out = differentiable_once(kernel.run(padded, given, gradients is not None, keeps), _ONCE)
         out = out[:rows].reshape(*x.shape[:-1], -1) if missing else out
         return self._watched(out, tensors)
 
     def _by_rows(
         self,
+        kernel: _Kernel,
         given: Sequence[Tensor | None],
         tensors: Sequence[Tensor | None],
         gradients: Gradients | None,
@@ -333,7 +367,11 @@ class _Product(FusedOp):
         main_grad."""
         found = list(given)
         for place in (place - 1 for place in self.PRODUCTS):
-            weight = given[place] if is_quantized(given[place]) else given[place].contiguous()
+            weight = given[place]
+            if is_quantized(weight):
+                found[place] = kernel.tensor_of(self.PRODUCTS.index(place + 1), weight)
+                continue
+            weight = weight.contiguous()
             if gradients is not None and torch.is_grad_enabled():
                 weight = weight.view_as(weight)  # parameters stay as they are
                 weight.main_grad = gradients.of(tensors[place])
@@ -378,7 +416,7 @@ class Linear(_Product, plain.Linear):
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
         outs, ins = weights[0].shape
-        return _Kernel(lambda: te.Linear(ins, outs, device="meta", **options), ("weight", "bias"), products=1)
+        return _Kernel(lambda: te.Linear(ins, outs, device="meta", **options), ("weight", "bias"), weights)
 
 
 class LayerNormLinear(_Product, plain.LayerNormLinear):
@@ -399,7 +437,7 @@ class LayerNormLinear(_Product, plain.LayerNormLinear):
     def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
         (outs, ins), options = weights[0].shape, {**options, **self._norm}
         names = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
-        return _Kernel(lambda: te.LayerNormLinear(ins, outs, device="meta", **options), names, products=1)
+        return _Kernel(lambda: te.LayerNormLinear(ins, outs, device="meta", **options), names, weights)
 
 
 class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
@@ -414,7 +452,7 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
         hidden, inner = weights[1].shape
         options = {**options, **self._norm, "activation": _activation(self.activation, options["bias"])}
         names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-        return _Kernel(lambda: _Mlp(hidden, inner, device="meta", **options), names, products=2)
+        return _Kernel(lambda: _Mlp(hidden, inner, device="meta", **options), names, weights)
 
 
 class _Mlp(te.LayerNormMLP):

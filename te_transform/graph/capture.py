@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ SETTINGS = {
 }
 
 
+_NUMBERS = count(1)
+
+
 def capture(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     """`forward`, run through the callables that `backend` makes of its graphs.
 
@@ -37,7 +42,7 @@ def capture(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]
             place with dynamo off. What it raises is no reason for the forward to fail: that runs as it is.
     """
     context = torch._dynamo.optimize(backend, dynamic=None)
-    traced = context.callback
+    forward, traced = _alone(forward), context.callback
 
     # The callback runs only where a frame has to be traced: the settings hold for our captures and nobody
     # else's, and a call whose guards hold does not pay for them.
@@ -48,6 +53,24 @@ def capture(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]
 
     context.callback = trace_with_settings
     return context(forward)
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function on a code object of its own.
+
+    Dynamo keeps captures, and counts them for its limit, by code object, and which sizes vary by its name.
+    Decorators give all that they decorate the same one: the forwards of all models of transformers would share
+    a limit.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    name = f"{function.__code__.co_name}__converted_{next(_NUMBERS)}"
+    alone = FunctionType(
+        function.__code__.replace(co_name=name), function.__globals__, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    alone.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(alone, function)
 
 
 def is_capturing() -> bool:

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 _NAME = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _STORED = re.compile(r"_(?:parameters|buffers)\['[^']+'\]$")
 # The captured module: dynamo wraps the forward of PyTorch's own modules in a function of (*args).
-_ROOT = re.compile(r"^L(?:\['self'\]|\['args'\]\[0\])\.?")
+_ROOT = re.compile(r"^L\['\w+'\](?:\[0\])?(?:\.__self__)?\.?")  # the first argument, whatever its name is
 
 # These calls change the state that later calls run in: the gradient mode, autocast, saved-tensor hooks.
 _STATE = (
@@ -115,7 +115,7 @@ def path_of(node: fx.Node) -> str:
         return node.meta.get("path", "")
     name = next(reversed(stack.values()))[0]
     name = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", r".\1\2\3", _ROOT.sub("", name))
-    return name.strip(".")
+    return name.partition(".__closure__")[0].strip(".")
 
 
 def class_of(node: fx.Node) -> str:

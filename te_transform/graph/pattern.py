@@ -267,8 +267,10 @@ def _input(x: Any) -> tuple:
 def find(
     pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None = None
 ) -> Iterator[Match]:
-    """Every match of `pattern`, in the graph's order, each looked for when it is asked for: what was rewritten
-    meanwhile is seen as it is now. Misses that fitted at their root go to `misses`."""
+    """Every match of `pattern`, in the graph's order, each looked for when it is asked for.
+
+    So what was rewritten meanwhile is seen as it is now. Misses that fitted at their root go to `misses`.
+    """
     if isinstance(pattern, Siblings):
         yield from _find_siblings(pattern, graph)
         return

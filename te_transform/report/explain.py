@@ -20,6 +20,8 @@ def explain_graphs(graphs: Iterable[tuple[str, fx.GraphModule]]) -> Iterator[str
     modules: dict[fx.GraphModule, list[str]] = {}
     for path, graph in graphs:
         modules.setdefault(graph, []).append(path)
+    if not modules:
+        yield "nothing of the forward was captured, it runs as it is"
     if len(modules) > 1:
         yield f"the forward was captured as {len(modules)} graphs, the largest is the one shown"
     for paths in modules.values():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_transform.backends.scales import looking
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import preserved
 
@@ -24,7 +25,7 @@ def calibrate(model: nn.Module, samples: Sequence[Inputs]) -> None:
 
     What belongs to the model stays as it is, its gradients and random numbers too; only scales are found.
     """
-    with preserved(model):
+    with preserved(model), looking():
         for module in model.modules():
             module.training = True
         for sample in samples:

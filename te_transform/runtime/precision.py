@@ -50,6 +50,8 @@ class Precision:
 
         weights_stay = not model.training and not _is_sharded(model)
         small = small_calls_in_fp8() if self.small_calls else contextlib.nullcontext()
+        if state_of(next(model.parameters())).in_fp8 is None:
+            self._tell(model)
         self.entered = True
         try:
             with te.autocast(self.recipe), small, running(weights_stay, partial(self._tell, model)):

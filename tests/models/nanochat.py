@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, HEADS, GROUPS, LENGTH, VOCAB, LAYERS = 32, 4, 2, 24, 50, 2
+WIDTH, HEADS, GROUPS, LENGTH, VOCAB, LAYERS = 32, 4, 2, 24, 50, 1
 HEAD = WIDTH // HEADS
 
 

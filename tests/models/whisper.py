@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, HEADS, MELS, FRAMES, LENGTH, VOCAB, LAYERS = 32, 4, 8, 16, 24, 50, 2
+WIDTH, HEADS, MELS, FRAMES, LENGTH, VOCAB, LAYERS = 32, 4, 8, 16, 24, 50, 1
 
 
 class Linear(nn.Linear):
@@ -112,8 +112,7 @@ class Whisper(nn.Module):
     def __init__(self, use_sdpa: bool = True):
         super().__init__()
         self.encoder, self.decoder = AudioEncoder(use_sdpa), TextDecoder(use_sdpa)
-        heads = torch.zeros(LAYERS, HEADS, dtype=torch.bool)
-        heads[LAYERS // 2 :] = True
+        heads = torch.ones(LAYERS, HEADS, dtype=torch.bool)
         self.register_buffer("alignment_heads", heads.to_sparse(), persistent=False)
 
     def forward(self, mel: Tensor, tokens: Tensor) -> Tensor:

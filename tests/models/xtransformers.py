@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, HEADS, LENGTH, VOCAB, DEPTH = 32, 4, 24, 50, 2
+WIDTH, HEADS, LENGTH, VOCAB, DEPTH = 32, 4, 24, 50, 1
 
 
 @dataclass

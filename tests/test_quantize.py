@@ -1,0 +1,278 @@
+"""Weights in FP8 alone: which they are, what they compute, and what a model shows of them."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_transform
+from te_transform.backends import limits
+from te_transform.backends.joined import Join
+from te_transform.backends.quantized import Quantized, exact, is_quantized, quantize
+from te_transform.quantize import dequantize_weights
+from tests import stand_in
+
+te = stand_in.te  # a fixture
+WIDTH = 32
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+# The tensors
+
+
+def rounded(x: Tensor) -> Tensor:
+    return stand_in.rounded(x)
+
+
+def test_a_weight_is_its_rounded_values_to_everybody() -> None:
+    weight = random(16, 32)
+    (held,) = quantize([weight])
+    assert isinstance(held, nn.Parameter)
+    assert is_quantized(held)
+    assert (held.shape, held.dtype, held.requires_grad) == (weight.shape, weight.dtype, False)
+    assert torch.equal(held * 1, rounded(weight))
+    assert torch.equal(nn.functional.linear(random(4, 32), held), nn.functional.linear(random(4, 32), exact(held)))
+    assert torch.equal(held[2:4], rounded(weight)[2:4])
+    assert held.held.nbytes == weight.numel()
+
+
+def test_joined_weights_are_rows_of_one_tensor() -> None:
+    weights = [random(16, 32, seed=seed) for seed in range(3)]
+    parts = quantize(weights)
+    assert torch.equal(torch.cat(parts), rounded(torch.cat(weights)))
+    joined = Join([])(*parts)
+    assert is_quantized(joined)
+    assert torch.equal(exact(joined), rounded(torch.cat(weights)))
+    for others in (parts[:2], parts[::-1], [*parts[:2], nn.Parameter(weights[2])]):
+        plain = Join([])(*others)
+        assert not is_quantized(plain)
+        assert torch.equal(plain, torch.cat([exact(part) for part in others]))
+
+
+def test_what_is_copied_into_it_is_quantized() -> None:
+    (held,) = quantize([random(16, 32)])
+    with torch.no_grad():
+        held.copy_(random(16, 32, seed=1) * 100)
+    assert torch.equal(exact(held), rounded(random(16, 32, seed=1) * 100))
+
+
+def test_what_is_copied_into_one_of_several_gives_all_of_them_a_scale() -> None:
+    weights = [random(16, 32, seed=seed) for seed in range(2)]
+    parts, new = quantize(weights), random(16, 32, seed=2) * 100
+    with torch.no_grad():
+        parts[1].copy_(new)
+    assert torch.equal(exact(parts[1]), rounded(new))
+    assert (exact(parts[0]) - weights[0]).abs().max() < 0.5  # the scale is that of the other one now
+    assert is_quantized(Join([])(*parts))
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_hold_bytes_of_their_own(how: str) -> None:
+    one, other = quantize([random(16, 32), random(16, 32, seed=1)])
+    copied = COPIES[how](other)
+    assert isinstance(copied, nn.Parameter)
+    assert is_quantized(copied)
+    assert copied.held.untyped_storage().nbytes() == 16 * 32
+    before = exact(other).clone()
+    with torch.no_grad():
+        copied.mul_(0) if False else copied.copy_(torch.zeros(16, 32))
+    assert torch.equal(exact(other), before)
+    assert not exact(copied).any()
+    assert exact(one).any()
+
+
+def test_it_moves_and_changes_its_dtype() -> None:
+    (held,) = quantize([random(16, 32)])
+    wide = held.float()
+    assert (is_quantized(wide), wide.dtype) == (True, torch.float32)
+    assert torch.equal(wide * 1, exact(held).float()) or torch.allclose(wide * 1, exact(held).float(), rtol=1e-2)
+
+
+# The model
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.q, self.k = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16)
+        self.o, self.norm2 = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+        self.stored = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)  # [in, out]
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two linears that read a norm, a linear, an MLP, a weight that is stored transposed, and a head."""
+        y = self.norm(x)
+        x = x + self.o(torch.cat([self.q(y), self.k(y)], -1))
+        x = x + self.mlp(self.norm2(x))
+        return self.head(torch.tanh(x @ self.stored))
+
+
+INSIDE = {"q.weight", "k.weight", "o.weight", "mlp.0.weight", "mlp.2.weight"}
+X = random(2, 16, WIDTH, seed=5)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().bfloat16()
+
+
+def converted(model: nn.Module, recipe: str = "fp8-current") -> nn.Module:
+    made = te_transform.convert(model, X, backend="te", recipe=recipe, verify=False).eval()
+    return made.requires_grad_(False)
+
+
+@torch.no_grad()
+def answer(model: nn.Module) -> Tensor:
+    return model(X)
+
+
+def expected(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with rounded weights; q and k share a scale."""
+    state = {name: rounded(x) if name in INSIDE else x for name, x in model.state_dict().items()}
+    state["q.weight"], state["k.weight"] = rounded(torch.cat([model.q.weight, model.k.weight])).split(16)
+    return state
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+def test_computes_what_it_did(te: ModuleType, recipe: str) -> None:
+    fused = converted(net(), recipe)
+    for _ in range(3):
+        before = answer(fused)
+    found = te_transform.quantize_weights(fused)
+    assert set(found.names) == INSIDE
+    count = stand_in.Base.quantized
+    again = answer(fused)
+    assert torch.equal(again, before) if recipe == "fp8-current" else torch.allclose(again, before, atol=0.1)
+    assert stand_in.Base.quantized == count  # none was, in the call
+
+
+def test_says_why_the_rest_stays(te: ModuleType) -> None:
+    fused = converted(net())
+    answer(fused)
+    found = te_transform.quantize_weights(fused)
+    assert {*found.names, *found.left_out} == {name for name, _ in fused.named_parameters()}
+    assert found.left_out["head.weight"] == (
+        "its product does not run in FP8, the report of the conversion says why"
+    )
+    assert found.left_out["norm.weight"] == "no fused product reads it"
+    assert not te_transform.quantize_weights(fused).left_out.keys() & {*found.names}
+
+
+def test_trained_weights_stay(te: ModuleType) -> None:
+    fused = converted(net())
+    answer(fused)
+    fused.q.requires_grad_(True)
+    fused.mlp.requires_grad_(True)
+    found = te_transform.quantize_weights(fused)
+    assert set(found.names) == {"o.weight"}
+    assert "requires_grad_(False) freezes it" in found.left_out["mlp.0.weight"]
+    assert found.left_out["k.weight"].startswith("it is joined with a weight that stays: it is trained")
+
+
+def test_a_weight_that_another_module_has_too_stays(te: ModuleType) -> None:
+    model = net()
+    model.other = nn.Linear(WIDTH, WIDTH, bias=False).bfloat16()
+    model.other.weight = model.o.weight
+    fused = converted(model)
+    answer(fused)
+    found = te_transform.quantize_weights(fused)
+    assert found.left_out["o.weight"] == (
+        "another module has it too, which would keep it as it is: untie it"
+    )
+
+
+def test_a_weight_that_is_not_on_the_gpu_stays(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = converted(net())
+    answer(fused)
+    monkeypatch.setattr(limits, "DEVICE", "cuda")
+    found = te_transform.quantize_weights(fused)
+    assert not found.names
+    assert found.left_out["o.weight"] == "it is not on the GPU, TE has no kernel for it there: move the model first"
+
+
+def test_recipes_with_a_scale_for_each_block_keep_their_weights(te: ModuleType) -> None:
+    fused = converted(net(), "fp8-block")
+    answer(fused)
+    found = te_transform.quantize_weights(fused)
+    assert not found.names
+    assert "has a scale for each block" in found.left_out["o.weight"]
+
+
+def test_state_dicts_have_the_rounded_values_and_load(te: ModuleType) -> None:
+    model = net()
+    fused = converted(model)
+    answer(fused)
+    te_transform.quantize_weights(fused)
+    before, state, wanted = answer(fused), fused.state_dict(), expected(model)
+    assert list(state) == list(wanted)
+    assert not any(map(is_quantized, state.values()))
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    fresh = net()
+    fresh.load_state_dict(state)
+    fused.load_state_dict({name: -value for name, value in state.items()})
+    assert not torch.equal(answer(fused), before)
+    fused.load_state_dict(state)
+    assert torch.equal(answer(fused), before)
+    assert all(is_quantized(fused.get_parameter(name)) for name in INSIDE)
+
+
+def test_copies_compute_the_same(te: ModuleType) -> None:
+    fused = converted(net())
+    answer(fused)
+    te_transform.quantize_weights(fused)
+    before = answer(fused)
+    for copied in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert torch.equal(answer(copied), before)
+        assert all(is_quantized(copied.get_parameter(name)) for name in INSIDE)
+
+
+def test_what_is_trained_beside_them_gets_the_same_gradients(te: ModuleType) -> None:
+    found = []
+    for alone in (False, True):
+        fused = converted(net())
+        fused.norm.requires_grad_(True)
+        fused.norm2.requires_grad_(True)
+        answer(fused)
+        if alone:
+            assert te_transform.quantize_weights(fused).names
+        fused.train()(X).float().square().sum().backward()
+        found.append([fused.norm.weight.grad, fused.norm2.bias.grad])
+    assert all(map(torch.equal, *found))
+
+
+def test_plain_parameters_come_back(te: ModuleType) -> None:
+    model = net()
+    fused = converted(model)
+    answer(fused)
+    te_transform.quantize_weights(fused)
+    dequantize_weights(fused)
+    assert all(type(parameter) is nn.Parameter for parameter in fused.parameters())
+    wanted = expected(model)
+    assert all(torch.equal(value, wanted[name]) for name, value in fused.state_dict().items())
+    assert not any(module._state_dict_hooks for module in fused.modules())
+
+
+def test_needs_a_model_in_which_something_ran_in_fp8(te: ModuleType) -> None:
+    for model in (net(), copy.deepcopy(converted(net()))):
+        with pytest.raises(te_transform.QuantizationError, match="no product of this Net has run in FP8"):
+            te_transform.quantize_weights(model)
+
+
+def test_a_tensor_of_no_numbers_but_zeros_is_held_too() -> None:
+    (held,) = quantize([torch.zeros(16, 16, dtype=torch.bfloat16)])
+    assert not exact(held).any()
+    assert isinstance(held, Quantized)
