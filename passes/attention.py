@@ -20,7 +20,8 @@ def refuse(backend, attention: Operation) -> Iterator[str]:
 
 def build(backend, attention: Operation) -> nn.Module:
     """The attention core; masks, lengths and dropout are arguments of its call."""
-    return backend.DotProductAttention()
+    # what was written out can be differentiated twice, PyTorch's own function cannot
+    return backend.DotProductAttention(twice="scaled_dot_product_attention" not in attention.spelled)
 
 
 RULE = Rule(

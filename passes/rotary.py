@@ -19,10 +19,12 @@ def _taken(function: Callable) -> Pattern:
 def refuse(rope: Operation, angles) -> Iterator[str]:
     """Every reason why the kernel would turn otherwise."""
     turned, by = shape_of(rope.node), shape_of(angles)
-    if len(turned) != 4 or not same_shape(by[-2:], turned[-2:]):
+    over_heads = (*by[:1], 1, *by[1:])
+    fit = len(turned) == 4 and len(by) == 3 and same_shape(by[1:], turned[2:])
+    if not fit or not all(same_shape(taken.shape, over_heads) for taken in (rope.cos, rope.sin)):
         yield (
-            f"queries of {list(turned)} are turned by angles of {list(by)}, [batch, heads, length, width] and "
-            "[1, length, width] are needed"
+            f"queries of {list(turned)} are turned by angles of {list(by)}, [batch, heads, length, width] "
+            "and [1, length, width] are needed"
         )
     elif rope.cos.dtype != dtype_of(rope.node):
         yield "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter"

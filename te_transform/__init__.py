@@ -9,6 +9,7 @@ from te_transform.plan.model import ModelError
 from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 from te_transform.plan.rule import Outcome, Rule
+from te_transform.quantize import QuantizationError, quantize_weights
 from te_transform.trace import trace
 from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify
@@ -23,12 +24,14 @@ __all__ = [
     "Outcome",
     "PrecisionError",
     "PrecisionPlan",
+    "QuantizationError",
     "Rule",
     "TraceError",
     "Verification",
     "accumulate",
     "convert",
     "inspect",
+    "quantize_weights",
     "report",
     "revert",
     "trace",

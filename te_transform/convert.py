@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from te_transform.backends.joined import lay
-from te_transform.graph.capture import on_fake_tensors
+from te_transform.graph.capture import on_fake_tensors, reasons_so_far
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import preserved
 from te_transform.passes import PIPELINE
@@ -23,6 +23,7 @@ from te_transform.plan.assign import assign, products_in
 from te_transform.plan.match import Plan
 from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import Options
+from te_transform.quantize import dequantize_weights
 from te_transform.report.compose import compose
 from te_transform.report.console import progress
 from te_transform.report.report import Report
@@ -129,6 +130,7 @@ class _Seen:
     graphs: dict[tuple[str, CapturedGraph], None] = field(default_factory=dict)
     groups: dict[tuple[nn.Parameter, ...], None] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # of the model's parameters, by their ids
+    reasons: list[str] = field(default_factory=list)  # of what dynamo did not capture
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
         """What is fused in each graph, with the path of the module; once for each module that shares a
@@ -143,7 +145,8 @@ class _Seen:
 def _first_calls(
     model: nn.Module, converted: Converted, samples: Sequence[Inputs], original: nn.Module | None
 ) -> _Seen:
-    """Capture the forward in training mode, by calling the model, which is left as it was, on its examples."""
+    """Capture the forward in training mode, by calling the model, which is left as it was, on its
+    examples."""
     others = set() if original is None else set(map(id, original.parameters()))
 
     def check_own(arguments: Sequence[Any]) -> None:
@@ -177,11 +180,12 @@ def _watched(
         seen.graphs[graph.path_in(seen.names, arguments), graph] = None
         seen.groups |= dict.fromkeys(graph.groups(arguments))
 
-    converted.watch = watch
+    converted.watch, before = watch, reasons_so_far()
     try:
         yield seen
     finally:
         converted.watch = None
+    seen.reasons = list(reasons_so_far() - before)
 
 
 def _call(model: nn.Module, sample: Inputs) -> None:
@@ -207,12 +211,14 @@ def _enter_recipe(model: nn.Module, converted: Converted, seen: _Seen, samples: 
 def _report(model: nn.Module, converted: Converted, seen: _Seen, sample: Inputs) -> Report:
     options, plans = converted.options, list(seen.plans())
     precision = None if options.recipe is None else assign(plans, options.recipe, options.backend)
-    return compose(model, plans, options, precision, str(sample), converted.failures)
+    return compose(model, plans, options, precision, str(sample), converted.failures, seen.reasons)
 
 
 def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
-    """What convert() would do with the same arguments, and why not more, found out on fake tensors: nothing
-    of the model runs or is changed, and no GPU and no Transformer Engine is needed.
+    """What convert() would do with the same arguments, and why not more; no GPU and no Transformer Engine is
+    needed, and the model is left as it was.
+
+    It is found out on fake tensors, in no memory; only a forward that branches on values runs on real ones.
 
     Raises:
         ModelError, InputError, OptionError, TraceError: as convert() does.
@@ -221,24 +227,27 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     chosen = Options.of(model, PIPELINE, planning=True, **options)
     chosen.check_skip(model)
     sample = as_inputs(model, example_inputs)[0]
-    planned = Converted(chosen, by_block=len(blocks(model)) > DEEP, dry=True)
-    try:
-        seen = _dry_call(model, planned, sample)
-    except TraceError:
-        if not planned.by_block:
-            raise
-        # what lies between blocks may look at values, which fake tensors lack
-        planned = Converted(chosen, dry=True)
-        seen = _dry_call(model, planned, sample)
+    # what lies between blocks, or anywhere, may look at values, which fake tensors lack
+    ways = [(True, on_fake_tensors)] * (len(blocks(model)) > DEEP) + [(False, on_fake_tensors)]
+    ways += [(False, _on_its_own_tensors)] * (not any(p.is_meta for p in model.parameters()))
+    for by_block, tensors in ways:
+        planned = Converted(chosen, by_block=by_block, dry=True)
+        try:
+            seen = _dry_call(model, planned, sample, tensors)
+            break
+        except TraceError as error:
+            failed = error
+    else:
+        raise failed
     return _report(model, planned, seen, sample)
 
 
-def _dry_call(model: nn.Module, planned: Converted, sample: Inputs) -> _Seen:
-    """Capture the forward in training mode on fake tensors."""
+def _dry_call(model: nn.Module, planned: Converted, sample: Inputs, tensors: Callable[..., Any]) -> _Seen:
+    """Capture the forward in training mode; nothing is fused."""
     with preserved(model), _watched(planned, model) as seen:
         enter(model, planned)
         try:
-            with on_fake_tensors(model, sample) as (args, kwargs):
+            with tensors(model, sample) as (args, kwargs):
                 seen.name_parameters(model)
                 model.train()(*args, **kwargs)
         except Exception as error:
@@ -246,6 +255,11 @@ def _dry_call(model: nn.Module, planned: Converted, sample: Inputs) -> _Seen:
         finally:
             leave(model)
     return seen
+
+
+@contextmanager
+def _on_its_own_tensors(model: nn.Module, sample: Inputs) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    yield sample.clone()
 
 
 def report(converted: nn.Module) -> Report:
@@ -267,6 +281,7 @@ def report(converted: nn.Module) -> Report:
 
 def revert(converted: nn.Module) -> nn.Module:
     """Take the captured forward off again; modules, parameters and what they hold were never changed."""
+    dequantize_weights(converted)
     leave(converted)
     return converted
 

@@ -32,13 +32,15 @@ def quantize_weights(model: nn.Module) -> Quantized:
 
         te_transform.quantize_weights(converted.eval().requires_grad_(False))
 
-    Parameters that hold them so take their place in the modules. What they were before is gone: state dicts,
-    revert() and calls in plain PyTorch have the rounded values, in the dtype and under the names that the weights
-    had; load_state_dict() quantizes what it loads, a joined weight once for each part. A product whose input needs
-    a gradient keeps the transpose too, from its first backward on: two bytes a number.
+    Parameters that hold them so take their place in the modules. What they were before is gone: state
+    dicts, revert() and calls in plain PyTorch have the rounded values, in the dtype and under the names
+    that the weights had; load_state_dict() quantizes what it loads, a joined weight once for each part. A
+    product whose input needs a gradient keeps the transpose too, from its first backward on: two bytes a
+    number.
 
     Args:
-        model: what te_transform.convert(recipe=...) returned, on a GPU, or something that contains it. Products
+        model: what te_transform.convert(recipe=...) returned, on a GPU, or something that contains it.
+        Products
             are known by what has run: where the model is a copy, call it once before.
 
     Returns:
@@ -50,13 +52,13 @@ def quantize_weights(model: nn.Module) -> Quantized:
     reasons: dict[int, str] = {}
     holders = Counter(id(parameter) for _, _, parameter in _places(model))
     groups = list(_groups(model))
-    if not groups:
+    if not groups and not any(map(is_quantized, model.parameters())):
         raise QuantizationError(
             f"no product of this {type(model).__name__} has run in FP8, a call of what "
             "te_transform.convert(model, recipe=...) returns shows which do"
         )
-    for group, scales_by_blocks in groups:
-        whys = [_reason(parameter, scales_by_blocks, holders) for parameter in group]
+    for group, why_its_product in groups:
+        whys = [_reason(parameter, holders) or why_its_product for parameter in group]
         why = next((why for why in whys if why is not None), None)
         if why is None:
             _hold(model, group)
@@ -85,20 +87,26 @@ def dequantize_weights(model: nn.Module) -> None:
                 del module._state_dict_hooks[key]
 
 
-def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], bool]]:
-    """The weights of each product that has run in FP8, several where they are joined, and whether its recipe
-    scales them by blocks."""
+def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], str | None]]:
+    """The weights of each product that has run in FP8, several where they are joined, and why that product
+    could not read them in FP8, if it could not."""
     seen: set[int] = set()
     for parameter in list(model.parameters()):
         for kernel in list(state_of(parameter).kernels.values()):
             for weight in kernel.weights if kernel.ran_in_recipe else ():
-                group = tuple(reference() for reference in weight)
-                if None not in group and not any(id(p) in seen or is_quantized(p) for p in group):
+                group = weight.parameters()
+                if group and not any(id(p) in seen or is_quantized(p) for p in group):
                     seen |= set(map(id, group))
-                    yield group, kernel.scales_by_blocks
+                    yield group, _why_unreadable(weight.transposed, kernel.scales_by_blocks)
 
 
-def _reason(parameter: Tensor, scales_by_blocks: bool, holders: Counter[int]) -> str | None:
+def _why_unreadable(transposed: bool, scales_by_blocks: bool) -> str | None:
+    if scales_by_blocks:
+        return "its recipe has a scale for each block, weights are held with one scale: use 'fp8-current'"
+    return "it is stored transposed, TE's kernels read rows of outputs" if transposed else None
+
+
+def _reason(parameter: Tensor, holders: Counter[int]) -> str | None:
     if parameter.requires_grad:
         return "it is trained, an optimizer needs it as it is: requires_grad_(False) freezes it"
     if not on_kernels_device(parameter):
@@ -107,8 +115,6 @@ def _reason(parameter: Tensor, scales_by_blocks: bool, holders: Counter[int]) ->
         return "another module has it too, which would keep it as it is: untie it"
     if not is_stored(parameter) or not holders[id(parameter)]:
         return "it is no parameter of the model as it is stored"
-    if scales_by_blocks:
-        return "its recipe has a scale for each block, weights are held with one scale: use 'fp8-current'"
     return None
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,8 +22,9 @@ from tests.zoo import seeded
 
 X, OTHER = (torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
 
-# Dynamo flushes the processor's caches to time the guards of each capture, for a log: half of a small one's time.
+# Half of the time of a small capture goes into logs: for one, dynamo times guards with the caches flushed.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+logging.getLogger("torch.__trace").handlers.clear()
 
 Act = Callable[[nn.Module, Tensor], Any]
 
@@ -140,6 +143,16 @@ class Pair:
 @cache
 def _shared(model: type[nn.Module], rules: str) -> Pair:
     return Pair.of(model, rules=rules)
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Say which of several attacks in one test it was that failed."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the attack {name!r}")
+        raise
 
 
 def differ(before: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,12 +30,6 @@ def each(names: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", cases, scope="module")
 
 
-@lru_cache(maxsize=1)
-def _begin(name: str) -> None:
-    """Forget the captures of other models: they count toward dynamo's limits for a forward that many share."""
-    torch._dynamo.reset()
-
-
 @dataclass(frozen=True)
 class Pair:
     """A model and the converted one."""
@@ -56,40 +50,25 @@ class Pair:
         return te_transform.report(self.converted)
 
 
+@cache
 def as_built(name: str) -> Pair:
     """As a user has it: with the model's own dropouts, verified, the original kept."""
-    _begin(name)
-    return _as_built(name)
-
-
-@cache
-def _as_built(name: str) -> Pair:
     model = ALL[name].build()
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample()))
 
 
+@cache
 def undropped(name: str) -> Pair:
     """Built without dropout, so that train mode can be compared; another model only where the case drops."""
-    _begin(name)
-    return _undropped(name)
-
-
-@cache
-def _undropped(name: str) -> Pair:
     if not drops(name):
         return as_built(name)
     model = zero_dropout(ALL[name].build())
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample(), verify=False))
 
 
+@cache
 def in_bf16(name: str) -> Pair:
     """As built, in bf16, converted in place."""
-    _begin(name)
-    return _in_bf16(name)
-
-
-@cache
-def _in_bf16(name: str) -> Pair:
     original, model = ALL[name].build().bfloat16(), ALL[name].build().bfloat16()
     sample = cast(ALL[name].sample(), torch.bfloat16)
     converted = te_transform.convert(model, sample, inplace=True)

@@ -1,7 +1,8 @@
-"""A stand-in for Transformer Engine: the names that backends/te.py imports, plain PyTorch on the CPU behind them.
+"""A stand-in for Transformer Engine: the names that backends/te.py imports, plain PyTorch on the CPU behind
+them.
 
-Its modules read their parameters as TE's do, round to FP8 with scales of the same recipes, run their backward once,
-add weights' gradients to main_grad, and keep quantized weights when they are told to.
+Its modules read their parameters as TE's do, round to FP8 with scales of the same recipes, run their
+backward once, add weights' gradients to main_grad, and keep quantized weights when they are told to.
 """
 
 from __future__ import annotations
@@ -141,10 +142,15 @@ class Base(nn.Module):
     quantized = 0  # how often weights were
     weight_names = ("weight",)
 
-    def __init__(self, *sizes: int, bias: bool = True, params_dtype: torch.dtype, device: str, **options: Any):
+    def __init__(
+        self, *sizes: int, bias: bool = True, params_dtype: torch.dtype, device: str, **options: Any
+    ):
         super().__init__()
         assert device == "meta"
-        self.sizes, self.given = sizes, {"bias": bias, "params_dtype": params_dtype, "device": device, **options}
+        self.sizes, self.given = (
+            sizes,
+            {"bias": bias, "params_dtype": params_dtype, "device": device, **options},
+        )
         self.use_bias, self.dtype, self.options = bias, params_dtype, options
         self.fuse_wgrad_accumulation, self.fp8_meta, self._fp8_workspaces = False, {}, {}
         for name in self.names:
@@ -209,7 +215,9 @@ class Product(torch.autograd.Function):
     """A product of operands in FP8, whose backward is one too."""
 
     @staticmethod
-    def forward(ctx: Any, module: Base, number: int, keeps: bool, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+    def forward(
+        ctx: Any, module: Base, number: int, keeps: bool, x: Tensor, weight: Tensor, bias: Any
+    ) -> Tensor:
         operands = module.quantize(3 * number, x), module.weight_in_fp8(number, weight, keeps)
         ctx.module, ctx.number, ctx.operands, ctx.bias = module, number, operands, bias is not None
         return F.linear(*operands, bias)

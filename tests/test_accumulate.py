@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends.joined import state_of
+from te_transform.runtime.converted import converted_of
 from tests import stand_in
 
 te = stand_in.te  # a fixture
@@ -86,13 +87,45 @@ def test_what_was_there_before_is_added_to(model: nn.Module) -> None:
     assert close(gradients(model), expected(model))
 
 
+def test_a_projection_that_the_loss_does_not_go_through_has_no_gradient(te: object) -> None:
+    """Not one of zeros, with which an optimizer would take a step."""
+
+    class Half(Net):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            """Both projections, of which the loss reads one."""
+            y = self.norm(x)
+            return self.q(y), self.k(y)
+
+    model = te_transform.convert(Half().bfloat16(), X[0], backend="te", verify=False).train()
+    with te_transform.accumulate(model, steps=1) as accumulation:
+        model(X[0])[0].float().square().sum().backward()
+    assert accumulation.fused == ("q.weight",)
+    assert model.q.weight.grad is not None
+    assert model.k.weight.grad is None
+
+
+def test_entering_captures_nothing_anew(model: nn.Module) -> None:
+    train(model, X[:1])
+    before = captures(model)
+    with te_transform.accumulate(model, steps=1):
+        train(model, X[:1])
+    train(model, X[:1])
+    assert captures(model) == before
+
+
+def captures(model: nn.Module) -> int:
+    return len(converted_of(model).graphs)
+
+
 def test_frozen_parts_take_no_part(model: nn.Module) -> None:
     model.k.weight.requires_grad_(False)
     with te_transform.accumulate(model, steps=3) as accumulation:
         train(model, X)
     assert model.k.weight.grad is None
     assert accumulation.left_out["k.weight"] == "it is frozen"
-    assert accumulation.left_out["q.weight"] == "no fused product reads it"  # whole: it is joined with a frozen one
+    assert (
+        accumulation.left_out["q.weight"] == "no fused product reads it"
+    )  # whole: it is joined with a frozen one
     wanted = expected(model)
     del wanted["k.weight"]
     assert close(gradients(model), wanted)

@@ -90,9 +90,6 @@ ENTERED = {
     "no_grad, the norm": norm_without_gradient,
     "no_grad, the linear": linear_without_gradient,
     "no_grad, one of q, k, v": one_projection_without_gradient,
-    "enable_grad": all_with_gradient,
-    "no_grad as a decorator": decorated,
-    "autocast as a decorator": decorated_autocast,
     "inference_mode": in_inference_mode,
     "set_grad_enabled": by_flag,
 }
@@ -177,7 +174,6 @@ WRITES = {
     "a weight's data": weight_written_by_hand,
     "views of the norm": a_view_of_the_norm,
     "an activation": activation_in_place,
-    "a tensor of its own": into_a_tensor,
 }
 
 
@@ -228,15 +224,12 @@ def in_a_thread(self: Any, x: Tensor) -> Tensor:
 
 
 CALLS = {
-    "a named tuple": lambda s, x: Result(s.mlp(s.norm(x)), s.norm(x)),
     "a dict": lambda s, x: {"out": s.mlp(s.norm(x)), "in": x, "name": "block", "none": None},
     "an error that it catches": caught,
     "Functions of its own": own_function,
     "functional_call": with_other_weights,
     "a block called twice": twice,
     "a block in a checkpoint": lambda s, x: checkpoint(s.mlp, s.norm(x), use_reentrant=False),
-    "a block in a reentrant checkpoint": lambda s, x: checkpoint(s.mlp, s.norm(x), use_reentrant=True),
-    "a norm in a checkpoint": lambda s, x: s.mlp(checkpoint(s.norm, x, use_reentrant=False)),
     "checkpoints in checkpoints": lambda s, x: checkpoint(
         lambda z: s.mlp(checkpoint(s.norm, z, use_reentrant=False)), x, use_reentrant=False
     ),
@@ -244,13 +237,12 @@ CALLS = {
     "a gradient": lambda s, x: torch.func.grad(lambda z: s.mlp(s.norm(z)).sum())(x),
     "a branch on a number": lambda s, x: s.mlp(s.norm(x)) if s.norm(x).sum().item() > 1e3 else s.norm(x),
     "a thread": in_a_thread,
-    "nothing": lambda s, x: (s.mlp(s.norm(x)), None)[1],
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_ways_to_call_and_to_return(name: str) -> None:
-    Pair.of(odd(CALLS[name])).agree(lambda model, x: model(x.requires_grad_() * 1))
+    Pair.of(odd(CALLS[name])).agree()
 
 
 def part_by_part(self: Any, x: Tensor, part: str = "") -> Tensor:
@@ -293,7 +285,6 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind() -> None:
 
 
 PARTS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "q twice": lambda a, x: [a.q_proj(x), a.q_proj(x), a.k_proj(x)],
     "k first": lambda a, x: [a.k_proj(x), a.v_proj(x), a.q_proj(x)],
     "k of another": lambda a, x: [
         a.q_proj(x),
@@ -303,9 +294,6 @@ PARTS: dict[str, Callable[[Any, Tensor], Any]] = {
         a.v_proj(x),
     ],
     "k of an equal": lambda a, x: [a.q_proj(x), a.k_proj(x.clone()), a.v_proj(x[:1])],
-    "by name": lambda a, x: [a.q_proj(input=x), a.k_proj(input=x)],
-    "another shape": lambda a, x: [a.q_proj(x[0, 0]), a.k_proj(x[0, 0]), a.v_proj(x[None])],
-    "written to": lambda a, x: [a.q_proj(x).mul_(2), a.k_proj(x) ** 2, a.v_proj(x)],
     "in a checkpoint": lambda a, x: [
         a.q_proj(x),
         checkpoint(lambda x: torch.sin(a.k_proj(x)) * a.v_proj(x), x, use_reentrant=False),

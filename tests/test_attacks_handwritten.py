@@ -71,19 +71,14 @@ def put(**values: Any) -> Callable[[nn.Module], None]:
 
 NORMS: dict[str, tuple[Callable, Callable]] = {
     "eps": (rms, put(eps=1.0)),
-    "eps, an int": (rms, put(eps=1)),
     "eps, a tensor": (rms, put(eps=torch.tensor(1.0))),
     "eps of a config": (lambda s, x: rms(s, x, s.config.eps), lambda norm: put(eps=1.0)(norm.config)),
     "eps in a buffer": (lambda s, x: rms(s, x, s.floor), lambda norm: norm.floor.fill_(1.0)),
     "eps of a layer norm": (layer, put(eps=1.0)),
-    "eps of the function": (scaled, put(eps=1.0)),
-    "eps as a floor": (clamped, put(eps=10.0)),
     "unbiased": (layer, put(centered=True)),
     "zero-centered": (zero_centered, put(centered=True)),
-    "scale": (scaled, put(scale=2.0)),
     "scale of a normalization": (normalized, put(scale=2.0)),
     "a branch": (branching, put(upcast=False)),
-    "weight replaced": (rms, lambda norm: put(weight=nn.Parameter(torch.full((WIDTH,), 0.5)))(norm)),
     "weight written to": (rms, lambda norm: norm.weight.data.mul_(2)),
 }
 
@@ -110,14 +105,8 @@ def test_a_norm_may_change(name: str) -> None:
 
 
 PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable]] = {
-    "LayerNorm's eps": (lambda: nn.LayerNorm(WIDTH), put(eps=1.0)),
-    "RMSNorm's eps": (lambda: nn.RMSNorm(WIDTH, eps=1e-6), put(eps=1.0)),
     "RMSNorm's eps, None at first": (lambda: nn.RMSNorm(WIDTH), put(eps=1.0)),
     "LayerNorm's bias": (lambda: nn.LayerNorm(WIDTH), put(bias=None)),
-    "LayerNorm's bias, None at first": (
-        lambda: nn.LayerNorm(WIDTH, bias=False),
-        lambda norm: put(bias=nn.Parameter(torch.ones(WIDTH)))(norm),
-    ),
     "LayerNorm's weight, None at first": (
         lambda: nn.LayerNorm(WIDTH, elementwise_affine=False),
         lambda norm: put(weight=nn.Parameter(torch.full((WIDTH,), 2.0)))(norm),
@@ -187,7 +176,6 @@ def cast(self: Any, x: Tensor) -> Tensor:
 
 LINEARS: dict[str, tuple[Callable, Callable]] = {
     "scale of the weight": (lambda s, x: F.linear(x, s.weight * s.scale, s.bias), put(scale=2.0)),
-    "scale of the result": (lambda s, x: F.linear(x, s.weight, s.bias) * s.scale, put(scale=2.0)),
     "a branch": (adapted, put(merged=False)),
     "a rounded weight": (rounded, put(step=0.25)),
     "rows": (
@@ -195,15 +183,12 @@ LINEARS: dict[str, tuple[Callable, Callable]] = {
         put(width=8),
     ),
     "no bias": (cast, put(bias=None)),
-    "a product": (lambda s, x: x @ s.weight.t() * s.scale + s.bias, put(scale=2.0)),
     "addmm": (
         lambda s, x: torch.addmm(s.bias, x.flatten(0, 1), s.weight.t(), alpha=s.scale).unflatten(
             0, x.shape[:2]
         ),
         put(scale=2.0),
     ),
-    "einsum": (lambda s, x: torch.einsum("btc,oc->bto", x, s.weight) * s.scale, put(scale=2.0)),
-    "another weight": (cast, lambda linear: put(weight=nn.Parameter(torch.ones_like(linear.weight)))(linear)),
 }
 
 
@@ -237,21 +222,14 @@ def test_linears_that_cast_their_weights_take_inputs_of_any_dtype() -> None:
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "gate first": lambda y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
-    "gate second": lambda y: y.chunk(2, -1)[0] * F.silu(y.chunk(2, -1)[1]),
-    "from the end": lambda y: F.silu(y[..., -24:]) * y[..., :-24],
     "columns left out": lambda y: F.silu(y[..., :16]) * y[..., 16:32],
-    "columns left out in between": lambda y: F.silu(y[..., :16]) * y[..., 32:],
     "columns in both": lambda y: F.silu(y[..., :32]) * y[..., 16:],
     "unequal": lambda y: (F.silu(y[..., :12]).repeat(1, 1, 3) * y[..., 12:])[..., :24],
     "one for all": lambda y: torch.sigmoid(y[..., :1]) * y[..., 1:],
     "every other": lambda y: F.silu(y[..., ::2]) * y[..., 1::2],
-    "the same": lambda y: F.silu(y[..., :24]) * y[..., :24],
     "three": lambda y: F.silu(y.chunk(3, -1)[0]) * y.chunk(3, -1)[1] + y.chunk(3, -1)[2],
-    "both": lambda y: F.silu(y[..., :24]) * torch.tanh(y[..., 24:]),
     "clamped": lambda y: F.silu(y[..., :24].clamp(max=0.5)) * (y[..., 24:].clamp(-0.5, 0.5) + 1),
     "read again": lambda y: F.silu(y[..., :24]) * y[..., 24:] + y[..., :24],
-    "another dimension": lambda y: F.silu(y.chunk(2, 0)[0]) * y.chunk(2, 0)[1],
-    "glu": lambda y: F.glu(y),
 }
 
 
@@ -267,7 +245,7 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("name", GATED)
 def test_a_gated_product_takes_the_columns_that_it_takes(name: str) -> None:
-    Pair.of(seeded(lambda: nn.Sequential(Block(), Gated(GATED[name])))).agree(with_input_gradient)
+    Pair.of(seeded(lambda: nn.Sequential(Block(), Gated(GATED[name])))).agree()
 
 
 @pytest.mark.parametrize("order", ["gate first", "gate second", "the same twice"])

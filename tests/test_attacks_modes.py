@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.attacks import OTHER, Act, Block, Pair, X
-from tests.models.tiny import WIDTH
 from tests.test_attacks_python import ABSENT, Options, reads
 
 SCALE = 1.0
@@ -52,25 +51,15 @@ READ, WRITE = cell()
 
 GLOBALS = {
     "a global": (lambda s, x: SCALE, lambda patch: patch.setitem(globals(), "SCALE", 2.0)),
-    "a global's item": (lambda s, x: TABLE["scale"], lambda patch: patch.setitem(TABLE, "scale", 2.0)),
     "a global's default": (lambda s, x: TABLE.get("a", 1.0), lambda patch: patch.setitem(TABLE, "a", 2.0)),
     "a global's attribute": (lambda s, x: OPTIONS.scale, lambda patch: patch.setattr(OPTIONS, "scale", 2.0)),
-    "globals()": (lambda s, x: globals().get("A", 1.0), lambda patch: patch.setitem(globals(), "A", 2.0)),
     "a default argument": (
         lambda s, x: by_default(),
         lambda patch: patch.setattr(by_default, "__defaults__", (2.0,)),
     ),
-    "a default keyword": (
-        lambda s, x: by_keyword(),
-        lambda patch: patch.setattr(by_keyword, "__kwdefaults__", {"scale": 2.0}),
-    ),
     "a global function": (
         lambda s, x: by_default(),
         lambda patch: patch.setitem(globals(), "by_default", lambda: 2.0),
-    ),
-    "a function of torch": (
-        lambda s, x: torch.tanh(x),
-        lambda patch: patch.setattr(torch, "tanh", torch.neg),
     ),
     "a function of F": (lambda s, x: F.relu(x), lambda patch: patch.setattr(F, "relu", torch.neg)),
     "a function that is matched": (
@@ -109,14 +98,9 @@ def test_the_environment_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
 # Random numbers: the original's, for the same seeds, at each call
 
 RANDOM = {
-    "random": lambda s, x: random.random(),
-    "random.randint": lambda s, x: random.randint(1, 9),
     "random branch": lambda s, x: 2.0 if random.random() < 0.5 else 1.0,
-    "numpy.random": lambda s, x: float(numpy.random.rand()),
     "numpy.random branch": lambda s, x: 2.0 if numpy.random.rand() < 0.6 else 1.0,
     "torch.rand": lambda s, x: torch.rand(()),
-    "torch.rand_like": lambda s, x: torch.rand_like(x),
-    "torch.randperm": lambda s, x: torch.randperm(WIDTH) / WIDTH,
     "a branch on torch.rand": lambda s, x: 2.0 if torch.rand(()) < 0.5 else 1.0,
     "a generator": lambda s, x: torch.rand((), generator=s.late),
     "dropout": lambda s, x: F.dropout(x, 0.5, s.training),
@@ -184,10 +168,6 @@ MODES = {
         lambda s, x: 1.0 + (torch.get_default_dtype() == torch.float64),
         lambda: default_dtype(torch.float64),
     ),
-    "default dtype of a new tensor": (
-        lambda s, x: (torch.ones(()) / 3).to(torch.float64).float(),
-        lambda: default_dtype(torch.bfloat16),
-    ),
     "deterministic": (lambda s, x: 1.0 + torch.are_deterministic_algorithms_enabled(), deterministic),
 }
 
@@ -213,24 +193,17 @@ def tagged(x: Tensor) -> Tensor:
 INPUTS = {
     "requires_grad": (lambda s, x: 1.0 + x.requires_grad, lambda x: x.requires_grad_()),
     "no leaf": (lambda s, x: 1.0 + x.is_leaf, lambda x: x.requires_grad_() * 1),
-    "a grad_fn": (lambda s, x: 1.0 + (x.grad_fn is None), lambda x: x.requires_grad_() * 1),
     "contiguity": (lambda s, x: 1.0 + x.is_contiguous(), lambda x: x.mT.contiguous().mT),
-    "strides": (lambda s, x: float(x.stride(1)), lambda x: torch.cat([x, x], -1)[..., :WIDTH]),
-    "dimensions": (lambda s, x: float(x.dim()), lambda x: x[0]),
     "one row": (lambda s, x: float(len(x)), lambda x: x[:1]),
     "one token": (lambda s, x: float(x.shape[1]), lambda x: x[:, :1]),
     "more tokens": (lambda s, x: float(x.shape[1]), lambda x: torch.cat([x, x], 1)),
-    "no rows": (lambda s, x: float(len(x)), lambda x: x[:0]),
     "a branch on the size": (lambda s, x: 2.0 if x.shape[1] > 7 else 1.0, lambda x: torch.cat([x, x], 1)),
     "a branch on the values": (lambda s, x: 2.0 if x.sum() > 100 else 1.0, lambda x: x.abs()),
     "a Python number of it": (lambda s, x: x.max().item(), lambda x: 2 * x),
     "an attribute": (lambda s, x: getattr(x, "tag", 1.0), tagged),
     "a Parameter": (lambda s, x: 1.0 + isinstance(x, nn.Parameter), nn.Parameter),
-    "a subclass": (lambda s, x: 1.0 + isinstance(x, Tagged), lambda x: x.as_subclass(Tagged)),
     "an inference tensor": (lambda s, x: 1.0 + x.is_inference(), None),
     "a hook": (lambda s, x: 1.0, lambda x: doubling(x.requires_grad_())),
-    "expanded": (lambda s, x: 1.0, lambda x: x[:1].expand(3, -1, -1)),
-    "negated view": (lambda s, x: 1.0 + x.is_neg(), torch._neg_view),
 }
 
 
@@ -261,17 +234,11 @@ class Takes(Block):
 
 ARGUMENTS = {
     "a number": ((2.0,), {}),
-    "an int": ((3,), {}),
     "a tensor": ((torch.tensor(2.0),), {}),
-    "an array's number": ((numpy.float32(2.0),), {}),
-    "by name": ((), {"scale": 2.0}),
     "more of them": ((1.0, 2.0, OTHER), {}),
     "a mask": ((), {"mask": OTHER > 0}),
     "unknown names": ((), {"bias": OTHER, "shift": 1.0}),
-    "a list": ((1.0, [1, 2, 3]), {}),
     "a dict": ((), {"names": {"a": 1, "b": 2}}),
-    "a str": ((1.0, "four"), {}),
-    "the input again": ((X,), {}),
 }
 
 
@@ -301,7 +268,7 @@ class Clamps(Block):
         return x + y
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_branch_on_the_dtype(dtype: torch.dtype) -> None:
     pair = Pair.of(Clamps)
     for model in pair.models:

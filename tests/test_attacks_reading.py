@@ -1,8 +1,6 @@
 """Whoever reads a value that a fused op would keep to itself, in whatever way, gets the original's."""
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -123,35 +121,20 @@ def under_autocast(x: Tensor) -> Tensor:
 
 READERS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda x: x,
-    "index": lambda x: x[:, -1],
     "mask": lambda x: x[x > 0],
-    "loop": lambda x: torch.stack([row * 2 for row in x]),
     "detach": lambda x: x.detach(),
-    "data": lambda x: x.data,
-    "to": lambda x: x.to(torch.bfloat16),
     "view": lambda x: x.view(-1).contiguous(),
     "numpy": lambda x: torch.from_numpy(x.detach().numpy()) * 1,
-    "tolist": lambda x: torch.tensor(x.tolist()),
-    "dlpack": lambda x: torch.from_dlpack(x.detach()),
     "strided": lambda x: torch.as_strided(x, (3,), (2,)),
-    "deepcopy": lambda x: copy.deepcopy(x.detach()),
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)).detach(),
-    "save": saved,
-    "parameter": lambda x: nn.Parameter(x.detach()) * 1,
-    "out": lambda x: torch.mul(x.detach(), 2, out=torch.empty_like(x.detach())),
     "flags": lambda x: x * (1 + x.requires_grad + 2 * x.is_leaf + 4 * (x.grad_fn is None)),
     "strides": lambda x: x * sum(x.stride()) + x.is_contiguous(),
     "version": lambda x: x * (1 + x._version),
-    "script": scripted,
     "in place": lambda x: x.mul_(2),
     "in place, a part": lambda x: x[:, 0].zero_(),
-    "in place, scripted": scripted_in_place,
     "in place, Function": Tripled.apply,
     "Function": Cube.apply,
     "Function without change": Doubled.apply,
-    "Function of the new kind": NewKind.apply,
     "vmap": torch.vmap(lambda row: row * 2),
-    "func.grad": lambda x: torch.func.grad(lambda z: (z**2).sum())(x.detach()),
     "checkpoint": partial(checkpoint, torch.sin, use_reentrant=False),
     "checkpoint, reentrant": partial(checkpoint, torch.sin, use_reentrant=True),
     "hook": hooked,
@@ -230,13 +213,11 @@ def added_to(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 COLUMNS: dict[str, Callable[..., Any]] = {
     "written to": lambda q, k, v: (q.mul_(2), k * k, v),
-    "a part written to": lambda q, k, v: (q, k.index_fill_(1, torch.tensor([0]), 0.0), v),
     "written to by +=": added_to,
     "written to by setitem": lambda q, k, v: (q.__setitem__((0, 0), 1.0) or q, k, v),
     "written to, a view": lambda q, k, v: (q.view(-1).mul_(2).view_as(q), k * 1, v),
     "viewed": lambda q, k, v: (q.view(-1), k.view(2, -1), v.view(10, 4, 2)),
     "strided": lambda q, k, v: (torch.as_strided(q, (3,), (2,)), k, v),
-    "flattened": lambda q, k, v: (q.flatten(), k.flatten(1), v.unflatten(-1, (2, 4))),
     "viewed as integers": lambda q, k, v: (q, k, v.view(torch.int32)),
     "its strides read": lambda q, k, v: (q * q.stride(1), k * k.is_contiguous(), v * v.storage_offset()),
     "its storage read": lambda q, k, v: (q, k * k.untyped_storage().nbytes(), v),
@@ -245,10 +226,7 @@ COLUMNS: dict[str, Callable[..., Any]] = {
     "through a Function": lambda q, k, v: (Cube.apply(q), Doubled.apply(k), v),
     "in numpy": lambda q, k, v: (q, k, torch.from_numpy(v.detach().numpy().copy())),
     "in a checkpoint": lambda q, k, v: (q, checkpoint(torch.sin, k, use_reentrant=False), v),
-    "squeezed": lambda q, k, v: (q[0], k[:, 0], v[..., 0]),
-    "one dropped": lambda q, k, v: (q, v),
     "one twice": lambda q, k, v: (q, k, k),
-    "in sums": lambda q, k, v: (q[..., :8] + k + v,),
 }
 
 

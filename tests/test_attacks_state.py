@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from tests.attacks import Attends, Block, Pair, X, odd
+from tests.attacks import Attends, Pair, X, odd
 from tests.models.tiny import WIDTH
 
 
@@ -113,17 +113,6 @@ def test_convert_advances_no_state_of_the_users(verify: bool, inplace: bool) -> 
     assert model.odd.calls == converted.odd.calls == 0
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), str(numpy.random.get_state()))
-
-
-def test_convert_shows_nothing_to_the_users_hooks() -> None:
-    """What a hook holds is the same object in a copy of the model."""
-    model, seen = odd(Block.forward), []
-    model.plain.norm.register_forward_hook(lambda *_: seen.append(1))
-    converted = te_transform.convert(model, X, verify=False)
-    assert te_transform.report(converted).fused
-    assert not seen
-    converted(X)
-    assert len(seen) == 1
 
 
 class Cached(Attends):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
-from tests.attacks import Pair, X, assert_same, call, observed, with_input_gradient
+from tests.attacks import Pair, X, assert_same, call, named, observed, with_input_gradient
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
@@ -38,7 +38,7 @@ def test_parts_are_frozen_and_thawed_one_by_one() -> None:
     pair.agree(with_input_gradient)
 
 
-@pytest.mark.parametrize("name", ["q_proj.weight", "k_proj.weight", "k_proj.bias", "v_proj.weight"])
+@pytest.mark.parametrize("name", ["q_proj.weight", "k_proj.bias"])
 def test_one_of_the_joined_is_frozen_later(name: str) -> None:
     pair = tiny()
     for model in pair.models:
@@ -176,55 +176,48 @@ def stepped(parameter: nn.Parameter) -> None:
 
 WRITES = {
     "in place": doubled,
-    "a slice": lambda p: doubled(p[:3]),
     "data in place": lambda p: p.data.mul_(2),
     "data assigned": lambda p: setattr(p, "data", 2 * p.data),
-    "zeroed in place": lambda p: nn.init.zeros_(p),
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize(
-    "trained", ["weights", "weights and input", "input", "input and q", "input and biases"]
-)
-def test_a_weight_written_between_forward_and_backward_is_no_silent_error(trained: str, write: str) -> None:
+@pytest.mark.parametrize("trained", ["weights", "weights and input", "input", "input and biases"])
+def test_a_weight_written_between_forward_and_backward_is_no_silent_error(trained: str) -> None:
     """Where the original raises, the gradient may also be that of the weights that the forward ran with."""
     pair = tiny()
     for name, parameter in (item for model in pair.models for item in model.named_parameters()):
-        of_q = "q_proj" in name and "q" in trained.split()
-        parameter.requires_grad_("weights" in trained or of_q or ("biases" in trained and "bias" in name))
+        parameter.requires_grad_("weights" in trained or ("biases" in trained and "bias" in name))
     state = copy.deepcopy(pair.original.state_dict())
     for path in (*PROJECTIONS[:2], "blocks.0.mlp.fc1", "blocks.0.norm1"):
+        for name, write in WRITES.items():
+            with named(f"{path} {name}"):
+                write_between(pair, path, write, "input" in trained)
+                for model in pair.models:
+                    model.load_state_dict(copy.deepcopy(state))
 
-        def act(model: nn.Module, x: Tensor, path: str | None = path) -> None:
-            out = model(x.requires_grad_("input" in trained))
-            if path is not None:
-                WRITES[write](model.get_submodule(path).weight)
-            out.square().sum().backward()
 
-        def unwritten(model: nn.Module, x: Tensor) -> None:
-            act(model, x, None)
+def write_between(pair: Pair, path: str, write: Callable, of_input: bool) -> None:
+    def act(model: nn.Module, x: Tensor, write: Callable | None = write) -> None:
+        out = model(x.requires_grad_(of_input))
+        if write is not None:
+            write(model.get_submodule(path).weight)
+        out.square().sum().backward()
 
-        right = observed(pair.original, unwritten, X)
-        expected, actual = (observed(model, act, X) for model in pair.models)
-        for model in pair.models:
-            model.load_state_dict(copy.deepcopy(state))
-        if "error" in expected:
-            expected = expected if "error" in actual else right
-        assert actual.keys() == expected.keys(), (path, actual.get("error"))
-        for name, value in expected.items():
-            assert_same(f"{path}: {name}", actual[name], value, 1e-4)
+    right = observed(pair.original, lambda model, x: act(model, x, None), X)
+    expected, actual = (observed(model, act, X) for model in pair.models)
+    if "error" in expected and "error" not in actual:
+        expected = right
+    assert actual.keys() == expected.keys(), actual.get("error")
+    for name, value in expected.items():
+        assert_same(name, actual[name], value, 1e-4)
 
 
 # Optimizers
 
 OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
-    "AdamW foreach": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=True),
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
     "SGD momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
-    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
-    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3),
     "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
     "Muon": lambda groups: torch.optim.Muon(groups[:1], lr=1e-2),
     "LBFGS": lambda groups: torch.optim.LBFGS([p for g in groups for p in g["params"]], lr=0.1, max_iter=2),

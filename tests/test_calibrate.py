@@ -70,7 +70,9 @@ def around(model: nn.Module, *samples: dict[str, Tensor]) -> dict[str, list[floa
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, list[float]] = {}
 
-    def note(parameter: Tensor, transposed: bool, x: Tensor, weight: Tensor, bias: Any, compute: Any) -> Tensor:
+    def note(
+        parameter: Tensor, transposed: bool, x: Tensor, weight: Tensor, bias: Any, compute: Any
+    ) -> Tensor:
         largest, out = found.setdefault(names[id(parameter)], [0.0] * 3), compute()
         largest[0], largest[1] = max(largest[0], x.abs().max().item()), weight.abs().max().item()
         out.register_hook(lambda grad: largest.__setitem__(2, max(largest[2], grad.abs().max().item())))

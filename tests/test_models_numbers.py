@@ -32,9 +32,17 @@ NAMES = [*CASES, "llama_eager", "gpt2_eager"]  # the last two: attention that Hu
 every_case = each(NAMES)
 
 
-def samples(case: Case) -> list[tuple[str, Inputs]]:
-    """Inputs of two shapes, padded too where the model takes a mask, with a label for messages."""
-    found = [("(2, 12)", case.sample(2, 12, seed=FRESH)), ("(3, 7)", case.sample(3, 7, seed=FRESH))]
+# Of these all kinds of inputs are tried, of the others one, of sizes that nothing was captured for yet: every
+# capture takes its time.
+WIDE = ("quickstart", "nanogpt_manual", "gpt2", "llama", "bert")
+
+
+def samples(case: Case, converted_with: bool = False) -> list[tuple[str, Inputs]]:
+    """Inputs, padded where the model takes a mask, with a label for messages; if asked for, of the sizes
+    that the model was converted with too."""
+    found = [("(2, 12)", case.sample(2, 12, seed=FRESH))] * (converted_with or case.name in WIDE)
+    if case.name in WIDE or not case.padded_inputs:
+        found.append(("(3, 7)", case.sample(3, 7, seed=FRESH)))
     if case.padded_inputs:
         found.append(("(3, 7) padded", case.sample(3, 7, seed=FRESH, padded=True)))
     return found
@@ -54,7 +62,7 @@ def test_forward_in_evaluation(name: str) -> None:
 @every_case
 def test_forward_in_training(name: str) -> None:
     pair = undropped(name)
-    for label, inputs in samples(pair.case):
+    for label, inputs in samples(pair.case, converted_with=True):
         expected, actual = pair.run(inputs, training=True)
         assert error(actual, expected) <= EVERYWHERE, label
 
@@ -73,22 +81,23 @@ RUN = {
     **dict.fromkeys(("torch_encoder_pre", "torch_encoder_post"), (8, 0)),
     **dict.fromkeys(("torch_mha", "torch_mha_bare"), (2, 0)),
 }
-FASTPATH = {"torch_encoder_pre", "torch_encoder_post", "torch_mha", "torch_mha_bare"}  # PyTorch's own
+# which PyTorch evaluates by a kernel of its own, some calls of them
+FASTPATH = {"torch_encoder_pre", "torch_encoder_post", "torch_mha", "torch_mha_bare"}
 
 
 @every_case
 def test_the_fused_ops_are_what_runs(name: str) -> None:
-    pair = undropped(name)
-    for training in (False, True):
-        linears, attentions = (0, 0) if name in FASTPATH and not training else RUN[name]
-        for label, inputs in samples(pair.case):
+    pair = as_built(name)
+    linears, attentions = RUN[name]
+    for training in (True,) if name in FASTPATH else (False, True):
+        for label, inputs in samples(pair.case, converted_with=training):
             with calls(pair.converted) as found:
                 run(pair.converted, inputs, training)
             assert found["linear"] == linears, (label, training)
             assert found["attention"] == attentions or "padded" in label, (label, training)
 
 
-@each(["llama", "gpt2", "bert", "gpt_neox", "opt", "vit", "t5"])
+@each(["llama", "gpt2", "bert", "t5"])
 def test_hands_out_hidden_states_and_attentions(name: str) -> None:
     pair = as_built(name).copy()  # transformers hooks itself into the models
     for wanted in ("output_hidden_states", "output_attentions"):
@@ -117,14 +126,13 @@ def test_bf16_is_as_exact_as_the_original_in_bf16(name: str) -> None:
     # attention written out in fp64 is NaN where a row is hidden: it casts the least fp64 to fp32, to -inf
     wide = torch.float32 if name.endswith("eager") else torch.float64
     exact = copy.deepcopy(pair.original).to(wide)
-    label, inputs = samples(pair.case)[-1]
-    for training in (False,) if drops(name) else (False, True):
-        narrow = cast(inputs, torch.bfloat16)
-        reference = [out.double() for out in run(exact, cast(narrow, wide), training)]
-        for e, own, fused in zip(reference, *pair.run(narrow, training), strict=True):
-            assert fused.dtype == own.dtype == torch.bfloat16
-            allowed = 1.2 * (own.double() - e).norm() + ULP * e.norm()
-            assert (fused.double() - e).norm() <= allowed, (label, training)
+    narrow = cast(pair.case.sample(seed=FRESH), torch.bfloat16)
+    training = not drops(name)
+    reference = [out.double() for out in run(exact, cast(narrow, wide), training)]
+    for e, own, fused in zip(reference, *pair.run(narrow, training), strict=True):
+        assert fused.dtype == own.dtype == torch.bfloat16
+        allowed = 1.2 * (own.double() - e).norm() + ULP * e.norm()
+        assert (fused.double() - e).norm() <= allowed
 
 
 # Gradients
@@ -143,11 +151,11 @@ def check_gradients(pair: Pair, inputs: Inputs, label: str = "") -> None:
 @every_case
 def test_gradients_of_every_parameter(name: str) -> None:
     pair = undropped(name)
-    for label, inputs in samples(pair.case):
+    for label, inputs in samples(pair.case, converted_with=True):
         check_gradients(pair, inputs, label)
 
 
-@each([name for name in CASES if ALL[name].hf])
+@each(["llama", "gpt2", "bert", "t5"])
 def test_gradients_through_checkpoints(name: str) -> None:
     pair = undropped(name).copy()
     for model in (pair.original, pair.converted):
@@ -218,7 +226,7 @@ def test_drops_the_same_values(name: str) -> None:
         assert error(actual, expected) <= EVERYWHERE
 
 
-@each(DROPPING)
+@each(["quickstart", "nanogpt_manual", "gpt2", "t5", "torch_mha"])
 def test_a_dropout_changed_after_conversion_counts(name: str) -> None:
     pair, inputs = as_built(name).copy(), ALL[name].sample(seed=FRESH)
     for model in (pair.original, pair.converted):

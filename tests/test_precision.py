@@ -186,7 +186,10 @@ def runs_in_fp8(module: nn.Module) -> bool:
 
 
 def test_a_plan_has_the_last_word_in_copies_too() -> None:
-    for recipe, inside in (("fp8-current", True), (PrecisionPlan("fp8-current", {"blocks.1.mlp": "no"}), False)):
+    for recipe, inside in (
+        ("fp8-current", True),
+        (PrecisionPlan("fp8-current", {"blocks.1.mlp": "no"}), False),
+    ):
         fused = converted(recipe)
         for one in (fused, copy.deepcopy(fused)):
             answer(one)
@@ -220,8 +223,8 @@ def as_it_is(model: nn.Module) -> Tensor:
 
 
 @pytest.fixture
-def served() -> Iterator[nn.Module]:
-    yield converted("fp8-current").eval()
+def served() -> nn.Module:
+    return converted("fp8-current").eval()
 
 
 WEIGHTS = 2 * 4  # q and k, o, the MLP's two; the head stays out of the recipe
@@ -251,7 +254,9 @@ def data_of_their_own(model: nn.Module) -> None:
         parameter.data = parameter.data + 1
 
 
-@pytest.mark.parametrize("write", [stepped, loaded, loaded_anew, of_another_dtype_and_back, data_of_their_own])
+@pytest.mark.parametrize(
+    "write", [stepped, loaded, loaded_anew, of_another_dtype_and_back, data_of_their_own]
+)
 def test_weights_are_quantized_once_until_they_are_written_to(
     served: nn.Module, write: Callable[[nn.Module], None]
 ) -> None:

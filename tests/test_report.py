@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import te_transform
 from te_transform.graph.capture import capture
 from te_transform.graph.edit import copy_graph, snapshot
 from te_transform.plan.rule import Outcome
@@ -428,7 +429,7 @@ def test_says_where_dynamo_broke_the_forward() -> None:
     assert second.startswith(
         f'test_report.py:{line} has "scale = y.sum().item()", which dynamo does not capture'
     )
-    assert second.endswith("): it runs as it is, between two graphs")
+    assert second.endswith("): it runs as it is")
 
 
 class Branch(nn.Module):
@@ -443,7 +444,7 @@ class Branch(nn.Module):
 
 def test_names_a_branch_on_a_value() -> None:
     graphs = captured(Branch(), torch.zeros(2, 8))
-    assert any("(a branch on a tensor's value)" in note for note in explain_graphs(("", g) for g in graphs))
+    assert any("(Data-dependent branching)" in note for note in explain_graphs(("", g) for g in graphs))
 
 
 def test_says_which_blocks_share_a_graph() -> None:
@@ -454,7 +455,6 @@ def test_says_which_blocks_share_a_graph() -> None:
     assert list(explain_graphs([*shared, ("head", other)])) == [
         "the forward was captured as 2 graphs, the largest is the one shown",
         "h.{0..31} share a graph",
-        "head was captured by itself",
     ]
 
 
@@ -471,3 +471,30 @@ def test_breaks_are_printed_as_notes_are() -> None:
     broken = replace(report(*FULL, notes=("one",)), breaks=("two",))
     assert str(broken).splitlines()[-2:] == ["note: one", "note: two"]
     assert "<li>two</li>" in broken._repr_html_()
+
+
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if x.sum() > 0:
+                continue  # in a loop dynamo cannot go on behind a branch
+            x = layer(x)
+        return x
+
+
+def test_says_which_code_kept_dynamo_from_capturing() -> None:
+    report = te_transform.inspect(Loop(), -torch.ones(2, 8))
+    line = Loop.forward.__code__.co_firstlineno + 2
+    assert report.breaks[-1] == (
+        f'test_report.py:{line} has "if x.sum() > 0:", which dynamo does not capture (Data-dependent '
+        "branching): it runs as it is"
+    )
+
+
+def test_a_reason_without_a_place_is_said_too() -> None:
+    (only,) = explain_graphs([("", captured(Block(), torch.zeros(2, 8))[0])], ["Some reason.\n  Hint: none"])
+    assert only == "dynamo does not capture a piece of the forward (Some reason): it runs as it is"

@@ -1,4 +1,5 @@
-"""The ops of backends/te.py on a stand-in for Transformer Engine: what they compute, and what belongs to whom."""
+"""The ops of backends/te.py on a stand-in for Transformer Engine: what they compute, and what belongs to
+whom."""
 
 import copy
 import pickle
@@ -95,7 +96,9 @@ def test_computes_what_plain_pytorch_does(te: ModuleType, name: str) -> None:
     found, wanted = case.step(case.op, X), case.step(case.plain, X)
     assert close(found[0], wanted[0], 1e-2)
     assert all(close(f, w, 2e-2) for f, w in zip(found[1], wanted[1], strict=True))
-    ran = [kernel for kernel in state_of(case.tensors[case.op.PRODUCTS[0] - 1]).kernels.values() if kernel.made]
+    ran = [
+        kernel for kernel in state_of(case.tensors[case.op.PRODUCTS[0] - 1]).kernels.values() if kernel.made
+    ]
     assert bool(ran) == (case.op.FASTER)
 
 
@@ -114,7 +117,9 @@ def test_every_derivative_is_right(te: ModuleType, name: str) -> None:
 
     def penalty(op: nn.Module) -> list[Tensor]:
         x = X.detach().requires_grad_()
-        grads = torch.autograd.grad(op(x, *case.tensors).float().sin().sum(), [x, *case.trained], create_graph=True)
+        grads = torch.autograd.grad(
+            op(x, *case.tensors).float().sin().sum(), [x, *case.trained], create_graph=True
+        )
         loss = sum(grad.float().square().sum() for grad in grads)
         return list(torch.autograd.grad(loss, [x, *case.trained], allow_unused=True))
 
@@ -267,7 +272,9 @@ def test_a_product_in_fp8_refuses_a_second_backward(te: ModuleType) -> None:
 @each_recipe
 @pytest.mark.parametrize("reentrant", [True, False])
 @each_case
-def test_checkpoints_repeat_what_the_forward_did(te: ModuleType, name: str, reentrant: bool, recipe: str) -> None:
+def test_checkpoints_repeat_what_the_forward_did(
+    te: ModuleType, name: str, reentrant: bool, recipe: str
+) -> None:
     one, other = Case(te, **CASES[name]), Case(te, **CASES[name])
     recipe, state = te.recipe_of(recipe), stand_in.FP8GlobalStateManager.quantization_state
     for number in range(4):
@@ -458,7 +465,9 @@ def test_rotary_turns_by_the_angles(te: ModuleType) -> None:
     assert te.Rotary()(x, angles.repeat(2, 1, 1)).shape == x.shape
 
 
-def test_cosines_are_taken_once_for_all_layers_and_anew_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cosines_are_taken_once_for_all_layers_and_anew_after_a_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x, angles, taken = random(1, 2, 8, 4), torch.randn(1, 8, 4), []
     cos = Tensor.cos
     monkeypatch.setattr(Tensor, "cos", lambda self: (taken.append(1), cos(self))[1])
@@ -524,7 +533,12 @@ def test_the_cast_of_a_gated_activations_gradient_is_put_in_once_and_only_where_
     name = kernel_of(case).module.options["activation"]
     recipe = te.recipe_of("fp8-delayed")
     assert callable(patched(name, recipe)[2])
-    assert patched("swiglu", recipe)[2] is patched(name)[2] is patched(name, te.recipe_of("fp8-current"))[2] is None
+    assert (
+        patched("swiglu", recipe)[2]
+        is patched(name)[2]
+        is patched(name, te.recipe_of("fp8-current"))[2]
+        is None
+    )
     monkeypatch.setattr(layernorm_mlp, "_act_func", lambda *_: ("forward", "backward", "with its cast"))
     te._cast_in_backward.cache_clear()
-    assert type(te._activation("swiglu", bias=False)) is str
+    assert type(te.activation_of("swiglu", bias=False)) is str

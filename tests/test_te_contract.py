@@ -1,4 +1,5 @@
-"""Transformer Engine as tests/te_contract has recorded it: te.py, and the stand-in that it is tested on, fit it."""
+"""Transformer Engine as tests/te_contract has recorded it: te.py, and the stand-in that it is tested on,
+fit it."""
 
 import ast
 import difflib
@@ -67,7 +68,9 @@ def parameters(form: str) -> dict[str, torch.nn.Parameter]:
 
 
 @each_form
-def test_modules_are_built_with_arguments_that_te_has_and_get_its_parameters(te: ModuleType, form: str) -> None:
+def test_modules_are_built_with_arguments_that_te_has_and_get_its_parameters(
+    te: ModuleType, form: str
+) -> None:
     name, given = FORMS[form]
     op, held, kind = op_of(te, name, given), parameters(form), getattr(stand_in, name)
     tensors = [held.get(parameter) for parameter in kind.names]
@@ -132,7 +135,15 @@ def test_tes_attention_is_planned_where_te_is_missing(te: ModuleType) -> None:
 
 
 def test_plans_without_te_are_those_with_it(te: ModuleType) -> None:
-    for name in ("NAME", "HAS_KERNELS", "HAS_RECIPES", "HAS_BIAS", "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES"):
+    for name in (
+        "NAME",
+        "HAS_KERNELS",
+        "HAS_RECIPES",
+        "HAS_BIAS",
+        "ACTIVATIONS",
+        "GATED_ACTIVATIONS",
+        "GATES",
+    ):
         assert getattr(planned, name) == getattr(te, name)
     for recipe in ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8"):
         assert planned.multiple(recipe) == te.multiple(te.recipe_of(recipe))
@@ -195,7 +206,9 @@ def test_everything_that_te_py_reads_of_te_was_there() -> None:
 @pytest.mark.parametrize("name", record.FUSED)
 def test_every_attribute_that_is_read_of_tes_modules_was_there(name: str) -> None:
     read = record.read_of_modules(TE)
-    assert {attribute for attribute in read if not CONTRACT["read"].get(f"{name}().{attribute}")} == set(), AGAIN
+    assert {attribute for attribute in read if not CONTRACT["read"].get(f"{name}().{attribute}")} == set(), (
+        AGAIN
+    )
     assert {"fp8_meta", "_fp8_workspaces", "init_fp8_metadata"} <= read
 
 

@@ -83,6 +83,10 @@ COUNTS = {
     "vit": TWO | {"merge_siblings": 2, "layernorm_linear": 4, "linear": 5},
     # the keys and values of both decoder layers read the encoder's output, all four are one product
     "t5": TWO | {"merge_siblings": 5, "layernorm_linear": 10, "linear": 12},
+    # dropped layers part the forwards of these three: no norm is in one graph with the head
+    "opt": TWO | {"merge_siblings": 2, "layernorm_mlp": 2, "layernorm_linear": 2, "linear": 3},
+    "whisper": {"attention": 6, "layernorm_linear": 6, "linear": 27},
+    "bart": {"merge_siblings": 6, "attention": 6, "linear": 23},
     "torch_encoder_pre": TWO | {"layernorm_linear": 2, "linear": 6},
     "torch_encoder_post": TWO | {"linear": 8},
     "torch_mha": {"attention": 1, "linear": 2},
@@ -96,8 +100,21 @@ ERF = (
     "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow approximate=True"
 )
 DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has none there: set it to 0"
-POST = "the output of the layer_norm is also read by add, the fused module does not hand it out"
 BIAS = "the attention adds a bias to its scores, TE's fast cores have none"
+
+
+ONE_BIAS = (
+    "some of the linears have a bias and some have none, a merged linear has one for all its rows or none"
+)
+
+
+def read_by(*readers: str) -> str:
+    found = ", ".join(readers)
+    return f"the output of the layer_norm is also read by {found}, the fused module does not hand it out"
+
+
+POST = read_by("add")
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def post_norm(block: str, mlp: str, fc1: str, attention: str) -> dict[tuple[str, ...], list[str]]:
@@ -126,6 +143,28 @@ REFUSED = {
             "encoder.block.{0,1}.layer.1.DenseReluDense  x2",
             "decoder.block.{0,1}.layer.2.DenseReluDense  x2",
         ],
+    },
+    "whisper": {
+        ("merge_siblings", ONE_BIAS): [
+            "model.encoder.layers.{0,1}.self_attn  x2",
+            "model.decoder.layers.{0,1}.self_attn  x2",
+            "model.decoder.layers.{0,1}.encoder_attn  x2",
+        ],
+        ("layernorm_mlp", ERF): ["model.encoder.layers.{0,1}  x2", "model.decoder.layers.{0,1}  x2"],
+        ("layernorm_linear", read_by("linear")): [
+            f"model.encoder.layers.{{0,1}}.self_attn.{p}  x2" for p in QKV
+        ],
+        ("layernorm_linear", read_by("linear", "size")): [
+            f"model.decoder.layers.{{0,1}}.self_attn.{p}  x2" for p in QKV
+        ],
+    },
+    "bart": {
+        ("layernorm_mlp", POST, ERF): ["model.encoder.layers.{0,1}  x2", "model.decoder.layers.{0,1}  x2"],
+        ("layernorm_linear", POST): [
+            "model.encoder.layers.{0,1}.fc1  x2",
+            "model.decoder.layers.{0,1}.fc1  x2",
+        ],
+        ("layernorm_linear", read_by("add", "size")): ["model.decoder.layers.{0,1}.encoder_attn.q_proj  x2"],
     },
     "torch_encoder_pre": {("layernorm_mlp", DROPPED): ["layers.{0,1}  x2"]},
     "torch_encoder_post": {

@@ -131,7 +131,12 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
 
 
 CAUSAL = torch.zeros(4, 4, dtype=torch.float64).masked_fill(~torch.ones(4, 4).tril().bool(), -torch.inf)
-MASKS = {"none": (None, None), "full": ("full", None), "causal": ("causal", CAUSAL), "kept": (CAUSAL == 0, CAUSAL)}
+MASKS = {
+    "none": (None, None),
+    "full": ("full", None),
+    "causal": ("causal", CAUSAL),
+    "kept": (CAUSAL == 0, CAUSAL),
+}
 
 
 def queries() -> list[Tensor]:

@@ -272,6 +272,37 @@ def test_a_site_whose_gradients_alone_are_wrong_is_taken_back() -> None:
     assert all("gradient of input 0 is" in site.reasons[0] for site in rolled_back(converted))
 
 
+class Functional(nn.Module):
+    """q, k and v are made in one forward, by no module of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return F.linear(y, self.q) + 2 * F.linear(y, self.k) + 3 * F.linear(y, self.v)
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2])
+def test_each_of_several_outputs_is_looked_at(monkeypatch: pytest.MonkeyPatch, wrong: int | None) -> None:
+    own = plain.LayerNormLinear.forward
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        out = own(self, *arguments)
+        if wrong is None:
+            return out
+        scale = torch.ones(24, dtype=out.dtype)
+        scale[8 * wrong] += 1e-2
+        return out * scale
+
+    monkeypatch.setattr(plain.LayerNormLinear, "forward", forward)
+    torch.manual_seed(0)
+    converted = te_transform.convert(Functional(), torch.randn(2, 3, 8))
+    assert bool(rolled_back(converted)) is (wrong is not None)
+
+
 class OneBatch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -24,10 +24,14 @@ class Backend(Protocol):
     HAS_RECIPES: bool  # whether products run in FP8 there
     HAS_BIAS: bool  # whether its attention is fast with a bias that is added to the scores
     HAS_KERNELS: bool  # whether it has kernels of its own for attention, rotary embeddings and the loss
-    GATES: tuple[str, ...]  # which halves of a gated MLP's first product it can activate, "no" for one without a gate
+    GATES: tuple[
+        str, ...
+    ]  # which halves of a gated MLP's first product it can activate, "no" for one without a gate
     ACTIVATIONS: Mapping[str, str]  # the ops of graph/ops.py that LayerNormMLP has -> its own names for them
     GATED_ACTIVATIONS: Mapping[str, str]  # the same of those whose result is multiplied with the other half
-    GATES: tuple[str, ...]  # which half of fc1's outputs is activated there: "no", "first half", "second half"
+    GATES: tuple[
+        str, ...
+    ]  # which half of fc1's outputs is activated there: "no", "first half", "second half"
 
     Linear: Callable[[], FusedOp]
     LayerNormLinear: Callable[..., FusedOp]
@@ -112,7 +116,8 @@ def _narrow(model: nn.Module) -> str | None:
     if widest < MIN_WIDTH:
         return (
             f"no product of the model has more than {widest} inputs, and Transformer Engine's launches cost "
-            f"more than its bf16 kernels save below {MIN_WIDTH}: pass backend='te' or a recipe to have it anyway"
+            f"more than its bf16 kernels save below {MIN_WIDTH}: pass backend='te' or a recipe to have it "
+            "anyway"
         )
     return None
 

@@ -5,20 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.joined import parameters_of, state_of
+from te_transform.backends.joined import Source, parameters_of, state_of
 from te_transform.backends.limits import on_kernels_device
 
 
 @dataclass
 class _Sum:
+    """The buffer [out, in] of a weight, and the parameters that it was made of."""
+
     parameters: tuple[Tensor, ...]
-    buffer: Tensor  # [out, in], whether the parameter is stored so or transposed
-    transposed: bool
+    buffer: Tensor
+    transposed: bool  # whether the one parameter is stored as [in, out]
+    used: list[list[bool]] = field(
+        default_factory=list
+    )  # for each call: which parts got a gradient, see Split
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter that got a gradient, with its sum."""
+        stored = self.buffer.t() if self.transposed else self.buffer
+        sums = stored.split([len(parameter) for parameter in self.parameters])
+        for number, (parameter, part) in enumerate(zip(self.parameters, sums, strict=True)):
+            if any(not used or used[number] for used in self.used):
+                yield parameter, part
 
 
 class Gradients:
@@ -29,23 +42,20 @@ class Gradients:
         self.sums: dict[tuple[int, ...], _Sum] = {}
 
     def of(self, weight: Tensor) -> Tensor:
-        """The buffer of a weight [out, in], which is one parameter, its transpose, or several that are
-        joined."""
+        """The buffer for a call's weight [out, in]: one parameter, its transpose, or several joined ones."""
         parameters = parameters_of(weight)
         key = tuple(map(id, parameters))
         if key not in self.sums:
             buffer = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
-            self.sums[key] = _Sum(parameters, buffer, parameters[0] is not weight and not weight.is_contiguous())
+            self.sums[key] = _Sum(parameters, buffer, Source.of(weight).transposed)
+        self.sums[key].used.append(weight.__dict__.get("_te_transform_used", []))
         return self.sums[key].buffer
 
     def by_parameter(self) -> dict[Tensor, Tensor]:
         """What was summed up for each parameter, in its own shape."""
         found: dict[Tensor, Tensor] = {}
         for one in self.sums.values():
-            stored = one.buffer.t() if one.transposed else one.buffer
-            for parameter, part in zip(
-                one.parameters, stored.split([len(p) for p in one.parameters]), strict=True
-            ):
+            for parameter, part in one.parts():
                 found[parameter] = found[parameter] + part if parameter in found else part
         return found
 
@@ -67,8 +77,7 @@ def gradients_of(weights: Sequence[Tensor]) -> Gradients | None:
     """Where the gradients of a call's weights are summed up; None where autograd hands them out as always.
 
     TE's modules have one switch for all their weights, so all of them have to be such that a kernel can add
-    to a
-    buffer: whole parameters, trained, on a GPU, in a dtype of their own.
+    to a buffer: whole parameters, trained, on a GPU, in a dtype of their own.
     """
     gradients = None if _paused.get() else state_of(weights[0]).gradients
     return gradients if gradients is not None and all(map(_takes_part, weights)) else None

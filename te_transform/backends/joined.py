@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,6 +79,26 @@ def parameters_of(weight: Tensor) -> tuple[Tensor, ...]:
     return weight.__dict__.get("_te_transform_joined") or (base if is_stored(base) else weight,)
 
 
+@dataclass(frozen=True)
+class Source:
+    """The parameters that a weight was made of, and whether they are stored transposed."""
+
+    references: tuple[weakref.ref, ...]
+    transposed: bool
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Source:
+        """Those of a weight [out, in]."""
+        parameters = parameters_of(weight)
+        transposed = len(parameters) == 1 and parameters[0] is not weight and not weight.is_contiguous()
+        return cls(tuple(map(weakref.ref, parameters)), transposed)
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters; none where one of them is gone."""
+        found = tuple(reference() for reference in self.references)
+        return () if None in found else found
+
+
 def is_stored(weight: Tensor | None) -> bool:
     """Whether it is a parameter as a module holds it."""
     return isinstance(weight, nn.Parameter)
@@ -98,7 +119,8 @@ class Join(nn.Module):
     def forward(self, *parameters: Tensor) -> Tensor:
         """Parameters of shapes [n_i, ...] -> [sum of n_i, ...]; the gradients are slices of the result's."""
         if any(type(parameter) is not nn.Parameter for parameter in parameters) or transformed():
-            # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie together
+            # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie
+            # together
             whole = quantized.joined(parameters)
             joined = torch.cat(parameters) if whole is None else whole
             if whole is not None:
@@ -149,10 +171,12 @@ class _Split(torch.autograd.Function):
         return product.split(sizes, -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         for used in ctx.used:
             used[:] = [grad is not None for grad in grads]
-        known = next(grad for grad in grads if grad is not None)
+        known = next((grad for grad in grads if grad is not None), None)
+        if known is None:
+            return None, None, None
         parts = [
             known.new_zeros(*known.shape[:-1], size) if grad is None else grad
             for grad, size in zip(grads, ctx.sizes, strict=True)

@@ -192,11 +192,13 @@ class DotProductAttention(FusedOp):
         scale: float | None = None,
         enable_gqa: bool = False,
         hidden: Tensor | None = None,
+        nan_rows: bool = False,
     ) -> Tensor:
         """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added.
 
         A mask that was found to keep everything is "full", one that was found to be the causal one is
         "causal". `hidden` is what a mask of finite numbers hides: rows that it hides everywhere stay uniform.
+        With `nan_rows`, rows that a mask of -inf hides everywhere are NaN, as a softmax makes them.
         """
         if isinstance(mask, str):
             mask, is_causal = None, is_causal or mask == "causal"
@@ -204,10 +206,12 @@ class DotProductAttention(FusedOp):
             query = ops.zero_hidden(query, hidden)
         arguments = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
         if transformed():
-            return _math(*arguments)
-        if self.twice and not dropout_p:  # with dropout the plain version would draw other random numbers
-            return differentiable_twice(self.attend, _math, arguments)
-        return self.attend(*arguments)
+            out = _written_out(*arguments)
+        elif self.twice and not dropout_p:  # with dropout the plain version would draw other random numbers
+            out = differentiable_twice(self.attend, _math, arguments)
+        else:
+            out = self.attend(*arguments)
+        return _with_nan_rows(out, mask) if nan_rows and mask is not None and hidden is None else out
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         """The attention by whichever kernel is the fastest here."""
@@ -222,6 +226,38 @@ class DotProductAttention(FusedOp):
         # 2.13): they normalize by a log-sum-exp in which the number of keys has been rounded away
         added = mask is not None and mask.is_floating_point() and torch.is_grad_enabled()
         return sdpa_kernel(SDPBackend.MATH) if added else contextlib.nullcontext()
+
+
+def _with_nan_rows(out: Tensor, mask: Tensor) -> Tensor:
+    """NaN in the rows that see nothing, and in gradients where the mask was added to the scores."""
+    if mask.dtype is torch.bool:
+        return torch.where(mask.any(-1, keepdim=True), out, torch.nan)
+    return out * torch.where(mask.isneginf().all(-1, keepdim=True), torch.nan, 1.0).to(out.dtype)
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """The attention in operations that have every derivative, and those of a derivative forward: the softmax
+    that PyTorch's own attention calls has no backward of the latter (torch 2.13)."""
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (part.repeat_interleave(groups, -3) for part in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        hides = mask.dtype is torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
+    weights = scores.softmax(-1)
+    return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
 
 
 def _math(*arguments: Any) -> Tensor:

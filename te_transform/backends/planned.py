@@ -16,8 +16,9 @@ from te_transform.backends.plain import (
 )
 
 __all__ = [
-    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "HAS_RECIPES", "NAME", "CrossEntropy",
-    "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary", "multiple", "recipe_of",
+    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "HAS_RECIPES", "NAME",
+    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary",
+    "multiple", "recipe_of",
 ]  # fmt: skip
 
 NAME = "te"

@@ -1,7 +1,7 @@
 """Weights that are held in FP8 alone: one byte a number and one scale for all of them.
 
-To everybody else they are what they were: a tensor of that shape and dtype, whose values are the rounded ones. Only
-fused ops look inside.
+To everybody else they are what they were: a tensor of that shape and dtype, whose values are the rounded
+ones. Only fused ops look inside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Quantized(Tensor):
     whole: Quantized | None
 
     @staticmethod
-    def __new__(cls, held: Tensor, inverse: Tensor, dtype: torch.dtype, whole: Quantized | None = None) -> Quantized:
+    def __new__(
+        cls, held: Tensor, inverse: Tensor, dtype: torch.dtype, whole: Quantized | None = None
+    ) -> Quantized:
         like = {"strides": held.stride(), "dtype": dtype, "device": held.device}
         made = Tensor._make_wrapper_subclass(cls, held.shape, **like)
         made.held, made.inverse, made.whole = held, inverse, whole
@@ -75,7 +77,9 @@ class Quantized(Tensor):
         return ["held", "inverse"], self.dtype
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> Quantized:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any
+    ) -> Quantized:
         return Quantized(inner["held"], inner["inverse"], dtype)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
@@ -110,7 +114,8 @@ def quantize(weights: Sequence[Tensor]) -> list[nn.Parameter]:
         return [nn.Parameter(whole, requires_grad=False)]
     parts = whole.held.split([len(weight) for weight in weights])
     return [
-        nn.Parameter(Quantized(part, whole.inverse, whole.dtype, whole), requires_grad=False) for part in parts
+        nn.Parameter(Quantized(part, whole.inverse, whole.dtype, whole), requires_grad=False)
+        for part in parts
     ]
 
 

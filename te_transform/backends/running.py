@@ -1,4 +1,5 @@
-"""What ops ask of the converted model that runs: whether its weights stay, and which products are in its recipe."""
+"""What ops ask of the converted model that runs: whether its weights stay, and which products are in its
+recipe."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def running(weights_stay: bool, tell: Callable[[], None]) -> Iterator[None]:
 
     Args:
         weights_stay: whether its weights are those of its last call, unless their versions say otherwise.
-        tell: lets the states of its parameters say whether their products run in FP8; is called where a state says
+        tell: lets the states of its parameters say whether their products run in FP8; is called where a
+        state says
             nothing, because the parameter is new.
     """
     global _running
@@ -56,8 +58,8 @@ def in_recipe(weight: Tensor, default: bool) -> bool:
 def stamp_of(weights: Sequence[Tensor]) -> Any:
     """What has to be the same for a later call to use these weights as this one has quantized them.
 
-    None where they may not be kept. Over the calls of one accumulation weights do not change; in evaluation their
-    pointers and versions tell. (Not their ids: a later tensor may have the same.)
+    None where they may not be kept. Over the calls of one accumulation weights do not change; in evaluation
+    their pointers and versions tell. (Not their ids: a later tensor may have the same.)
     """
     gradients = state_of(weights[0]).gradients
     if gradients is not None:

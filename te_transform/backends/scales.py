@@ -16,7 +16,6 @@ from torch import Tensor
 
 from te_transform.backends import plain
 
-
 _looking = 0  # how many looking() are entered; not by thread, a backward runs in one of its own
 
 

@@ -9,7 +9,6 @@ faster (few tokens), the op runs in plain PyTorch, and `plain_calls` counts why.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -25,7 +24,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 from te_transform.backends import plain
 from te_transform.backends.cudnn import DotProductAttention
 from te_transform.backends.gradients import Gradients, gradients_of
-from te_transform.backends.joined import parameters_of, state_of, watched
+from te_transform.backends.joined import Source, state_of, watched
 from te_transform.backends.limits import (
     too_small,
     traced,
@@ -36,9 +35,9 @@ from te_transform.backends.limits import (
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.quantized import Quantized, exact, is_quantized
+from te_transform.backends.running import in_recipe, is_evaluating, stamp_of
 from te_transform.backends.scales import Seen
 from te_transform.backends.twice import differentiable_once, differentiable_twice
-from te_transform.backends.running import in_recipe, is_evaluating, stamp_of
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as _State
@@ -46,9 +45,9 @@ except ImportError:  # TE before 2.8
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as _State
 
 __all__ = [
-    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "HAS_RECIPES", "NAME", "CrossEntropy",
-    "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary", "autocast", "is_delayed",
-    "multiple", "recipe_of",
+    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "HAS_RECIPES", "NAME",
+    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary",
+    "activation_of", "autocast", "is_delayed", "multiple", "recipe_of",
 ]  # fmt: skip
 
 NAME = "te"
@@ -107,14 +106,12 @@ def autocast(recipe: Any, enabled: bool = True) -> contextlib.AbstractContextMan
 class _Kernel:
     """TE's module for the products that begin with one parameter, and what it keeps for them.
 
-    `names` are the module's attributes that a call's tensors stand for, in the order of the call; `products`
-    is the number of its matrix products.
+    `names` are the module's attributes that a call's tensors stand for, in the order of the call.
     """
 
     def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], weights: Sequence[Tensor]):
         self.make, self.names, self.seen = make, names, Seen.of(len(weights))
-        # the parameters of each weight
-        self.weights = [tuple(map(weakref.ref, parameters_of(weight))) for weight in weights]
+        self.weights = [Source.of(weight) for weight in weights]
         self.made: nn.Module | None = None
         self.in_fp8 = False  # whether its last call was
         self.calibrating = False  # whether its last call was in its own dtype for want of scales
@@ -233,7 +230,8 @@ def _set_scales(state: Any, amaxes: dict[int, Tensor], limit: float, recipe: Any
     for index, amax in amaxes.items():
         usable = (amax > 0) & amax.isfinite()
         state.scale[index] = torch.where(usable, limit / amax / 2**recipe.margin, 1.0)
-        state.amax_history[-1, index] = torch.where(usable, amax, 0.0)  # the oldest: the next step writes to row 0
+        # as the oldest: the next step writes to row 0
+        state.amax_history[-1, index] = torch.where(usable, amax, 0.0)
 
 
 @contextlib.contextmanager
@@ -308,9 +306,7 @@ class _Product(FusedOp):
         with kernel.as_before(recipe):
             return self._in_fp8(kernel, x, tensors, gradients)
 
-    def _has_scales(
-        self, kernel: _Kernel, recipe: Any, x: Tensor, tensors: Sequence[Tensor | None]
-    ) -> bool:
+    def _has_scales(self, kernel: _Kernel, recipe: Any, x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
         """Whether the kernel has the scales that the recipe needs for a call; gives it the first ones."""
         if not is_delayed(recipe):
             return True
@@ -346,8 +342,7 @@ class _Product(FusedOp):
         missing = -rows % multiple(_State.get_fp8_recipe())
         padded = x
         if missing:
-            # the last row once more, and again: no number in the product is larger for it, its gradient is
-            # zero
+            # the last row once more, and again: no number in the product is larger, its gradient is zero
             flat = x.reshape(rows, -1)
             padded = torch.cat([flat, flat[-1:].expand(missing, -1)])
         keeps = kernel.keeps(self._weights(tensors))
@@ -363,8 +358,7 @@ class _Product(FusedOp):
         tensors: Sequence[Tensor | None],
         gradients: Gradients | None,
     ) -> list[Tensor | None]:
-        """What a kernel gets of `given`, which stand for `tensors`: weights row by row, with their
-        main_grad."""
+        """What a kernel gets of `given`, which stand for `tensors`: weights by rows, with their main_grad."""
         found = list(given)
         for place in (place - 1 for place in self.PRODUCTS):
             weight = given[place]
@@ -386,7 +380,8 @@ class _Product(FusedOp):
     def _kernel(self, tensors: Sequence[Tensor | None], weights: Sequence[Tensor]) -> _Kernel:
         """The kernel of the first weight's parameter for a call of this form."""
         first, bias = weights[0], tensors[-1] is not None
-        form = (*self.form, bias, first.dtype, first.storage_offset(), *(w.shape for w in weights))
+        offset = 0 if first._base is None else first.storage_offset()  # parts of one parameter differ in it
+        form = (*self.form, bias, first.dtype, offset, *(weight.shape for weight in weights))
         kernels = state_of(first).kernels
         if form not in kernels:
             kernels[form] = self._made(weights, bias=bias, params_dtype=first.dtype)
@@ -441,8 +436,7 @@ class LayerNormLinear(_Product, plain.LayerNormLinear):
 
 
 class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
-    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is
-    gated."""
+    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where it is gated."""
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -450,12 +444,14 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
         hidden, inner = weights[1].shape
-        options = {**options, **self._norm, "activation": _activation(self.activation, options["bias"])}
+        options = {**options, **self._norm, "activation": activation_of(self.activation, options["bias"])}
         names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
         return _Kernel(lambda: _Mlp(hidden, inner, device="meta", **options), names, weights)
 
 
 class _Mlp(te.LayerNormMLP):
+    """TE's, which also runs where neither its input nor its norm needs a gradient."""
+
     def forward(self, x: Tensor, **how: Any) -> Tensor:
         """x [..., hidden] -> [..., hidden]."""
         # where neither needs a gradient, TE goes on to ask a LayerNorm's bias, which an RMSNorm has not
@@ -475,9 +471,12 @@ class _CastInBackward(str):
     """The name of a gated activation whose gradient is cast to FP8 in the kernel that computes it."""
 
 
-def _activation(name: str, bias: bool) -> str:
-    """The activation as TE's module gets it; gated ones without a bias, for which the kernel has no gradient,
-    are cast in their backward."""
+def activation_of(name: str, bias: bool) -> str:
+    """The activation as TE's module gets it.
+
+    Gradients of gated ones are cast where they are computed, but for those with a bias, whose gradient that
+    kernel does not compute.
+    """
     if bias or name not in GATED_ACTIVATIONS.values() or not _cast_in_backward():
         return name
     return _CastInBackward(name)
@@ -497,7 +496,8 @@ def _cast_in_backward() -> bool:
 
     def act_func(activation: str, *recipe: Any) -> tuple[Any, ...]:
         forward, backward, with_cast = original(activation, *recipe)
-        if with_cast is not None or not (isinstance(activation, _CastInBackward) and any(map(is_delayed, recipe))):
+        ours = isinstance(activation, _CastInBackward) and any(map(is_delayed, recipe))
+        if not ours or with_cast is not None:
             return forward, backward, with_cast
         return forward, backward, lambda grad, x, quantizer: (None, backward(grad, x, quantizer))
 
@@ -525,12 +525,10 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class CrossEntropy(plain.CrossEntropy):
-    """-log softmax(logits)[target] in one kernel, which reads bf16 logits as they are and computes in
-    fp32."""
+    """-log softmax(logits)[target] in one kernel, which reads bf16 logits and computes in fp32."""
 
     def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-        """logits [..., vocabulary], targets [...] -> one number, or one for each target where reduction is
-        "none"."""
+        """logits [..., vocabulary], targets [...] -> one number, or one a target if reduction is "none"."""
         if traced():
             return super().forward(logits, targets, ignore_index, reduction)
         if why := without_cross_entropy(logits, targets):
@@ -558,11 +556,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (logits, targets), recorded = ctx.saved_tensors, torch.is_grad_enabled()
-        compute = plain.CrossEntropy() if recorded else None
         with torch.enable_grad():
             own = logits.view_as(logits) if recorded else logits.detach().requires_grad_()
-            if compute is not None:
-                losses = compute(own, targets, ctx.ignore_index, "none")
+            if recorded:  # TE's kernels have no second derivative
+                losses = plain.CrossEntropy()(own, targets, ctx.ignore_index, "none")
             else:
                 losses = _losses(own, targets, ctx.ignore_index)
         (found,) = torch.autograd.grad(losses, own, grad, create_graph=recorded)

@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
@@ -59,23 +62,29 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function on a code object of its own.
 
     Dynamo keeps captures, and counts them for its limit, by code object, and which sizes vary by its name.
-    Decorators give all that they decorate the same one: the forwards of all models of transformers would share
-    a limit.
+    Decorators give all that they decorate the same one: the forwards of all models of transformers would
+    share a limit.
     """
     if not isinstance(function, FunctionType):
         return function
     name = f"{function.__code__.co_name}__converted_{next(_NUMBERS)}"
     alone = FunctionType(
-        function.__code__.replace(co_name=name), function.__globals__, function.__name__, function.__defaults__,
-        function.__closure__,
+        function.__code__.replace(co_name=name), function.__globals__, function.__name__,
+        function.__defaults__, function.__closure__,
     )  # fmt: skip
     alone.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(alone, function)
 
 
+def reasons_so_far() -> Counter[str]:
+    """What dynamo has said in this process of code that it does not capture, and how often."""
+    return Counter(counters["graph_break"])
+
+
 def is_capturing() -> bool:
     """Whether somebody else is tracing this code: a compiler, an exporter, a jit."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.jit.is_scripting()
+    by_jit = torch.jit.is_tracing() or torch.jit.is_scripting()
+    return torch.compiler.is_compiling() or by_jit or is_fx_symbolic_tracing()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from te_transform.backends import Backend
 from te_transform.backends.limits import DTYPES
-from te_transform.graph.nodes import dtype_name, dtype_of, is_parameter, name_in_model, value
+from te_transform.graph.nodes import dtype_name, dtype_of, is_model_tensor, name_in_model, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
@@ -130,7 +130,7 @@ def _heads(plan: Plan) -> Iterator[Site]:
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The floating tensors that the node computes with, but for a bias that it adds."""
     added = node.target is torch.add
-    return [n for n in node.all_input_nodes if _is_floating(n) and not (added and is_parameter(n))]
+    return [n for n in node.all_input_nodes if _is_floating(n) and not (added and is_model_tensor(n))]
 
 
 def _is_floating(node: fx.Node) -> bool:

@@ -38,6 +38,13 @@ class Site:
         return self.rules[-1][1]
 
     @property
+    def is_merged(self) -> bool:
+        """Whether it is the product of several linears, whose results are columns of it."""
+        return any(node.target is ops.columns and "origin" in node.meta for node in self.node.users) and (
+            "origin" not in self.node.meta
+        )
+
+    @property
     def outputs(self) -> list[fx.Node]:
         """The canonical nodes that stand for captured ones: the call itself, or the columns of merged
         linears."""
@@ -180,7 +187,9 @@ def _near_misses(rule: Rule, misses: list[Miss]) -> list[Outcome]:
     outcomes = []
     for miss in misses:
         if 2 * len(miss.nodes) > rule.pattern.depth and not any(node._erased for node in miss.nodes):
-            reason = f"the {called(miss.nodes[-1])} reads {_named(miss.found)}, {miss.wanted} is needed"
+            readers = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
+            reader = called((readers or miss.nodes)[-1])
+            reason = f"the {reader} reads {_named(miss.found)}, {miss.wanted} is needed"
             where = path_of(miss.nodes[0])
             outcomes.append(Outcome(rule.name, where, "refused", (reason,), _weights(miss.nodes)))
     return outcomes

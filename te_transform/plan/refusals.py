@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_transform.graph.nodes import called, dtype_name, is_parameter, path_of, value
+from te_transform.backends.quantized import Quantized
+from te_transform.graph.nodes import called, dtype_name, is_parameter, value
 from te_transform.graph.pattern import Match
 from te_transform.plan.rule import Operation
 
@@ -47,7 +48,7 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
             yield f"{what} is computed at every call, a parameter is needed"
         elif not is_parameter(source):
             yield f"{what} is a buffer or a constant, a parameter is needed"
-        elif not is_fake(held) and type(held.data) is not Tensor:
+        elif is_traceable_wrapper_subclass(held) and not isinstance(held, Quantized):
             yield f"{what} is a {type(held).__name__}, a plain tensor is needed"
         elif not held.is_floating_point():
             yield f"{what} is {dtype_name(held.dtype)}, a floating point parameter is needed"
@@ -58,9 +59,6 @@ def _mixed(operations: list[Operation]) -> Iterator[str]:
     if len({weight.dtype for _, weight in weights}) > 1:
         found = ", ".join(dict.fromkeys(f"{op} {dtype_name(weight.dtype)}" for op, weight in weights))
         yield f"the parameters are of several dtypes ({found}), a fused module has one"
-    if len({weight.device for _, weight in weights}) > 1:
-        found = ", ".join(dict.fromkeys(f"{op} on {weight.device}" for op, weight in weights))
-        yield f"the parameters are on several devices ({found}), a fused module is on one"
 
 
 def _read_elsewhere(match: Match) -> Iterator[str]:
@@ -80,8 +78,7 @@ def _reader(user: fx.Node) -> str:
 
 def _cut(match: Match) -> Iterator[str]:
     if len({node.meta.get("region") for node in match.nodes}) > 1:
-        where = path_of(match.root) or "the model"
         yield (
-            f"{where} writes to a tensor, or changes the gradient mode or autocast, between these operations, "
-            "the fused module runs all of them at once"
+            "the model writes to a tensor, or changes the gradient mode or autocast, between these "
+            "operations, the fused module runs all of them at once"
         )

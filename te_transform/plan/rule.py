@@ -44,8 +44,8 @@ class Rule:
         name = next((name for name, held in vars(home).items() if held is self), None)
         if name is None:
             raise TypeError(
-                f"rule {self.name!r} is no global of {home.__name__}, a converted model that is pickled whole "
-                "needs its rules to be: give the rule a name there"
+                f"rule {self.name!r} is no global of {home.__name__}, a converted model that is pickled "
+                "whole needs its rules to be: give the rule a name there"
             )
         return _named, (home.__name__, name)
 

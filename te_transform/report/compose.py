@@ -27,6 +27,7 @@ def compose(
     precision: PrecisionPlan | None = None,
     inputs: str = "",
     notes: Iterable[str] = (),
+    reasons: Iterable[str] = (),
 ) -> Report:
     """The report of a conversion, or of one that is only planned.
 
@@ -35,6 +36,7 @@ def compose(
             "" for the whole model. A graph that blocks share comes once for each block.
         inputs: what the example inputs are, in words.
         notes: more sentences.
+        reasons: what dynamo said of code that it does not capture.
     """
     largest = max((plan for _, plan in plans), key=lambda plan: len(plan.canonical.nodes), default=None)
     on_te = options.backend.HAS_RECIPES
@@ -44,7 +46,7 @@ def compose(
         largest.before if largest else fx.Graph(),
         snapshot(largest.canonical) if largest else fx.Graph(),
         (options.backend_reason, *(_sizes(plans, precision) if on_te else ()), *notes),
-        tuple(explain_graphs((path, plan.captured) for path, plan in plans)),
+        tuple(explain_graphs(((path, plan.captured) for path, plan in plans), reasons)),
         precision,
         memory=predict(plans, model.parameters(), inputs, precision) if on_te else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -9,13 +10,18 @@ from torch import fx
 
 from te_transform.report.places import listed
 
+_CODE = re.compile(r'File "([^"]+)", line (\d+), in \S+, code: (.+)')
 
-def explain_graphs(graphs: Iterable[tuple[str, fx.GraphModule]]) -> Iterator[str]:
-    """Which modules were captured, and how often one graph serves several of them.
+
+def explain_graphs(
+    graphs: Iterable[tuple[str, fx.GraphModule]], reasons: Iterable[str] = ()
+) -> Iterator[str]:
+    """How many graphs the forward was captured as, which blocks share one, and why it is not one alone.
 
     Args:
         graphs: the captured graphs, each with the path of the captured module, "" for the whole model. A
             graph that blocks share comes once for each block; the report shows the largest.
+        reasons: what dynamo said meanwhile of code that it does not capture.
     """
     modules: dict[fx.GraphModule, list[str]] = {}
     for path, graph in graphs:
@@ -25,13 +31,10 @@ def explain_graphs(graphs: Iterable[tuple[str, fx.GraphModule]]) -> Iterator[str
     if len(modules) > 1:
         yield f"the forward was captured as {len(modules)} graphs, the largest is the one shown"
     for paths in modules.values():
-        if any(paths):
-            yield (
-                f"{listed(paths)} was captured by itself"
-                if len(paths) == 1
-                else f"{listed(paths)} share a graph"
-            )
-    yield from filter(None, map(explain_break, modules))
+        if len(paths) > 1:
+            yield f"{listed(paths)} share a graph"
+    breaks = list(filter(None, map(explain_break, modules)))  # these have the line, in all cases
+    yield from dict.fromkeys(breaks or map(explain_reason, reasons))
 
 
 def explain_break(captured: fx.GraphModule) -> str | None:
@@ -40,14 +43,26 @@ def explain_break(captured: fx.GraphModule) -> str | None:
     if why is None or not why.graph_break:
         return None
     place = why.user_stack[-1]
-    return (
-        f'{Path(place.filename).name}:{place.lineno} has "{place.line}", which dynamo does not capture '
-        f"({explain_reason(why.reason)}): it runs as it is, between two graphs"
-    )
+    return _sentence(place.filename, place.lineno, place.line, _title(why.reason))
 
 
 def explain_reason(reason: str) -> str:
-    """What dynamo says in its first line, without its advice."""
+    """Dynamo's reason for not capturing a piece of code, which has several paragraphs, in a sentence."""
+    found = _CODE.findall(reason)
+    if found:
+        return _sentence(*found[-1], _title(reason))
+    return f"dynamo does not capture a piece of the forward ({_title(reason)}): it runs as it is"
+
+
+def _sentence(file: str, line: int | str, code: str, title: str) -> str:
+    why = f" ({title})" if title else ""
+    return f'{Path(file).name}:{line} has "{code}", which dynamo does not capture{why}: it runs as it is'
+
+
+def _title(reason: str) -> str:
+    """What dynamo says in its first line; "" where that says nothing."""
+    if reason == "step_unsupported":
+        return ""
     if reason.startswith("generic_jump"):
-        return "a branch on a tensor's value"
+        return "Data-dependent branching"
     return reason.strip().splitlines()[0].rstrip(".")

@@ -98,8 +98,13 @@ class Converted:
             run = self.runs.get(type(module))
             if run is None:
                 run = self.runs[type(module)] = capture(forward, self.backend)
-            with set_aside():
-                return run(module, *args, **kwargs)
+            try:
+                with set_aside():
+                    return run(module, *args, **kwargs)
+            except Exception:
+                # what raises while it is captured is never captured again: begin anew after a wrong call
+                self.runs.pop(type(module), None)
+                raise
 
     def _settle(self, model: nn.Module) -> None:
         """Before a call of the model: what the last one has shown."""
@@ -242,7 +247,14 @@ def captured_class(kind: type) -> type:
                 return original(self, *args, **kwargs)
             return place.converted.call(place, original, self, args, kwargs)
 
+        def train(self: nn.Module, mode: bool = True) -> nn.Module:
+            place = self.__dict__.get(CONVERTED)
+            if place is not None and place.is_root and place.converted.precision is not None:
+                place.converted.precision.forget(self)
+            return kind.train(self, mode)
+
         own = {
+            "train": functools.wraps(kind.train)(train),
             "forward": forward,
             "__reduce_ex__": _reduce,
             "__module__": kind.__module__,

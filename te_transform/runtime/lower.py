@@ -104,13 +104,13 @@ class _Lowering:
         made: dict[fx.Node, fx.Node] = {}
         args = self._inner(site.node.args, at, made)
         if isinstance(site.fused, plain.DotProductAttention):
-            args = self._with_mask(args, at)
+            args = self._with_mask(site, args, at)
         name = site.name.replace(".", "_")
         self.module.add_submodule(name, site.fused)
         made[site.node] = edit.insert_call(self.graph, at, name, args, like=site.node)
-        parts = {site.node: made[site.node]} if site.node in outputs else self._split(site, at, made)
+        parts = self._split(site, at, made) if site.is_merged else {}
         for canonical, old in outputs.items():
-            new = self._own(old, parts[canonical], at) if len(parts) > 1 else parts[canonical]
+            new = self._own(old, parts[canonical], at) if parts else self._node(canonical, at, made, new=True)
             self.stands[canonical.meta["origin"]] = new
             edit.replace_uses(old, new)
         edit.erase_cascade(self.graph, outputs.values(), self._names_in(site))
@@ -149,10 +149,12 @@ class _Lowering:
             args, lambda arg: self._node(arg, at, made) if isinstance(arg, fx.Node) else arg
         )
 
-    def _node(self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _node(
+        self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node], new: bool = False
+    ) -> fx.Node:
         if node in made:
             return made[node]
-        if "origin" in node.meta:
+        if "origin" in node.meta and not new:
             return self.stands[node.meta["origin"]]
         made[node] = self._copied(node, at, made)
         return made[node]
@@ -173,7 +175,7 @@ class _Lowering:
         self.module.add_submodule(name, Join(self.apart))
         return edit.insert_call(self.graph, at, name, args, like=node)
 
-    def _with_mask(self, args: tuple, at: fx.Node) -> tuple:
+    def _with_mask(self, site: Site, args: tuple, at: fx.Node) -> tuple:
         """The arguments of attention with its mask found out at run time, where that is possible.
 
         A mask of finite numbers leaves a row that it hides everywhere uniform, for which the canonical form
@@ -186,7 +188,9 @@ class _Lowering:
             query, hidden = query.args
         if isinstance(mask, fx.Node):
             mask = self._proved(mask, at)
-        return (query, *args[1:3], mask, *args[4:], hidden)
+        # softmax makes a row of -inf NaN, which PyTorch's attention makes 0
+        written_out = "scaled_dot_product_attention" not in site.node.meta["spelled"]
+        return (query, *args[1:3], mask, *args[4:], hidden, written_out)
 
     def _proved(self, mask: fx.Node, at: fx.Node) -> fx.Node:
         if mask not in self.masks:

@@ -21,14 +21,15 @@ from te_transform.backends.running import forget_weights, running
 class Precision:
     """What a converted model runs in.
 
-    Weights are quantized once, and kept, over the calls of te_transform.accumulate(), and in evaluation without
-    gradients for as long as no weight has been written to.
+    Weights are quantized once, and kept, over the calls of te_transform.accumulate(), and in evaluation
+    without gradients for as long as no weight has been written to.
 
     Args:
         recipe: TE's.
         products: whether the product that begins with the parameter of this name runs in the recipe; true for
             those that are not named. It is not the ops that know, because layers may share one.
-        small_calls: whether calls of so few tokens that they are faster in their own dtype run in the recipe too.
+        small_calls: whether calls of so few tokens that they are faster in their own dtype run in the
+        recipe too.
     """
 
     recipe: Any
@@ -40,8 +41,9 @@ class Precision:
     def running(self, model: nn.Module) -> Iterator[None]:
         """Let `model`, whose forward runs in here, do so in the recipe.
 
-        TE ends a step of delayed scaling where the outermost autocast ends. So a forward within another one does
-        not enter it again, nor one that a checkpoint repeats within a backward: there each op knows what it did.
+        TE ends a step of delayed scaling where the outermost autocast ends. So a forward within another one
+        does not enter it again, nor one that a checkpoint repeats within a backward: there each op knows
+        what it did.
         """
         if self.entered or torch._C._current_graph_task_id() != -1:
             yield
@@ -64,7 +66,8 @@ class Precision:
             state_of(parameter).in_fp8 = self.products.get(name, True)
 
     def forget(self, model: nn.Module) -> None:
-        """Free the quantized weights that are kept; whatever was done to the model before, they are made anew."""
+        """Free the quantized weights that are kept; whatever was done to the model before, they are made
+        anew."""
         forget_weights(model.parameters())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,6 +75,7 @@ class Precision:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP fills the memory of the parameters anew in each call, of which their versions tell nothing."""
+    """Whether FSDP fills the memory of the parameters anew in each call, of which their versions tell
+    nothing."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)

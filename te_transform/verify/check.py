@@ -30,7 +30,8 @@ def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, st
 
     Forward and gradients, dropout off, against fp64 (see compare.py). The captured graph runs once, without
     gradients, and each site is checked when its turn comes: needs the memory of one site in fp64. A graph on
-    fake tensors, or on the meta device, is not checked.
+    fake tensors, or on the meta device, is not checked. Layers that share a graph differ in values alone, of
+    which the rewriting knows nothing: one layer's stand for all (verify() compares every layer).
 
     Args:
         graph: only read.
@@ -56,16 +57,17 @@ def _apart(tensors: list[Tensor]) -> Iterator[None]:
     Random states and the hooks of parameters see nothing of it, nor does a checkpoint, which counts what is
     saved for a backward and notes what is computed.
     """
-    hooks = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
     unseen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     try:
-        for tensor, _ in hooks:
-            tensor._backward_hooks = None
+        for parameter, _ in hooks:
+            parameter._backward_hooks = None
         with torch.inference_mode(False), same_random(tensors), unseen, _disable_current_modes():
             yield
     finally:
-        for tensor, held in hooks:
-            tensor._backward_hooks = held
+        for parameter, held in hooks:
+            parameter._backward_hooks = held
 
 
 def _own(argument: Any) -> Any:
@@ -128,7 +130,7 @@ class _Pair:
     def _subject(
         self, module: fx.GraphModule, parameters: dict[fx.Node, Tensor], double: bool = False
     ) -> Subject:
-        paths = [path_of(node) for node in self.outputs] if len(self.outputs) > 1 else [""]
+        paths = _distinct(self.outputs)
         names = [(name_in_model(node) or node.name, tensor) for node, tensor in parameters.items()]
 
         def call(*given: Any) -> dict[str, Any]:
@@ -137,6 +139,12 @@ class _Pair:
             return dict(zip(paths, module(*arguments), strict=True))
 
         return Subject(call, lambda: names, partial(in_double, module) if double else nullcontext)
+
+
+def _distinct(outputs: tuple[fx.Node, ...]) -> list[str]:
+    """What to call the outputs: by the modules that make them, if that tells them apart."""
+    paths = [path_of(node) for node in outputs] if len(outputs) > 1 else [""]
+    return paths if len(set(paths)) == len(paths) else [node.name for node in outputs]
 
 
 class _Walk(fx.Interpreter):

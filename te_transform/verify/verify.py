@@ -12,20 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from te_transform.backends.quantized import exact, is_quantized
 from te_transform.graph.inputs import Inputs, as_inputs
-from te_transform.graph.preserve import preserved, same_bits
+from te_transform.graph.preserve import preserved
 from te_transform.report.console import progress
 from te_transform.runtime.converted import original_forward
 from te_transform.verify.bisect import Called, bisect_failures, conversions, watched
 from te_transform.verify.compare import DRAWS, FP8_DRAWS, Contenders, OriginalError, Row, judge
 from te_transform.verify.precision import Recipes
 from te_transform.verify.replay import Subject, in_double
+from te_transform.verify.states import compare_states
 from te_transform.verify.variations import EXAMPLE, variations
 from te_transform.verify.verification import Verification
-
-_STATE = "state_dict"
-_E4M3 = 2**-4  # the largest relative error of rounding to it
 
 
 def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -> Verification:
@@ -52,7 +49,7 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
     duel = _Duel(model, converted, Recipes(converted))
     samples = as_inputs(model, example_inputs)
     sets = list(variations(model, samples))
-    states = list(_compare_states(model, converted))
+    states = list(compare_states(model, converted))
     with preserved(model), preserved(converted):
         _uncompile(model)
         _uncompile(converted)
@@ -193,29 +190,3 @@ def _all_rows(
 
 def _failed(rows: list[Row]) -> bool:
     return not all(row.ok for row in rows)
-
-
-def _compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
-    own, theirs = model.state_dict(), converted.state_dict()
-    if list(own) != list(theirs):
-        changed = sorted(own.keys() ^ theirs.keys()) or "in order"
-        yield Row(_STATE, "names", False, reason=f"differ, {changed}")
-    for name in [name for name in own if name in theirs]:
-        if is_quantized(theirs[name]) and not is_quantized(own[name]):
-            yield _rounded(name, own[name], exact(theirs[name]))
-        elif not _same(own[name], theirs[name]):
-            yield Row(_STATE, name, False, reason="is not bitwise the original's")
-    yield Row(_STATE, f"{len(own)} entries", True)
-
-
-def _rounded(name: str, own: Tensor, theirs: Tensor) -> Row:
-    """A weight that is held in FP8 alone may be off by the rounding of E4M3, 3 bits of mantissa."""
-    error = float((theirs.double() - own.double()).norm() / own.double().norm().clamp(min=1e-300))
-    return Row(_STATE, name, error <= _E4M3, error, allowed=_E4M3, dtype="FP8")
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two entries of state dicts are the same; some modules put other things than tensors there."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return same_bits(one, other)
-    return one is other or bool(one == other)

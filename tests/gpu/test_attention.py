@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_transform import vocabulary
 from te_transform.backends import limits
+from te_transform.graph import ops
 
 LENGTHS = (512, 777, 1024)
 ORDERS = ("heads first", "batch first", "sequence first", "packed", "packed, sequence first")
@@ -45,8 +45,8 @@ def test_is_as_exact_as_pytorch(order: str) -> None:
         given = [x.requires_grad_() for x in tensors(order, (4, 2 if grouped else 4), length, width)]
         wide = [x.detach().double().requires_grad_() for x in given]
         options = (None, 0.0, causal, 0.1, grouped)
-        found, exact = core(*given, *options), vocabulary.sdpa(*wide, *options)
-        own = vocabulary.sdpa(*given, *options)
+        found, exact = core(*given, *options), ops.sdpa(*wide, *options)
+        own = ops.sdpa(*given, *options)
         assert not core.plain_calls
         cotangent = torch.randn_like(exact)
         rows = [(found, own, exact)]
@@ -77,6 +77,6 @@ def test_says_what_it_leaves_to_pytorch(
     core = te.DotProductAttention()
     query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     mask = torch.ones(shape[-2], shape[-2], dtype=torch.bool, device="cuda") if options else None
-    expected = vocabulary.sdpa(query, key, value, mask)
+    expected = ops.sdpa(query, key, value, mask)
     assert torch.equal(core(query, key, value, mask), expected)
     assert any(why in reason for reason in core.plain_calls), core.plain_calls

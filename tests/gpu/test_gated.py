@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from te_transform import vocabulary
+from te_transform.graph import ops
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": vocabulary.gelu_tanh,
-    "glu": vocabulary.sigmoid,
-    "qgeglu": vocabulary.quick_gelu,
-    "reglu": vocabulary.relu,
-    "swiglu": vocabulary.silu,
+    "geglu": ops.gelu_tanh,
+    "glu": ops.sigmoid,
+    "qgeglu": ops.quick_gelu,
+    "reglu": ops.relu,
+    "swiglu": ops.silu,
 }
 FORMATS = {torch.float8_e5m2: "kFloat8E5M2", torch.float8_e4m3fn: "kFloat8E4M3"}
 SIZES = ((256, 512), (48, 80))
@@ -76,10 +76,12 @@ def steps(one: Tensor, other: Tensor) -> Tensor:
 
 def with_cast(activation: str) -> Callable[..., tuple[Tensor | None, Any]]:
     from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch.module import layernorm_mlp
 
     from te_transform.backends import te
 
-    return te._act_func(te._CastInBackward(activation), DelayedScaling())[2]
+    name = te.activation_of(activation, bias=False)
+    return layernorm_mlp._act_func(name, DelayedScaling())[2]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -125,25 +127,30 @@ def test_what_is_too_large_becomes_the_largest_number(fp8: torch.dtype) -> None:
     assert steps(out._data, expected._data).max() <= 1
 
 
-def gradients(kind: type[nn.Module], **options: Any) -> dict[str, Tensor]:
+def gradients(ours: bool, bias: bool) -> dict[str, Tensor]:
     """Of a first step in delayed scaling, at scales of 1, always with the same weights."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
 
-    module = kind(
-        HIDDEN, FFN, activation="swiglu", normalization="RMSNorm", params_dtype=torch.bfloat16, **options
+    from te_transform.backends.te import activation_of
+
+    module = te.LayerNormMLP(
+        HIDDEN,
+        FFN,
+        activation=activation_of("swiglu", bias) if ours else "swiglu",
+        normalization="RMSNorm",
+        params_dtype=torch.bfloat16,
+        bias=bias,
     )
-    torch.manual_seed(0)  # now: making it has taken random numbers, of the device it is on
+    torch.manual_seed(0)  # now: making it has taken random numbers
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape).mul_(0.05))
-    module.cuda()
     x = torch.randn(TOKENS, HIDDEN).to("cuda", torch.bfloat16).requires_grad_()
     grad = torch.randn(TOKENS, HIDDEN).to("cuda", torch.bfloat16)
     with te.autocast(enabled=True, recipe=DelayedScaling()):
         out = module(x)
     out.backward(grad)
-    assert type(module.activation) is str
     return {"x": x.grad} | {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
@@ -152,11 +159,7 @@ def test_a_modules_backward_with_it(bias: bool) -> None:
     """The gradients before it are TE's, bit for bit. Those behind are off by what one FP8 step, at most a
     quarter of a number, in a 32nd of the numbers makes of a sum: sqrt(1/32) / 4, or a bit less than 1/16.
     With a bias, whose gradient is summed by TE's own kernel, all are TE's."""
-    import transformer_engine.pytorch as te
-
-    from te_transform.backends.te import LayerNormMLP
-
-    theirs, ours = gradients(te.LayerNormMLP, bias=bias), gradients(LayerNormMLP, bias=bias, device="cpu")
+    theirs, ours = gradients(False, bias), gradients(True, bias)
     assert ours.keys() == theirs.keys()
     assert torch.equal(ours["fc2_weight"], theirs["fc2_weight"])
     for name, expected in theirs.items():
@@ -167,9 +170,11 @@ def test_a_modules_backward_with_it(bias: bool) -> None:
 
 def test_tes_own_modules_get_tes_own() -> None:
     from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+    from transformer_engine.pytorch.module import layernorm_mlp
 
-    from te_transform.backends import te
+    from te_transform.backends.te import activation_of
 
-    assert te._act_func("swiglu", DelayedScaling())[2] is None
-    assert te._act_func(te._CastInBackward("swiglu"), Float8CurrentScaling())[2] is None
-    assert te._act_func(te._CastInBackward("swiglu"))[2] is None
+    name = activation_of("swiglu", bias=False)
+    assert layernorm_mlp._act_func("swiglu", DelayedScaling())[2] is None
+    assert layernorm_mlp._act_func(name, Float8CurrentScaling())[2] is None
+    assert layernorm_mlp._act_func(name)[2] is None

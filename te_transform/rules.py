@@ -1,0 +1,38 @@
+"""What rules are written with: patterns over graphs, the ops that they are made of, and what a fused op
+is."""
+
+from te_transform.backends.op import FusedOp
+from te_transform.graph import ops
+from te_transform.graph.pattern import (
+    AnyOrder,
+    Call,
+    Each,
+    Linear,
+    Maybe,
+    Near,
+    Norm,
+    OneOf,
+    Read,
+    Siblings,
+    Var,
+)
+from te_transform.plan.rule import Operation, Outcome, Rule
+
+__all__ = [
+    "AnyOrder",
+    "Call",
+    "Each",
+    "FusedOp",
+    "Linear",
+    "Maybe",
+    "Near",
+    "Norm",
+    "OneOf",
+    "Operation",
+    "Outcome",
+    "Read",
+    "Rule",
+    "Siblings",
+    "Var",
+    "ops",
+]

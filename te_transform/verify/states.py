@@ -1,0 +1,42 @@
+"""Compare state dicts: the same names in the same order, and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_transform.backends.quantized import exact, is_quantized
+from te_transform.graph.preserve import same_bits
+from te_transform.verify.compare import Row
+
+_STATE = "state_dict"
+_E4M3 = 2**-4  # the largest relative error of rounding to it
+
+
+def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
+    """A row for each difference, and one that counts."""
+    own, theirs = model.state_dict(), converted.state_dict()
+    if list(own) != list(theirs):
+        changed = sorted(own.keys() ^ theirs.keys()) or "in order"
+        yield Row(_STATE, "names", False, reason=f"differ, {changed}")
+    for name in [name for name in own if name in theirs]:
+        if is_quantized(theirs[name]) and not is_quantized(own[name]):
+            yield _rounded(name, own[name], exact(theirs[name]))
+        elif not _same(own[name], theirs[name]):
+            yield Row(_STATE, name, False, reason="is not bitwise the original's")
+    yield Row(_STATE, f"{len(own)} entries", True)
+
+
+def _rounded(name: str, own: Tensor, theirs: Tensor) -> Row:
+    """A weight that is held in FP8 alone may be off by the rounding of E4M3, 3 bits of mantissa."""
+    error = float((theirs.double() - own.double()).norm() / own.double().norm().clamp(min=1e-300))
+    return Row(_STATE, name, error <= _E4M3, error, allowed=_E4M3, dtype="FP8")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two entries of state dicts are the same; some modules put other things than tensors there."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits(one, other)
+    return one is other or bool(one == other)

@@ -1,0 +1,137 @@
+"""Attention, written out or called by name, becomes one attention core."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.rules.tables import HEADS, H, Make, fused, linear, reasons, sites, written
+
+LONGEST, WIDTH = 8, H // HEADS
+
+
+def heads(x: Tensor) -> Tensor:
+    """[batch, length, width] -> [batch, heads, length, width of a head]"""
+    return x.unflatten(-1, (-1, WIDTH)).transpose(1, 2)
+
+
+def attends(core, **parts: Make) -> Make:
+    """q, k and v of one product, this core, and a projection."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = map(heads, model.qkv(x).chunk(3, -1))
+        return model.out(core(model, q, k, v).transpose(1, 2).flatten(-2))
+
+    return written(forward, qkv=linear(H, 3 * H), out=linear(), **parts)
+
+
+def buffer(mask: Tensor) -> Make:
+    return lambda: nn.Buffer(mask)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-2, -1) * WIDTH**-0.5
+
+
+def written_out(model, q, k, v):
+    return scores(q, k).softmax(-1) @ v
+
+
+def causal(model, q, k, v):
+    length = q.shape[-2]
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return scores(q, k).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def of_a_buffer(model, q, k, v):
+    length = q.shape[-2]
+    hidden = model.mask[:length, :length] == 0
+    return scores(q, k).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def added(model, q, k, v):
+    length = q.shape[-2]
+    return (scores(q, k) + model.mask[:length, :length]).softmax(-1) @ v
+
+
+def in_fp32(model, q, k, v):
+    return scores(q, k).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def grouped(model, q, k, v):
+    k, v = (x[:, :1].repeat_interleave(HEADS, dim=1) for x in (k, v))
+    return written_out(model, q, k, v)
+
+
+def dropping(model, q, k, v):
+    return model.drop(scores(q, k).softmax(-1)) @ v
+
+
+def called_with_a_mask(model, q, k, v):
+    length = q.shape[-2]
+    return F.scaled_dot_product_attention(q, k, v, model.mask[:length, :length])
+
+
+LOWER = torch.ones(LONGEST, LONGEST).tril()
+FUSES = {
+    "written out": attends(written_out),
+    "causal": attends(causal),
+    "a mask in a buffer": attends(of_a_buffer, mask=buffer(LOWER)),
+    "a mask that is added": attends(added, mask=buffer(LOWER.log())),
+    "softmax in fp32": attends(in_fp32),
+    "heads that share keys": attends(grouped),
+    "an idle dropout": attends(dropping, drop=lambda: nn.Dropout(0.0)),
+    "called with a mask": attends(called_with_a_mask, mask=buffer(LOWER.bool())),
+    "a bias that is learned": attends(added, mask=lambda: nn.Parameter(torch.zeros(LONGEST, LONGEST))),
+}
+
+
+@pytest.mark.parametrize("name", FUSES)
+def test_fuses(name: str) -> None:
+    fused(FUSES[name]).expect(attention=1, linear=2)
+
+
+def called(model, q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+CALLED = "the model calls scaled_dot_product_attention already, plain PyTorch has no faster core"
+
+
+def test_a_call_without_a_mask_is_left_alone_in_plain_pytorch() -> None:
+    report = fused(attends(called))
+    assert reasons(report, "attention") == {CALLED}
+    sites(attends(called), backend="te").expect(attention=1)
+
+
+def called_with_a_bias(model, q, k, v):
+    length = q.shape[-2]
+    return F.scaled_dot_product_attention(q, k, v, model.mask[:length, :length])
+
+
+def test_a_bias_is_left_to_pytorch_where_the_fast_cores_have_none() -> None:
+    make = attends(called_with_a_bias, mask=lambda: nn.Parameter(torch.zeros(LONGEST, LONGEST)))
+    fused(make).expect(attention=1)
+    assert reasons(sites(make, backend="te"), "attention") == {
+        "the attention adds a bias to its scores, TE's fast cores have none"
+    }
+
+
+def weights_read(model, q, k, v):
+    weights = scores(q, k).softmax(-1)
+    return weights @ v + weights.sum(-1, keepdim=True)
+
+
+def normalized_otherwise(model, q, k, v):
+    return scores(q, k).sigmoid() @ v
+
+
+@pytest.mark.parametrize("core", [weights_read, normalized_otherwise])
+def test_what_is_no_attention_stays(core) -> None:
+    assert fused(attends(core)).counts == {"linear": 2}
+
+
+def test_is_reported_at_the_module_around_it() -> None:
+    make = written(lambda m, x: m.inner(x), inner=attends(written_out))
+    (site,) = (site for site in sites(make).sites if site.rule == "attention")
+    assert (site.path, site.status) == ("inner", "fused")

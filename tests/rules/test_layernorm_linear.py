@@ -1,0 +1,154 @@
+"""A linear that reads a norm becomes LayerNormLinear."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.rules.tables import FFN, H, Make, Written, fused, linear, reasons, sequential, written
+
+
+class LlamaNorm(nn.Module):
+    """RMSNorm as Hugging Face writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class GemmaNorm(LlamaNorm):
+    """Its scale is 1 + weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (y * (1.0 + self.weight.float())).type_as(x)
+
+
+def norm(**options: bool) -> Make:
+    return lambda: nn.LayerNorm(H, **options)
+
+
+def in_order(model: Written, x: Tensor) -> Tensor:
+    return model.linear(model.norm(x))
+
+
+def on_one_path(model: Written, x: Tensor) -> Tensor:
+    return model.linear(model.norm(x)) + model.other(model.norm(-x))
+
+
+FUSES = {
+    "LayerNorm": sequential(norm(), linear(H, FFN)),
+    "RMSNorm": sequential(lambda: nn.RMSNorm(H, eps=1e-6), linear(H, FFN)),
+    "RMSNorm without eps": sequential(lambda: nn.RMSNorm(H), linear(H, FFN)),
+    "a linear without a bias": sequential(norm(), linear(H, FFN, bias=False)),
+    "a norm written out": sequential(LlamaNorm, linear()),
+    "a zero-centered norm": sequential(GemmaNorm, linear()),
+    "functions": written(
+        lambda m, x: F.linear(F.layer_norm(x, (H,), m.norm.weight, m.norm.bias), m.linear.weight),
+        norm=norm(),
+        linear=linear(),
+    ),
+    "modules in between": sequential(norm(), nn.Identity, lambda: nn.Dropout(0.0), linear()),
+    "a norm over a linear": sequential(norm(), linear(), nn.Tanh),
+}
+
+
+@pytest.mark.parametrize("name", FUSES)
+def test_fuses(name: str) -> None:
+    assert fused(FUSES[name]).counts == {"layernorm_linear": 1}
+
+
+def test_a_norm_called_twice_is_fused_twice() -> None:
+    assert fused(written(on_one_path, norm=norm(), linear=linear(), other=linear())).counts == {
+        "layernorm_linear": 2
+    }
+
+
+def test_a_fused_op_may_read_another() -> None:
+    report = fused(sequential(norm(), linear(), norm(), linear()))
+    assert report.counts == {"layernorm_linear": 2}
+    read = [node.args[0] for node in report.after.nodes if node.op == "call_module"]
+    assert [node.op for node in read] == ["placeholder", "call_module"]
+
+
+def test_is_reported_at_the_linear() -> None:
+    (site,) = fused(written(in_order, norm=norm(), linear=linear())).sites
+    assert site.path == "linear"
+
+
+def counting(model: Written, x: Tensor) -> Tensor:
+    y = model.norm(x)
+    model.calls.add_(1)
+    return model.linear(y)
+
+
+def without_gradients(model: Written, x: Tensor) -> Tensor:
+    y = model.norm(x)
+    with torch.no_grad():
+        return model.linear(y) + x
+
+
+def read_elsewhere(model: Written, x: Tensor) -> Tensor:
+    y = model.norm(x)
+    return model.linear(y) + y
+
+
+def handed_out(model: Written, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = model.norm(x)
+    return model.linear(y), y
+
+
+def own(function: Callable[..., Any]) -> Make:
+    return written(function, norm=norm(), linear=linear(), calls=lambda: nn.Buffer(torch.zeros(())))
+
+
+CUT = (
+    "the model writes to a tensor, or changes the gradient mode or autocast, between these operations, the "
+    "fused module runs all of them at once"
+)
+NO_SCALE = "the norm has no scale, the fused module always has one"
+NO_BIAS = "the LayerNorm has no bias, the fused module's LayerNorm always has one"
+REFUSES = {
+    "an RMSNorm without a scale": (
+        sequential(lambda: nn.RMSNorm(H, elementwise_affine=False), linear()),
+        NO_SCALE,
+    ),
+    "no bias": (sequential(norm(bias=False), linear()), NO_BIAS),
+    "read elsewhere": (
+        own(read_elsewhere),
+        "the output of the layer_norm is also read by add, the fused module does not hand it out",
+    ),
+    "handed out": (
+        own(handed_out),
+        "the output of the layer_norm is also read by the model's output, the fused module does not hand it "
+        "out",
+    ),
+    "without gradients": (own(without_gradients), CUT),
+    "a write in between": (own(counting), CUT),
+}
+
+
+@pytest.mark.parametrize("name", REFUSES)
+def test_refuses(name: str) -> None:
+    make, sentence = REFUSES[name]
+    report = fused(make)
+    assert report.counts == {"linear": 1}
+    assert reasons(report, "layernorm_linear") == {sentence}
+
+
+def test_says_every_reason() -> None:
+    report = fused(sequential(norm(elementwise_affine=False), linear()))
+    assert reasons(report, "layernorm_linear") == {NO_SCALE, NO_BIAS}
+
+
+@pytest.mark.parametrize("between", [nn.Tanh, lambda: nn.LayerNorm(H)])
+def test_what_stands_between_them_is_no_reason_that_somebody_could_act_on(between: Make) -> None:
+    report = fused(sequential(norm(), between, nn.Tanh, linear()))
+    assert reasons(report, "layernorm_linear") == set()

@@ -1,0 +1,201 @@
+"""norm, linear, activation, linear becomes LayerNormMLP, with a gate or without."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_transform
+from tests.rules.tables import FFN, H, Make, X, fused, linear, reasons, sequential, sites, written
+from tests.zoo import seeded
+
+Act = Callable[[Tensor], Tensor]
+
+
+class MLP(nn.Module):
+    """norm and an MLP, with everything that a test wants to vary; `combine` stands between its linears."""
+
+    def __init__(
+        self, combine: Act, norm: Make, widths: tuple[int, int], biases: tuple[bool, bool], p: float, out: int
+    ):
+        super().__init__()
+        self.combine, self.drop = combine, nn.Dropout(p)
+        self.norm, self.fc1 = norm(), nn.Linear(H, widths[0], bias=biases[0])
+        self.fc2 = nn.Linear(widths[1], out, bias=biases[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.drop(self.combine(self.fc1(self.norm(x)))))
+
+
+def layer_norm(**options: bool) -> Make:
+    return lambda: nn.LayerNorm(H, **options)
+
+
+LAYER_NORM = layer_norm()
+
+
+def rms_norm() -> nn.Module:
+    return nn.RMSNorm(H, eps=1e-6)
+
+
+def mlp(
+    combine: Act,
+    norm: Make = LAYER_NORM,
+    widths: tuple[int, int] = (FFN, FFN),
+    biases: tuple[bool, bool] = (True, True),
+    p: float = 0.0,
+    out: int = H,
+) -> Make:
+    return lambda: MLP(combine, norm, widths, biases, p, out).eval()
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def halves(act: Act, activated: int = 0) -> Act:
+    def combine(x: Tensor) -> Tensor:
+        parts = x.chunk(2, -1)
+        return act(parts[activated]) * parts[1 - activated]
+
+    return combine
+
+
+def gated(act: Act, activated: int = 0) -> Make:
+    return mlp(halves(act, activated), widths=(2 * FFN, FFN))
+
+
+def llama(up_first: bool, act: Act = F.silu) -> Make:
+    """A gated MLP of two linears, which call each other's results in this order."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        x = model.norm(x)
+        up = model.up(x) if up_first else None
+        gate = act(model.gate(x))
+        return model.down(gate * (model.up(x) if up is None else up))
+
+    linears = {"gate": linear(H, FFN, bias=False), "up": linear(H, FFN, bias=False)}
+    return written(forward, norm=rms_norm, down=linear(FFN, H, bias=False), **linears)
+
+
+FUSES = {
+    "gelu": mlp(tanh_gelu),
+    "relu": mlp(F.relu),
+    "silu": mlp(F.silu),
+    "quick gelu": mlp(quick_gelu),
+    "geglu": gated(tanh_gelu),
+    "swiglu": gated(F.silu),
+    "reglu": gated(F.relu),
+    "glu": gated(torch.sigmoid),
+    "the second half activated": gated(F.silu, 1),
+    "gate and up": llama(up_first=False),
+    "up and gate": llama(up_first=True),
+    "up and gate with gelu": llama(up_first=True, act=tanh_gelu),
+    "RMSNorm": mlp(F.relu, norm=rms_norm),
+    "without biases": mlp(F.relu, biases=(False, False)),
+    "modules in a row": sequential(LAYER_NORM, linear(H, FFN), nn.ReLU, nn.Identity, linear(FFN, H)),
+}
+
+
+@pytest.mark.parametrize("name", FUSES)
+def test_fuses(name: str) -> None:
+    fused(FUSES[name]).expect(layernorm_mlp=1, layernorm_linear=0, linear=0)
+
+
+ERF = (
+    "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow approximate=True"
+)
+REFUSES: dict[str, tuple[Make, str]] = {
+    "exact gelu": (mlp(F.gelu), ERF),
+    "exact gelu, gated": (gated(F.gelu), ERF),
+    "another activation": (
+        mlp(squared_relu),
+        "the activation is squared_relu, LayerNormMLP has gelu_tanh, quick_gelu, relu, silu",
+    ),
+    "an uneven gate": (
+        mlp(lambda x: F.relu(x[..., :8]) * x[..., 8:16], widths=(FFN, 8)),
+        "the gate has 8 of the first linear's 32 outputs, LayerNormMLP has as many in the gate as beside it",
+    ),
+    "dropout": (
+        lambda: mlp(F.relu, p=0.25)().train(),
+        "a dropout of 0.25 stands before the second linear, LayerNormMLP has none there: set it to 0",
+    ),
+    "one bias": (
+        mlp(F.relu, biases=(False, True)),
+        "one of the two linears has a bias and one has none, LayerNormMLP has both or none",
+    ),
+    "another width": (
+        mlp(F.relu, out=8),
+        "the MLP maps 16 features to 8, LayerNormMLP keeps their number",
+    ),
+    "a norm without a scale": (
+        mlp(F.relu, norm=layer_norm(elementwise_affine=False)),
+        "the norm has no scale, the fused module always has one",
+    ),
+    "a norm without a bias": (
+        mlp(F.relu, norm=layer_norm(bias=False)),
+        "the LayerNorm has no bias, the fused module's LayerNorm always has one",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSES)
+def test_refuses(name: str) -> None:
+    make, sentence = REFUSES[name]
+    report = sites(make)
+    report.expect(layernorm_mlp=0)
+    assert sentence in reasons(report, "layernorm_mlp")
+
+
+@pytest.mark.parametrize(
+    "name", ["exact gelu", "an uneven gate", "dropout", "one bias", "a norm without a bias"]
+)
+def test_what_is_refused_stays_right(name: str) -> None:
+    report = fused(REFUSES[name][0])
+    report.expect(layernorm_mlp=0)
+    assert report.counts["layernorm_linear"] + report.counts["linear"] == 2
+
+
+def test_te_activates_the_first_half() -> None:
+    report = sites(gated(F.silu, 1), backend="te")
+    assert reasons(report, "layernorm_mlp") == {
+        "the second half of the first linear's outputs is activated, LayerNormMLP activates the first half"
+    }
+    sites(llama(up_first=True), backend="te").expect(layernorm_mlp=1)  # joined in the order that it needs
+
+
+def test_a_result_that_is_read_elsewhere_is_refused() -> None:
+    def forward(model: nn.Module, x: Tensor) -> Any:
+        hidden = F.relu(model.fc1(model.norm(x)))
+        return model.fc2(hidden), hidden
+
+    make = written(forward, norm=LAYER_NORM, fc1=linear(H, FFN), fc2=linear(FFN, H))
+    sentence = (
+        "the output of the relu is also read by the model's output, the fused module does not hand it out"
+    )
+    assert reasons(sites(make), "layernorm_mlp") == {sentence}
+
+
+def test_approximate_allows_the_tanh_gelu() -> None:
+    model = seeded(mlp(F.gelu))
+    converted = te_transform.convert(model, X, approximate=True, verify=False)
+    te_transform.report(converted).expect(layernorm_mlp=1)
+    expected = model.fc2(tanh_gelu(model.fc1(model.norm(X))))
+    torch.testing.assert_close(converted(X), expected)
+
+
+def test_is_reported_at_the_module_around_it() -> None:
+    make = written(lambda m, x: m.inner(x), inner=mlp(F.relu))
+    (site,) = sites(make).sites
+    assert (site.path, site.status) == ("inner", "fused")

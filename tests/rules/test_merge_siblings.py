@@ -1,0 +1,166 @@
+"""Linears that read one tensor become one product, of parameters that stay apart."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_transform
+from te_transform.backends.joined import adjacent
+from tests.rules.tables import FFN, H, Make, Written, X, fused, linear, reasons, sites, written
+from tests.zoo import seeded
+
+
+def added(model: Written, x: Tensor) -> Tensor:
+    return model.q(x) + model.k(x) * model.v(x)
+
+
+def next_to_each_other(model: Written, x: Tensor) -> Tensor:
+    return torch.cat([model.q(x), model.k(x)], -1)
+
+
+def split_columns(model: Written, x: Tensor) -> Tensor:
+    return sum(part(x).view(*x.shape[:-1], 2, -1).transpose(1, 2) for part in (model.q, model.k, model.v))
+
+
+def viewed_across_columns(model: Written, x: Tensor) -> Tensor:
+    return sum(part(x).view(len(x), -1) for part in (model.q, model.k, model.v))
+
+
+def twice(model: Written, x: Tensor) -> Tensor:
+    return added(model, added(model, x))
+
+
+def gated(model: Written, x: Tensor) -> Tensor:
+    return model.up(x) * F.silu(model.gate(x))
+
+
+def behind_a_norm(model: Written, x: Tensor) -> Tensor:
+    return added(model, model.norm(x))
+
+
+def three(bias: bool = True) -> dict[str, Make]:
+    return {name: linear(bias=bias) for name in "qkv"}
+
+
+def frozen(name: str) -> Make:
+    def make() -> nn.Module:
+        model = written(added, **three())()
+        model.get_parameter(name).requires_grad_(False)
+        return model
+
+    return make
+
+
+FUSES = {
+    "q, k and v": (written(added, **three()), 1),
+    "without biases": (written(added, **three(bias=False)), 1),
+    "of different widths": (written(next_to_each_other, q=linear(), k=linear(H, 4)), 1),
+    "gate and up": (written(gated, up=linear(H, FFN), gate=linear(H, FFN)), 1),
+    "behind a norm": (written(behind_a_norm, norm=lambda: nn.LayerNorm(H), **three()), 1),
+    "a view of the columns": (written(split_columns, **three()), 1),
+    "a view across the columns": (written(viewed_across_columns, **three()), 1),
+    "called twice": (written(twice, **three()), 2),
+    "one weight frozen": (frozen("k.weight"), 1),
+    "one bias frozen": (frozen("k.bias"), 1),
+}
+
+
+@pytest.mark.parametrize("name", FUSES)
+def test_fuses(name: str) -> None:
+    make, times = FUSES[name]
+    fused(make).expect(merge_siblings=times)
+
+
+def some_biases() -> dict[str, Make]:
+    return three() | {"k": linear(bias=False)}
+
+
+def same_weight() -> nn.Module:
+    model = written(added, **three())()
+    model.k.weight = model.q.weight
+    return model
+
+
+def transposed(model: Written, x: Tensor) -> Tensor:
+    return F.linear(x, model.q.weight.t()) + model.k(x)
+
+
+def scaled(model: Written, x: Tensor) -> Tensor:
+    return F.linear(x, model.q.weight * 2) + model.k(x)
+
+
+def a_buffer() -> nn.Module:
+    model = written(added, **three(bias=False))()
+    weight = model.q.weight.detach()
+    del model.q.weight
+    model.q.weight = nn.Buffer(weight)
+    return model
+
+
+REFUSES = {
+    "some biases": (
+        written(added, **some_biases()),
+        "some of the linears have a bias and some have none, a merged linear has one for all its rows or "
+        "none",
+    ),
+    "the same weight": (
+        same_weight,
+        "some of the linears have the same weight, a merged linear has each row once",
+    ),
+    "transposed": (
+        written(transposed, q=linear(bias=False), k=linear(bias=False)),
+        "a weight is stored transposed, rows that lie below each other are needed",
+    ),
+    "computed": (
+        written(scaled, q=linear(bias=False), k=linear(bias=False)),
+        "the linear's weight is computed at every call, a parameter is needed",
+    ),
+    "a buffer": (a_buffer, "the linear's weight is a buffer or a constant, a parameter is needed"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSES)
+def test_refuses(name: str) -> None:
+    make, sentence = REFUSES[name]
+    report = fused(make)
+    report.expect(merge_siblings=0)
+    assert sentence in reasons(report, "merge_siblings")
+
+
+def written_between(model: Written, x: Tensor) -> Tensor:
+    x = x.clone()
+    y = model.q.requires_grad_(False)(x)
+    x.mul_(2)
+    return y + model.k(x)
+
+
+def without_gradients(model: Written, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = model.q(x)
+    return y + model.k(x)
+
+
+@pytest.mark.parametrize("function", [written_between, without_gradients])
+def test_what_reads_something_else_is_no_sibling(function) -> None:
+    report = fused(written(function, q=linear(), k=linear()))
+    assert report.counts == {"linear": 2}
+
+
+def test_parameters_stay_apart_and_lie_next_to_each_other() -> None:
+    model = seeded(written(added, **three()))
+    parameters = dict(model.named_parameters())
+    weights = [model.get_submodule(name).weight for name in "qkv"]
+    assert adjacent(weights) is None
+    te_transform.convert(model, X, inplace=True)
+    assert [*map(id, model.parameters())] == [*map(id, parameters.values())]
+    assert torch.equal(adjacent(weights), torch.cat(weights))
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    assert ends[:2] == [weight.data_ptr() for weight in weights[1:]]
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+
+
+def test_is_reported_at_the_module_around_the_siblings() -> None:
+    make = written(lambda m, x: m.inner(x), inner=written(added, **three()))
+    (site, _) = sites(make).fused
+    assert (site.rule, site.path) == ("merge_siblings", "inner")

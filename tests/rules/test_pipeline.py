@@ -1,0 +1,196 @@
+"""The catalogue and its order, rules of one's own, and what every rule refuses for the same reasons."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import te_transform
+from te_transform import Rule
+from te_transform.backends.op import FusedOp
+from te_transform.graph.pattern import Call, Linear, Var
+from te_transform.passes import PIPELINE, layernorm_linear, layernorm_mlp, linear, merge_siblings
+from tests.attacks import Pair
+from tests.models.tiny import Tiny
+from tests.rules import tables
+from tests.rules.tables import FFN, H, Make, Written, X, fused, reasons, sites, written
+
+# The catalogue
+
+
+def test_a_rule_is_a_file_of_its_name_that_says_what_it_saves() -> None:
+    names = [rule.name for rule in PIPELINE]
+    assert len(set(names)) == len(names)
+    for rule in PIPELINE:
+        module = import_module(f"te_transform.passes.{rule.name}")
+        assert module.RULE is rule
+        assert module.__doc__
+
+
+def llama(model: Written, x: Tensor) -> Tensor:
+    x = model.norm(x)
+    return model.down(F.silu(model.gate(x)) * model.up(x))
+
+
+GATED = written(
+    llama,
+    norm=lambda: nn.RMSNorm(H),
+    gate=tables.linear(H, FFN, bias=False),
+    up=tables.linear(H, FFN, bias=False),
+    down=tables.linear(FFN, H, bias=False),
+)
+
+
+def counts(*modules: Any) -> dict[str, int]:
+    return dict(sites(GATED, passes=[module.RULE for module in modules]).counts)
+
+
+def test_the_order_matters() -> None:
+    assert counts(merge_siblings, layernorm_mlp, layernorm_linear, linear) == {
+        "merge_siblings": 1,
+        "layernorm_mlp": 1,
+    }
+    # layernorm_linear takes the norm and the first linear away from layernorm_mlp
+    early = counts(merge_siblings, layernorm_linear, layernorm_mlp, linear)
+    assert early == {"merge_siblings": 1, "layernorm_linear": 1, "linear": 1}
+    # two linears of one norm are in no pattern, unless they are merged before
+    late = counts(layernorm_mlp, layernorm_linear, merge_siblings, linear)
+    assert late == {"merge_siblings": 1, "linear": 2}
+    # what linear takes is gone
+    assert counts(linear, merge_siblings, layernorm_mlp, layernorm_linear) == {"linear": 3}
+
+
+@pytest.mark.parametrize("rules", [(), (linear,), (merge_siblings,), (layernorm_linear, linear)])
+def test_rules_that_are_left_out_leave_the_model_right(rules: tuple) -> None:
+    fused(GATED, passes=tuple(module.RULE for module in rules))
+
+
+# A rule of one's own
+
+
+class ScaledLinear(FusedOp):
+    """(a x) W^T + b with the scale where it costs least: in front, or behind."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        return F.linear(x, weight) * scale + (0 if bias is None else bias)
+
+
+def refuse(linear: Any, scale: float) -> Iterator[str]:
+    if scale <= 0:
+        yield f"the input is scaled by {scale}, a positive number is needed"
+
+
+OWN = Rule(
+    name="scaled_linear",
+    pattern=Linear(Call(torch.mul, Var("x"), Var("scale", lambda value: isinstance(value, float)))),
+    refuse=refuse,
+    build=lambda: ScaledLinear(),
+    reads=("x", "linear.weight", "linear.bias", "scale"),
+)
+
+
+def scaling(by: float) -> Make:
+    return written(lambda m, x: torch.tanh(m.inner(x * by)), inner=tables.linear())
+
+
+def test_a_rule_of_ones_own_is_run() -> None:
+    report = fused(scaling(2.0), passes=(OWN, *PIPELINE))
+    assert report.counts == {"scaled_linear": 1}
+    (call,) = (node for node in report.after.nodes if node.op == "call_module")
+    assert call.target == "inner.scaled_linear"
+
+
+def test_a_rule_of_ones_own_refuses() -> None:
+    report = fused(scaling(-2.0), passes=(OWN, *PIPELINE))
+    assert report.counts == {"linear": 1}
+    assert reasons(report, "scaled_linear") == {"the input is scaled by -2.0, a positive number is needed"}
+
+
+class Wrong(ScaledLinear):
+    """Forgets the bias."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        return super().forward(x, weight, None, scale)
+
+
+class Failing(ScaledLinear):
+    """Raises."""
+
+    def forward(self, *_: Any) -> Tensor:
+        raise ArithmeticError("no")
+
+
+@pytest.mark.parametrize("op", [Wrong, Failing])
+def test_a_rule_of_ones_own_that_is_wrong_is_taken_back(op: type[FusedOp]) -> None:
+    report = fused(scaling(2.0), passes=(replace(OWN, build=lambda: op()), *PIPELINE))
+    assert not report.fused
+    (reason,) = reasons(report, "scaled_linear")
+    assert reason.startswith("rolled back: ")
+
+
+def test_a_rule_that_fails_leaves_the_model_as_it_was_and_is_noted() -> None:
+    def fails(linear: Any) -> Iterator[str]:
+        raise ArithmeticError("a mistake in a rule")
+
+    report = fused(scaling(2.0), passes=(replace(OWN, refuse=fails), *PIPELINE))
+    assert report.counts == {}
+    assert "ArithmeticError: a mistake in a rule" in report.notes
+
+
+# Reasons that all rules share
+
+
+def test_what_is_skipped() -> None:
+    pair = Pair.of(Tiny, skip=["blocks.0.attention", "head*"])
+    report = te_transform.report(pair.converted)
+    sentence = "the module is skipped by skip={!r}, leave it out of skip= to have it fused"
+    assert reasons(report, "merge_siblings") == {sentence.format("blocks.0.attention")}
+    assert reasons(report, "layernorm_linear") >= {sentence.format("head*")}
+    assert report.counts == {"layernorm_mlp": 1}
+    pair.agree()
+
+
+def test_several_dtypes() -> None:
+    make = written(
+        lambda m, x: m.inner(m.norm(x)),
+        norm=lambda: nn.LayerNorm(H),
+        inner=lambda: nn.Linear(H, H, dtype=torch.bfloat16),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found = reasons(sites(make), "layernorm_linear")
+    assert found == {
+        "the parameters are of several dtypes (linear bfloat16, layer_norm float32), a fused module has one"
+    }
+
+
+def test_a_weight_that_is_no_plain_tensor() -> None:
+    model = nn.Sequential(nn.LayerNorm(H), nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H))
+    weight = model[1].weight.detach()
+    model[1].weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    for report in (te_transform.inspect(model, X), te_transform.report(te_transform.convert(model, X))):
+        sentence = "the linear's weight is a TwoTensor, a plain tensor is needed"
+        assert reasons(report, "layernorm_linear") == reasons(report, "linear") == {sentence}
+        assert report.counts == {"linear": 1}
+
+
+# Near misses
+
+
+def test_most_of_a_pattern_says_what_stood_in_its_way() -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        gate, rest = model.fc1(model.norm(x)).split([FFN, FFN], -1)
+        return model.fc2(F.silu(gate) * torch.tanh(rest))
+
+    make = written(
+        forward,
+        norm=lambda: nn.LayerNorm(H),
+        fc1=tables.linear(H, 2 * FFN),
+        fc2=tables.linear(FFN, H),
+    )
+    assert reasons(sites(make), "layernorm_mlp") == {"the mul reads tanh, columns is needed"}

@@ -1,0 +1,365 @@
+"""How a converted model is captured: whole or by blocks, in pieces, or not at all; and what runs then."""
+
+import copy
+import io
+import pickle
+import tomllib
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import te_transform
+from te_transform.convert import DEEP
+from te_transform.graph.capture import SETTINGS
+from te_transform.runtime.converted import converted_of
+from tests.attacks import Block, Pair, X, with_input_gradient
+from tests.conversions import calls
+from tests.models.tiny import WIDTH, Tiny
+from tests.zoo import seeded
+
+backend = import_module("te_transform.convert").te_transform  # the package's `convert` is the function
+
+LONGER = torch.randn(3, 7, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def linears(model: nn.Module, *args: Any, training: bool = True) -> int:
+    """How many linears run fused in a call."""
+    with calls(model) as found, torch.set_grad_enabled(training):
+        model.train(training)(*args)
+    return found["linear"]
+
+
+def graphs(model: nn.Module) -> int:
+    return len(converted_of(model).graphs)
+
+
+# Whole, or block by block
+
+
+def test_a_model_is_one_graph_for_training_and_one_for_evaluation() -> None:
+    pair = Pair.of(seeded(Tiny, 2))
+    model = pair.converted
+    assert graphs(model) == 1
+    for expected, training in ((1, True), (2, False), (2, True), (2, False)):
+        assert linears(model, X, training=training) == 2 * 6 + 1
+        assert graphs(model) == expected
+    pair.agree()
+
+
+def test_sizes_that_vary_share_a_graph() -> None:
+    pair = Pair.of(Tiny)
+    for length in (3, 4, 6, 9):
+        pair.x = LONGER[:, :1].expand(3, length, WIDTH).contiguous()
+        pair.agree()
+    assert graphs(pair.converted) == 2
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_blocks_of_a_deep_model_share_a_graph_for_its_report(verify: bool) -> None:
+    pair = Pair.of(seeded(Tiny, DEEP + 2), verify=verify)
+    report = te_transform.report(pair.converted)
+    assert report.counts["merge_siblings"] == report.counts["layernorm_mlp"] == DEEP + 2
+    assert any("share a graph" in sentence for sentence in report.breaks)
+    assert linears(pair.converted, X) == 6 * (DEEP + 2) + 1  # captured whole, with the head
+    pair.agree(with_input_gradient)
+
+
+def test_parameters_of_a_deep_model_lie_next_to_each_other() -> None:
+    model = te_transform.convert(seeded(Tiny, DEEP + 1), X, verify=False)
+    for block in model.blocks:
+        weights = [getattr(block.attention, f"{name}_proj").weight for name in "qkv"]
+        assert [w.data_ptr() + w.nbytes for w in weights[:2]] == [w.data_ptr() for w in weights[1:]]
+
+
+class Checkpointed(nn.Module):
+    """Its blocks are recomputed, if it is told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.recomputes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return self.head(x)
+
+
+def test_a_model_that_begins_to_recompute_is_captured_by_blocks() -> None:
+    pair = Pair.of(Checkpointed)
+    assert linears(pair.converted, X) == 5
+    for model in pair.models:
+        model.recomputes = True
+    pair.agree(with_input_gradient)  # what the graphs of this call are made of
+    assert linears(pair.converted, X) == 4
+    pair.agree(with_input_gradient)
+
+
+def test_a_model_that_recomputes_already_is_converted_by_blocks() -> None:
+    model = seeded(Checkpointed)
+    model.recomputes = True
+    pair = Pair.of(model)
+    assert te_transform.report(pair.converted).counts == {"layernorm_mlp": 2}
+    assert linears(pair.converted, X) == 4
+    pair.agree(with_input_gradient)
+
+
+class Decoder(Tiny):
+    """A language model without a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(self.embedding(ids))
+
+
+def test_a_step_of_decoding_runs_the_users_own_code() -> None:
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    model = te_transform.convert(seeded(Decoder), ids, verify=False)
+    assert linears(model, ids, training=False) == 7
+    before = graphs(model)
+    assert linears(model, ids[:, :1], training=False) == 0
+    assert graphs(model) == before
+    assert linears(model, ids[:, :1]) == 7  # in training it is no such step
+
+
+# Pieces
+
+
+class Broken(nn.Module):
+    """Looks at a value between its two halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.sum() > 1e6:
+            x = x * 0.5
+        return self.second(x)
+
+
+def test_each_piece_is_rewritten_and_the_report_says_what_lies_between() -> None:
+    pair = Pair.of(Broken, rules="layernorm_mlp layernorm_mlp", verify=True)
+    report = te_transform.report(pair.converted)
+    assert [site.path for site in report.fused] == ["first.mlp", "second.mlp"]
+    (count, why) = report.breaks
+    assert count == "the forward was captured as 2 graphs, the largest is the one shown"
+    assert 'has "if x.sum() > 1e6:", which dynamo does not capture (Data-dependent branching)' in why
+    pair.agree(with_input_gradient)
+    pair.x = 1e7 * X
+    pair.agree(with_input_gradient, atol=1e-4)
+
+
+class Loops(nn.Module):
+    """Looks at values in a loop: dynamo leaves that forward alone, and takes those inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            if x.sum() < 1e6:
+                x = part(x)
+        return x
+
+
+def test_a_forward_that_is_left_alone_has_its_parts_rewritten() -> None:
+    pair = Pair.of(Loops)
+    assert [site.path for site in te_transform.report(pair.converted).fused] == ["parts.0.mlp", "parts.1.mlp"]
+    assert linears(pair.converted, X) == 4
+    pair.agree(with_input_gradient)
+
+
+@torch.compiler.disable
+def untraced(self: nn.Module, x: Tensor) -> Tensor:
+    return Block.forward(self, x)
+
+
+class Untraced(Block):
+    forward = untraced
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_what_dynamo_does_not_take_runs_as_it_is_and_the_report_says_so(inplace: bool) -> None:
+    model = seeded(Untraced)
+    expected = model(X)
+    converted = te_transform.convert(model, X, inplace=inplace)
+    report = te_transform.report(converted)
+    assert not report.sites
+    assert "nothing of the forward was captured, it runs as it is" in report.breaks
+    assert torch.equal(converted(X), expected)
+
+
+def test_what_dynamo_fails_on_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    def fails(*_: Any) -> None:
+        raise AssertionError("an error of dynamo's own")
+
+    model = seeded(Tiny)
+    expected = model(X)
+    monkeypatch.setattr(InstructionTranslator, "run", fails)
+    converted = te_transform.convert(model, X)
+    assert torch.equal(converted(X), expected)
+    report = te_transform.report(converted)
+    assert "nothing of the forward was captured, it runs as it is" in report.breaks
+
+
+# Settings and limits
+
+
+def settings() -> dict[str, Any]:
+    return torch._dynamo.config.get_config_copy()
+
+
+def test_settings_are_those_of_our_captures_alone() -> None:
+    before = settings()
+    model = te_transform.convert(seeded(Tiny), X)
+    model(LONGER)
+    assert settings() == before
+    te_transform.convert(seeded(Broken), X)
+    with pytest.raises(te_transform.TraceError):
+        te_transform.convert(seeded(Tiny), X[..., :3])
+    assert settings() == before
+
+
+def test_a_limit_on_graphs_is_kept_and_beyond_it_the_users_own_code_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(SETTINGS, "recompile_limit", 3)
+    pair = Pair.of(Tiny)
+    for eps in (1.0, 2.0, 3.0, 4.0):  # a graph for each
+        for model in pair.models:
+            model.norm.eps = eps
+        pair.agree()
+        assert linears(pair.converted, X) == (7 if eps < 3 else 0)
+    assert graphs(pair.converted) == 3
+    for model in pair.models:
+        model.norm.eps = 2.0
+    assert linears(pair.converted, X) == 7
+    pair.agree()
+
+
+def test_models_of_one_class_have_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, "recompile_limit", 2)
+    models = [te_transform.convert(seeded(Tiny), X, verify=False) for _ in range(4)]
+    assert [linears(model, X) for model in models] == [7] * 4
+
+
+# The door of torch.compile
+
+
+class Exact(Block):
+    """With the exact GELU."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp.act = nn.GELU()
+
+
+def test_torch_compile_with_the_backend() -> None:
+    torch._dynamo.reset()
+    model = seeded(Tiny)
+    compiled = torch.compile(model, backend=backend)
+    for x in (X, LONGER):
+        expected, actual = ([m(x), *gradients(m, x)] for m in (model, compiled))
+        torch.testing.assert_close(actual, expected)
+
+
+def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+
+
+def test_torch_compile_with_options() -> None:
+    torch._dynamo.reset()
+    model = seeded(Exact)
+    compiled = torch.compile(model, backend=backend, options={"approximate": True})
+    hidden = model.mlp.fc1(model.norm(X))
+    expected = X + model.mlp.fc2(F.gelu(hidden, approximate="tanh"))
+    torch.testing.assert_close(compiled(X), expected, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(model(X), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_torch_compile_with_wrong_options() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(seeded(Tiny), backend=backend, options={"recipe": "fast"})
+    with pytest.raises(Exception, match="recipe is 'fast', None, a TE recipe or one of"):
+        compiled(X)
+
+
+def test_the_backend_is_registered_by_its_name() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, name = project["project"]["entry-points"]["torch_dynamo_backends"]["te_transform"].partition(
+        ":"
+    )
+    assert getattr(import_module(module), name) is backend
+
+
+def test_a_converted_model_is_compiled_by_whoever_wants_it_otherwise() -> None:
+    torch._dynamo.reset()
+    pair = Pair.of(Tiny)
+    compiled = torch.compile(pair.converted, backend="aot_eager")
+    torch.testing.assert_close(compiled(X), pair.original(X))
+    assert linears(pair.converted, X) == 7
+    pair.agree()
+
+
+# Copies and files
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": through_a_file,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_is_a_converted_model_of_its_own(name: str) -> None:
+    pair = Pair.of(Tiny, rules="merge_siblings layernorm_mlp")
+    twin = COPIES[name](pair.converted)
+    assert type(twin) is type(pair.converted)
+    assert str(te_transform.report(twin)) == str(te_transform.report(pair.converted))
+    assert graphs(twin) == 0
+    assert linears(twin, X) == 7
+    assert converted_of(twin) is not converted_of(pair.converted)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(2)
+    pair.agree()
+    Pair(copy.deepcopy(te_transform.revert(COPIES[name](twin))), twin, X).agree(with_input_gradient)
+
+
+def test_reverted_is_what_it_was() -> None:
+    model = seeded(Tiny)
+    kinds = [type(module) for module in model.modules()]
+    attributes = [vars(module).keys() for module in model.modules()]
+    converted = te_transform.convert(model, X, inplace=True)
+    assert type(converted) is not Tiny
+    assert isinstance(converted, Tiny)
+    assert type(converted).__name__ == "Tiny"
+    te_transform.revert(converted)
+    assert [type(module) for module in model.modules()] == kinds
+    assert [vars(module).keys() for module in model.modules()] == attributes
+    with pytest.raises(te_transform.ModelError, match="Tiny has no report"):
+        te_transform.report(model)
