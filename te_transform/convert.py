@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from te_transform.backends.joined import lay
-from te_transform.graph.capture import on_fake_tensors, reasons_so_far
+from te_transform.graph.capture import noting_reasons, on_fake_tensors
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import preserved
 from te_transform.passes import PIPELINE
@@ -180,12 +180,12 @@ def _watched(
         seen.graphs[graph.path_in(seen.names, arguments), graph] = None
         seen.groups |= dict.fromkeys(graph.groups(arguments))
 
-    converted.watch, before = watch, reasons_so_far()
+    converted.watch = watch
     try:
-        yield seen
+        with noting_reasons() as seen.reasons:
+            yield seen
     finally:
         converted.watch = None
-    seen.reasons = list(reasons_so_far() - before)
 
 
 def _call(model: nn.Module, sample: Inputs) -> None:

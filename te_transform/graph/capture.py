@@ -76,9 +76,17 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(alone, function)
 
 
-def reasons_so_far() -> Counter[str]:
-    """What dynamo has said in this process of code that it does not capture, and how often."""
-    return Counter(counters["graph_break"])
+@contextmanager
+def noting_reasons() -> Iterator[list[str]]:
+    """What dynamo says meanwhile of code that it does not capture; the list is filled at the end."""
+    kinds = ("graph_break", "unimplemented")  # a piece between two graphs; else a function without any
+    before = [Counter(counters[kind]) for kind in kinds]
+    reasons: list[str] = []
+    try:
+        yield reasons
+    finally:
+        said = [list(Counter(counters[kind]) - known) for kind, known in zip(kinds, before, strict=True)]
+        reasons += said[0] or said[1]
 
 
 def is_capturing() -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import fx, nn
 
@@ -42,7 +43,7 @@ def compose(
     on_te = options.backend.HAS_RECIPES
     return Report(
         type(model).__name__,
-        tuple(_outcomes(plans)),
+        tuple(_outcomes(plans, {path for path, _ in model.named_modules()})),
         largest.before if largest else fx.Graph(),
         snapshot(largest.canonical) if largest else fx.Graph(),
         (options.backend_reason, *(_sizes(plans, precision) if on_te else ()), *notes),
@@ -52,12 +53,20 @@ def compose(
     )
 
 
-def _outcomes(plans: Sequence[tuple[str, Plan]]) -> Iterator[Outcome]:
+def _outcomes(plans: Sequence[tuple[str, Plan]], modules: Collection[str]) -> Iterator[Outcome]:
     """Those of all graphs; what stands in several graphs of one module, for other sizes, is one outcome."""
     found: Counter[Outcome] = Counter()
     for path, plan in plans:
-        found |= Counter(outcome.below(path) for outcome in plan.outcomes)
+        below = (outcome.below(path) for outcome in plan.outcomes)
+        found |= Counter(replace(outcome, path=_module_at(outcome.path, modules)) for outcome in below)
     return found.elements()
+
+
+def _module_at(path: str, modules: Collection[str]) -> str:
+    """The path itself, or the innermost module around it: code may be reached by the name of a function."""
+    while path and path not in modules:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _sizes(plans: Sequence[tuple[str, Plan]], precision: PrecisionPlan | None) -> Iterator[str]:

@@ -28,7 +28,7 @@ from te_transform.plan.model import CONVERTED
 from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import Apart
-from te_transform.runtime.modes import set_aside
+from te_transform.runtime.modes import is_foreign_mode_on, set_aside
 from te_transform.runtime.precision import Precision
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """A call of the model or of one of its blocks; `forward` is the one of its own class."""
-        if self.original:
+        if self.original or is_foreign_mode_on():
             return forward(module, *args, **kwargs)
         if place.is_root:
             self._settle(module)

@@ -8,12 +8,20 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._device import DeviceContext
 
 _aside: ContextVar[tuple[GraphMode, ...]] = ContextVar("_aside", default=())
 
 
 class GraphMode(TorchFunctionMode):
     """A mode that sees every torch call of a converted model, in its captured graphs and around them."""
+
+
+def is_foreign_mode_on() -> bool:
+    """Whether somebody's mode sees torch calls: dynamo traces what it does, and running the graph would do
+    that once more."""
+    mode = _get_current_function_mode()
+    return mode is not None and not isinstance(mode, (GraphMode, DeviceContext))
 
 
 @contextlib.contextmanager
