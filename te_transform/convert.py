@@ -105,7 +105,7 @@ def convert(
     try:
         enter(made, converted)
         seen = _first_calls(made, converted, samples, None if inplace else model)
-        if not seen.graphs and converted.in_pieces:  # which only a first call can show
+        if converted.in_pieces:  # which only a first call can show
             seen = _first_calls(made, converted, samples, None if inplace else model)
         for group in progress(seen.groups, "laying parameters next to each other"):
             lay(group)

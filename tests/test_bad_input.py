@@ -21,8 +21,8 @@ from tests.zoo import CASES, seeded
 
 X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 
-# What these expect was written for the core before dynamo's, or is not met by this one yet: each has to be looked
-# at, and either its expectation or the code changed.
+# What these expect was written for the core before dynamo's, or is not met by this one yet: each has to be
+# looked at, and either its expectation or the code changed.
 NOT_PORTED = {
     "test_a_model_that_cannot_be_copied_asks_for_inplace",
     "test_inputs_that_the_model_refuses_are_named[a meta tensor-False]",

@@ -62,9 +62,12 @@ class Converted:
 
     def backend(self, captured: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Rewrite one graph, for dynamo; whatever fails in here, the graph runs as it was captured."""
-        if has_checkpoints(captured) and self.first_block() is not None:
-            self.by_block = self.in_pieces = True  # from the next call on
-            return captured.forward
+        if has_checkpoints(captured):
+            # run as an operation of a graph, a checkpoint would draw other random numbers when it is
+            # repeated: what raises in here runs as the user's own code, and its blocks are captured from the
+            # next call on
+            self.by_block = self.in_pieces = self.first_block() is not None
+            raise RuntimeError("activation checkpointing is on inside the forward")
         try:
             made = plan(captured, self.options)
             if self.options.recipe is not None:
