@@ -142,7 +142,8 @@ def _activated_first(linears: tuple[fx.Node, ...]) -> list[fx.Node]:
 
 
 def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str, Any], path: str) -> None:
-    absorbed = [node.meta["merged"] for node in match.nodes if "merged" in node.meta]
+    # a gated MLP's match has its first linear twice, once for each half
+    absorbed = list(dict.fromkeys(node.meta["merged"] for node in match.nodes if "merged" in node.meta))
     args = tuple(_read(name, bound) for name in rule.reads)
     _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)])
 
