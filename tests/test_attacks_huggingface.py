@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
-from tests.attacks import Act, Pair, assert_same, named
+from tests.attacks import Act, Pair, named
 from tests.zoo import seeded
 
 IDS = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -56,7 +55,6 @@ def called(**options: Any) -> Act:
 
 MASK = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
 CALLS: dict[str, dict[str, Any]] = {
-    "longer": {"input_ids": LONG},
     "padded at the left": {"attention_mask": PADDED},
     "a mask of the user's own": {"attention_mask": MASK},
     "not causal": {"is_causal": False},
@@ -77,8 +75,6 @@ def test_arguments(name: str) -> None:
 
 LABELS = IDS.masked_fill(torch.arange(6) % 3 == 0, -100)
 LOSSES: dict[str, dict[str, Any]] = {
-    "of a batch": {"labels": LABELS, "num_items_in_batch": 7},
-    "another ignored": {"labels": LABELS.masked_fill(LABELS < 0, 3), "ignore_index": 3},
     "shifted by the caller": {"labels": LABELS, "shift_labels": IDS.flip(1)},
     "all ignored": {"labels": torch.full_like(IDS, -100)},
     "no such word": {"labels": IDS + 1000},
@@ -96,35 +92,6 @@ def test_a_loss_of_the_users_own() -> None:
     for model in pair.models:
         model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
     pair.agree(lambda model, ids: model(input_ids=ids, labels=LABELS).loss)
-
-
-# Generation
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"attention_mask": PADDED}, {"cache_implementation": "static"}, {"use_cache": False}],
-    ids=["dynamic", "padded", "static", "none"],
-)
-def test_generation_gives_the_same_tokens(options: dict[str, Any]) -> None:
-    def act(model: Any, ids: Tensor) -> Tensor:
-        settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-        return model.generate(ids, **settings, **options, disable_compile=True)
-
-    shared().agree(act)
-
-
-def test_sampling_draws_the_same_tokens() -> None:
-    shared().agree(lambda model, ids: model.generate(ids, max_new_tokens=4, do_sample=True, pad_token_id=0))
-
-
-def test_a_cache_is_filled_and_read_as_it_was() -> None:
-    def by_parts(model: Any, ids: Tensor) -> list[Any]:
-        kept = transformers.DynamicCache(config=model.config)
-        parts = [logits(model, part, past_key_values=kept) for part in LONG.split([5, 1, 6], 1)]
-        return [torch.cat(parts, 1), [[layer.keys, layer.values] for layer in kept.layers]]
-
-    shared().agree(by_parts)
 
 
 # What is set later
@@ -248,50 +215,3 @@ def test_modes(mode: str) -> None:
         return [out.logits, [layer.keys for layer in out.past_key_values.layers]]
 
     shared().agree(act, atol=1e-5 if mode == "inference" else 3e-2)
-
-
-# Training and files
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant: bool) -> None:
-    pair = pair_of()
-    for model in pair.models:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        model.train()
-    pair.agree(lambda model, ids: model(input_ids=ids, labels=LABELS, use_cache=False).loss)
-    for model in pair.models:
-        model.gradient_checkpointing_disable()
-    pair.agree(called(use_cache=False))
-
-
-def test_a_folder(tmp_path: Path) -> None:
-    pair = pair_of()
-    pair.converted.save_pretrained(tmp_path)
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    for name, tensor in pair.original.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor)
-    Pair(pair.original, again.eval(), IDS).agree(logits)
-
-
-def test_lora_by_peft_on_a_converted_model() -> None:
-    """Adapters are trained, merged, taken out again and merged for good."""
-    peft = pytest.importorskip("peft")
-    pair, wrapped = pair_of(), []
-    for model in pair.models:
-        torch.manual_seed(0)
-        settings = peft.LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-        wrapped.append(peft.get_peft_model(model, settings).eval())
-    adapted = Pair(*wrapped, IDS)
-    found = adapted.agree(logits, atol=1e-4)
-    assert any("lora_A" in name for name in found)
-    with torch.no_grad():
-        for step in ("merge_adapter", "unmerge_adapter"):
-            for model in wrapped:
-                getattr(model, step)()
-            adapted.agree(logits, atol=1e-4)
-        merged = [model.merge_and_unload(safe_merge=True) for model in wrapped]
-        Pair(*merged, IDS).agree(logits, atol=1e-4)
-    for name, tensor in merged[0].state_dict().items():
-        assert_same(name, merged[1].state_dict()[name], tensor)

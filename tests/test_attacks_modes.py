@@ -248,7 +248,7 @@ def test_arguments_may_be_others(name: str) -> None:
     Pair.shared(Takes).attack_call(lambda model, x: model(x, *args, **options))
 
 
-@pytest.mark.parametrize("arguments", [(), (X, 1.0, None), (X[..., :3],), ("a",), (None,)], ids=repr)
+@pytest.mark.parametrize("arguments", [(), (X[..., :3],), (None,)], ids=["none", "a wrong width", "None"])
 def test_arguments_that_the_original_refuses_are_refused_alike(arguments: tuple) -> None:
     pair = Pair.shared(Takes)
     assert "error" in pair.agree(lambda model, x: model(*arguments))

@@ -125,6 +125,9 @@ class Halved(Tensor):
 
 
 WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
+        2 * nn.utils.parameters_to_vector(m.parameters()), m.parameters()
+    ),
     "mul_": no_grad(lambda p: p.mul_(2)),
     "a slice": no_grad(lambda p: p[..., :3].zero_()),
     "data.mul_": lambda m: m.weight.data.mul_(2),
@@ -135,9 +138,6 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "a new parameter": new_parameter,
     "set_": no_grad(lambda p: p.set_(2 * p.detach())),
     "a tensor subclass": as_subclass,
-    "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
-        2 * nn.utils.parameters_to_vector(m.parameters()), m.parameters()
-    ),
 }
 
 

@@ -192,10 +192,9 @@ def test_a_checkpoint_draws_the_same_random_numbers_again() -> None:
 # Compilers
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_a_compiled_model(dynamic: bool) -> None:
+def test_a_compiled_model() -> None:
     pair = Pair.of(Attends)
-    compiled = torch.compile(pair.converted, backend="eager", dynamic=dynamic)
+    compiled = torch.compile(pair.converted, backend="eager", dynamic=True)
     for x in (X, torch.randn(3, 7, WIDTH)):
         assert_same("output", compiled(x), pair.original(x))
     pair.agree(lambda model, x: (compiled if model is pair.converted else model)(x))

@@ -289,13 +289,18 @@ INPUTS = {
 }
 
 
+UNSEEN = ("a meta tensor", "mixed dtypes")  # on fake tensors, which is all that inspect() has
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", INPUTS)
 def test_inputs_that_the_model_refuses_are_named(name: str, inplace: bool):
     make, given, kind, sentence = INPUTS[name]
     model = seeded(make) if isinstance(make, type) else make()
     with untouched(model):
-        for entry in (te_transform.inspect, te_transform.convert):
+        for entry in (
+            (te_transform.convert,) if name in UNSEEN else (te_transform.inspect, te_transform.convert)
+        ):
             with pytest.raises(kind) as raised:
                 entry(model, given, inplace=inplace)
             assert sentence in str(raised.value)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
-from tests.conversions import ALL, EVERYWHERE, as_built, each, error, run, same_bits, undropped
+from tests.conversions import ALL, EVERYWHERE, as_built, each, error, run, same_bits
 from tests.zoo import CASES
 
 every_case = each(ALL)
@@ -87,7 +87,7 @@ def test_in_place_the_parameters_are_the_users_own_objects(name: str) -> None:
 
 @each(CASES)
 def test_loads_an_original_state_dict(name: str) -> None:
-    pair, inputs = undropped(name), ALL[name].sample()
+    pair, inputs = as_built(name), ALL[name].sample()
     before, state = copy.deepcopy(pair.original.state_dict()), perturbed(pair.original)
     original, converted = pair.run(inputs, training=True)
     try:
@@ -108,7 +108,7 @@ def test_loads_an_original_state_dict(name: str) -> None:
 
 @each(["llama", "gpt2", "t5", "torch_mha"])
 def test_a_copy_shares_nothing(name: str) -> None:
-    pair, other = undropped(name), undropped(name).copy()
+    pair, other = as_built(name), as_built(name).copy()
     state = perturbed(pair.original)
     for model in (other.original, other.converted):
         model.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Models of which a part cannot be fused, or is written in an odd way: the rest is, and all of it stays right."""
+"""Models of which a part cannot be fused, or is written in an odd way: the rest is, and all stays right."""
 
 import copy
 import warnings
@@ -166,7 +166,12 @@ PARTLY: dict[str, tuple[Callable[[nn.Module], object], dict[str, int], str | Non
     "orthogonal": (lambda model: parametrizations.orthogonal(model.head), HEAD_LEFT, COMPUTED),
     "old spectral_norm": (lambda model: spectral_norm(model.head), HEAD_LEFT, COMPUTED),
     "a LoRA subclass": (replace_head(LoRALinear), ALL | {"layernorm_linear": 1, "linear": 4}, NORM_READ),
-    "LoRA": (adapt, {}, None),
+    "LoRA": (
+        adapt,
+        {"layernorm_mlp": 1, "layernorm_linear": 1, "linear": 8},
+        "some of the linears have a bias and some have none, a merged linear has one for all its rows or "
+        "none",
+    ),
     "int8": (replace_head(Int8), HEAD_LEFT, COMPUTED),
     "complex": (
         replace_head(Complex),
@@ -281,8 +286,9 @@ def test_a_dynamically_quantized_model() -> None:
 def test_a_model_on_meta_is_converted_without_numbers() -> None:
     with torch.device("meta"):
         model = Tiny()
-    converted = te_transform.convert(model, X)
+    converted = te_transform.convert(model, X.to("meta"))
     assert te_transform.report(converted).counts == ALL
+    assert te_transform.inspect(model, X).counts == ALL
     assert converted(X.to("meta")).is_meta
     assert {name: tensor.shape for name, tensor in converted.state_dict().items()} == {
         name: tensor.shape for name, tensor in model.state_dict().items()
