@@ -113,6 +113,8 @@ def convert(
         converted.report = _report(made, converted, seen, samples[0])
         if recipe is not None:
             _enter_recipe(made, converted, seen, samples)
+        for graph in converted.graphs:
+            graph.count_anew()
         log.info("%s", converted.report)
         if compile:
             made.compile(mode=None if compile is True else compile)

@@ -97,7 +97,7 @@ class Scales:
 
     def update(self) -> None:
         amax = self.amax_history.amax(0)
-        self.scale.copy_(torch.where(amax > 0, E4M3 / amax, self.scale))
+        self.scale.copy_(torch.where(amax > 0, torch.full_like(amax, E4M3) / amax, self.scale))
         self.amax_history.copy_(self.amax_history.roll(-1, 0))
         self.amax_history[0] = 0
 

@@ -301,5 +301,6 @@ def _is_alone(parameter: nn.Parameter) -> bool:
     group = state_of(parameter).group
     if group is not None and group.intact():
         return False  # two groups that share a parameter would take it from each other at each call
+    shared = parameter.device.type == "cpu" and storage.is_shared()  # on a GPU PyTorch says so of all
     # the parameter itself and the Python object just made of its storage
-    return whole and not storage.is_shared() and torch._C._storage_Use_Count(storage._cdata) <= 2
+    return whole and not shared and torch._C._storage_Use_Count(storage._cdata) <= 2

@@ -23,8 +23,6 @@ NAME = "torch"
 HAS_KERNELS = False
 HAS_RECIPES = False
 HAS_BIAS = True
-HAS_KERNELS = False
-GATES = ("no", "first half", "second half")
 
 # TE's names: its gelu is the tanh approximation, and X-glu activates the first half of fc1's output
 _PLAIN = {"gelu": ops.gelu_tanh, "qgelu": ops.quick_gelu, "silu": ops.silu, "relu": ops.relu}
@@ -215,8 +213,14 @@ class DotProductAttention(FusedOp):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         """The attention by whichever kernel is the fastest here."""
+        if self.twice and mask is not None and mask.is_floating_point() and mask.is_cuda:
+            # the GPU's kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
+            mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
         with self.kernels(query, key, value, mask, rest[1]):
-            return ops.sdpa(query, key, value, mask, *rest)
+            out = ops.sdpa(query, key, value, mask, *rest)
+        if out.grad_fn is not None and "Cudnn" in out.grad_fn.name():
+            out.register_hook(_in_one_order)
+        return out
 
     def kernels(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
@@ -224,8 +228,17 @@ class DotProductAttention(FusedOp):
         """What PyTorch chooses its kernel in."""
         # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong (torch
         # 2.13): they normalize by a log-sum-exp in which the number of keys has been rounded away
-        added = mask is not None and mask.is_floating_point() and torch.is_grad_enabled()
+        added = self.twice and mask is not None and mask.is_floating_point() and torch.is_grad_enabled()
         return sdpa_kernel(SDPBackend.MATH) if added else contextlib.nullcontext()
+
+
+def _in_one_order(grad: Tensor) -> Tensor:
+    """A gradient [batch, heads, length, width] as models hand it back, batch and length first in memory.
+
+    PyTorch keeps cuDNN's plan of a backward by the sizes and strides of all but this gradient (torch 2.11):
+    in another order than that of the first call it would be read wrongly.
+    """
+    return grad.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _with_nan_rows(out: Tensor, mask: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
     """The values in E4M3, as bytes, and what they have to be multiplied with."""
     wide = values.float()
     amax = wide.abs().amax()
-    scale = torch.where((amax > 0) & amax.isfinite(), _LARGEST / amax, 1.0)
+    # a number over a tensor would be a product with its reciprocal, rounded twice: not TE's scale
+    scale = torch.where((amax > 0) & amax.isfinite(), amax.new_full((), _LARGEST) / amax, 1.0)
     return (wide * scale).clamp(-_LARGEST, _LARGEST).to(_FORMAT).view(torch.uint8), 1 / scale
 
 

@@ -229,7 +229,8 @@ def _set_scales(state: Any, amaxes: dict[int, Tensor], limit: float, recipe: Any
     """scale = max / amax / 2^margin, which is TE's own formula; on the GPU, which nobody waits for."""
     for index, amax in amaxes.items():
         usable = (amax > 0) & amax.isfinite()
-        state.scale[index] = torch.where(usable, limit / amax / 2**recipe.margin, 1.0)
+        # a number over a tensor would be a product with its reciprocal, rounded twice
+        state.scale[index] = torch.where(usable, amax.new_full((), limit) / amax / 2**recipe.margin, 1.0)
         # as the oldest: the next step writes to row 0
         state.amax_history[-1, index] = torch.where(usable, amax, 0.0)
 

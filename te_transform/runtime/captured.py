@@ -79,6 +79,12 @@ class CapturedGraph:
         if wrong:
             self.plan.roll_back(wrong)
             self.disable(self.disabled - wrong.keys())
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """Count the calls in plain PyTorch from here on: those before were not the user's."""
+        for site in self.plan.sites:
+            site.fused.plain_calls.clear()
 
     def values(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """The arguments of a call by the names of the graph's placeholders."""

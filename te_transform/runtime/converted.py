@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import SkipFrame
 from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends import gradients
@@ -24,7 +25,7 @@ from te_transform.graph.capture import capture, is_capturing
 from te_transform.graph.nodes import called
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
-from te_transform.plan.model import CONVERTED
+from te_transform.plan.model import CONVERTED, ModelError
 from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import Apart
@@ -32,6 +33,11 @@ from te_transform.runtime.modes import is_foreign_mode_on, set_aside
 from te_transform.runtime.precision import Precision
 
 log = logging.getLogger(__name__)
+
+_RECOMPUTES = (
+    "activation checkpoints are on in the forward and the model has no list of blocks to capture one by one: "
+    "with gradients it runs as the user's own code"
+)
 
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
 
@@ -48,6 +54,7 @@ class Converted:
     by_block: bool = False
     checker: Checker | None = None
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
+    recomputes: bool = False  # whether there are checkpoints in it, and no blocks to capture
     # a weak reference to the first block; None where nobody has looked yet
     first_block: Callable[[], nn.Module | None] | None = None
     graphs: list[CapturedGraph] = field(default_factory=list)
@@ -64,10 +71,14 @@ class Converted:
         """Rewrite one graph, for dynamo; whatever fails in here, the graph runs as it was captured."""
         if has_checkpoints(captured):
             # run as an operation of a graph, a checkpoint would draw other random numbers when it is
-            # repeated: what raises in here runs as the user's own code, and its blocks are captured from the
-            # next call on
-            self.by_block = self.in_pieces = self.first_block() is not None
-            raise RuntimeError("activation checkpointing is on inside the forward")
+            # repeated: the user's own code runs, in which the blocks are captured if there are any
+            self.by_block = self.in_pieces = self.first_block is not None and self.first_block() is not None
+            self.recomputes = not self.by_block
+            if self.recomputes and _RECOMPUTES not in self.failures:
+                self.failures.append(_RECOMPUTES)
+            raise SkipFrame(_RECOMPUTES)
+        if self.recomputes and torch.is_grad_enabled():
+            return captured.forward  # of a function in it, which has to save the same tensors each time
         try:
             made = plan(captured, self.options)
             if self.options.recipe is not None:
@@ -91,7 +102,7 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """A call of the model or of one of its blocks; `forward` is the one of its own class."""
-        if self.original or is_foreign_mode_on():
+        if self.original or is_foreign_mode_on() or (self.recomputes and torch.is_grad_enabled()):
             return forward(module, *args, **kwargs)
         if place.is_root:
             self._settle(module)
@@ -236,7 +247,7 @@ def captured_class(kind: type) -> type:
     so that its code is captured once for all instances.
 
     Raises:
-        TypeError: the class takes no subclass.
+        ModelError: the class takes no subclass.
     """
     if kind in _ORIGINALS:
         return kind
@@ -263,7 +274,13 @@ def captured_class(kind: type) -> type:
             "__module__": kind.__module__,
             "__doc__": kind.__doc__,
         }
-        made = type(kind.__name__, (kind,), {**own, "__qualname__": kind.__qualname__})
+        try:
+            made = type(kind.__name__, (kind,), {**own, "__qualname__": kind.__qualname__})
+        except TypeError as error:
+            raise ModelError(
+                f"{kind.__name__} refuses to be subclassed, a converted model is an instance of a subclass "
+                f"of its class ({error}): convert a model that holds it, or let the class be derived from"
+            ) from error
         _CLASSES[kind], _ORIGINALS[made] = made, kind
     return _CLASSES[kind]
 

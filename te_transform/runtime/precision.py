@@ -61,6 +61,17 @@ class Precision:
         finally:
             self.entered = False
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let what runs within a forward do so in the model's own dtype meanwhile."""
+        if not self.entered:
+            yield
+            return
+        from te_transform.backends import te
+
+        with te.autocast(self.recipe, enabled=False):
+            yield
+
     def _tell(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             state_of(parameter).in_fp8 = self.products.get(name, True)

@@ -1,5 +1,6 @@
 """The ops of backends/te.py on Transformer Engine itself, against plain PyTorch in fp64."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,7 +127,10 @@ def test_fp8_is_rounding_and_no_more(name: str, recipe: str) -> None:
             found = step(case.op, x, case.tensors)
     assert case.kernel.in_fp8
     own = errors(found, exact(case, x))
-    assert max(own) < 0.15, own
+    # a relu's derivative jumps where rounding by e = 0.05 changes a sign: for atan(e) / pi of the numbers, of
+    # which one half counts
+    jumps = math.sqrt(2 * math.atan(0.05) / math.pi) if "relu" in name or "reglu" in name else 0.0
+    assert max(own) < math.hypot(0.15, jumps), own
     assert own[0] > 2**-8
 
 
@@ -212,7 +216,7 @@ def test_gradients_are_added_to_buffers(name: str, recipe: str | None) -> None:
     for weight in case.trained:
         state_of(weight).gradients = gradients
     recipe = None if recipe is None else te.recipe_of(recipe)
-    samples = [random(*X, seed=seed) for seed in range(4)]
+    samples = [random(*X, seed=seed) for seed in range(50, 54)]  # other numbers than those of the weights
     if te.is_delayed(recipe):  # its scales are found in a call of its own
         with te.autocast(recipe):
             case(samples[0]).float().square().sum().backward()
