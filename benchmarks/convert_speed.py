@@ -1,6 +1,6 @@
-"""What te_transform costs: converting, tracing and, once converted, every call.
+"""What te_transform costs: converting and, once converted, every call.
 
-    python benchmarks/convert_speed.py [--layers 24] [--only converting tracing running] [--json]
+    python benchmarks/convert_speed.py [--layers 24] [--only converting running] [--json]
 
 Plain PyTorch on the CPU; each measurement has a process of its own, one at a time. Nothing is asserted.
 The last column tells how many cores others kept busy meanwhile: above a few tenths of one, times mean little.
@@ -28,17 +28,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which a
 
 import measure
 import torch
-from models import SUBJECTS, VOCAB, llama, llama_block, loss
+from models import SUBJECTS, VOCAB, llama, loss
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import te_transform
-from te_transform.inputs import Inputs
-from te_transform.trace import record
 
-STAGES = ("record", "normalise", "plan", "emit")
-MEASURED = ("converting", "tracing", "running")
+STAGES = {"_first_calls": "capturing and rewriting", "lay": "laying parameters", "_report": "the report"}
+MEASURED = ("converting", "running")
 RUNS = 3  # of each measurement of converting; the fastest counts: what disturbs a run makes it slower
 
 
@@ -64,15 +62,14 @@ def conversion(layers: int) -> dict[str, Any]:
     gc.disable()  # as timeit does: one full collection, in some runs and not in others, takes 0.2 s
     with (
         measure.memory() as used,
-        measure.stopwatch(import_module("te_transform.convert"), STAGES) as stages,
-        measure.stopwatch(import_module("te_transform.plan"), ("rewrite_forward",)) as within,
+        measure.stopwatch(import_module("te_transform.convert"), tuple(STAGES)) as stages,
     ):
         start = time.perf_counter()
         te_transform.convert(model, ids, backend="torch", verify=False, inplace=True)
         seconds = time.perf_counter() - start
     fused = len(te_transform.report(model).fused)
     held = {"extra": (used.peak - used.before) / layer, "kept": (used.after - used.before) / layer}
-    return {"layers": layers, "fused": fused, "seconds": seconds, **held, **stages, **within}
+    return {"layers": layers, "fused": fused, "seconds": seconds, **held, **stages}
 
 
 def joining(layers: int) -> dict[str, float]:
@@ -111,14 +108,6 @@ def eager_forward(layers: int) -> dict[str, float]:
         return {"eager_forward": time.perf_counter() - start}
 
 
-def tracing() -> dict[str, Any]:
-    """Recording over one eager forward of a real-sized block, in train mode, without gradients."""
-    block, kwargs = llama_block()
-    block.train()
-    with torch.no_grad():
-        return asdict(measure.interleaved(lambda: block(**kwargs), lambda: record(block, Inputs((), kwargs))))
-
-
 def running(subject: int, compiled: bool, backward: bool) -> dict[str, Any]:
     """Converted over original: forward in eval mode without gradients, or both ways in train mode."""
     torch.set_num_threads(SUBJECTS[subject].threads or torch.get_num_threads())
@@ -153,7 +142,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--only", choices=MEASURED, nargs="+", default=MEASURED, help="what to measure")
     asked = parser.parse_args()
-    measured = {"converting": lambda: _conversions(asked.layers), "tracing": _tracing, "running": _running}
+    measured = {"converting": lambda: _conversions(asked.layers), "running": _running}
     rows = [row for name in asked.only for row in measured[name]()]
     if asked.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
@@ -167,22 +156,19 @@ def _conversions(layers: int) -> Iterator[Row]:
         found = _fastest(conversion, count, "seconds")
         found |= _fastest(eager_forward, count, "eager_forward") | _fastest(joining, count, "joining")
         done.append(found)
-        stages = ", ".join(f"{name} {found[name]:.2f}" for name in STAGES)
+        stages = ", ".join(f"{words} {found[name]:.2f}" for name, words in STAGES.items())
         yield Row(
             f"convert {count} Llama layers in place (h 4096, bf16, 2x8 tokens)",
             f"{found['seconds']:.2f} s, peak +{found['extra']:.2f} layers",
-            f"{stages} s; of record, the eager forward {found['eager_forward']:.2f} s; of plan, rewriting "
-            f"forwards {found['rewrite_forward']:.2f} s; of emit, copying joined weights, done alone, "
+            f"{stages} s; alone, the eager forward {found['eager_forward']:.2f} s, copying joined weights "
             f"{found['joining']:.2f} s; {found['kept']:+.2f} layers after",
             found,
         )
     between = ", ".join(f"{a['layers']} to {b['layers']}" for a, b in pairwise(done))
     added = _added(done, [found["seconds"] for found in done])
     yield Row("each layer more", ", ".join(f"{s:.3f} s" for s in added), f"from {between}", {"added": added})
-    # what is left is ours, and the same at any depth: the layers share the forwards that are rewritten once
-    shared = ("eager_forward", "joining", "rewrite_forward")
-    own = _added(done, [found["seconds"] - sum(found[name] for name in shared) for found in done])
-    less = "less the model's own forward, the copying of joined weights and what layers share"
+    own = _added(done, [found["seconds"] - found["eager_forward"] - found["joining"] for found in done])
+    less = "less the model's own forward and the copying of joined weights"
     yield Row("of that, our own", ", ".join(f"{s:.3f} s" for s in own), less, {"added": own})
 
 
@@ -194,10 +180,6 @@ def _added(done: list[dict[str, Any]], seconds: list[float]) -> list[float]:
     """Seconds for each layer more, from one stack to the next."""
     pairs = pairwise(zip((found["layers"] for found in done), seconds, strict=True))
     return [(b - a) / (more - less) for (less, a), (more, b) in pairs]
-
-
-def _tracing() -> Iterator[Row]:
-    yield _ratio("record / eager forward, Llama block, 1x128 tokens, bf16", _alone(tracing))
 
 
 def _running() -> Iterator[Row]:

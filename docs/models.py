@@ -17,7 +17,6 @@ from tests.zoo import CASES, EXTRA, Case
 
 RULES = ("merge_siblings", "attention", "layernorm_mlp", "layernorm_linear", "linear")
 WHY = {  # what stands in the way, by words of the reason; "" where it costs nothing
-    "calls scaled_dot_product_attention already": "",
     "exact (erf) GELU": "exact GELU",
     "a dropout of": "dropout inside the MLP",
     "is also read by": "norm read twice",

@@ -9,11 +9,11 @@ from te_transform.graph.pattern import Call
 from te_transform.plan.rule import Operation, Rule
 
 
-def refuse(backend, attention: Operation) -> Iterator[str]:
-    """Every reason why there is nothing to gain or no core for it."""
+def refuse(backend, attention: Operation) -> Iterator[str | None]:
+    """Every reason why there is no core for it; None where it calls the core that there is already."""
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:
-        yield "the model calls scaled_dot_product_attention already, plain PyTorch has no faster core"
+        yield None
     if called and mask is not None and mask.requires_grad and not backend.HAS_BIAS:
         yield "the attention adds a bias to its scores, TE's fast cores have none"
 

@@ -276,9 +276,10 @@ def report(converted: nn.Module) -> Report:
         raise ModelError(
             f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
         )
-    graphs = found.graphs
+    graphs, told = found.graphs, found.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
-    return replace(found.report, plain_calls=plain)
+    later = (note for note in found.failures if note not in told)
+    return replace(found.report, plain_calls=plain, notes=(*told, *later))
 
 
 def revert(converted: nn.Module) -> nn.Module:

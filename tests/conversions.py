@@ -18,6 +18,7 @@ import te_transform
 from te_transform.report.report import Report
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.converted import converted_of
+from tests.bitwise import untouched
 from tests.zoo import CASES, EXTRA, Case, Inputs, tensors
 
 ALL = CASES | EXTRA
@@ -66,6 +67,19 @@ def in_bf16(name: str) -> Pair:
     converted = te_transform.convert(model, sample, inplace=True)
     assert converted is model
     return Pair(ALL[name], original, converted)
+
+
+def inspected(case: Case, **options: Any) -> Report:
+    """What is planned for Transformer Engine in bf16, of a model that is as it was afterwards."""
+    model, inputs = case.build().bfloat16(), cast(case.sample(), torch.bfloat16)
+    with untouched(model):
+        return te_transform.inspect(model, inputs, backend="te", **options)
+
+
+@cache
+def planned(name: str) -> Report:
+    """The same in FP8, once for all tests."""
+    return inspected(ALL[name], recipe="fp8-delayed")
 
 
 @cache

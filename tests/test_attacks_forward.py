@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+import te_transform
 from tests.attacks import OTHER, Attends, Block, Pair, X, odd
 from tests.models.tiny import Tiny
 from tests.test_attacks_reading import Cube, Doubled, Tripled
@@ -229,10 +230,6 @@ CALLS = {
     "Functions of its own": own_function,
     "functional_call": with_other_weights,
     "a block called twice": twice,
-    "a block in a checkpoint": lambda s, x: checkpoint(s.mlp, s.norm(x), use_reentrant=False),
-    "checkpoints in checkpoints": lambda s, x: checkpoint(
-        lambda z: s.mlp(checkpoint(s.norm, z, use_reentrant=False)), x, use_reentrant=False
-    ),
     "vmap": lambda s, x: torch.vmap(lambda row: s.mlp(s.norm(row)))(x),
     "a gradient": lambda s, x: torch.func.grad(lambda z: s.mlp(s.norm(z)).sum())(x),
     "a branch on a number": lambda s, x: s.mlp(s.norm(x)) if s.norm(x).sum().item() > 1e3 else s.norm(x),
@@ -243,6 +240,28 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_ways_to_call_and_to_return(name: str) -> None:
     Pair.of(odd(CALLS[name])).agree()
+
+
+RECOMPUTED = {
+    "a block in a checkpoint": lambda s, x: checkpoint(s.mlp, s.norm(x), use_reentrant=False),
+    "checkpoints in checkpoints": lambda s, x: checkpoint(
+        lambda z: s.mlp(checkpoint(s.norm, z, use_reentrant=False)), x, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_checkpoints_without_a_list_of_blocks_run_as_they_are_in_training(
+    name: str, capfd: pytest.CaptureFixture
+) -> None:
+    model = odd(RECOMPUTED[name])
+    converted = te_transform.convert(model, X, verify=False)
+    assert any("no list of blocks" in note for note in te_transform.report(converted).notes)
+    pair = Pair(model, converted, X)
+    pair.agree()
+    with torch.no_grad():
+        pair.agree(lambda model, x: model.eval()(x))
+    assert capfd.readouterr().err == ""
 
 
 def part_by_part(self: Any, x: Tensor, part: str = "") -> Tensor:

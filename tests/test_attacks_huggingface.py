@@ -119,6 +119,10 @@ def test_what_is_set_later_is_read() -> None:
             pair.attack(change, called(use_cache=False))
 
 
+@pytest.mark.xfail(
+    raises=AssertionError,
+    reason="transformers, when it is traced, makes the causal mask that a forward of it leaves to is_causal",
+)
 def test_attention_that_is_set_to_look_ahead() -> None:
     pair_of().attack(
         lambda model: set_all(model, modeling_llama.LlamaAttention, is_causal=False), called(use_cache=False)

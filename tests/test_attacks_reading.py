@@ -184,7 +184,7 @@ def test_gradients_of_gradients(read: Callable[[Tensor], Tensor]) -> None:
         (gradient,) = torch.autograd.grad((read_**2).sum() + (out**3).sum(), x, create_graph=True)
         return [gradient, (gradient**2).sum()]
 
-    Pair.shared(Normed).agree(penalty, atol=1e-4)
+    Pair.of(Normed).agree(penalty, atol=1e-4)
 
 
 # What a product gives: columns of one that several share

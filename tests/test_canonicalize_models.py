@@ -9,7 +9,7 @@ from te_transform.canonicalize import canonicalize
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of, value
 from tests.captures import BOUND, Captured, capture, error, executable, op_counts, run, targets
-from tests.zoo import CASES, EXTRA, Case, zero_dropout
+from tests.zoo import CASES, EXTRA, zero_dropout
 
 ALL = CASES | EXTRA
 
@@ -25,36 +25,25 @@ FOUND = {
     "nanogpt_flash": _NANOGPT,
     "nanogpt_manual": _NANOGPT,
     "gpt2": _TWO_GPT | {"gelu_tanh": 2},
-    "gpt2_eager": _TWO_GPT | {"gelu_tanh": 2},
     "llama": _TWO_GATED | {"silu": 2},
     "llama_eager": _TWO_GATED | {"silu": 2},
-    "mistral": _TWO_GATED | {"silu": 2},
-    "qwen2": _TWO_GATED | {"silu": 2},
     "qwen3": _TWO_GATED | {"silu": 2, "rms_norm": 9},
-    "gemma": _TWO_GATED | {"gelu_tanh": 2},
-    "gemma2": _TWO_GATED | {"gelu_tanh": 2, "rms_norm": 9},
     "gemma3_text": _TWO_GATED | {"gelu_tanh": 2, "rms_norm": 13},
     "phi3": _TWO_GATED | {"silu": 2, "linear": 9},
     "mixtral": _TWO_GATED | {"silu": 2, "linear": 11},
     "bert": _BERT,
-    "distilbert": _BERT,
-    "roberta": _BERT,
     "gpt_neox": {"linear": 9, "layer_norm": 5, "sdpa": 2, "gelu": 2, "rope": 4},
     "opt": {"linear": 13, "layer_norm": 5, "sdpa": 2, "relu": 2},
-    "vit": {"linear": 13, "layer_norm": 5, "sdpa": 2, "gelu": 2},
     "t5": {"linear": 33, "rms_norm": 12, "sdpa": 6, "relu": 4},
     "falcon": {"linear": 9, "layer_norm": 3, "sdpa": 2, "gelu": 2, "rope": 4},
     "bloom": {"linear": 9, "layer_norm": 6, "sdpa": 2, "gelu_tanh": 2},
     "torch_encoder_pre": {"linear": 8, "layer_norm": 4, "sdpa": 2, "relu": 2},
-    "torch_encoder_post": {"linear": 8, "layer_norm": 4, "sdpa": 2, "relu": 2},
     "torch_mha": {"linear": 2, "layer_norm": 1, "sdpa": 1},
     "torch_mha_bare": {"linear": 2},  # its attention weights are part of the answer
     "clip_text": {"linear": 12, "layer_norm": 5, "sdpa": 2, "quick_gelu": 2},
-    "clip_vision": {"linear": 12, "layer_norm": 6, "sdpa": 2, "quick_gelu": 2},
     "whisper": {"linear": 33, "layer_norm": 12, "sdpa": 6, "gelu": 6},
-    "bart": {"linear": 33, "layer_norm": 12, "sdpa": 6, "gelu": 4},
 }
-BROKEN = ("opt", "bart", "whisper")  # captured in pieces where layers are dropped at random
+TRAINED = ("nanogpt_manual", "gpt2", "llama", "quickstart_mask", "torch_encoder_pre", "falcon", "gemma3_text")
 WRITTEN = {torch.rsqrt, torch.softmax, torch.erf, torch.bmm, torch.addmm, F.layer_norm, "softmax"}
 
 
@@ -68,21 +57,20 @@ def check(captured: Captured) -> None:
         assert error(run(captured.module, call), wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("case", ALL.values(), ids=ALL.keys())
-def test_computes_what_was_captured_and_finds_the_ops(case: Case) -> None:
-    """In training at fixed sizes, without a mask; in evaluation at symbolic sizes, with one."""
-    model = zero_dropout(case.build())
-    for train, dynamic, padded in ((True, None, False), (False, True, case.padded_inputs is not None)):
-        samples = [case.sample(seed=seed, padded=padded) for seed in (0, 1)]
-        graphs = capture(model.train(train), *samples, dynamic=dynamic)
-        for captured in graphs:
-            check(captured)
-        if not train or case.name not in BROKEN:
-            (graph,) = (canonicalize(captured.module.graph) for captured in graphs)
-            hides = _FINITE_FILL if padded and case.name == "quickstart" else {}
-            assert op_counts(graph) == FOUND[case.name] | hides
-            if case.name not in ("torch_mha_bare", "mixtral"):  # mixtral's router has a softmax of its own
-                assert not targets(graph) & WRITTEN
+@pytest.mark.parametrize("name", FOUND)
+def test_computes_what_was_captured_and_finds_the_ops(name: str) -> None:
+    """In evaluation at symbolic sizes, with a mask; some in training at fixed sizes, without one."""
+    case, train = ALL[name], name in TRAINED
+    model, padded = zero_dropout(case.build()), not train and ALL[name].padded_inputs is not None
+    samples = [case.sample(seed=seed, padded=padded) for seed in (0, 1)]
+    graphs = capture(model.train(train), *samples, dynamic=None if train else True)
+    for captured in graphs:
+        check(captured)
+    (graph,) = (canonicalize(captured.module.graph) for captured in graphs)
+    hides = _FINITE_FILL if padded and name == "quickstart" else {}
+    assert op_counts(graph) == FOUND[name] | hides
+    if name not in ("torch_mha_bare", "mixtral"):  # mixtral's router has a softmax of its own
+        assert not targets(graph) & WRITTEN
 
 
 @pytest.mark.parametrize(
@@ -95,7 +83,7 @@ def test_dropout_is_an_op(name: str, dropouts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart_mask", "nanogpt_manual", "llama", "gemma2", "t5", "llama_eager"]
+    "name", ["quickstart_mask", "nanogpt_manual", "llama", "gemma3_text", "t5", "llama_eager"]
 )
 def test_finds_the_same_in_bf16(name: str) -> None:
     case = ALL[name]

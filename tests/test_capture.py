@@ -61,6 +61,29 @@ def test_sizes_that_vary_share_a_graph() -> None:
     assert graphs(pair.converted) == 2
 
 
+class Sized(nn.Module):
+    """Asks what a norm gives for its sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        batch, length, _ = y.size()
+        return self.linear(y).sum(1) / (batch * length)
+
+
+def test_a_norm_whose_sizes_are_asked_for_is_fused_at_sizes_that_vary() -> None:
+    pair = Pair.of(Sized)
+    for length in (3, 4):
+        pair.x = torch.randn(2, length, WIDTH)
+        pair.agree()
+    outcomes = [outcome for graph in converted_of(pair.converted).graphs for outcome in graph.plan.outcomes]
+    assert {(outcome.rule, outcome.status) for outcome in outcomes} == {("layernorm_linear", "fused")}
+    assert graphs(pair.converted) == 2
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_the_blocks_of_a_deep_model_share_a_graph_for_its_report(verify: bool) -> None:
     pair = Pair.of(seeded(Tiny, DEEP + 2), verify=verify)

@@ -11,12 +11,11 @@ from transformers import LlamaForCausalLM
 
 import te_transform
 from te_transform.plan.memory import Memory
+from tests.conversions import ALL, each, planned
 from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
 from tests.test_te_plan import as_if_te_ran
-from tests.zoo import CASES, EXTRA
 
-ALL = CASES | EXTRA
 MIB = 2**20
 PLAIN_LOSS = tuple(rule for rule in te_transform.PIPELINE if rule.name != "cross_entropy")
 
@@ -108,13 +107,11 @@ def test_a_conversion_reports_what_its_plan_predicted(monkeypatch: pytest.Monkey
     assert te_transform.report(converted).memory == plan.memory
 
 
-@pytest.mark.parametrize("name", ALL)
+@each(ALL)
 def test_every_model_has_a_prediction(name: str) -> None:
-    model = ALL[name].build()
-    for recipe in (None, "fp8-current"):
-        found = te_transform.inspect(model, ALL[name].sample(), backend="te", recipe=recipe).memory
-        assert found.peak >= max(found.kept, found.gradients) > 0
-        assert f"{found.weights / MIB:,.0f} MiB of weights" in str(found)
+    found = planned(name).memory
+    assert found.peak >= max(found.kept, found.gradients) > 0
+    assert f"{found.weights / MIB:,.0f} MiB of weights" in str(found)
 
 
 def test_plain_pytorch_has_none() -> None:

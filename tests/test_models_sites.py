@@ -10,7 +10,6 @@ from tests.zoo import CASES, zero_dropout
 
 # The sentences
 
-SDPA = "the model calls scaled_dot_product_attention already, plain PyTorch has no faster core"
 ERF = (
     "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow approximate=True"
 )
@@ -58,7 +57,6 @@ COUNTS = {
 
 REFUSED = {
     "nanogpt_flash": {
-        ("attention", SDPA): ["transformer.h.{0,1}.attn  x2"],
         ("layernorm_mlp", ERF): ["transformer.h.{0,1}.mlp  x2"],
     },
     "nanogpt_manual": {("layernorm_mlp", ERF): ["transformer.h.{0,1}.mlp  x2"]},
@@ -78,15 +76,13 @@ REFUSED = {
         ],
     },
     "torch_encoder_pre": {
-        ("attention", SDPA): ["layers.{0,1}.self_attn  x2"],
         ("layernorm_mlp", DROPPED): ["layers.{0,1}  x2"],
     },
     "torch_encoder_post": {
-        ("attention", SDPA): ["layers.{0,1}.self_attn  x2"],
         ("layernorm_mlp", POST, DROPPED): ["layers.{0,1}  x2"],
         ("layernorm_linear", POST): ["layers.{0,1}.linear1  x2"],
     },
-    "torch_mha": {("attention", SDPA): ["attention  x1"]},
+    "torch_mha": {},
     "torch_mha_bare": {},
 }
 

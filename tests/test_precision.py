@@ -104,6 +104,15 @@ def test_a_model_in_a_recipe_rounds_and_is_its_own_class(recipe: str) -> None:
 
 
 @each_recipe
+def test_what_is_captured_later_is_checked_in_the_models_own_dtype(recipe: str) -> None:
+    fused = te_transform.convert(net(), inputs(), backend="te", recipe=recipe)
+    before = STATE.steps
+    assert distance(answer(fused), answer(net())) < 0.2  # another mode, and so another graph
+    assert STATE.steps == before + 1
+    assert not any("taken back" in note for note in te_transform.report(fused).notes)
+
+
+@each_recipe
 def test_a_forward_is_one_step_of_the_recipe(recipe: str) -> None:
     fused = converted(recipe)
     before = STATE.steps

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +30,7 @@ from te_transform.plan.options import RECIPES, Options
 from te_transform.report.places import gather
 from te_transform.report.report import Report
 from tests.bitwise import untouched
-from tests.conversions import ALL, cast, each
+from tests.conversions import ALL, each, inspected, planned
 from tests.te_contract import record as te_contract
 from tests.zoo import CASES, HIDDEN, VOCAB, Case
 
@@ -43,17 +42,6 @@ PLANNED = f"backend 'te', planned only, because {NO_GPU}"
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one, too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def inspected(case: Case, **options: Any) -> Report:
-    model, inputs = case.build().bfloat16(), cast(case.sample(), torch.bfloat16)
-    with untouched(model):
-        return te_transform.inspect(model, inputs, backend="te", **options)
-
-
-@cache
-def planned(name: str) -> Report:
-    return inspected(ALL[name], recipe="fp8-delayed")
 
 
 def with_vocabulary(name: str, size: int) -> Case:
@@ -323,7 +311,7 @@ def test_a_vocabulary_of_99_stays_out(name: str) -> None:
     assert {path: why for path, why in sites.items() if why is not None} == expected
 
 
-@each(["llama", "gpt2", "gemma2", "bert", "roberta", "t5", "whisper", "bart", "bloom", "mixtral"])
+@each(["llama", "gpt2", "bert", "t5"])
 def test_the_head_stays_out_of_fp8_whatever_its_shape(name: str) -> None:
     sites = inspected(with_vocabulary(name, 112), recipe="fp8-delayed").precision.sites
     assert [path for path, why in sites.items() if why == HEAD] == [HEADS.get(name, "lm_head")]
@@ -591,7 +579,7 @@ def tes_parameters(site: Site) -> dict[str, list[int]]:
     return {name: [size_of[int(size)] for size in shape.split(",")] for name, shape in found}
 
 
-@each(ALL)
+@each(["quickstart", "nanogpt_manual", "gpt2", "llama", "phi3", "bert", "t5", "falcon", "clip_text"])
 def test_the_calls_have_exactly_tes_parameters(name: str) -> None:
     sites = sites_of(ALL[name].build(), ALL[name].sample())
     for site in sites:

@@ -68,7 +68,6 @@ def rolled_back(model: nn.Module) -> list[te_transform.Outcome]:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("gpt2", torch.bfloat16),
         ("llama", torch.bfloat16),
         ("nanogpt_manual", torch.float32),
         ("quickstart_mask", torch.float64),
@@ -256,6 +255,20 @@ def test_a_site_that_raises_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(converted(X), model(X))
 
 
+def test_a_site_that_raises_in_a_later_call_is_taken_back_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self, *arguments: Tensor) -> Tensor:
+        raise NotImplementedError("no such kernel")
+
+    model = tiny()
+    converted = te_transform.convert(model, X, backend="torch", passes=[layernorm_linear.RULE])
+    monkeypatch.setattr(plain.LayerNormLinear, "forward", forward)
+    with torch.no_grad():  # another mode, and so another graph
+        assert torch.equal(converted.eval()(X), model.eval()(X))
+    found = [note for note in te_transform.report(converted).notes if "taken back in a later call" in note]
+    assert found
+    assert all("NotImplementedError: no such kernel" in note for note in found)
+
+
 class WrongInBackward(plain.LayerNormLinear):
     def forward(self, x: Tensor, *weights: Tensor) -> Tensor:
         return super().forward(x + (x - x.detach()), *weights)
@@ -376,9 +389,8 @@ def traces(model: nn.Module) -> Iterator[object]:
         yield id(buffer), buffer._version, buffer.tolist()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "quickstart_mask"])
-def test_nothing_is_left_behind(name: str) -> None:
-    model, inputs = CASES[name].build(), CASES[name].sample()
+def test_nothing_is_left_behind() -> None:
+    model, inputs = CASES["quickstart_mask"].build(), CASES["quickstart_mask"].sample()
     next(model.children()).eval()  # training flags of both kinds
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -17,6 +17,7 @@ from te_transform.canonicalize.norms import NORMS
 from te_transform.canonicalize.op import write
 from te_transform.canonicalize.products import spell_products
 from te_transform.canonicalize.rotary import ROTARY
+from te_transform.canonicalize.sizes import read_sizes_early
 from te_transform.canonicalize.spelling import spell, spell_pieces
 from te_transform.graph import edit, nodes
 
@@ -30,11 +31,13 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
 
     The copy runs and computes what was captured, up to rounding: an op may round elsewhere than the model.
     Submodules (get_attr, call_module, higher-order ops) stay, except autograd.Functions that are activations.
-    The captured graph computes what it did, but composite functions are inlined in it, and what reads a
-    tensor after a write in place reads the write, which so lies between the value and its readers.
+    The captured graph computes what it did, but composite functions are inlined in it, sizes are read early,
+    and what reads a tensor after a write in place reads the write, which so lies between the value and its
+    readers.
     """
     inline_composites(graph)
     read_results(graph)
+    read_sizes_early(graph)
     canonical = edit.copy_graph(graph)
     cuts = barriers(canonical)
     edit.number_regions(canonical, lambda node: node in cuts or nodes.changes_state(node))

@@ -196,6 +196,11 @@ def replace_uses(old: fx.Node, new: fx.Node) -> None:
     old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
+def read_instead(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
+    """Let one node read `new` where it reads `old`."""
+    node.replace_input_with(old, new)
+
+
 def replace_later_uses(value: fx.Node, write: fx.Node) -> None:
     """Let what reads `value` after `write`, which writes to it in place and returns it, read `write`."""
     value.replace_all_uses_with(write, delete_user_cb=lambda user: user > write)

@@ -92,7 +92,7 @@ def plan(captured: fx.GraphModule, options: Options) -> Plan:
         for match in find(rule.pattern, canonical, misses):
             taken = any(node._erased for node in match.nodes)  # in part, by a match before
             if not taken:
-                made.outcomes.append(_apply(rule, match, made, options))
+                made.outcomes += _apply(rule, match, made, options)
         made.outcomes += _near_misses(rule, misses)
     _keep_merged(made, options)
     return made
@@ -104,21 +104,23 @@ def _keep_merged(made: Plan, options: Options) -> None:
         _call(made, [node], "linear", options.backend.Linear(), node.args, [node.meta["merged"]])
 
 
-def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> Outcome:
+def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outcome]:
     bound = roles(match)
     known = {**bound, "backend": options.backend, "approximate": options.approximate}
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
     reasons = [*refusals(match, operations, options.skip), *ask(rule.refuse, known)]
     path = _place(match, operations)
+    if None in reasons:  # there is nothing to gain, and nobody needs to hear of it
+        return []
     if reasons:
-        return Outcome(rule.name, path, "refused", tuple(dict.fromkeys(reasons)), _weights(match.nodes))
+        return [Outcome(rule.name, path, "refused", tuple(dict.fromkeys(reasons)), _weights(match.nodes))]
     if isinstance(rule.pattern, Siblings):
         merged = edit.merge(made.canonical, _activated_first(match.nodes))
         merged.meta["merged"] = (rule.name, path)
     else:
         _put(rule, match, made, ask(rule.build, known), bound, path)
-    return Outcome(rule.name, path, "fused")
+    return [Outcome(rule.name, path, "fused")]
 
 
 def _place(match: Match, operations: list[Operation]) -> str:

@@ -24,7 +24,8 @@ class Rule:
 
     `refuse` and `build` are called with the match's roles by parameter name: an Operation, a tuple of them
     for Siblings, a tag for OneOf; `backend` and `approximate` (the option) are there to be asked for too. A
-    parameter with a default is left to it where the match has no such role.
+    parameter with a default is left to it where the match has no such role. What `refuse` yields are reasons
+    for the report; None leaves the place alone without a word, because nothing is to be gained there.
 
     `build` returns the fused op: a module without parameters. `reads` names the arguments of its call, in
     order: "x" is what the pattern's Var of that name found, "norm.weight" an argument of the operation in a
@@ -33,7 +34,7 @@ class Rule:
 
     name: str
     pattern: Pattern | Siblings
-    refuse: Callable[..., Iterator[str]]
+    refuse: Callable[..., Iterator[str | None]]
     build: Callable[..., nn.Module] | None = None
     reads: tuple[str, ...] = ()
     needs_kernels: bool = False  # whether only a backend with kernels of its own gains from it

@@ -59,7 +59,7 @@ class Converted:
     first_block: Callable[[], nn.Module | None] | None = None
     graphs: list[CapturedGraph] = field(default_factory=list)
     apart: Apart = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # of rewriting: such a graph runs as it was captured
+    failures: list[str] = field(default_factory=list)  # sentences: what runs as it was captured
     watch: Callable[..., Any] | None = None
     original: bool = False
     dry: bool = False
@@ -96,7 +96,11 @@ class Converted:
         if self.checker is None:
             return {}
         with nullcontext() if self.precision is None else self.precision.paused(), gradients.paused():
-            return self.checker(graph, arguments)
+            wrong = self.checker(graph, arguments)
+        if self.report is not None:  # which has what was wrong in the calls of the conversion itself
+            later = "taken back in a later call"
+            self.failures += (f"{later}: {site.name}, {why}" for site, why in wrong.items())
+        return wrong
 
     def call(
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict

@@ -95,12 +95,9 @@ def called(model, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-CALLED = "the model calls scaled_dot_product_attention already, plain PyTorch has no faster core"
-
-
 def test_a_call_without_a_mask_is_left_alone_in_plain_pytorch() -> None:
     report = fused(attends(called))
-    assert reasons(report, "attention") == {CALLED}
+    assert "attention" not in {site.rule for site in report.sites}  # there is nothing to act on
     sites(attends(called), backend="te").expect(attention=1)
 
 

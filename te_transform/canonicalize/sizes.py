@@ -1,0 +1,26 @@
+"""Sizes are read as early as they are known, so that no value is there for the sake of its shape alone."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from te_transform.graph import edit
+from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, same_shape, shape_of, writes
+
+
+def read_sizes_early(graph: fx.Graph) -> None:
+    """Let a size be read from the first tensor of the same shape that led to the one it is asked of."""
+    for node in graph.nodes:
+        if node.op == "call_method" and called(node) == "size" and is_tensor_node(node.args[0]):
+            earliest = node.args[0]
+            while (earlier := _of_the_same_shape(earliest)) is not None:
+                earliest = earlier
+            edit.read_instead(node, node.args[0], earliest)
+
+
+def _of_the_same_shape(node: fx.Node) -> fx.Node | None:
+    """A tensor of the same shape that the node is computed from."""
+    if node.op not in ("call_function", "call_method") or writes(node):
+        return None
+    tensors = [n for n in node.all_input_nodes if is_tensor_node(n) and not is_model_tensor(n)]
+    return next((tensor for tensor in tensors if same_shape(shape_of(tensor), shape_of(node))), None)
