@@ -239,7 +239,8 @@ class Run(torch.autograd.Function):
     def forward(ctx: Any, run: Callable, adds: bool, weights: list[bool], *tensors: Tensor | None) -> Tensor:
         ctx.run, ctx.adds, ctx.weights, ctx.tensors, ctx.ran = run, adds, [False, *weights], tensors, False
         with torch.no_grad():
-            return run(*tensors)
+            out = run(*tensors)
+        return out.view(out.shape)  # as TE's, which multiplies rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:

@@ -112,6 +112,29 @@ def test_what_is_captured_later_is_checked_in_the_models_own_dtype(recipe: str) 
     assert not any("taken back" in note for note in te_transform.report(fused).notes)
 
 
+class Adds(nn.Module):
+    """Adds to what a product gives, in place, as Falcon does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.tanh(self.up(self.norm(x))))
+        y += x
+        return y
+
+
+@each_recipe
+def test_what_a_product_gives_may_be_written_to(recipe: str) -> None:
+    model = Adds().to(torch.bfloat16)
+    fused = converted(recipe, model)
+    for number in range(3):
+        (_, found), (_, expected) = step(fused, number), step(model, number)
+    assert all(distance(found[name], expected[name]) < 0.3 for name in expected)
+    assert any(kernel.in_fp8 for p in fused.parameters() for kernel in state_of(p).kernels.values())
+
+
 @each_recipe
 def test_a_forward_is_one_step_of_the_recipe(recipe: str) -> None:
     fused = converted(recipe)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
@@ -36,13 +37,17 @@ SETTINGS = {
 _NUMBERS = count(1)
 
 
-def capture(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+def capture(
+    forward: Callable[..., Any], backend: Backend, leaves: Callable[[], bool] = lambda: False
+) -> Callable[..., Any]:
     """`forward`, run through the callables that `backend` makes of its graphs.
 
     Args:
         forward: a function; which of its calls share a graph dynamo's guards decide.
         backend: called with each new graph and its example inputs; what it returns is called in the graph's
             place with dynamo off. What it raises is no reason for the forward to fail: that runs as it is.
+        leaves: whether functions that are called now run as they are, where they would be captured for
+            themselves because `forward` cannot be.
     """
     context = torch._dynamo.optimize(backend, dynamic=None)
     forward, traced = _alone(forward), context.callback
@@ -51,6 +56,8 @@ def capture(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]
     # else's, and a call whose guards hold does not pay for them.
     @functools.wraps(traced)
     def trace_with_settings(*args: Any, **kwargs: Any) -> Any:
+        if leaves():
+            return ConvertFrameReturn(apply_to_code=False)  # this once
         with torch._dynamo.config.patch(SETTINGS):
             return traced(*args, **kwargs)
 

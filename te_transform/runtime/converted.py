@@ -55,6 +55,7 @@ class Converted:
     checker: Checker | None = None
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
     recomputes: bool = False  # whether there are checkpoints in it, and no blocks to capture
+    leaving: set[type] = field(default_factory=set)  # the classes whose forward runs as it is in this call
     # a weak reference to the first block; None where nobody has looked yet
     first_block: Callable[[], nn.Module | None] | None = None
     graphs: list[CapturedGraph] = field(default_factory=list)
@@ -67,18 +68,22 @@ class Converted:
     precision: Precision | None = None
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
 
-    def backend(self, captured: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Rewrite one graph, for dynamo; whatever fails in here, the graph runs as it was captured."""
+    def backend(
+        self, captured: fx.GraphModule, example_inputs: list[Any], kind: type = nn.Module
+    ) -> Callable[..., Any]:
+        """Rewrite one graph of the forward of `kind`, for dynamo; whatever fails in here, the graph runs as
+        it was captured."""
         if has_checkpoints(captured):
             # run as an operation of a graph, a checkpoint would draw other random numbers when it is
             # repeated: the user's own code runs, in which the blocks are captured if there are any
+            self.leaving.add(kind)
             self.by_block = self.in_pieces = self.first_block is not None and self.first_block() is not None
             self.recomputes = not self.by_block
             if self.recomputes and _RECOMPUTES not in self.failures:
                 self.failures.append(_RECOMPUTES)
             raise SkipFrame(_RECOMPUTES)
         if self.recomputes and torch.is_grad_enabled():
-            return captured.forward  # of a function in it, which has to save the same tensors each time
+            return captured.forward  # torch.compile captures functions in it: they save what they would
         try:
             made = plan(captured, self.options)
             if self.options.recipe is not None:
@@ -113,16 +118,19 @@ class Converted:
         with nullcontext() if self.precision is None or not place.is_root else self.precision.running(module):
             if place.is_root is self.by_block or _decodes(args, kwargs):
                 return forward(module, *args, **kwargs)
-            run = self.runs.get(type(module))
-            if run is None:
-                run = self.runs[type(module)] = capture(forward, self.backend)
+            kind = type(module)
+            if kind not in self.runs:
+                backend = functools.partial(self.backend, kind=kind)
+                self.runs[kind] = capture(forward, backend, lambda: kind in self.leaving)
             try:
                 with set_aside():
-                    return run(module, *args, **kwargs)
+                    return self.runs[kind](module, *args, **kwargs)
             except Exception:
                 # what raises while it is captured is never captured again: begin anew after a wrong call
-                self.runs.pop(type(module), None)
+                self.runs.pop(kind, None)
                 raise
+            finally:
+                self.leaving.discard(kind)
 
     def _settle(self, model: nn.Module) -> None:
         """Before a call of the model: what the last one has shown."""

@@ -51,8 +51,8 @@ def test_takes_half_the_memory(recipe: str) -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
     te_transform.quantize_weights(model)
+    logits(model)  # captured anew: the parameters are of another class
     gc.collect()
-    logits(model)
     assert before - torch.cuda.memory_allocated() > 0.95 * numbers  # one byte of two each, less the scales
 
 
@@ -95,13 +95,16 @@ def test_what_is_trained_beside_them_gets_the_same_gradients(recipe: str) -> Non
 
 @each_recipe
 def test_copies_compute_the_same(recipe: str) -> None:
-    model = frozen(recipe)
+    original = seeded(llama)
+    model = frozen(recipe, original)
     te_transform.quantize_weights(model)
-    before = logits(model)
+    before, exact = logits(model).double(), logits(original.double().eval())
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        for _ in range(2):  # the first call of delayed scaling finds its scales
-            found = logits(copied)
-        assert (found - before).norm() < 0.02 * before.norm()
+        for _ in range(2):  # the first call of delayed scaling finds its scales, which are those of one batch
+            found = logits(copied).double()
+        assert (found - exact).norm() <= 1.1 * (before - exact).norm()
+        if recipe == "fp8-current":
+            assert (found - before).norm() < 0.02 * before.norm()
 
 
 @each_recipe

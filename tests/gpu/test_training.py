@@ -234,7 +234,7 @@ def test_small_calls_accumulate_in_the_buffers_too(
         with te_transform.accumulate(fused, steps=3):
             for number in range(3):
                 fused(**batch(number)).loss.backward()
-        assert not any("a call too small" in why for why in te_transform.report(fused).plain_calls)
+        assert not any(why.startswith("a call too small") for why in te_transform.report(fused).plain_calls)
         errors.append(distance(gradients(fused), gradients(exact)))
     # other kernels for attention and angles, which are no part of it: they round elsewhere, not more
     assert errors[1] <= 1.2 * errors[0]
