@@ -22,6 +22,12 @@ from tests.bitwise import untouched
 from tests.zoo import CASES, EXTRA, Case, Inputs, tensors
 
 ALL = CASES | EXTRA
+# of the same parts as others: that their sites are found and verified is tested, all else with the others
+ALIKE = (
+    "mistral", "qwen2", "gemma", "gemma2", "nanogpt_flash", "torch_encoder_post", "distilbert", "roberta",
+    "clip_vision", "bart", "gpt2_eager",
+)  # fmt: skip
+DISTINCT = [name for name in ALL if name not in ALIKE]
 IN_BF16 = ("quickstart", "nanogpt_manual", "llama", "gemma", "bert", "t5", "torch_encoder_pre", "llama_eager")
 EVERYWHERE = 1e-5  # how far a converted model may be off in fp32, relative to the norm of what is compared
 

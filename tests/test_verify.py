@@ -68,9 +68,9 @@ def rolled_back(model: nn.Module) -> list[te_transform.Outcome]:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("llama", torch.bfloat16),
+        ("quickstart_mask", torch.bfloat16),
         ("nanogpt_manual", torch.float32),
-        ("quickstart_mask", torch.float64),
+        ("quickstart", torch.float64),
     ],
 )
 def test_converted_models_verify(name: str, dtype: torch.dtype) -> None:
@@ -134,7 +134,7 @@ def test_frozen_parameters_are_passed_over() -> None:
 
 
 def test_experts_have_a_reference_although_grouped_products_have_no_fp64() -> None:
-    model, inputs = EXTRA["mixtral"].build(), EXTRA["mixtral"].sample()
+    model, inputs = EXTRA["mixtral"].build(num_hidden_layers=1), EXTRA["mixtral"].sample()
 
     assert verify(model, te_transform.convert(model, inputs), inputs)
 

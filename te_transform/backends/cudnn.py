@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ class DotProductAttention(plain.DotProductAttention):
     and takes it for granted that the other strides fit.
     """
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+        """The attention by whichever kernel is the fastest here."""
+        if value.requires_grad and not traced() and not without_attention(query, key, value, mask, rest[1]):
+            value = _alone(value, query, key)
+        return super().attend(query, key, value, mask, *rest)
+
     def kernels(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
     ) -> contextlib.AbstractContextManager:
@@ -32,6 +39,18 @@ class DotProductAttention(plain.DotProductAttention):
                 return _First()
             self.plain_calls[why] += 1
         return super().kernels(query, key, value, mask, is_causal)
+
+
+def _alone(value: Tensor, *others: Tensor) -> Tensor:
+    """The values in storage of their own, where all of a joined product would be kept for them alone.
+
+    A backward keeps queries and keys as they were turned; as the product gave them they are its larger part.
+    """
+    storage = value.untyped_storage()
+    shared = any(x.untyped_storage().data_ptr() == storage.data_ptr() for x in others)
+    if shared or storage.nbytes() <= value.nbytes:
+        return value
+    return value.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, length, heads, width] in memory
 
 
 class _First:

@@ -82,3 +82,19 @@ def test_says_what_it_leaves_to_pytorch(
     expected = ops.sdpa(query, key, value, mask)
     assert torch.equal(core(query, key, value, mask), expected)
     assert any(why in reason for reason in core.plain_calls), core.plain_calls
+
+
+def test_of_a_joined_product_the_values_alone_are_kept() -> None:
+    """Queries and keys are turned, and so are other tensors than those that the product gave."""
+    from te_transform.backends import te
+
+    core, size = te.DotProductAttention(twice=False), 2 * 1024 * 4 * 64 * 2  # bytes of the values
+    x = torch.randn(2, 1024, 12 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    query, key, value = ((x * 1).view(2, 1024, 12, 64).transpose(1, 2)).split(4, 1)
+    out = core(query * 1, key * 1, value, None, 0.0, True)
+    assert not core.plain_calls
+    del query, key, value
+    # queries, keys, values, the output and its log-sum-exps
+    assert torch.cuda.memory_allocated() - before < 4.5 * size
+    out.sum().backward()
