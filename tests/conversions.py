@@ -28,7 +28,7 @@ ALIKE = (
     "clip_vision", "bart", "gpt2_eager",
 )  # fmt: skip
 DISTINCT = [name for name in ALL if name not in ALIKE]
-IN_BF16 = ("quickstart", "nanogpt_manual", "llama", "gemma", "bert", "t5", "torch_encoder_pre", "llama_eager")
+IN_BF16 = ("quickstart", "nanogpt_manual", "llama", "bert", "torch_encoder_pre", "llama_eager")
 EVERYWHERE = 1e-5  # how far a converted model may be off in fp32, relative to the norm of what is compared
 
 

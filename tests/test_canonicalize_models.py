@@ -20,28 +20,21 @@ _QUICKSTART = {"layer_norm": 4, "linear": 8, "sdpa": 2, "gelu_tanh": 2}
 _FINITE_FILL = {"kept": 2, "zero_hidden": 2}
 _BERT = {"linear": 14, "layer_norm": 6, "sdpa": 2, "gelu": 3}
 FOUND = {
-    "quickstart": _QUICKSTART,
     "quickstart_mask": _QUICKSTART | _FINITE_FILL,
     "nanogpt_flash": _NANOGPT,
     "nanogpt_manual": _NANOGPT,
     "gpt2": _TWO_GPT | {"gelu_tanh": 2},
     "llama": _TWO_GATED | {"silu": 2},
     "llama_eager": _TWO_GATED | {"silu": 2},
-    "qwen3": _TWO_GATED | {"silu": 2, "rms_norm": 9},
     "gemma3_text": _TWO_GATED | {"gelu_tanh": 2, "rms_norm": 13},
-    "phi3": _TWO_GATED | {"silu": 2, "linear": 9},
     "mixtral": _TWO_GATED | {"silu": 2, "linear": 11},
     "bert": _BERT,
-    "gpt_neox": {"linear": 9, "layer_norm": 5, "sdpa": 2, "gelu": 2, "rope": 4},
-    "opt": {"linear": 13, "layer_norm": 5, "sdpa": 2, "relu": 2},
     "t5": {"linear": 33, "rms_norm": 12, "sdpa": 6, "relu": 4},
     "falcon": {"linear": 9, "layer_norm": 3, "sdpa": 2, "gelu": 2, "rope": 4},
-    "bloom": {"linear": 9, "layer_norm": 6, "sdpa": 2, "gelu_tanh": 2},
     "torch_encoder_pre": {"linear": 8, "layer_norm": 4, "sdpa": 2, "relu": 2},
     "torch_mha": {"linear": 2, "layer_norm": 1, "sdpa": 1},
     "torch_mha_bare": {"linear": 2},  # its attention weights are part of the answer
     "clip_text": {"linear": 12, "layer_norm": 5, "sdpa": 2, "quick_gelu": 2},
-    "whisper": {"linear": 33, "layer_norm": 12, "sdpa": 6, "gelu": 6},
 }
 TRAINED = ("nanogpt_manual", "gpt2", "llama", "quickstart_mask", "torch_encoder_pre", "falcon", "gemma3_text")
 WRITTEN = {torch.rsqrt, torch.softmax, torch.erf, torch.bmm, torch.addmm, F.layer_norm, "softmax"}
@@ -67,14 +60,13 @@ def test_computes_what_was_captured_and_finds_the_ops(name: str) -> None:
     for captured in graphs:
         check(captured)
     (graph,) = (canonicalize(captured.module.graph) for captured in graphs)
-    hides = _FINITE_FILL if padded and name == "quickstart" else {}
-    assert op_counts(graph) == FOUND[name] | hides
+    assert op_counts(graph) == FOUND[name]
     if name not in ("torch_mha_bare", "mixtral"):  # mixtral's router has a softmax of its own
         assert not targets(graph) & WRITTEN
 
 
 @pytest.mark.parametrize(
-    ("name", "dropouts"), {"gpt2": 5, "t5": 18, "bert": 5, "torch_encoder_pre": 6}.items()
+    ("name", "dropouts"), {"gpt2": 5, "bert": 5, "torch_encoder_pre": 6}.items()
 )
 def test_dropout_is_an_op(name: str, dropouts: int) -> None:
     (captured,) = capture(ALL[name].build(), ALL[name].sample())
@@ -83,7 +75,7 @@ def test_dropout_is_an_op(name: str, dropouts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart_mask", "nanogpt_manual", "llama", "gemma3_text", "t5", "llama_eager"]
+    "name", ["quickstart_mask", "nanogpt_manual", "gemma3_text", "llama_eager"]
 )
 def test_finds_the_same_in_bf16(name: str) -> None:
     case = ALL[name]
@@ -96,7 +88,7 @@ def test_finds_the_same_in_bf16(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart_mask", "nanogpt_manual", "gpt2", "llama_eager", "bloom", "t5", "torch_mha_bare"]
+    "name", ["quickstart_mask", "gpt2", "llama_eager", "torch_mha_bare"]
 )
 def test_asking_leaves_no_guard(name: str) -> None:
     sample = ALL[name].sample(padded=name == "torch_mha_bare")
@@ -108,7 +100,7 @@ def test_asking_leaves_no_guard(name: str) -> None:
     assert (len(shapes.guards), len(shapes.deferred_runtime_asserts), len(shapes.replacements)) == before
 
 
-@pytest.mark.parametrize("name", ["llama", "quickstart_mask", "gpt2", "torch_mha"])
+@pytest.mark.parametrize("name", ["llama", "quickstart_mask", "torch_mha"])
 def test_nodes_know_where_they_come_from(name: str) -> None:
     (captured,) = capture(ALL[name].build(), ALL[name].sample())
     graph = canonicalize(captured.module.graph)
@@ -131,7 +123,7 @@ def test_ops_belong_to_the_module_that_spelled_them() -> None:
     assert paths[ops.sdpa] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
 
-@pytest.mark.parametrize("name", ["quickstart_mask", "llama_eager", "gpt2", "falcon", "nanogpt_flash"])
+@pytest.mark.parametrize("name", ["quickstart_mask", "llama_eager", "gpt2"])
 def test_is_done_after_once(name: str) -> None:
     (captured,) = capture(ALL[name].build(), ALL[name].sample())
     once = canonicalize(captured.module.graph)

@@ -52,14 +52,11 @@ def predicted(
 # peaks beside the weights, MiB, on one H100 (docs/benchmarks.md); four Llamas with transformers' own loss
 MEASURED = [
     (llama, tokens, None, False, 12470),
-    (llama, tokens, "fp8-delayed", False, 14902),
-    (llama, tokens, "fp8-block", False, 15895),
     (llama, tokens, None, True, 10285),
     (llama, tokens, "fp8-current", True, 13285),
     (llama, tokens, "fp8-block", True, 14034),
     (layer, states, None, False, 1473),
     (layer, states, "fp8-current", False, 2313),
-    (layer, states, "fp8-block", False, 2191),
 ]
 
 
