@@ -126,6 +126,17 @@ def test_a_model_that_begins_to_recompute_is_captured_by_blocks() -> None:
     pair.agree(with_input_gradient)
 
 
+def test_steps_of_a_model_that_recomputes_share_their_graphs() -> None:
+    """A recomputation ends by an exception as soon as all is there that was asked for."""
+    pair = Pair.of(Checkpointed)
+    pair.converted.recomputes = True
+    counts = []
+    for _ in range(4):
+        pair.converted(X).sum().backward()
+        counts.append(graphs(pair.converted))
+    assert counts[1:] == counts[1:2] * 3
+
+
 def test_a_model_that_recomputes_already_is_converted_by_blocks() -> None:
     model = seeded(Checkpointed)
     model.recomputes = True

@@ -48,6 +48,10 @@ def capture(
             place with dynamo off. What it raises is no reason for the forward to fail: that runs as it is.
         leaves: whether functions that are called now run as they are, where they would be captured for
             themselves because `forward` cannot be.
+
+    Returns:
+        A function, whose `turned_off` is true once dynamo has given up on code that it was to trace: such
+        code is never traced again.
     """
     context = torch._dynamo.optimize(backend, dynamic=None)
     forward, traced = _alone(forward), context.callback
@@ -58,11 +62,16 @@ def capture(
     def trace_with_settings(*args: Any, **kwargs: Any) -> Any:
         if leaves():
             return ConvertFrameReturn(apply_to_code=False)  # this once
+        before, run.turned_off = run.turned_off, True  # should it raise
         with torch._dynamo.config.patch(SETTINGS):
-            return traced(*args, **kwargs)
+            found = traced(*args, **kwargs)
+        run.turned_off = before or found.guarded_code is None
+        return found
 
     context.callback = trace_with_settings
-    return context(forward)
+    run = context(forward)
+    run.turned_off = False
+    return run
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:

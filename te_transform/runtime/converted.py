@@ -122,12 +122,14 @@ class Converted:
             if kind not in self.runs:
                 backend = functools.partial(self.backend, kind=kind)
                 self.runs[kind] = capture(forward, backend, lambda: kind in self.leaving)
+            run = self.runs[kind]
+            run.turned_off = False
             try:
                 with set_aside():
-                    return self.runs[kind](module, *args, **kwargs)
+                    return run(module, *args, **kwargs)
             except Exception:
-                # what raises while it is captured is never captured again: begin anew after a wrong call
-                self.runs.pop(kind, None)
+                if run.turned_off:  # a call that the model does not take: begin anew with the next one
+                    self.runs.pop(kind, None)
                 raise
             finally:
                 self.leaving.discard(kind)

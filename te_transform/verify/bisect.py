@@ -43,20 +43,32 @@ def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None
 
 
 class Called:
-    """The sites of the graphs that were called, by their paths in the model."""
+    """The graphs that were called, each with the path of the module that it was called for.
+
+    Of several blocks that share a graph that is the first one, though a backward that repeats them, for a
+    checkpoint, begins with the last.
+    """
 
     def __init__(self, model: nn.Module):
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.sites: dict[str, dict[tuple[CapturedGraph, Site], None]] = {}
+        self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
+        self.paths: dict[CapturedGraph, str] = {}
 
     def note(self, graph: CapturedGraph, arguments: Sequence[Any]) -> None:
-        """A call; of a graph that several blocks share, the first block gives the paths."""
-        prefix = self._prefix(graph, arguments)
-        known = {pair for pairs in self.sites.values() for pair in pairs}
-        for site in graph.plan.sites:
-            if (graph, site) not in known:
-                path = f"{prefix}.{site.path}".strip(".")
-                self.sites.setdefault(path, {})[graph, site] = None
+        """A call."""
+        path = self._path(graph, arguments)
+        first = self.paths.setdefault(graph, path)
+        if self.order.get(path, 0) < self.order.get(first, 0):
+            self.paths[graph] = path
+
+    @property
+    def sites(self) -> dict[str, list[tuple[CapturedGraph, Site]]]:
+        """The sites of these graphs by their paths in the model: one for each size and mode."""
+        found: dict[str, list[tuple[CapturedGraph, Site]]] = {}
+        for graph, path in self.paths.items():
+            for site in graph.plan.sites:
+                found.setdefault(f"{path}.{site.path}".strip("."), []).append((graph, site))
+        return found
 
     @contextlib.contextmanager
     def only(self, paths: Collection[str]) -> Iterator[None]:
@@ -74,7 +86,7 @@ class Called:
             for graph, disabled in before:
                 graph.disable(disabled)
 
-    def _prefix(self, graph: CapturedGraph, arguments: Sequence[Any]) -> str:
+    def _path(self, graph: CapturedGraph, arguments: Sequence[Any]) -> str:
         """The path of the module that was called, by the name that one of its parameters has in the model."""
         placeholders = (node for node in graph.plan.captured.graph.nodes if node.op == "placeholder")
         for node, argument in zip(placeholders, arguments, strict=True):
