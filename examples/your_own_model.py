@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.report import Report
+from te_transform.report.report import Report
 
 CANNOT = (te_transform.InputError, te_transform.ModelError, te_transform.TraceError)
 console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)

@@ -1,7 +1,9 @@
-"""The Python in the README and in docs/ runs as it stands there, from top to bottom."""
+"""The Python in the README and in docs/ runs as it stands there; scripts import what there is."""
 
+import ast
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -32,3 +34,18 @@ def test_links_lead_somewhere(file: str) -> None:
     page = ROOT / file
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         assert link.startswith("https://") or (page.parent / link).exists(), link
+
+
+SCRIPTS = [path for part in ("examples", "benchmarks", "docs") for path in sorted((ROOT / part).glob("*.py"))]
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
+def test_scripts_import_what_there_is(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("te_transform", "tests")):
+            module = import_module(node.module)
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("te_transform"):
+                    import_module(alias.name)
