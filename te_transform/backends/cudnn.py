@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -24,21 +23,14 @@ class DotProductAttention(plain.DotProductAttention):
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
-        """The attention by whichever kernel is the fastest here."""
-        if value.requires_grad and not traced() and not without_attention(query, key, value, mask, rest[1]):
-            value = _alone(value, query, key)
-        return super().attend(query, key, value, mask, *rest)
-
-    def kernels(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
-    ) -> contextlib.AbstractContextManager:
-        """cuDNN's first where they are the best; the reason why they are not is counted."""
-        if not traced():
-            why = without_attention(query, key, value, mask, is_causal)
-            if why is None:
-                return _First()
+        """The attention by cuDNN where that is the best; the reason why it is not is counted."""
+        if traced():
+            return super().attend(query, key, value, mask, *rest)
+        if why := without_attention(query, key, value, mask, rest[1]):
             self.plain_calls[why] += 1
-        return super().kernels(query, key, value, mask, is_causal)
+            return super().attend(query, key, value, mask, *rest)
+        with _First():
+            return super().attend(query, key, _alone(value, query, key), mask, *rest)
 
 
 def _alone(value: Tensor, *others: Tensor) -> Tensor:
@@ -48,7 +40,7 @@ def _alone(value: Tensor, *others: Tensor) -> Tensor:
     """
     storage = value.untyped_storage()
     shared = any(x.untyped_storage().data_ptr() == storage.data_ptr() for x in others)
-    if shared or storage.nbytes() <= value.nbytes:
+    if shared or not value.requires_grad or storage.nbytes() <= value.nbytes:
         return value
     return value.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, length, heads, width] in memory
 

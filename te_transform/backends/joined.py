@@ -122,10 +122,10 @@ class Join(nn.Module):
             # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie
             # together
             whole = quantized.joined(parameters)
-            joined = torch.cat(parameters) if whole is None else whole
-            if whole is not None:
-                joined._te_transform_joined = parameters
-            return joined
+            if whole is None:
+                return torch.cat(parameters)
+            whole._te_transform_joined = parameters
+            return whole
         buffer = adjacent(parameters)
         if buffer is None:
             self._note(parameters)

@@ -213,23 +213,20 @@ class DotProductAttention(FusedOp):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         """The attention by whichever kernel is the fastest here."""
-        if self.twice and mask is not None and mask.is_floating_point() and mask.is_cuda:
-            # the GPU's kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
-            mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
-        with self.kernels(query, key, value, mask, rest[1]):
+        kernels: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self.twice and mask is not None and mask.is_floating_point():
+            if mask.is_cuda:
+                # its kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
+                mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
+            if torch.is_grad_enabled():
+                # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong
+                # (torch 2.13): they normalize by a log-sum-exp in which the number of keys is rounded away
+                kernels = sdpa_kernel(SDPBackend.MATH)
+        with kernels:
             out = ops.sdpa(query, key, value, mask, *rest)
         if out.grad_fn is not None and "Cudnn" in out.grad_fn.name():
             out.register_hook(_in_one_order)
         return out
-
-    def kernels(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
-    ) -> contextlib.AbstractContextManager:
-        """What PyTorch chooses its kernel in."""
-        # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong (torch
-        # 2.13): they normalize by a log-sum-exp in which the number of keys has been rounded away
-        added = self.twice and mask is not None and mask.is_floating_point() and torch.is_grad_enabled()
-        return sdpa_kernel(SDPBackend.MATH) if added else contextlib.nullcontext()
 
 
 def _in_one_order(grad: Tensor) -> Tensor:

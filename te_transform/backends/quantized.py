@@ -99,12 +99,16 @@ def _made(held: Tensor, inverse: Tensor, dtype: torch.dtype, is_parameter: bool)
     return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
+def scale_for(amax: Tensor, largest: float) -> Tensor:
+    """largest / amax, 1 where that is no scale; on the device of `amax`, which nobody waits for."""
+    # a number over a tensor would be a product with its reciprocal, rounded twice: not TE's scale
+    return torch.where((amax > 0) & amax.isfinite(), amax.new_full((), largest) / amax, 1.0)
+
+
 def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
     """The values in E4M3, as bytes, and what they have to be multiplied with."""
     wide = values.float()
-    amax = wide.abs().amax()
-    # a number over a tensor would be a product with its reciprocal, rounded twice: not TE's scale
-    scale = torch.where((amax > 0) & amax.isfinite(), amax.new_full((), _LARGEST) / amax, 1.0)
+    scale = scale_for(wide.abs().amax(), _LARGEST)
     return (wide * scale).clamp(-_LARGEST, _LARGEST).to(_FORMAT).view(torch.uint8), 1 / scale
 
 

@@ -34,7 +34,7 @@ from te_transform.backends.limits import (
 )
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
-from te_transform.backends.quantized import Quantized, exact, is_quantized
+from te_transform.backends.quantized import Quantized, exact, is_quantized, scale_for
 from te_transform.backends.running import in_recipe, is_evaluating, stamp_of
 from te_transform.backends.scales import Seen
 from te_transform.backends.twice import differentiable_once, differentiable_twice
@@ -226,13 +226,11 @@ class _Kernel:
 
 
 def _set_scales(state: Any, amaxes: dict[int, Tensor], limit: float, recipe: Any) -> None:
-    """scale = max / amax / 2^margin, which is TE's own formula; on the GPU, which nobody waits for."""
+    """scale = max / amax / 2^margin, which is TE's own formula."""
     for index, amax in amaxes.items():
-        usable = (amax > 0) & amax.isfinite()
-        # a number over a tensor would be a product with its reciprocal, rounded twice
-        state.scale[index] = torch.where(usable, amax.new_full((), limit) / amax / 2**recipe.margin, 1.0)
+        state.scale[index] = scale_for(amax, limit / 2**recipe.margin)
         # as the oldest: the next step writes to row 0
-        state.amax_history[-1, index] = torch.where(usable, amax, 0.0)
+        state.amax_history[-1, index] = torch.where(amax.isfinite(), amax, 0.0)
 
 
 @contextlib.contextmanager

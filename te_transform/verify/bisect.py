@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from te_transform.graph.nodes import name_in_model
 from te_transform.plan.match import Site
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.converted import Converted, converted_of
@@ -56,7 +55,7 @@ class Called:
 
     def note(self, graph: CapturedGraph, arguments: Sequence[Any]) -> None:
         """A call."""
-        path = self._path(graph, arguments)
+        path = graph.path_in(self.names, arguments)
         first = self.paths.setdefault(graph, path)
         if self.order.get(path, 0) < self.order.get(first, 0):
             self.paths[graph] = path
@@ -85,12 +84,3 @@ class Called:
         finally:
             for graph, disabled in before:
                 graph.disable(disabled)
-
-    def _path(self, graph: CapturedGraph, arguments: Sequence[Any]) -> str:
-        """The path of the module that was called, by the name that one of its parameters has in the model."""
-        placeholders = (node for node in graph.plan.captured.graph.nodes if node.op == "placeholder")
-        for node, argument in zip(placeholders, arguments, strict=True):
-            own, name = name_in_model(node), self.names.get(id(argument), "")
-            if own and name.endswith(own):
-                return name.removesuffix(own).rstrip(".")
-        return ""

@@ -65,6 +65,12 @@ def sites(make: Make, x: Tensor = X, **options: Any) -> Report:
     return te_transform.inspect(seeded(make), x, **options)
 
 
+def assert_refused(report: Report, rule: str, sentence: str) -> None:
+    """The rule has taken nothing anywhere, and says so in this sentence."""
+    report.expect(**{rule: 0})
+    assert sentence in reasons(report, rule)
+
+
 def reasons(report: Report, rule: str) -> set[str]:
     """All reasons that the rule was refused for, anywhere."""
     return {reason for site in report.refused if site.rule == rule for reason in site.reasons}

@@ -9,7 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from tests.rules.tables import FFN, H, Make, X, fused, linear, reasons, sequential, sites, written
+from tests.rules.tables import (
+    FFN,
+    H,
+    Make,
+    X,
+    assert_refused,
+    fused,
+    linear,
+    reasons,
+    sequential,
+    sites,
+    written,
+)
 from tests.zoo import seeded
 
 Act = Callable[[Tensor], Tensor]
@@ -153,9 +165,7 @@ REFUSES: dict[str, tuple[Make, str]] = {
 @pytest.mark.parametrize("name", REFUSES)
 def test_refuses(name: str) -> None:
     make, sentence = REFUSES[name]
-    report = sites(make)
-    report.expect(layernorm_mlp=0)
-    assert sentence in reasons(report, "layernorm_mlp")
+    assert_refused(sites(make), "layernorm_mlp", sentence)
 
 
 @pytest.mark.parametrize(

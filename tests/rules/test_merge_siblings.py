@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends.joined import adjacent
-from tests.rules.tables import FFN, H, Make, Written, X, fused, linear, reasons, sites, written
+from tests.rules.tables import FFN, H, Make, Written, X, assert_refused, fused, linear, sites, written
 from tests.zoo import seeded
 
 
@@ -123,9 +123,7 @@ REFUSES = {
 @pytest.mark.parametrize("name", REFUSES)
 def test_refuses(name: str) -> None:
     make, sentence = REFUSES[name]
-    report = fused(make)
-    report.expect(merge_siblings=0)
-    assert sentence in reasons(report, "merge_siblings")
+    assert_refused(fused(make), "merge_siblings", sentence)
 
 
 def written_between(model: Written, x: Tensor) -> Tensor:
