@@ -3,8 +3,8 @@
     python examples/quickstart.py
 
 Everything is real but small: Hugging Face's GPT-2 class with random weights, bytes as tokens, and for text
-the sources of Python's standard library on this machine. It takes about a minute on two CPU cores, and needs
-no GPU, no Transformer Engine and no network.
+the sources of Python's standard library on this machine. It takes less than two minutes on two CPU cores,
+and needs no GPU, no Transformer Engine and no network.
 """
 
 import copy

@@ -40,8 +40,7 @@ def quantize_weights(model: nn.Module) -> Quantized:
 
     Args:
         model: what te_transform.convert(recipe=...) returned, on a GPU, or something that contains it.
-        Products
-            are known by what has run: where the model is a copy, call it once before.
+            Products are known by what has run: where the model is a copy, call it once before.
 
     Returns:
         Which weights are in FP8 now, and why the others are not.

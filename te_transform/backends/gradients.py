@@ -21,9 +21,7 @@ class _Sum:
     parameters: tuple[Tensor, ...]
     buffer: Tensor
     transposed: bool  # whether the one parameter is stored as [in, out]
-    used: list[list[bool]] = field(
-        default_factory=list
-    )  # for each call: which parts got a gradient, see Split
+    used: list[list[bool]] = field(default_factory=list)  # by call: which parts got a gradient, see Split
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter that got a gradient, with its sum."""

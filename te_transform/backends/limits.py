@@ -17,8 +17,7 @@ DEVICE = "cuda"  # where kernels run
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 # Below this length cuDNN gains nothing; it plans anew for each length, so for each token that is generated.
 MIN_ATTENTION_LENGTH = 512
-# batch x length x length x width from which cuDNN's attention gains more than its longer way on the CPU
-# costs.
+# batch x length x length x width from which cuDNN's attention gains more than its way on the CPU costs.
 MIN_ATTENTION_WORK = 4e10
 # rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width
 # being the smaller side of a weight: the CPU takes several times as long for one of their calls, which shows

@@ -31,8 +31,7 @@ def running(weights_stay: bool, tell: Callable[[], None]) -> Iterator[None]:
     Args:
         weights_stay: whether its weights are those of its last call, unless their versions say otherwise.
         tell: lets the states of its parameters say whether their products run in FP8; is called where a
-        state says
-            nothing, because the parameter is new.
+            state says nothing, because the parameter is new.
     """
     global _running
     before, _running = _running, _Model(weights_stay, tell)

@@ -61,8 +61,8 @@ def capture(
     @functools.wraps(traced)
     def trace_with_settings(*args: Any, **kwargs: Any) -> Any:
         if leaves():
-            return ConvertFrameReturn(apply_to_code=False)  # this once
-        before, run.turned_off = run.turned_off, True  # should it raise
+            return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
+        before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         with torch._dynamo.config.patch(SETTINGS):
             found = traced(*args, **kwargs)
         run.turned_off = before or found.guarded_code is None

@@ -83,7 +83,9 @@ class Converted:
                 self.failures.append(_RECOMPUTES)
             raise SkipFrame(_RECOMPUTES)
         if self.recomputes and torch.is_grad_enabled():
-            return captured.forward  # torch.compile captures functions in it: they save what they would
+            # torch.compile goes on to capture functions that the forward calls: where they run unfused, a
+            # checkpoint finds as many saved tensors when it repeats them
+            return captured.forward
         try:
             made = plan(captured, self.options)
             if self.options.recipe is not None:

@@ -29,7 +29,7 @@ class Precision:
         products: whether the product that begins with the parameter of this name runs in the recipe; true for
             those that are not named. It is not the ops that know, because layers may share one.
         small_calls: whether calls of so few tokens that they are faster in their own dtype run in the
-        recipe too.
+            recipe too.
     """
 
     recipe: Any
