@@ -107,12 +107,13 @@ def convert(
         seen = _first_calls(made, converted, samples, None if inplace else model)
         if converted.in_pieces:  # which only a first call can show
             seen = _first_calls(made, converted, samples, None if inplace else model)
-        for group in progress(seen.groups, "laying parameters next to each other"):
-            lay(group)
-        converted.by_block = converted.in_pieces
+        converted.capture_blocks(made, one_by_one=converted.in_pieces)
         converted.report = _report(made, converted, seen, samples[0])
         if recipe is not None:
             _enter_recipe(made, converted, seen, samples)
+        # from here on nothing is refused any more: a model that is refused stays where it lay
+        for group in progress(seen.groups, "laying parameters next to each other"):
+            lay(group)
         for graph in converted.graphs:
             graph.count_anew()
         log.info("%s", converted.report)

@@ -1,6 +1,7 @@
 """Verification finds what is wrong, says where, takes it back, and leaves no trace; what is right passes."""
 
 import copy
+import gc
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -410,6 +411,17 @@ def test_nothing_is_left_behind() -> None:
     assert not any(tensor.requires_grad for tensor in inputs.values())
 
 
+def test_a_check_keeps_nothing_alive() -> None:
+    def computed() -> int:
+        gc.collect()
+        return sum(type(held) is Tensor and held.grad_fn is not None for held in gc.get_objects())
+
+    before = computed()
+    converted = te_transform.convert(CASES["llama"].build(), CASES["llama"].sample())
+    assert te_transform.report(converted).fused
+    assert computed() == before
+
+
 def test_checking_sites_writes_into_nothing_that_the_graph_writes_into() -> None:
     class Counts(OneBatch):
         def __init__(self) -> None:
@@ -525,6 +537,29 @@ def test_dropout_is_off_and_the_reference_is_fp64_throughout() -> None:
     assert 0 < row.converted < 1e-6
     assert list(map(id, model.parameters())) == list(map(id, own.values()))
     assert next(model.parameters()).dtype is torch.float32
+
+
+class Skips(Tiny):
+    """A random layer drop in a loop, as BART's, which leaves all that stands around the blocks to Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.alpha_dropout(F.dropout(x, 0.5, self.training), 0.5, self.training)
+        for block in self.blocks:
+            if torch.rand(()) >= 0:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_dropout_is_off_between_graphs() -> None:
+    model = Skips(2)
+    converted = te_transform.convert(model, X)
+    assert te_transform.report(converted).fused
+    assert (result := verify(model, converted, X)), str(result)
+    torch.manual_seed(0)
+    once = converted.train()(X)
+    torch.manual_seed(0)
+    torch.testing.assert_close(model.train()(X), once)  # where nobody verifies, it drops what it did
+    assert (converted(X) - once).norm() > 0.1 * once.norm()
 
 
 class Tied(nn.Module):

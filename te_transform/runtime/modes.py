@@ -4,13 +4,17 @@ them, and capture another graph."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
+from torch import _VF
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._device import DeviceContext
 
 _aside: ContextVar[tuple[GraphMode, ...]] = ContextVar("_aside", default=())
+# what torch.nn.functional, and so every module, calls
+_DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 
 
 class GraphMode(TorchFunctionMode):
@@ -26,14 +30,18 @@ def is_foreign_mode_on() -> bool:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Take the graph modes off while dynamo's callable is called."""
+    """Take the graph modes off while dynamo's callable is called.
+
+    What it leaves to Python between two graphs runs without them, but for the dropouts.
+    """
     taken: list[GraphMode] = []
     while isinstance(mode := _get_current_function_mode(), GraphMode):
         mode.__exit__(None, None, None)
         taken.insert(0, mode)
     token = _aside.set(tuple(taken))
     try:
-        yield
+        with _dropouts_in_modes() if taken else contextlib.nullcontext():
+            yield
     finally:
         _aside.reset(token)
         for mode in taken:
@@ -47,3 +55,25 @@ def put_back() -> Iterator[bool]:
         for mode in _aside.get():
             stack.enter_context(mode)
         yield bool(_aside.get())
+
+
+@contextlib.contextmanager
+def _dropouts_in_modes() -> Iterator[None]:
+    """Let dropouts outside of graphs run in the modes that were set aside: dynamo does not look into them."""
+    names = [name + suffix for name in _DROPOUTS for suffix in ("", "_")]
+    before = {name: vars(_VF)[name] for name in names if name in vars(_VF)}
+    try:
+        vars(_VF).update({name: _in_modes(getattr(_VF, name)) for name in names})
+        yield
+    finally:
+        for name in names:
+            vars(_VF).pop(name, None)
+        vars(_VF).update(before)
+
+
+def _in_modes(dropout: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with put_back():
+            return dropout(*args)
+
+    return run

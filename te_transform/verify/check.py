@@ -59,7 +59,8 @@ def _apart(tensors: list[Tensor]) -> Iterator[None]:
     """
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
-    unseen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # detached: a node would keep itself alive by its own result, saved as it is
+    unseen = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
     try:
         for parameter, _ in hooks:
             parameter._backward_hooks = None

@@ -125,7 +125,7 @@ class _Duel:
         for training in (True, False) if self.recipes.held else ():
             self.converted.train(training)
             args, kwargs = samples[0].clone()
-            with self.recipes.learn(), torch.set_grad_enabled(training):
+            with self.recipes.fresh_scales(), self.recipes.learn(), torch.set_grad_enabled(training):
                 self.converted(*args, **kwargs)
 
     def rows(self, case: _Case) -> list[Row]:
