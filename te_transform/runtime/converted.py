@@ -56,7 +56,8 @@ class Converted:
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
     recomputes: bool = False  # whether there are checkpoints in it, and no blocks to capture
     leaving: set[type] = field(default_factory=set)  # the classes whose forward runs as it is in this call
-    # a weak reference to the first block; None where nobody has looked yet
+    # weak references to the model and its first block; None where nobody has looked yet
+    model: Callable[[], nn.Module | None] | None = None
     first_block: Callable[[], nn.Module | None] | None = None
     graphs: list[CapturedGraph] = field(default_factory=list)
     apart: Apart = field(default_factory=list)
@@ -77,8 +78,10 @@ class Converted:
             # run as an operation of a graph, a checkpoint would draw other random numbers when it is
             # repeated: the user's own code runs, in which the blocks are captured if there are any
             self.leaving.add(kind)
-            self.by_block = self.in_pieces = self.first_block is not None and self.first_block() is not None
-            self.recomputes = not self.by_block
+            self.recomputes = self.first_block is None or self.first_block() is None
+            if not self.recomputes:
+                self.in_pieces = True
+                self.capture_blocks(self.model())
             if self.recomputes and _RECOMPUTES not in self.failures:
                 self.failures.append(_RECOMPUTES)
             raise SkipFrame(_RECOMPUTES)
@@ -113,12 +116,13 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """A call of the model or of one of its blocks; `forward` is the one of its own class."""
-        if self.original or is_foreign_mode_on() or (self.recomputes and torch.is_grad_enabled()):
+        idle = self.original or _decodes(args, kwargs) or is_foreign_mode_on()
+        if idle or (self.recomputes and torch.is_grad_enabled()):
             return forward(module, *args, **kwargs)
         if place.is_root:
             self._settle(module)
         with nullcontext() if self.precision is None or not place.is_root else self.precision.running(module):
-            if place.is_root is self.by_block or _decodes(args, kwargs):
+            if place.is_root and self.by_block:
                 return forward(module, *args, **kwargs)
             kind = type(module)
             if kind not in self.runs:
@@ -139,11 +143,24 @@ class Converted:
     def _settle(self, model: nn.Module) -> None:
         """Before a call of the model: what the last one has shown."""
         if self.first_block is None:
+            self.model = weakref.ref(model)
             self.first_block = next(map(weakref.ref, blocks(model)), type(None))
         if self.apart:
             self._lay_again(model)
-        if is_sharded(self.first_block()):
+        first = self.first_block()
+        if is_sharded(first):
             self.by_block = self.in_pieces = True
+        if self.by_block and first is not None and CONVERTED not in vars(first):
+            self.capture_blocks(model)
+
+    def capture_blocks(self, model: nn.Module, one_by_one: bool = True) -> None:
+        """Capture the blocks of `model` one by one, or the whole of it."""
+        self.by_block = one_by_one
+        for block in blocks(model):
+            if one_by_one:
+                _enter(block, Place(self, is_root=False))
+            else:
+                _leave(block)
 
     def _lay_again(self, model: nn.Module) -> None:
         """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's
@@ -171,8 +188,8 @@ def _restored(
 
 @dataclass(eq=False)
 class Place:
-    """What a module of a converted model knows of it: whether it is the model itself, or one of its
-    blocks."""
+    """What a module of a converted model knows of it: whether it is the model itself, or one of the blocks
+    that are captured one by one."""
 
     converted: Converted
     is_root: bool
@@ -194,20 +211,27 @@ def _decodes(args: tuple, kwargs: dict) -> bool:
 
 def enter(model: nn.Module, converted: Converted) -> None:
     """Let `model`, or its blocks, run their captured forward."""
-    for module in (model, *blocks(model)):
-        module.__dict__[CONVERTED] = Place(converted, is_root=module is model)
-        module.__class__ = captured_class(type(module))
+    _enter(model, Place(converted, is_root=True))
+    if converted.by_block:
+        converted.capture_blocks(model)
+
+
+def _enter(module: nn.Module, place: Place) -> None:
+    module.__dict__[CONVERTED] = place
+    module.__class__ = captured_class(type(module))
 
 
 def leave(model: nn.Module) -> None:
     """Give every module in `model` its own class and forward back; nothing else was ever changed."""
     for module in model.modules():
-        module.__dict__.pop(CONVERTED, None)
-        original = _ORIGINALS.get(type(module))
-        if original is not None:
-            module.__class__ = original
+        _leave(module)
     for parameter in model.parameters():
         parameter.__dict__.pop(CONVERTED, None)
+
+
+def _leave(module: nn.Module) -> None:
+    module.__dict__.pop(CONVERTED, None)
+    module.__class__ = _ORIGINALS.get(type(module), type(module))
 
 
 def converted_of(model: nn.Module) -> Converted | None:
