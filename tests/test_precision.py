@@ -236,6 +236,29 @@ def test_the_head_stays_out_unless_a_plan_has_it_in() -> None:
         assert runs_in_fp8(fused.head) == inside
 
 
+class Tied(Net):
+    """Whose head is known by the name of the embedding that it shares its weight with."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.table = nn.Embedding(16, WIDTH)
+        self.inner, self.head = Net(), nn.Linear(WIDTH, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table(torch.zeros(x.shape[:2], dtype=torch.int64))
+        for block in self.inner.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_tied_head_stays_out_too() -> None:
+    fused = converted("fp8-current", Tied().to(torch.bfloat16))
+    answer(fused)
+    assert runs_in_fp8(fused.inner.blocks[0].mlp)
+    assert not runs_in_fp8(fused.head)
+
+
 # Weights that are kept
 
 

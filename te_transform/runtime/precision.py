@@ -74,7 +74,11 @@ class Precision:
 
     def _tell(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            state_of(parameter).in_fp8 = self.products.get(name, True)
+            state = state_of(parameter)
+            if name in self.products:
+                state.in_fp8 = self.products[name]
+            elif state.in_fp8 is None:  # a tied one may have been named by its other name
+                state.in_fp8 = True
 
     def forget(self, model: nn.Module) -> None:
         """Free the quantized weights that are kept; whatever was done to the model before, they are made
