@@ -89,6 +89,32 @@ def test_one_argument_may_be_computed_from_another() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+def test_what_is_linear_keeps_nothing_and_has_every_derivative() -> None:
+    turn = torch.randn(3, 3, dtype=torch.float64)
+
+    class Turned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, turn: Tensor) -> Tensor:
+            ctx.turn = turn
+            return x @ turn
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            turn, ctx.turn = ctx.turn, None
+            return grad @ turn.T, None
+
+    def turned(x: Tensor) -> Tensor:
+        return differentiable_twice(Turned.apply, torch.matmul, (x, turn), linear=True)
+
+    (x,) = leaves(3)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        turned(x)
+    assert all(one.shape == turn.shape for one in kept)
+    assert torch.autograd.gradcheck(turned, (x,))
+    assert torch.autograd.gradgradcheck(turned, (x,))
+
+
 def test_a_kernel_that_has_no_other_backward_says_so() -> None:
     for recorded in (False, True):
         x, w = leaves(3, 3)

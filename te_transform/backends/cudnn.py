@@ -30,19 +30,7 @@ class DotProductAttention(plain.DotProductAttention):
             self.plain_calls[why] += 1
             return super().attend(query, key, value, mask, *rest)
         with _First():
-            return super().attend(query, key, _alone(value, query, key), mask, *rest)
-
-
-def _alone(value: Tensor, *others: Tensor) -> Tensor:
-    """The values in storage of their own, where all of a joined product would be kept for them alone.
-
-    A backward keeps queries and keys as they were turned; as the product gave them they are its larger part.
-    """
-    storage = value.untyped_storage()
-    shared = any(x.untyped_storage().data_ptr() == storage.data_ptr() for x in others)
-    if shared or not value.requires_grad or storage.nbytes() <= value.nbytes:
-        return value
-    return value.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, length, heads, width] in memory
+            return super().attend(query, key, value, mask, *rest)
 
 
 class _First:

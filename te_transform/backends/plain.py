@@ -202,6 +202,7 @@ class DotProductAttention(FusedOp):
             mask, is_causal = None, is_causal or mask == "causal"
         elif hidden is not None:
             query = ops.zero_hidden(query, hidden)
+        value = value if transformed() else _alone(value, query, key)
         arguments = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
         if transformed():
             out = _written_out(*arguments)
@@ -227,6 +228,18 @@ class DotProductAttention(FusedOp):
         if out.grad_fn is not None and "Cudnn" in out.grad_fn.name():
             out.register_hook(_in_one_order)
         return out
+
+
+def _alone(value: Tensor, *others: Tensor) -> Tensor:
+    """The values in storage of their own, where all of a joined product would be kept for them alone.
+
+    A backward keeps queries and keys as they were turned; as the product gave them they are its larger part.
+    """
+    storage = value.untyped_storage()
+    shared = any(x.untyped_storage()._cdata == storage._cdata for x in others)
+    if shared or not value.requires_grad or storage.nbytes() <= value.nbytes:
+        return value
+    return value.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, length, heads, width] in memory
 
 
 def _in_one_order(grad: Tensor) -> Tensor:

@@ -514,7 +514,7 @@ class Rotary(plain.Rotary):
         if why := without_rotary(x, angles):
             self.plain_calls[f"the rotation, {why}"] += 1
             return super().forward(x, angles)
-        return differentiable_twice(_rotated, super().forward, (x, angles))
+        return differentiable_twice(_rotated, super().forward, (x, angles), linear=True)
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:

@@ -22,17 +22,21 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def differentiable_twice(
-    kernel: Callable[..., Tensor], plain: Callable[..., Tensor], arguments: tuple[Any, ...]
+    kernel: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    arguments: tuple[Any, ...],
+    linear: bool = False,
 ) -> Tensor:
     """kernel(*arguments), whose other backwards than the usual one are those of plain(*arguments).
 
-    Tensors that need a gradient reach the kernel as views of what they are.
+    Tensors that need a gradient reach the kernel as views of what they are. What is `linear` in its first
+    argument, the only one with a gradient, does not keep it.
     """
     places = [place for place, given in enumerate(arguments) if isinstance(given, Tensor)]
     tensors = [arguments[place] for place in places]
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return kernel(*arguments)
-    call = _Call(plain, arguments, places)
+    call = _Call(plain, arguments, places, linear)
     out = kernel(*call.arguments_with(_Gate.apply(call, *tensors)))
     if isinstance(out.grad_fn, BackwardCFunction):
         _replace_other_backwards(out.grad_fn, call.skip)
@@ -74,8 +78,10 @@ def _replace_other_backwards(node: Any, instead: Callable[[int, Gradients], Grad
 class _Call:
     """What the plain version of a call needs beside the tensors, which autograd keeps."""
 
-    def __init__(self, plain: Callable[..., Tensor], arguments: tuple[Any, ...], places: list[int]):
-        self.plain, self.places = plain, places
+    def __init__(
+        self, plain: Callable[..., Tensor], arguments: tuple[Any, ...], places: list[int], linear: bool
+    ):
+        self.plain, self.places, self.linear = plain, places, linear
         self.others = [None if isinstance(given, Tensor) else given for given in arguments]
         self.autocast = autocast_dtype(arguments[places[0]])
         self.grads: list[Tensor] = []  # of the output, until the gate's backward computes with it
@@ -120,7 +126,8 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.trained = call, [tensor.requires_grad for tensor in tensors]
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors[call.linear :])
+        ctx.first = tensors[0].shape, tensors[0].dtype, tensors[0].device
         ctx.set_materialize_grads(False)  # a kernel that adds a gradient to main_grad returns none
         passed = tuple(tensor.detach() for tensor in tensors)
         ctx.mark_non_differentiable(
@@ -131,5 +138,9 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         if ctx.call.grads:
-            grads = ctx.call.gradients(ctx.saved_tensors, ctx.trained)
+            tensors = ctx.saved_tensors
+            if ctx.call.linear:  # in which any values have the same gradient
+                shape, dtype, device = ctx.first
+                tensors = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True), *tensors
+            grads = ctx.call.gradients(tensors, ctx.trained)
         return None, *grads

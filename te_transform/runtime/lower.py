@@ -44,7 +44,7 @@ def lower(plan: Plan, apart: Apart, without: Collection[Site] = ()) -> fx.GraphM
         without: sites that run as they were captured.
     """
     lowering = _Lowering(plan, apart)
-    for site in plan.sites:
+    for site in sorted(plan.sites, key=lambda site: site.node):
         if site not in without and not _changes_nothing(site):
             lowering.put(site)
     lowering.graph.lint()

@@ -1,14 +1,20 @@
 """Linears that read one tensor become one product, of parameters that stay apart."""
 
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends.joined import adjacent
+from te_transform.backends.joined import Split, adjacent
+from te_transform.runtime.converted import converted_of
+from tests import stand_in
 from tests.rules.tables import FFN, H, Make, Written, X, assert_refused, fused, linear, sites, written
-from tests.zoo import seeded
+from tests.zoo import CASES, seeded
+
+te = stand_in.te  # a fixture
 
 
 def added(model: Written, x: Tensor) -> Tensor:
@@ -162,3 +168,30 @@ def test_is_reported_at_the_module_around_the_siblings() -> None:
     make = written(lambda m, x: m.inner(x), inner=written(added, **three()))
     (site, _) = sites(make).fused
     assert (site.rule, site.path) == ("merge_siblings", "inner")
+
+
+def test_of_a_joined_product_the_values_alone_are_kept(
+    te: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and keys are read where the product left them, and rotated ones take their place."""
+    case, products, kept, split = CASES["llama"], [], [], Split.forward
+    converted = te_transform.convert(case.build().bfloat16(), case.sample(), backend="te", verify=False)
+
+    def noting(self: Split, product: Tensor, *joined: Tensor) -> tuple[Tensor, ...]:
+        products.append(product.untyped_storage())
+        return split(self, product, *joined)
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.untyped_storage())
+        return tensor.detach()
+
+    monkeypatch.setattr(Split, "forward", noting)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = converted(**case.sample())[0].float().sum()
+    assert len(products) == 2
+    assert kept
+    assert not {storage._cdata for storage in products} & {storage._cdata for storage in kept}
+    for graph in converted_of(converted).graphs:
+        assert not [node for node in graph.run.__self__.graph.nodes if node.target is torch.clone]
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in converted.parameters())
