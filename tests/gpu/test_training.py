@@ -257,15 +257,18 @@ def test_accumulation_says_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_activation_checkpointing_changes_little(recipe: str | None, reentrant: bool) -> None:
-    plain, checkpointed = converted(recipe), converted(recipe)
+def test_activation_checkpointing_is_as_exact(recipe: str | None, reentrant: bool) -> None:
+    """As the original is, in a recipe as without checkpoints: the blocks are captured one by one, what lies
+    between them rounds elsewhere."""
+    model, checkpointed = seeded(llama), converted(recipe)
+    exact, other = copy.deepcopy(model).float(), model if recipe is None else converted(recipe)
     checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for number in range(3):
-        loss, expected = step(plain, batch(number))
-        again, actual = step(checkpointed, batch(number))
-        # the same products; delayed scaling may have had other first scales
-        assert abs(loss - again) <= 1e-2 * loss
-        assert distance(actual, expected) < (0.1 if recipe else 0.02)
+        _, expected = step(exact, batch(number))
+        _, own = step(other, batch(number))
+        _, found = step(checkpointed, batch(number))
+        assert distance(found, expected) <= 1.1 * distance(own, expected)
+    assert bool(kernels(checkpointed)) == (recipe is not None)
 
 
 # Serving
