@@ -68,7 +68,7 @@ def measured(steps: int) -> Iterator[tuple[str, list[float]]]:
     config = GPTConfig(LENGTH, 256, n_layer=6, n_head=8, n_embd=512, dropout=0.0, flash=True, gelu="tanh")
     model = GPT(config).to("cuda", torch.bfloat16)
     text = standard_library()
-    with limits.at_any_size():
+    with limits.at_any_size:
         for name, options in progress(RUNS.items(), "training"):
             yield name, trained(model, options, text, steps)
 

@@ -54,7 +54,14 @@ class MXFP8BlockScaling(Recipe):
 class FP8GlobalStateManager:
     """The recipe that is on, how deep autocasts are, and the states that the outermost updates."""
 
-    quantization_state = SimpleNamespace(autocast_depth=0, recipe=None, states=[], steps=0)
+    quantization_state = SimpleNamespace(
+        autocast_depth=0,
+        recipe=None,
+        steps=0,
+        global_amax_buffer={},
+        global_amax_history_buffer={},
+        global_scale_buffer={"all": []},  # of which the outermost autocast takes the whole states
+    )
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -81,7 +88,7 @@ class autocast:
         if self.recipe is not None and state.autocast_depth == 0:
             state.steps += 1
             if torch.is_grad_enabled():
-                for one in state.states:
+                for one in state.global_scale_buffer["all"]:
                     one.update()
 
 
@@ -163,7 +170,7 @@ class Base(nn.Module):
         self.fp8_meta.update(recipe=recipe, scaling_fwd=None, scaling_bwd=None)
         if isinstance(recipe, DelayedScaling):
             self.fp8_meta.update(scaling_fwd=Scales(3 * num_gemms), scaling_bwd=Scales(2 * num_gemms))
-            states = FP8GlobalStateManager.quantization_state.states
+            states = FP8GlobalStateManager.quantization_state.global_scale_buffer["all"]
             states += [self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]]
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
@@ -377,8 +384,8 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(te_transform.backends, "why_missing", lambda: None)
     monkeypatch.setattr(limits, "DEVICE", "cpu")
     state = FP8GlobalStateManager.quantization_state
-    state.states, state.steps = [], 0
+    state.global_scale_buffer, state.steps = {"all": []}, 0
     monkeypatch.setattr(Base, "quantized", 0)
-    with limits.at_any_size():
+    with limits.at_any_size:
         yield imported
     torch._dynamo.reset()  # all models of a class share dynamo's cache, which has its limit

@@ -414,8 +414,11 @@ def test_delayed_scaling_begins_anew_and_has_its_own_scales_back(te: ModuleType)
     converted(100 * x).sum().backward()  # scales that what verify() runs would be lost in
     before = {name: dict(state_of(p).kernels) for name, p in converted.named_parameters()}
     assert any(before.values())
+    registered = list(stand_in.FP8GlobalStateManager.quantization_state.global_scale_buffer["all"])
     assert verify(model, converted, x)
     assert {name: state_of(p).kernels for name, p in converted.named_parameters()} == before
+    # what verify() ran is not updated in every step from now on
+    assert stand_in.FP8GlobalStateManager.quantization_state.global_scale_buffer["all"] == registered
 
 
 def test_a_recipe_without_emulation_is_said_before_anything_runs(te: ModuleType) -> None:

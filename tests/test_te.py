@@ -180,12 +180,12 @@ def test_says_why_a_call_ran_in_plain_pytorch(te: ModuleType, monkeypatch: pytes
     case = Case(te, **CASES["norm linear"])
     case.op(X.double(), *(t.double() for t in case.tensors))
     assert case.op.plain_calls == {"float64, which TE would multiply in TF32": 1}
-    with monkeypatch.context() as small:  # undone before the fixture leaves at_any_size()
-        small.setattr(limits, "_any_size", 0)
+    with monkeypatch.context() as small:  # undone before the fixture leaves at_any_size
+        small.setattr(limits.at_any_size, "entered", 0)
         case.op(X, *case.tensors)
         with te.autocast(te.recipe_of("fp8-current")):
             case.op(X, *case.tensors)
-            with limits.small_calls_in_fp8():
+            with limits.small_calls_in_fp8:
                 case.op(X, *case.tensors)
     assert case.op.plain_calls["a call too small to be faster in these kernels"] == 1
     assert case.op.plain_calls["a call too small to be faster in FP8"] == 1

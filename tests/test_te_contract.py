@@ -138,7 +138,6 @@ def test_plans_without_te_are_those_with_it(te: ModuleType) -> None:
     for name in (
         "NAME",
         "HAS_KERNELS",
-        "HAS_RECIPES",
         "HAS_BIAS",
         "ACTIVATIONS",
         "GATED_ACTIVATIONS",

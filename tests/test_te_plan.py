@@ -375,7 +375,7 @@ def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: boo
     tokens = limits.break_even_rows(width, in_fp8)
     assert limits.too_small(tokens - 1, width, in_fp8)
     assert limits.too_small(tokens, width, in_fp8) is None
-    with limits.at_any_size():
+    with limits.at_any_size:
         assert limits.too_small(1, width, in_fp8) is None
     assert limits.too_small(1, width, in_fp8)
 

@@ -20,9 +20,8 @@ class Backend(Protocol):
     """What rules and plans ask of a backend; each is a module of this package."""
 
     NAME: str
-    HAS_RECIPES: bool  # whether products run in FP8 there
     HAS_BIAS: bool  # whether its attention is fast with a bias that is added to the scores
-    HAS_KERNELS: bool  # whether it has kernels of its own for attention, rotary embeddings and the loss
+    HAS_KERNELS: bool  # whether it has kernels of its own: for attention, angles and the loss, and in FP8
     ACTIVATIONS: Mapping[str, str]  # the ops of graph/ops.py that LayerNormMLP has -> its own names for them
     GATED_ACTIVATIONS: Mapping[str, str]  # the same of those whose result is multiplied with the other half
     # which half of an MLP's first product is activated there: "no" (none), "first half", "second half"

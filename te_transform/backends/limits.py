@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -24,35 +22,33 @@ MIN_ATTENTION_WORK = 4e10
 # where the GPU has less to do.
 MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
 
-_any_size = 0  # how many at_any_size() are entered; not by thread, a backward runs in one of its own
-_small_in_fp8 = 0  # how many small_calls_in_fp8() are
+
+class Switch:
+    """What is on while a `with` of it is entered, however many are; in all threads, a backward runs in one
+    of its own."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+
+    def __enter__(self) -> None:
+        self.entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.entered -= 1
+
+    def __bool__(self) -> bool:
+        return self.entered > 0
 
 
-@contextlib.contextmanager
-def at_any_size() -> Iterator[None]:
-    """Let kernels take calls that are too small to gain from them: to check what they compute."""
-    global _any_size
-    _any_size += 1
-    try:
-        yield
-    finally:
-        _any_size -= 1
-
-
-@contextlib.contextmanager
-def small_calls_in_fp8() -> Iterator[None]:
-    """Let calls that are too small to gain from FP8 run in it too."""
-    global _small_in_fp8
-    _small_in_fp8 += 1
-    try:
-        yield
-    finally:
-        _small_in_fp8 -= 1
+at_any_size = Switch()
+"""Kernels take calls that are too small to gain from them: to check what they compute."""
+small_calls_in_fp8 = Switch()
+"""Calls that are too small to gain from FP8 run in it too."""
 
 
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why TE's modules are not faster for so many rows, or None."""
-    if _any_size or (in_fp8 and _small_in_fp8) or rows >= break_even_rows(width, in_fp8):
+    if at_any_size or (in_fp8 and small_calls_in_fp8) or rows >= break_even_rows(width, in_fp8):
         return None
     return f"a call too small to be faster in {'FP8' if in_fp8 else 'these kernels'}"
 
@@ -122,7 +118,7 @@ def without_attention(
 
 def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
     batch, heads, length, width = query.shape
-    if _any_size:
+    if at_any_size:
         return None
     if min(length, key.shape[2]) < MIN_ATTENTION_LENGTH:
         return f"attention over less than {MIN_ATTENTION_LENGTH} tokens"

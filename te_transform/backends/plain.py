@@ -21,7 +21,6 @@ from te_transform.graph import ops
 
 NAME = "torch"
 HAS_KERNELS = False
-HAS_RECIPES = False
 HAS_BIAS = True
 
 # TE's names: its gelu is the tanh approximation, and X-glu activates the first half of fc1's output
@@ -231,13 +230,15 @@ class DotProductAttention(FusedOp):
 
 
 def _alone(value: Tensor, *others: Tensor) -> Tensor:
-    """The values in storage of their own, where all of a joined product would be kept for them alone.
+    """Values [batch, heads, length, width] in storage of their own, where all of a joined product would be
+    kept for them alone.
 
     A backward keeps queries and keys as they were turned; as the product gave them they are its larger part.
     """
     storage = value.untyped_storage()
     shared = any(x.untyped_storage()._cdata == storage._cdata for x in others)
-    if shared or not value.requires_grad or storage.nbytes() <= value.nbytes:
+    expanded = value.dim() != 4 or 0 in value.stride()  # heads that read the same numbers, which stay one
+    if shared or expanded or not value.requires_grad or storage.nbytes() <= value.nbytes:
         return value
     return value.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, length, heads, width] in memory
 

@@ -16,14 +16,13 @@ from te_transform.backends.plain import (
 )
 
 __all__ = [
-    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "HAS_RECIPES", "NAME",
+    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary",
     "multiple", "recipe_of",
 ]  # fmt: skip
 
 NAME = "te"
 HAS_KERNELS = True
-HAS_RECIPES = True
 HAS_BIAS = False
 GATES = ("no", "first half")
 

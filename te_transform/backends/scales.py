@@ -7,27 +7,17 @@ and, where it is trained, its output's gradient have been seen once; the scales 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from te_transform.backends import plain
+from te_transform.backends.limits import Switch
 
-_looking = 0  # how many looking() are entered; not by thread, a backward runs in one of its own
-
-
-@contextlib.contextmanager
-def looking() -> Iterator[None]:
-    """Let all products run in their own dtype and look at what goes through them, whatever they have seen."""
-    global _looking
-    _looking += 1
-    try:
-        yield
-    finally:
-        _looking -= 1
+looking = Switch()
+"""All products run in their own dtype and look at what goes through them, whatever they have seen."""
 
 
 @dataclass
@@ -60,7 +50,7 @@ class Seen:
     def knows(self, gradients: bool) -> bool:
         """Whether there are scales for a call, with `gradients` for its backward too."""
         known = all(p.input is not None and (p.grad is not None or not gradients) for p in self.products)
-        return known and not _looking
+        return known and not looking
 
     def product(self) -> plain.Product:
         """plain.product, which notes what it sees; for the products of one call, in their order."""

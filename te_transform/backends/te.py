@@ -45,14 +45,13 @@ except ImportError:  # TE before 2.8
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as _State
 
 __all__ = [
-    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "HAS_RECIPES", "NAME",
+    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary",
-    "activation_of", "autocast", "is_delayed", "multiple", "recipe_of",
+    "activation_of", "autocast", "forgetting_scales", "is_delayed", "multiple", "recipe_of",
 ]  # fmt: skip
 
 NAME = "te"
 HAS_KERNELS = True
-HAS_RECIPES = True
 HAS_BIAS = False
 GATES = ("no", "first half")
 
@@ -243,6 +242,21 @@ def _no_new_step() -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, getattr(owner, name) - 1)
+
+
+@contextlib.contextmanager
+def forgetting_scales() -> Iterator[None]:
+    """Let TE forget the scales of modules that run meanwhile for the first time: at each step it updates all
+    that it ever saw, whatever became of the modules."""
+    state = getattr(_State, "quantization_state", _State)
+    buffers = state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer
+    before = [{key: len(held) for key, held in buffer.items()} for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, lengths in zip(buffers, before, strict=True):
+            for key, held in buffer.items():
+                del held[lengths.get(key, 0) :]
 
 
 class _Product(FusedOp):

@@ -103,7 +103,7 @@ class Options:
             raise OptionError(
                 f"recipe is {named!r}, None, a TE recipe or one of {', '.join(RECIPES)} is needed"
             )
-        if not backend.HAS_RECIPES:
+        if not backend.HAS_KERNELS:
             raise OptionError(
                 f"recipe is {named!r}, it needs backend='te' and this is {reason}: leave recipe=None"
             )

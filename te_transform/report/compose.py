@@ -40,7 +40,7 @@ def compose(
         reasons: what dynamo said of code that it does not capture.
     """
     largest = max((plan for _, plan in plans), key=lambda plan: len(plan.canonical.nodes), default=None)
-    on_te = options.backend.HAS_RECIPES
+    on_te = options.backend.HAS_KERNELS
     return Report(
         type(model).__name__,
         tuple(_outcomes(plans, {path for path, _ in model.named_modules()})),

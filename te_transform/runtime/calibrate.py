@@ -25,7 +25,7 @@ def calibrate(model: nn.Module, samples: Sequence[Inputs]) -> None:
 
     What belongs to the model stays as it is, its gradients and random numbers too; only scales are found.
     """
-    with preserved(model), looking():
+    with preserved(model), looking:
         for module in model.modules():
             module.training = True
         for sample in samples:

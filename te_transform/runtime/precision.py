@@ -51,7 +51,7 @@ class Precision:
         from te_transform.backends import te
 
         weights_stay = not model.training and not _is_sharded(model)
-        small = small_calls_in_fp8() if self.small_calls else contextlib.nullcontext()
+        small = small_calls_in_fp8 if self.small_calls else contextlib.nullcontext()
         if state_of(next(model.parameters())).in_fp8 is None:
             self._tell(model)
         self.entered = True

@@ -133,7 +133,7 @@ def _run_original(
 
 
 def _run_converted(contenders: Contenders, inputs: Inputs, own: Run) -> Run:
-    with at_any_size():
+    with at_any_size:
         for _ in range(contenders.rehearsals):
             run(contenders.converted, inputs, cotangents=own.cotangents)
         return run(contenders.converted, inputs, cotangents=own.cotangents)

@@ -64,12 +64,18 @@ class Recipes:
     @contextlib.contextmanager
     def fresh_scales(self) -> Iterator[None]:
         """Let delayed scaling begin anew, and put its scales back."""
-        states = [state_of(parameter) for parameter in self.converted.parameters()] if self.delayed else []
+        if not self.delayed:
+            yield
+            return
+        from te_transform.backends import te
+
+        states = [state_of(parameter) for parameter in self.converted.parameters()]
         before = [(state, state.kernels) for state in states]
         try:
             for state in states:
                 state.kernels = {}
-            yield
+            with te.forgetting_scales():
+                yield
         finally:
             for state, kernels in before:
                 state.kernels = kernels

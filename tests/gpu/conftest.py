@@ -20,5 +20,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _at_any_size() -> Iterator[None]:
     """The models are too small for what pays off: they shall run in the kernels all the same."""
     torch._dynamo.reset()  # all models of a class share dynamo's cache, which has its limit
-    with limits.at_any_size():
+    with limits.at_any_size:
         yield

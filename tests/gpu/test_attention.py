@@ -75,7 +75,7 @@ def test_says_what_it_leaves_to_pytorch(
 ) -> None:
     from te_transform.backends import te
 
-    monkeypatch.setattr(limits, "_any_size", 0)  # as outside of these tests
+    monkeypatch.setattr(limits.at_any_size, "entered", 0)  # as outside of these tests
     core = te.DotProductAttention()
     query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     mask = torch.ones(shape[-2], shape[-2], dtype=torch.bool, device="cuda") if options else None

@@ -96,7 +96,7 @@ def scales(pair: Pair) -> list[torch.Tensor]:
 
 
 def test_small_calls_run_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_any_size", 0)  # as outside of these tests
+    monkeypatch.setattr(limits.at_any_size, "entered", 0)  # as outside of these tests
     model, inputs = ALL["llama"].build().to("cuda", torch.bfloat16), sample("llama")
     every = PrecisionPlan("fp8-current", small_calls=True)
     for recipe, plain in (("fp8-current", True), (every, False)):

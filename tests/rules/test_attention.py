@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_transform.backends import plain
 from tests.rules.tables import HEADS, H, Make, fused, linear, reasons, sites, written
 
 LONGEST, WIDTH = 8, H // HEADS
@@ -132,3 +133,27 @@ def test_is_reported_at_the_module_around_it() -> None:
     make = written(lambda m, x: m.inner(x), inner=attends(written_out))
     (site,) = (site for site in sites(make).sites if site.rule == "attention")
     assert (site.path, site.status) == ("inner", "fused")
+
+
+@pytest.mark.parametrize(
+    ("of", "copied"),
+    [
+        (lambda v: v, True),
+        (lambda v: v[:, :1].expand(-1, HEADS, -1, -1), False),  # one number for all heads stays one
+        (lambda v: v[0], False),
+        (lambda v: v.detach(), False),
+    ],
+    ids=["heads", "one head", "three dimensions", "no gradient"],
+)
+def test_values_are_kept_without_the_product_that_they_are_a_part_of(of: Make, copied: bool) -> None:
+    product = torch.randn(2, LONGEST, 3 * H, requires_grad=True) * 1
+    value = of(heads(product.chunk(3, -1)[2]))
+    shape = (2, HEADS, LONGEST, WIDTH)[-value.dim() :]
+    query, key = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    kept: set[int] = set()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.add(t.untyped_storage()._cdata) or t.detach(), lambda t: t
+    ):
+        out = plain.DotProductAttention(twice=False)(query, key, value)
+    assert (product.untyped_storage()._cdata not in kept) == copied
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value))

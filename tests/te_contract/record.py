@@ -51,6 +51,9 @@ _STATE = "transformer_engine.pytorch.quantization.FP8GlobalStateManager"
 ASKED_FOR = (  # by te.py, in strings, because not every TE has them
     f"{_STATE}.quantization_state.autocast_depth",
     f"{_STATE}.FP8_AUTOCAST_DEPTH",
+    f"{_STATE}.quantization_state.global_amax_buffer",
+    f"{_STATE}.quantization_state.global_amax_history_buffer",
+    f"{_STATE}.quantization_state.global_scale_buffer",
 )
 WRITTEN = {
     "fuse_wgrad_accumulation",
