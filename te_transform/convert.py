@@ -109,11 +109,11 @@ def convert(
             seen = _first_calls(made, converted, samples, None if inplace else model)
         converted.capture_blocks(made, one_by_one=converted.in_pieces)
         converted.report = _report(made, converted, seen, samples[0])
-        if recipe is not None:
-            _enter_recipe(made, converted, seen, samples)
         # from here on nothing is refused any more: a model that is refused stays where it lay
         for group in progress(seen.groups, "laying parameters next to each other"):
             lay(group)
+        if recipe is not None:
+            _enter_recipe(made, converted, seen, samples)
         for graph in converted.graphs:
             graph.count_anew()
         log.info("%s", converted.report)
@@ -174,7 +174,11 @@ def _first_calls(
 def _watched(
     converted: Converted, model: nn.Module, see: Callable[[Sequence[Any]], None] = lambda arguments: None
 ) -> Iterator[_Seen]:
-    """What is captured, and called, meanwhile."""
+    """What is captured, and called, meanwhile.
+
+    Nothing runs fused: parameters do not lie next to each other yet, and a backward would keep the copies of
+    all that are joined.
+    """
     seen = _Seen()
     seen.name_parameters(model)
 
@@ -183,12 +187,12 @@ def _watched(
         seen.graphs[graph.path_in(seen.names, arguments), graph] = None
         seen.groups |= dict.fromkeys(graph.groups(arguments))
 
-    converted.watch = watch
+    converted.watch, converted.dry = watch, True
     try:
         with noting_reasons() as seen.reasons:
             yield seen
     finally:
-        converted.watch = None
+        converted.watch, converted.dry = None, False
 
 
 def _call(model: nn.Module, sample: Inputs) -> None:
@@ -234,7 +238,7 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     ways = [(True, on_fake_tensors)] * (len(blocks(model)) > DEEP) + [(False, on_fake_tensors)]
     ways += [(False, _on_its_own_tensors)] * (not any(p.is_meta for p in model.parameters()))
     for by_block, tensors in ways:
-        planned = Converted(chosen, by_block=by_block, dry=True)
+        planned = Converted(chosen, by_block=by_block)
         try:
             seen = _dry_call(model, planned, sample, tensors)
             break

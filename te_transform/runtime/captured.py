@@ -20,7 +20,7 @@ class Owner(Protocol):
     """What a captured graph asks of the converted model that it belongs to."""
 
     apart: Apart  # see runtime/lower.py
-    dry: bool  # whether calls only find out what there is, on fake tensors
+    dry: bool  # whether calls only find out what there is, and run what was captured
     watch: Callable[[CapturedGraph, Sequence[Any]], None] | None  # is told of each call
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
@@ -57,8 +57,7 @@ class CapturedGraph:
     def disable(self, sites: Collection[Site]) -> None:
         """Let these sites run as they were captured, and all others fused."""
         self.disabled = frozenset(sites)
-        fused = self.plan.captured if self.owner.dry else lower(self.plan, self.owner.apart, self.disabled)
-        self.run: Callable[..., Any] = fused.forward
+        self.run: Callable[..., Any] = lower(self.plan, self.owner.apart, self.disabled).forward
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self.owner
@@ -66,8 +65,9 @@ class CapturedGraph:
             self._check(arguments)
         if owner.watch is not None:
             owner.watch(self, arguments)
+            run = self.plan.captured.forward if owner.dry else self.run
             with unwritten(self.plan.captured, arguments), put_back():
-                return self.run(*arguments)
+                return run(*arguments)
         with put_back():
             return self.run(*arguments)
 

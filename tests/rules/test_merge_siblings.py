@@ -195,3 +195,15 @@ def test_of_a_joined_product_the_values_alone_are_kept(
         assert not [node for node in graph.run.__self__.graph.nodes if node.target is torch.clone]
     loss.backward()
     assert all(parameter.grad is not None for parameter in converted.parameters())
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_conversion_copies_nothing_together(verify: bool) -> None:
+    """A backward would keep the copies of all layers: the first calls run what was captured."""
+    model = CASES["llama"].build()
+    converted = te_transform.convert(model, CASES["llama"].sample(), backend="torch", verify=verify)
+    assert converted_of(converted).apart == []
+    converted(**CASES["llama"].sample())
+    assert converted_of(converted).apart == []
+    (attention, *_) = (part for name, part in converted.named_modules() if name.endswith("self_attn"))
+    assert adjacent([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
