@@ -128,8 +128,9 @@ class Pair:
         return expected
 
     def attack(self, change: Callable[[nn.Module], Any], act: Act = call, atol: float = 1e-5) -> None:
-        """Change both alike: the original answers otherwise than before, and both agree."""
-        before = observed(self.original, act, self.x)
+        """Change both alike, after both were called: the original answers otherwise than before, and both
+        agree, as before."""
+        before = self.agree(act, atol)  # captured in the mode of this call, which the change comes after
         for model in self.models:
             change(model)
         assert differ(before, self.agree(act, atol))

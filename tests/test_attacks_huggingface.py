@@ -150,6 +150,14 @@ def halved(
     return out / 2, *rest
 
 
+def doubled(
+    self: nn.Module, *args: Any, own: Any = modeling_llama.LlamaForCausalLM.forward, **kwargs: Any
+) -> Any:
+    out = own(self, *args, **kwargs)
+    out.logits = 2 * out.logits
+    return out
+
+
 def replaced_functions() -> dict[str, tuple]:
     functions = modeling_llama.ALL_ATTENTION_FUNCTIONS
     sdpa = functions["sdpa"]
@@ -160,10 +168,11 @@ def replaced_functions() -> dict[str, tuple]:
             lambda module, q, *args, **kwargs: sdpa(module, 2 * q, *args, **kwargs),
         ),
         "the forward of a class": (modeling_llama.LlamaAttention, "forward", halved),
+        "the forward of the model": (modeling_llama.LlamaForCausalLM, "forward", doubled),
     }
 
 
-@pytest.mark.parametrize("name", ["attention", "the forward of a class"])
+@pytest.mark.parametrize("name", ["attention", "the forward of a class", "the forward of the model"])
 def test_a_function_that_is_replaced_is_the_one_that_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, (owner, key, function) = pair_of(), replaced_functions()[name]
     change = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr

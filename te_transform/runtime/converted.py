@@ -68,6 +68,7 @@ class Converted:
     report: Any = None  # of the room to the right
     precision: Precision | None = None
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
+    forwards: dict[type, Any] = field(default_factory=dict)  # those that the model's classes had meanwhile
 
     def backend(
         self, captured: fx.GraphModule, example_inputs: list[Any], kind: type = nn.Module
@@ -99,6 +100,8 @@ class Converted:
             self.failures.append(f"{type(error).__name__}: {error}")
             return captured.forward
         self.graphs.append(graph)
+        if (model := self.model and self.model()) is not None:
+            self.forwards |= _forwards(model)
         return graph
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
@@ -147,6 +150,10 @@ class Converted:
             self.first_block = next(map(weakref.ref, blocks(model)), type(None))
         if self.apart:
             self._lay_again(model)
+        # dynamo guards the class of a module, not what the class has for a forward
+        if any(kind.forward is not forward for kind, forward in self.forwards.items()):
+            self.runs.clear()
+            self.forwards.clear()
         first = self.first_block()
         if is_sharded(first):
             self.by_block = self.in_pieces = True
@@ -266,6 +273,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found.values()))
 
 
+def _forwards(model: nn.Module) -> dict[type, Any]:
+    """The forward of each class in the model, where the class gives the same object whenever it is asked."""
+    kinds = {_ORIGINALS.get(type(module), type(module)) for module in model.modules()}
+    return {kind: kind.forward for kind in kinds if kind.forward is kind.forward}
+
+
 def is_sharded(block: nn.Module | None) -> bool:
     """Whether fully_shard() has been applied to it: its hooks cut a capture of the whole model into
     pieces."""
@@ -292,14 +305,12 @@ def captured_class(kind: type) -> type:
     if kind in _ORIGINALS:
         return kind
     if kind not in _CLASSES:
-        original = kind.forward
-
-        @functools.wraps(original)
+        @functools.wraps(kind.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # a hook for all modules is the one thing that dynamo does not guard
+            # dynamo does not guard hooks for all modules
             if is_capturing() or _has_any_global_hook() or (place := self.__dict__.get(CONVERTED)) is None:
-                return original(self, *args, **kwargs)
-            return place.converted.call(place, original, self, args, kwargs)
+                return kind.forward(self, *args, **kwargs)
+            return place.converted.call(place, kind.forward, self, args, kwargs)
 
         def train(self: nn.Module, mode: bool = True) -> nn.Module:
             place = self.__dict__.get(CONVERTED)
