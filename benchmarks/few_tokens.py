@@ -104,9 +104,14 @@ def _ids(rows: int, length: int) -> Tensor:
     return torch.randint(VOCABULARY, (rows, length), device="cuda")
 
 
+def _put_in_mode(model: nn.Module, training: bool) -> None:
+    if model.training != training:  # each train() of a converted model frees the FP8 weights that are kept
+        model.train(training)
+
+
 def evaluation(model: nn.Module, ids: Tensor) -> None:
     """A forward without gradients or a cache."""
-    model.train(False) if model.training else None
+    _put_in_mode(model, training=False)
     with torch.no_grad():
         model(ids, use_cache=False)
     torch.cuda.synchronize()
@@ -114,7 +119,7 @@ def evaluation(model: nn.Module, ids: Tensor) -> None:
 
 def training(model: nn.Module, ids: Tensor) -> None:
     """A forward and its backward."""
-    model.train() if not model.training else None
+    _put_in_mode(model, training=True)
     model(ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad()
     torch.cuda.synchronize()
@@ -122,7 +127,7 @@ def training(model: nn.Module, ids: Tensor) -> None:
 
 def decoding(model: nn.Module, ids: Tensor) -> None:
     """Tokens generated one by one."""
-    model.train(False) if model.training else None
+    _put_in_mode(model, training=False)
     model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, eos_token_id=None,
         min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS,

@@ -24,8 +24,8 @@ MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
 
 
 class Switch:
-    """What is on while a `with` of it is entered, however many are; in all threads, a backward runs in one
-    of its own."""
+    """A setting that is on within `with`, which may be nested. It is on in all threads: autograd runs a
+    backward in another one than the forward."""
 
     def __init__(self) -> None:
         self.entered = 0

@@ -201,14 +201,14 @@ class DotProductAttention(FusedOp):
             mask, is_causal = None, is_causal or mask == "causal"
         elif hidden is not None:
             query = ops.zero_hidden(query, hidden)
-        value = value if transformed() else _alone(value, query, key)
-        arguments = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        rest = (mask, dropout_p, is_causal, scale, enable_gqa)
         if transformed():
-            out = _written_out(*arguments)
-        elif self.twice and not dropout_p:  # with dropout the plain version would draw other random numbers
-            out = differentiable_twice(self.attend, _math, arguments)
+            out = _written_out(query, key, value, *rest)
         else:
-            out = self.attend(*arguments)
+            arguments = (query, key, _alone(value, query, key), *rest)
+            # with dropout the plain version would draw other random numbers
+            twice = self.twice and not dropout_p
+            out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
         return _with_nan_rows(out, mask) if nan_rows and mask is not None and hidden is None else out
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
@@ -230,15 +230,18 @@ class DotProductAttention(FusedOp):
 
 
 def _alone(value: Tensor, *others: Tensor) -> Tensor:
-    """Values [batch, heads, length, width] in storage of their own, where all of a joined product would be
-    kept for them alone.
+    """Values [batch, heads, length, width] in storage of their own, where they are a part of a product of q,
+    k and v and the backward needs nothing else of it.
 
-    A backward keeps queries and keys as they were turned; as the product gave them they are its larger part.
+    The backward of rotated queries and keys keeps what the rotation returned. The product itself would then
+    stay in memory for its values, a third of it or less.
     """
+    # values of stride 0 are expanded, several heads read the same numbers: a copy would repeat them
+    if not value.requires_grad or value.dim() != 4 or 0 in value.stride():
+        return value
     storage = value.untyped_storage()
     shared = any(x.untyped_storage()._cdata == storage._cdata for x in others)
-    expanded = value.dim() != 4 or 0 in value.stride()  # heads that read the same numbers, which stay one
-    if shared or expanded or not value.requires_grad or storage.nbytes() <= value.nbytes:
+    if shared or storage.nbytes() <= value.nbytes:
         return value
     return value.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, length, heads, width] in memory
 

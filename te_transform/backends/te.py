@@ -246,8 +246,10 @@ def _no_new_step() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forgetting_scales() -> Iterator[None]:
-    """Let TE forget the scales of modules that run meanwhile for the first time: at each step it updates all
-    that it ever saw, whatever became of the modules."""
+    """Let TE forget the scales of modules that run for the first time meanwhile.
+
+    At the end of each step TE updates the scales of all modules that ever ran, those that are gone too.
+    """
     state = getattr(_State, "quantization_state", _State)
     buffers = state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer
     before = [{key: len(held) for key, held in buffer.items()} for buffer in buffers]

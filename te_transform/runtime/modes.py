@@ -13,8 +13,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._device import DeviceContext
 
 _aside: ContextVar[tuple[GraphMode, ...]] = ContextVar("_aside", default=())
-# what torch.nn.functional, and so every module, calls
-_DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+# The functions of torch._VF that all dropouts of torch.nn.functional call, and so all dropout modules.
+_DROPOUTS = (
+    "dropout", "dropout_", "alpha_dropout", "alpha_dropout_",
+    "feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_",
+)  # fmt: skip
 
 
 class GraphMode(TorchFunctionMode):
@@ -59,16 +62,16 @@ def put_back() -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _dropouts_in_modes() -> Iterator[None]:
-    """Let dropouts outside of graphs run in the modes that were set aside: dynamo does not look into them."""
-    names = [name + suffix for name in _DROPOUTS for suffix in ("", "_")]
-    before = {name: vars(_VF)[name] for name in names if name in vars(_VF)}
+    """Let dropouts outside of graphs run in the modes that were set aside.
+
+    Dynamo takes F.dropout for one operation and looks at nothing that it calls, so captures stay the same.
+    """
+    vars(_VF).update({name: _in_modes(getattr(_VF, name)) for name in _DROPOUTS})
     try:
-        vars(_VF).update({name: _in_modes(getattr(_VF, name)) for name in names})
         yield
     finally:
-        for name in names:
+        for name in _DROPOUTS:  # getattr finds torch's own again
             vars(_VF).pop(name, None)
-        vars(_VF).update(before)
 
 
 def _in_modes(dropout: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,7 +77,7 @@ class Precision:
             state = state_of(parameter)
             if name in self.products:
                 state.in_fp8 = self.products[name]
-            elif state.in_fp8 is None:  # a tied one may have been named by its other name
+            elif state.in_fp8 is None:  # a tied parameter comes by each of its names, `products` has one
                 state.in_fp8 = True
 
     def forget(self, model: nn.Module) -> None:

@@ -59,7 +59,7 @@ def _apart(tensors: list[Tensor]) -> Iterator[None]:
     """
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
-    # detached: a node would keep itself alive by its own result, saved as it is
+    # A hook that returns a node's own result as it is makes a cycle of result and node, which is never freed.
     unseen = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
     try:
         for parameter, _ in hooks:

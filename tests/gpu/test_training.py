@@ -265,8 +265,9 @@ def test_activation_checkpointing_is_as_exact(recipe: str | None, reentrant: boo
     checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for number in range(3):
         _, expected = step(exact, batch(number))
-        _, own = step(other, batch(number))
-        _, found = step(checkpointed, batch(number))
+        loss, own = step(other, batch(number))
+        again, found = step(checkpointed, batch(number))
+        assert abs(loss - again) <= 1e-2 * loss
         assert distance(found, expected) <= 1.1 * distance(own, expected)
     assert bool(kernels(checkpointed)) == (recipe is not None)
 
