@@ -112,21 +112,21 @@ def running(subject: int, compiled: bool, backward: bool) -> dict[str, Any]:
     """Converted over original: forward in eval mode without gradients, or both ways in train mode."""
     torch.set_num_threads(SUBJECTS[subject].threads or torch.get_num_threads())
     model, kwargs = SUBJECTS[subject].build()
-    converted = te_transform.convert(model, kwargs, backend="torch", verify=False)
-    calls = [_call(m.train(backward), kwargs, compiled, backward) for m in (model, converted)]
+    converted = te_transform.convert(model, kwargs, backend="torch", verify=False, compile=compiled)
+    if compiled:
+        model.compile()
+    calls = [_call(m.train(backward), kwargs, backward) for m in (model, converted)]
     return asdict(measure.interleaved(*calls, calls=SUBJECTS[subject].calls))
 
 
-def _call(model: nn.Module, kwargs: dict[str, Any], compiled: bool, backward: bool) -> Callable[[], None]:
-    run = torch.compile(model) if compiled else model
-
+def _call(model: nn.Module, kwargs: dict[str, Any], backward: bool) -> Callable[[], None]:
     def forward() -> None:
         with torch.no_grad():
-            run(**kwargs)
+            model(**kwargs)
 
     def both() -> None:
         model.zero_grad()
-        loss(run(**kwargs)).backward()
+        loss(model(**kwargs)).backward()
 
     return both if backward else forward
 

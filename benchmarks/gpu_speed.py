@@ -105,10 +105,14 @@ def measured(subject: Subject, compiled: bool) -> list[dict[str, Any]]:
     model, vocabulary = subject.build()
     model.to("cuda", torch.bfloat16)
     ids = torch.randint(vocabulary, subject.shape, device="cuda")
-    converted = te_transform.convert(model, _inputs(model, ids[:2, :64]), backend="torch", verify=False)
+    converted = te_transform.convert(
+        model, _inputs(model, ids[:2, :64]), backend="torch", verify=False, compile=compiled
+    )
+    if compiled:
+        model.compile()
     rows = []
     for backward in (False, True):
-        calls = [_call(m.train(backward), ids, compiled, backward) for m in (model, converted)]
+        calls = [_call(m.train(backward), ids, backward) for m in (model, converted)]
         ratio = measure.interleaved(*calls, seconds=SECONDS)
         rows.append(
             {"model": subject.name, "shape": subject.shape, "compiled": compiled, "backward": backward}
@@ -123,16 +127,16 @@ def _inputs(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def _call(model: nn.Module, ids: Tensor, compiled: bool, backward: bool) -> Callable[[], None]:
-    run, inputs = torch.compile(model) if compiled else model, _inputs(model, ids)
+def _call(model: nn.Module, ids: Tensor, backward: bool) -> Callable[[], None]:
+    inputs = _inputs(model, ids)
 
     def forward() -> None:
         with torch.no_grad():
-            run(**inputs)
+            model(**inputs)
         torch.cuda.synchronize()
 
     def both() -> None:
-        out = run(**inputs)
+        out = model(**inputs)
         (out[1] if isinstance(out, tuple) else out.loss).backward()
         model.zero_grad()
         torch.cuda.synchronize()

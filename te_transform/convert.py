@@ -71,7 +71,8 @@ def convert(
         passes: the rules to run, in order; None is te_transform.PIPELINE.
         skip: module paths or globs left alone, with all they contain.
         approximate: allow rules that change the numbers (the exact GELU becomes the tanh one).
-        compile: False, True or a torch.compile mode: compile the converted model.
+        compile: False, True or a torch.compile mode: inductor compiles the fused graphs, each at its first
+            call.
         inplace: convert `model` itself.
         verify: check every rewritten site against what was captured, forward and gradients, on the values of
             the first call of its graph; a site that fails is taken back and reported.
@@ -117,10 +118,7 @@ def convert(
         for graph in converted.graphs:
             graph.count_anew()
         log.info("%s", converted.report)
-        if compile:
-            made.compile(mode=None if compile is True else compile)
     except BaseException:
-        made.__dict__.pop("_compiled_call_impl", None)
         leave(made)
         raise
     return made

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from te_transform.backends import plain
-from te_transform.backends.limits import traced, without_attention
+from te_transform.backends.limits import compiling, traced, without_attention
 
 _CUDNN = int(SDPBackend.CUDNN_ATTENTION)
 
@@ -24,7 +24,7 @@ class DotProductAttention(plain.DotProductAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         """The attention by cuDNN where that is the best; the reason why it is not is counted."""
-        if not traced():
+        if compiling.get() or not traced():
             why = without_attention(query, key, value, mask, rest[1])
             if why is None:
                 with _First():

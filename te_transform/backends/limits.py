@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -46,6 +47,10 @@ small_calls_in_fp8 = Switch()
 """Calls that are too small to gain from FP8 run in it too."""
 
 
+compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+"""A graph is being compiled: what ops compute is recorded, on tensors without memory."""
+
+
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why TE's modules are not faster for so many rows, or None."""
     if at_any_size or (in_fp8 and small_calls_in_fp8) or rows >= break_even_rows(width, in_fp8):
@@ -66,7 +71,7 @@ def on_kernels_device(tensor: Tensor) -> bool:
 def traced() -> bool:
     """Whether a compiler, a tracer or a function transform runs the call: they understand plain PyTorch
     best."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+    return compiling.get() or torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -79,7 +84,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def without_kernel(x: Tensor, weight: Tensor) -> str | None:
     """Why TE's modules cannot take this tensor, or None."""
-    if type(x) not in (Tensor, nn.Parameter):
+    if type(x) not in (Tensor, nn.Parameter) and not compiling.get():
         return f"a {type(x).__name__}"
     if x.dim() < 2 or x.numel() == 0:
         return f"an input of shape {list(x.shape)}"
@@ -122,8 +127,8 @@ def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
         return None
     if min(length, key.shape[2]) < MIN_ATTENTION_LENGTH:
         return f"attention over less than {MIN_ATTENTION_LENGTH} tokens"
-    if batch * length**2 * heads * width >= MIN_ATTENTION_WORK:
-        return None
+    if compiling.get() or batch * length**2 * heads * width >= MIN_ATTENTION_WORK:
+        return None  # a compiled graph takes no more of the CPU for these kernels than for others
     return too_small(batch * length, heads * width, in_fp8=False) and "attention too small to be faster"
 
 

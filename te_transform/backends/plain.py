@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.backends.joined import transformed, watched
+from te_transform.backends.limits import compiling
 from te_transform.backends.op import FusedOp
 from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
@@ -205,9 +206,11 @@ class DotProductAttention(FusedOp):
         if transformed():
             out = _written_out(query, key, value, *rest)
         else:
-            arguments = (query, key, _alone(value, query, key), *rest)
+            # a compiler decides by itself what a backward keeps, and has no second one
+            value = value if compiling.get() else _alone(value, query, key)
             # with dropout the plain version would draw other random numbers
-            twice = self.twice and not dropout_p
+            twice = self.twice and not dropout_p and not compiling.get()
+            arguments = (query, key, value, *rest)
             out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
         return _with_nan_rows(out, mask) if nan_rows and mask is not None and hidden is None else out
 

@@ -7,7 +7,7 @@ its `origin`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -321,6 +321,30 @@ def extract(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
     return fx.GraphModule(gm, graph), tuple(arguments)
+
+
+def with_known(gm: fx.GraphModule, values: Mapping[fx.Node, Any]) -> fx.GraphModule:
+    """A copy of the graph that does not compute these nodes: tensors are more arguments, behind its own, in
+    this order; other values stand in the graph."""
+    graph, twins = copy_by_name(gm.graph)
+    last = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
+    for node, held in values.items():
+        twin, given = twins[node.name], held
+        if isinstance(held, torch.Tensor):
+            with graph.inserting_after(last):
+                given = last = graph.placeholder(f"{node.name}_known")
+            last._dynamo_source = None  # nowhere in the model
+            twin.replace_all_uses_with(given)
+        else:
+            for user in list(twin.users):
+                _substitute(user, twin, held)
+        graph.erase_node(twin)
+    return fx.GraphModule(gm, graph)
+
+
+def _substitute(user: fx.Node, node: fx.Node, held: Any) -> None:
+    args, kwargs = fx.node.map_arg((user.args, dict(user.kwargs)), lambda arg: held if arg is node else arg)
+    user.args, user.kwargs = args, kwargs
 
 
 def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:

@@ -66,7 +66,8 @@ class Options:
         """
         if backend not in ("auto", "te", "torch"):
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
-        chosen, reason = choose(backend, model, planning, quantized=recipe is not None)
+        mode = flags.get("compile", False)
+        chosen, reason = choose(backend, model, planning, narrow=recipe is not None or bool(mode))
         if passes is not None and not isinstance(passes, (tuple, list)):
             raise OptionError(
                 f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"
@@ -76,7 +77,7 @@ class Options:
             raise OptionError(
                 f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE"
             )
-        cls._check_recipe(recipe, chosen, reason, flags.get("compile", False))
+        cls._check_recipe(recipe, chosen, reason, mode)
         if not isinstance(skip, (str, tuple, list, set, frozenset)):
             raise OptionError(f"skip is {skip!r}, module paths or globs such as 'model.layers.0*' are needed")
         globs = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -84,7 +85,6 @@ class Options:
             raise OptionError(
                 f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed"
             )
-        mode = flags.get("compile", False)
         if not isinstance(mode, bool) and mode not in COMPILE_MODES:
             raise OptionError(f"compile is {mode!r}, a bool or one of {', '.join(COMPILE_MODES)} is needed")
         for name in ("approximate", "inplace", "verify"):

@@ -20,6 +20,11 @@ from te_transform.plan.rule import Outcome
 from te_transform.report.explain import explain_graphs
 from te_transform.report.report import Report
 
+_COMPILED = (
+    "compiled: inductor fuses norms, products and activations by itself, attention runs in the kernels of "
+    "the backend"
+)
+
 
 def compose(
     model: nn.Module,
@@ -40,13 +45,18 @@ def compose(
         reasons: what dynamo said of code that it does not capture.
     """
     largest = max((plan for _, plan in plans), key=lambda plan: len(plan.canonical.nodes), default=None)
-    on_te = options.backend.HAS_KERNELS
+    on_te = options.backend.HAS_KERNELS and not options.compile
     return Report(
         type(model).__name__,
         tuple(_outcomes(plans, {path for path, _ in model.named_modules()})),
         largest.before if largest else fx.Graph(),
         snapshot(largest.canonical) if largest else fx.Graph(),
-        (options.backend_reason, *(_sizes(plans, precision) if on_te else ()), *notes),
+        (
+            options.backend_reason,
+            *(_sizes(plans, precision) if on_te else ()),
+            *([_COMPILED] if options.compile else ()),
+            *notes,
+        ),
         tuple(explain_graphs(((path, plan.captured) for path, plan in plans), reasons)),
         precision,
         memory=predict(plans, model.parameters(), inputs, precision) if on_te else None,

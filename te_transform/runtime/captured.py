@@ -9,17 +9,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from te_transform.backends.joined import transformed
 from te_transform.canonicalize import written
 from te_transform.graph.nodes import name_in_model
 from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
+from te_transform.runtime.compiled import CompiledGraph
 from te_transform.runtime.lower import Apart, lower
-from te_transform.runtime.modes import put_back
+from te_transform.runtime.modes import is_dispatch_mode_on, put_back
 
 
 class Owner(Protocol):
     """What a captured graph asks of the converted model that it belongs to."""
 
+    options: Options
     apart: Apart  # see runtime/lower.py
+    failures: list[str]  # sentences for the report
     dry: bool  # whether calls only find out what there is, and run what was captured
     watch: Callable[[CapturedGraph, Sequence[Any]], None] | None  # is told of each call
 
@@ -58,6 +63,10 @@ class CapturedGraph:
         """Let these sites run as they were captured, and all others fused."""
         self.disabled = frozenset(sites)
         self.run: Callable[..., Any] = lower(self.plan, self.owner.apart, self.disabled).forward
+        mode, failures = self.owner.options.compile, self.owner.failures
+        self.compiled = (
+            CompiledGraph(self.plan, self.disabled, mode, self.run, failures) if mode else None
+        )
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self.owner
@@ -68,8 +77,11 @@ class CapturedGraph:
             run = self.plan.captured.forward if owner.dry else self.run
             with unwritten(self.plan.captured, arguments), put_back():
                 return run(*arguments)
-        with put_back():
-            return self.run(*arguments)
+        with put_back() as in_modes:
+            # modes see torch calls, of which a compiled graph makes none
+            if self.compiled is None or in_modes or is_dispatch_mode_on() or transformed():
+                return self.run(*arguments)
+            return self.compiled(*arguments)
 
     def _check(self, arguments: Sequence[Any]) -> None:
         """Take back the sites that are wrong on the values of this call."""

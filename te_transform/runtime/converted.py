@@ -291,6 +291,15 @@ def has_checkpoints(captured: fx.GraphModule) -> bool:
     return any("checkpoint" in called(node) for node in captured.graph.nodes if node.op == "call_function")
 
 
+@torch._dynamo.assume_constant_result  # which calls it while the forward is traced, and leaves no call of it
+def _tell_compilers() -> bool:
+    log.warning(
+        "a converted model is compiled from outside, which compiles the user's own forward: to compile what "
+        "te_transform made of it, pass compile=True to te_transform.convert()"
+    )
+    return True
+
+
 _CLASSES: dict[type, type] = {}
 _ORIGINALS: dict[type, type] = {}
 
@@ -309,6 +318,8 @@ def captured_class(kind: type) -> type:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # dynamo does not guard hooks for all modules
             if is_capturing() or _has_any_global_hook() or (place := self.__dict__.get(CONVERTED)) is None:
+                if torch.compiler.is_compiling():
+                    _tell_compilers()
                 return kind.forward(self, *args, **kwargs)
             return place.converted.call(place, kind.forward, self, args, kwargs)
 

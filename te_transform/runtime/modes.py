@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import _VF
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._device import DeviceContext
@@ -29,6 +30,12 @@ def is_foreign_mode_on() -> bool:
     that once more."""
     mode = _get_current_function_mode()
     return mode is not None and not isinstance(mode, (GraphMode, DeviceContext))
+
+
+def is_dispatch_mode_on() -> bool:
+    """Whether a mode below autograd sees what calls do, as selective checkpoints and fake tensors have
+    one."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextlib.contextmanager

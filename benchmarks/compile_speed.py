@@ -1,0 +1,148 @@
+"""Compiled models: a Hugging Face Llama by convert(..., compile=...) against torch.compile of the original,
+bf16 training steps, on a Hopper GPU.
+
+    python benchmarks/compile_speed.py [--only 768 8B] [--seconds 3.0] [--json PATH]
+
+Each line compares the two in one process, by turns, and gives the median ratio of neighbors with its
+quartiles. The original is compiled twice: as it is, with the mask that transformers makes of numbers while it
+is traced, and with the function that makes it patched to make none, which is the best that others do. Nothing
+is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import measure
+import torch
+import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+import te_transform
+
+VOCABULARY = 32000
+# layers, width, ffn, heads, groups of heads, batch, length
+SHAPES = {
+    "768": (12, 768, 2048, 12, 12, 4, 512),
+    "1024": (12, 1024, 2816, 16, 16, 8, 1024),
+    "2048": (12, 2048, 5632, 16, 16, 2, 2048),
+    "8B": (8, 4096, 14336, 32, 8, 2, 4096),
+}
+MODES = {"default": True, "reduce-overhead": "reduce-overhead"}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--only", nargs="+", default=[*SHAPES], choices=SHAPES, help="widths")
+    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="of torch.compile")
+    parser.add_argument("--masked", action="store_true", help="compare with the original as it is, too")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each line")
+    parser.add_argument("--json", default="", help="write the rows to this file too")
+    asked = parser.parse_args()
+    rows = []
+    for name in asked.only:
+        for mode in asked.modes:
+            for masked in (False, True)[: 1 + asked.masked]:
+                rows.append(_row(name, mode, masked, asked.seconds))
+                print(rows[-1], flush=True)
+    if asked.json:
+        Path(asked.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    Console(width=120).print(_table(rows))
+
+
+def _row(name: str, mode: str, masked: bool, seconds: float) -> dict[str, Any]:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    original, ids = _llama(name)
+    options = {"backend": "te", "compile": MODES[mode], "verify": False}
+    converted = te_transform.convert(original, _inputs(ids), **options)
+    original.compile(mode=mode)
+    calls = [
+        _step(original, ids, contextlib.nullcontext if masked else _no_mask),
+        _step(converted, ids, contextlib.nullcontext),
+    ]
+    ratio = measure.interleaved(*calls, seconds=seconds)
+    peaks = {f"peak {who}, MiB": _peak(call) for who, call in zip(("theirs", "ours"), calls, strict=True)}
+    return {"shape": name, "mode": mode, "mask": masked} | asdict(ratio) | peaks
+
+
+def _llama(name: str) -> tuple[nn.Module, Tensor]:
+    layers, width, ffn, heads, groups, batch, length = SHAPES[name]
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        max_position_embeddings=length,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).bfloat16(), torch.randint(VOCABULARY, (batch, length))
+
+
+def _inputs(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "labels": ids}
+
+
+@contextlib.contextmanager
+def _no_mask() -> Iterator[None]:
+    with patch.object(modeling_llama, "create_causal_mask", lambda *_, **__: None):
+        yield
+
+
+def _step(model: nn.Module, ids: Tensor, around: Callable[[], Any]) -> Callable[[], None]:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with around():
+            model(**_inputs(ids)).loss.backward()
+        torch.cuda.synchronize()
+
+    return step
+
+
+def _peak(step: Callable[[], None]) -> int:
+    """Of a step, above what is there before it: the weights of both models are."""
+    step()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return (torch.cuda.max_memory_allocated() - before) // 2**20
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for column in ("shape", "mode", "against", "theirs, ms", "ours, ms", "ratio", "quartiles", "peak, MiB"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(
+            row["shape"],
+            row["mode"],
+            "the original" if row["mask"] else "no mask",
+            f"{1e3 * row['one']:.2f}",
+            f"{1e3 * row['other']:.2f}",
+            f"{row['ratio']:.3f}",
+            f"{row['low']:.3f} to {row['high']:.3f}",
+            f"{row['peak theirs, MiB']} -> {row['peak ours, MiB']}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

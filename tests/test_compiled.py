@@ -1,0 +1,203 @@
+"""Graphs that inductor compiles.
+
+Here AOTAutograd traces them as it does for inductor, and what it traced runs as it is: CI has no time for a
+compiler. tests/gpu runs what inductor makes of them.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._inductor import list_mode_options
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import te_transform
+from te_transform.runtime import compiled
+from tests.attacks import Block, Pair
+from tests.conversions import ALL, EVERYWHERE, error, gradients, run
+from tests.models.tiny import WIDTH
+from tests.zoo import seeded, zero_dropout
+
+backend = import_module("te_transform.convert").te_transform  # the package's `convert` is the function
+
+Compilations = list[tuple[fx.GraphModule, dict[str, Any]]]
+Act = Callable[[nn.Module, Tensor], Any]
+
+
+@pytest.fixture(autouse=True)
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
+    """The graphs that were compiled, and with what options."""
+    found: Compilations = []
+
+    def trace(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
+        found.append((graph, config_patches))
+        return aot_module_simplified(graph, arguments, fw_compiler=lambda g, _: make_boxed_func(g.forward))
+
+    monkeypatch.setattr(compiled, "compile_fx", trace)
+    return found
+
+
+compiled_pair = partial(Pair.of, compile=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_models(name: str, compilations: Compilations) -> None:
+    case = ALL[name]
+    model, inputs = zero_dropout(case.build()), case.sample()
+    converted = te_transform.convert(model, inputs, verify=False, compile=True)
+
+    assert error(run(converted, inputs), run(model, inputs)) < EVERYWHERE
+    expected, actual = (gradients(m, inputs) for m in (model, converted))
+    assert [g is None for g in actual.values()] == [g is None for g in expected.values()]
+    trained = [key for key, grad in expected.items() if grad is not None and grad.norm() > 1e-4]
+    assert error([actual[key] for key in trained], [expected[key] for key in trained]) < EVERYWHERE
+    assert compilations
+    assert not any("uncompiled" in note for note in te_transform.report(converted).notes)
+
+
+def test_attention_is_fused_and_the_rest_left_to_the_compiler(compilations: Compilations) -> None:
+    case = ALL["nanogpt_manual"]
+    converted = te_transform.convert(case.build(), case.sample(), verify=False, compile=True)
+    run(converted, case.sample())
+    ((graph, _),) = compilations
+    called = [graph.get_submodule(n.target) for n in graph.graph.nodes if n.op == "call_module"]
+    assert called
+    assert {type(op).__name__ for op in called} == {"DotProductAttention"}
+
+
+@pytest.mark.parametrize("mode", [True, "reduce-overhead", "max-autotune"])
+def test_the_compiler_gets_the_options_of_the_mode(mode: bool | str, compilations: Compilations) -> None:
+    Pair.of(Block, compile=mode).agree()
+    ((_, options),) = compilations
+    assert options == list_mode_options("default" if mode is True else mode)
+
+
+def test_each_size_is_compiled_once_and_not_too_many_are(compilations: Compilations) -> None:
+    pair = compiled_pair(Block)
+    lengths = range(1, 4 + compiled.MOST)
+
+    def act(model: nn.Module, x: Tensor) -> list[Tensor]:
+        return [model(torch.ones(2, length, WIDTH)) for length in lengths]
+
+    pair.agree(act)
+    made = len(compilations)
+    assert compiled.MOST <= made < len(lengths)
+    pair.agree(act)
+    assert len(compilations) == made
+    assert f"a graph is compiled for {compiled.MOST} kinds of calls at most, others run uncompiled" in (
+        te_transform.report(pair.converted).notes
+    )
+
+
+def test_what_the_mask_is_may_change_from_call_to_call(compilations: Compilations) -> None:
+    case = ALL["llama"]
+    model, inputs = case.build(), case.sample()
+    converted = te_transform.convert(model, inputs, verify=False, compile=True)
+    padded = case.sample(padded=True)
+    for given in (inputs, padded, inputs, padded):
+        assert error(run(converted, given), run(model, given)) < EVERYWHERE
+    assert len({graph for graph, _ in compilations}) >= 2
+
+
+def test_what_the_compiler_fails_on_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no kernel\nfor this")
+
+    monkeypatch.setattr(compiled, "compile_fx", fail)
+    pair = compiled_pair(Block)
+    pair.agree()
+    notes = te_transform.report(pair.converted).notes
+    assert "a graph runs uncompiled, NotImplementedError: no kernel" in notes
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under_a_mode(model: nn.Module, x: Tensor) -> Tensor:
+    with Seen():
+        return model(x)
+
+
+def through_vmap(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(model)(x[:, None])
+
+
+@pytest.mark.parametrize("act", [under_a_mode, through_vmap])
+def test_what_looks_at_each_operation_runs_uncompiled(act: Act, compilations: Compilations) -> None:
+    compiled_pair(Block).agree(act)
+    assert not compilations
+
+
+def test_verify_looks_at_the_uncompiled_model(compilations: Compilations) -> None:
+    pair = compiled_pair(Block)
+    assert te_transform.verify(pair.original, pair.converted, pair.x)
+    assert not compilations
+
+
+class Writes(nn.Module):
+    """A forward that writes to its first argument, which may share memory with the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return self.block(y * 2)
+
+
+def test_arguments_that_share_memory_in_some_calls(compilations: Compilations) -> None:
+    pair = compiled_pair(seeded(Writes), (torch.ones(2, 5, WIDTH), torch.ones(2, 5, WIDTH)))
+
+    def act(model: nn.Module, x: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            apart = model(x.clone(), x.clone())
+            held = x.clone()
+            together = model(held, held.view(2, 5, WIDTH))
+        return [apart, together, held]
+
+    found = pair.agree(act)
+    assert not torch.equal(found["output 0"], found["output 1"])
+    assert compilations
+
+
+def test_a_second_derivative_is_refused() -> None:
+    pair = compiled_pair(Block)
+    x = pair.x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(pair.converted(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+def test_the_door_of_torch_compile(compilations: Compilations) -> None:
+    torch._dynamo.reset()
+    model = seeded(Block)
+    through_door = torch.compile(model, backend=backend, options={"compile": True})
+    torch.testing.assert_close(through_door(torch.ones(2, 5, WIDTH)), model(torch.ones(2, 5, WIDTH)))
+    assert compilations
+
+
+def test_who_compiles_a_converted_model_from_outside_is_told_of_the_option() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("te_transform")
+    pair = Pair.of(Block)
+    logger.addHandler(handler)
+    try:
+        outside = torch.compile(pair.converted, backend="eager", fullgraph=True)
+        torch.testing.assert_close(outside(pair.x), pair.original(pair.x))
+        outside(pair.x)
+    finally:
+        logger.removeHandler(handler)
+    assert len(said) == 1
+    assert "pass compile=True to te_transform.convert()" in said[0]
