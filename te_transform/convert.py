@@ -111,7 +111,8 @@ def convert(
         converted.capture_blocks(made, one_by_one=converted.in_pieces)
         converted.report = _report(made, converted, seen, samples[0])
         # from here on nothing is refused any more: a model that is refused stays where it lay
-        for group in progress(seen.groups, "laying parameters next to each other"):
+        groups = () if compile else tuple(seen.groups)  # compiled graphs join none
+        for group in progress(groups, "laying parameters next to each other"):
             lay(group)
         if recipe is not None:
             _enter_recipe(made, converted, seen, samples)

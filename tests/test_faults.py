@@ -134,7 +134,7 @@ def test_every_step_may_fail(
 ) -> None:
     place = STEPS[step]
     monkeypatch.setattr(place, step, raising(error, getattr(place, step), after))
-    fault_leaves_no_trace(inplace, error, compile=True)
+    fault_leaves_no_trace(inplace, error)
 
 
 def test_the_steps_are_those_of_convert() -> None:
