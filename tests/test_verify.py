@@ -19,8 +19,10 @@ from te_transform.graph.inputs import Inputs
 from te_transform.passes import layernorm_linear
 from te_transform.plan.match import Site
 from te_transform.runtime.converted import converted_of
+from te_transform.verify import judged
 from te_transform.verify.bisect import bisect_failures
 from te_transform.verify.compare import Contenders, compare, judge
+from te_transform.verify.judged import Judged
 from te_transform.verify.replay import Run, Subject, in_double, run
 from te_transform.verify.variations import variations
 from te_transform.verify.verification import Verification
@@ -632,3 +634,32 @@ def test_the_table_shows_the_worst_and_counts_all() -> None:
     for words in ("example inputs, training", "fresh values, evaluation", "output", "state_dict"):
         assert words in text
     assert max(map(len, text.splitlines())) <= 110
+
+
+MANY = {
+    "causal": {"is_causal": True},
+    "shared keys": {"is_causal": True, "enable_gqa": True},
+    "a mask": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
+    "a bias for each head": {"attn_mask": torch.randn(1, 4, 5, 5, dtype=torch.float64), "scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_the_reference_attends_head_by_head_where_scores_are_many(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = MANY[name]
+    heads = (4, 2, 2) if "enable_gqa" in options else (4, 4, 4)
+    qkv = [torch.randn(2, n, 5, 8, dtype=torch.float64, requires_grad=True) for n in heads]
+    cotangent = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    calls = []
+
+    def attend(most: int) -> list[Tensor]:
+        monkeypatch.setattr(judged, "MOST_SCORES", most)
+        with Judged(double=True):
+            out = F.scaled_dot_product_attention(*qkv, **options)
+        calls.append(str(out.grad_fn.name()))
+        return [out, *torch.autograd.grad(out, qkv, cotangent)]
+
+    torch.testing.assert_close(attend(0), attend(10**9), rtol=1e-12, atol=1e-12)
+    assert calls[0] == "CatBackward0" != calls[1]

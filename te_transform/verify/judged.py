@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,16 +27,31 @@ _DROPOUT_P = {  # where attentions take it
 }
 
 
+class Noise:
+    """Random numbers in fp64, the same for the same seed and calls, made on the device that they are for: for
+    the outputs of a layer there may be hundreds of millions."""
+
+    def __init__(self, seed: int):
+        self.seed, self.generators = seed, {}
+
+    def of(self, draw: Callable[..., Tensor], like: Tensor) -> Tensor:
+        """Numbers drawn by torch.rand or torch.randn, in the shape of `like`."""
+        device = like.device
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return draw(like.shape, generator=self.generators[device], dtype=torch.float64, device=device)
+
+
 class Judged(GraphMode):
     """Dropout does nothing, in training mode too, and no module is touched for it: two runs can be compared.
 
     With `double`, a forward that asks for a narrower dtype (a norm's float()) gets fp64, rounding to no less.
-    With a `generator`, results are rounded at random.
+    With a seed for `rounding`, results are rounded at random.
     """
 
-    def __init__(self, double: bool = False, generator: torch.Generator | None = None):
+    def __init__(self, double: bool = False, rounding: int | None = None):
         super().__init__()
-        self.double, self.generator = double, generator
+        self.double, self.noise = double, None if rounding is None else Noise(rounding)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -48,7 +65,7 @@ class Judged(GraphMode):
             func = _DOUBLE.get(func, func)
             args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
         out = func(*args, **kwargs)
-        return out if self.generator is None else self._rounded(out, tree_leaves((args, kwargs)))
+        return out if self.noise is None else self._rounded(out, tree_leaves((args, kwargs)))
 
     def _rounded(self, out: Any, given: list[Any]) -> Any:
         if type(out) in (tuple, list):
@@ -59,7 +76,7 @@ class Judged(GraphMode):
         if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == storage for t in given):
             return out  # a view, nothing was computed
         dtype = torch.finfo(out.dtype)
-        noise = torch.rand(out.shape, generator=self.generator, dtype=torch.float64).to(out.device) - 0.5
+        noise = self.noise.of(torch.rand, out) - 0.5
         noisy = (out.double() * (1 + dtype.eps * noise)).to(out.dtype)
         # a masked score is all mask, no rounding shows
         return torch.where(out.abs() < dtype.max / 2, noisy, out)
@@ -73,7 +90,34 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
     return torch.cat([*products, rest])
 
 
+# Scores that attention computes at once in fp64: 2 GiB, of which it holds several.
+MOST_SCORES = 2**28
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's attention, head by head where its scores [batch, heads, length, length] are many: it has no
+    fused kernel for fp64 and computes all of them at once."""
+    rest = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    scores = (*query.shape[:-1], key.shape[-2])
+    uneven = query.shape[1] % key.shape[1] if enable_gqa else query.shape[1] != key.shape[1]
+    if math.prod(scores) <= MOST_SCORES or query.dim() != 4 or uneven:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **rest)
+    given = [query, key, value] + ([] if attn_mask is None else [attn_mask.expand(scores)])
+    heads = zip(*(tensor.tensor_split(key.shape[1], 1) for tensor in given), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*head, **rest) for head in heads], 1)
+
+
 _DOUBLE = {
+    F.scaled_dot_product_attention: _attention,
     Tensor.float: Tensor.double,
     Tensor.half: Tensor.double,
     Tensor.bfloat16: Tensor.double,

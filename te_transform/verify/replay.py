@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_with_path
 from te_transform.backends.quantized import exact
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_random
-from te_transform.verify.judged import Judged
+from te_transform.verify.judged import Judged, Noise
 
 Context = Callable[[], contextlib.AbstractContextManager]
 
@@ -61,7 +61,7 @@ def run(
         rounding: a seed; every result that a gradient flows through is put off by a random half ulp at most.
     """
     args, kwargs, leaves = _given(inputs, double)
-    mode = Judged(double, None if rounding is None else torch.Generator().manual_seed(rounding))
+    mode = Judged(double, rounding)
     with subject.within(), _default_dtype(double), same_random(tree_leaves((args, kwargs))):
         trained = {name: tensor for name, tensor in subject.parameters() if tensor.requires_grad}
         with mode:
@@ -146,9 +146,9 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    noise = Noise(0)
     return {
-        name: torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
+        name: noise.of(torch.randn, out).to(out)
         for name, out in outputs.items()
         if out.is_floating_point()
     }
