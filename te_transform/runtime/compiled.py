@@ -101,6 +101,7 @@ class CompiledGraph:
         # By these two the compiler knows graphs of dynamo's, whose nodes say which arguments stay where they
         # are from call to call: CUDA graphs would copy all parameters in each.
         graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
+        log.info("compiling a graph of %d operations", len(graph.graph.nodes))
         token = compiling.set(True)
         try:
             return compile_fx(graph, arguments, config_patches=self.options)
