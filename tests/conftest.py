@@ -1,10 +1,17 @@
-"""What models of a test's size would not do by themselves: kernels in spite of few tokens."""
+"""What all tests run with; and kernels, which models of a test's size would not run in by themselves."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
+import transformers  # noqa: F401  what is there is taken out of the garbage collector's sight below
 
 from te_transform.backends import limits
+
+# A capture makes objects by the hundred thousand, and Python would look through all of PyTorch each time.
+gc.collect()
+gc.freeze()
+gc.set_threshold(100_000, 20, 50)
 
 
 @pytest.fixture
