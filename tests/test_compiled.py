@@ -154,10 +154,14 @@ def test_arguments_that_share_memory_in_some_calls(compilations: Compilations) -
             apart = model(x.clone(), x.clone())
             held = x.clone()
             together = model(held, held.view(2, 5, WIDTH))
-        return [apart, together, held]
+            rows = torch.cat([x, x])
+            beside = model(rows[:2], rows[2:])
+            overlapping = model(rows[:2], rows[1:3])
+        return [apart, together, held, beside, overlapping, rows]
 
     found = pair.agree(act)
     assert not torch.equal(found["output 0"], found["output 1"])
+    assert not torch.equal(found["output 3"], found["output 4"])
     assert compilations
 
 

@@ -89,11 +89,12 @@ class CompiledGraph:
         return tuple((a.shape, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
 
     def _shared(self, arguments: Sequence[Any]) -> tuple:
-        """Which arguments lie in one storage, of a graph that writes to any."""
+        """Which arguments lie in one storage, and where in it, of a graph that writes to any."""
         if not self.writes:
             return ()
         storages = [a.untyped_storage()._cdata if isinstance(a, Tensor) else None for a in arguments]
-        return tuple(map(storages.index, storages))
+        offsets = (a.storage_offset() if isinstance(a, Tensor) else None for a in arguments)
+        return tuple(zip(map(storages.index, storages), offsets, strict=True))
 
     def _compiled(self, masks: Sequence[Any], arguments: Sequence[Any]) -> Callable[..., Any] | None:
         """The graph, compiled for calls with these masks and arguments; None where the compiler fails."""
