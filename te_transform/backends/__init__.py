@@ -46,7 +46,7 @@ MIN_WIDTH = 2048
 
 
 def choose(
-    name: str, model: nn.Module, planning: bool = False, narrow: bool = False
+    name: str, model: nn.Module, planning: bool = False, any_width: bool = False
 ) -> tuple[Backend, str]:
     """The backend and a sentence on why it is the one.
 
@@ -54,8 +54,8 @@ def choose(
         name: "te", "torch" or "auto".
         model: what is to be converted.
         planning: nothing will run: where TE is missing, ops of its names and shapes stand for its own.
-        narrow: TE is wanted at any width: for a recipe, which only TE has, or in a compiled graph, where its
-            launches cost the CPU nothing.
+        any_width: TE is wanted in narrow models too: for a recipe, which only TE has, or in a compiled graph,
+            where its launches cost the CPU nothing.
 
     Raises:
         BackendError: `name` is "te" and it cannot run here; the sentence says what is missing.
@@ -69,7 +69,7 @@ def choose(
         if planning:
             return planned, f"backend 'te', planned only, because {missing}"
         raise BackendError(f"backend='te' cannot be used: {missing}; pass backend='torch' or 'auto'")
-    missing = missing or _unfit(model) or (None if narrow else _narrow(model))
+    missing = missing or _unfit(model) or (None if any_width else _narrow(model))
     if missing:
         return plain, f"backend 'torch', because {missing}"
     return _te(), "backend 'te', because it runs here and the model is on the GPU"

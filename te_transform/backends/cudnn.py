@@ -24,13 +24,13 @@ class DotProductAttention(plain.DotProductAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         """The attention by cuDNN where that is the best; the reason why it is not is counted."""
-        if compiling.get() or not traced():
-            why = without_attention(query, key, value, mask, rest[1])
-            if why is None:
-                with _First():
-                    return super().attend(query, key, value, mask, *rest)
+        if traced() and not compiling.get():
+            return super().attend(query, key, value, mask, *rest)
+        if why := without_attention(query, key, value, mask, rest[1]):
             self.plain_calls[why] += 1
-        return super().attend(query, key, value, mask, *rest)
+            return super().attend(query, key, value, mask, *rest)
+        with _First():
+            return super().attend(query, key, value, mask, *rest)
 
 
 class _First:

@@ -196,8 +196,8 @@ def replace_uses(old: fx.Node, new: fx.Node) -> None:
     old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
-def read_instead(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
-    """Let one node read `new` where it reads `old`."""
+def read_instead(node: fx.Node, old: fx.Node, new: Any) -> None:
+    """Let one node read `new`, another node or a value, where it reads `old`."""
     node.replace_input_with(old, new)
 
 
@@ -329,22 +329,15 @@ def with_known(gm: fx.GraphModule, values: Mapping[fx.Node, Any]) -> fx.GraphMod
     graph, twins = copy_by_name(gm.graph)
     last = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
     for node, held in values.items():
-        twin, given = twins[node.name], held
+        twin = twins[node.name]
         if isinstance(held, torch.Tensor):
             with graph.inserting_after(last):
-                given = last = graph.placeholder(f"{node.name}_known")
+                held = last = graph.placeholder(f"{node.name}_known")
             last._dynamo_source = None  # nowhere in the model
-            twin.replace_all_uses_with(given)
-        else:
-            for user in list(twin.users):
-                _substitute(user, twin, held)
+        for user in list(twin.users):
+            read_instead(user, twin, held)
         graph.erase_node(twin)
     return fx.GraphModule(gm, graph)
-
-
-def _substitute(user: fx.Node, node: fx.Node, held: Any) -> None:
-    args, kwargs = fx.node.map_arg((user.args, dict(user.kwargs)), lambda arg: held if arg is node else arg)
-    user.args, user.kwargs = args, kwargs
 
 
 def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:

@@ -67,7 +67,7 @@ class Options:
         if backend not in ("auto", "te", "torch"):
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
         mode = flags.get("compile", False)
-        chosen, reason = choose(backend, model, planning, narrow=recipe is not None or bool(mode))
+        chosen, reason = choose(backend, model, planning, any_width=recipe is not None or bool(mode))
         if passes is not None and not isinstance(passes, (tuple, list)):
             raise OptionError(
                 f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"

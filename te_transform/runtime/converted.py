@@ -291,7 +291,7 @@ def has_checkpoints(captured: fx.GraphModule) -> bool:
     return any("checkpoint" in called(node) for node in captured.graph.nodes if node.op == "call_function")
 
 
-@torch._dynamo.assume_constant_result  # which calls it while the forward is traced, and leaves no call of it
+@torch._dynamo.assume_constant_result  # dynamo calls it while tracing, and no call of it is in the graph
 def _tell_compilers() -> bool:
     log.warning(
         "a converted model is compiled from outside, which compiles the user's own forward: to compile what "

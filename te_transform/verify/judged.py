@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class Noise:
     the outputs of a layer there may be hundreds of millions."""
 
     def __init__(self, seed: int):
-        self.seed, self.generators = seed, {}
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
 
     def of(self, draw: Callable[..., Tensor], like: Tensor) -> Tensor:
         """Numbers drawn by torch.rand or torch.randn, in the shape of `like`."""
@@ -99,21 +101,21 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
+    *rest: Any,
     enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor:
     """PyTorch's attention, head by head where its scores [batch, heads, length, length] are many: it has no
     fused kernel for fp64 and computes all of them at once."""
-    rest = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=enable_gqa, **options)
     scores = (*query.shape[:-1], key.shape[-2])
     uneven = query.shape[1] % key.shape[1] if enable_gqa else query.shape[1] != key.shape[1]
     if math.prod(scores) <= MOST_SCORES or query.dim() != 4 or uneven:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, **rest)
-    given = [query, key, value] + ([] if attn_mask is None else [attn_mask.expand(scores)])
-    heads = zip(*(tensor.tensor_split(key.shape[1], 1) for tensor in given), strict=True)
-    return torch.cat([F.scaled_dot_product_attention(*head, **rest) for head in heads], 1)
+        return attend(query, key, value, attn_mask, *rest)
+    heads = key.shape[1]
+    masks = [None] * heads if attn_mask is None else attn_mask.expand(scores).tensor_split(heads, 1)
+    parts = zip(*(tensor.tensor_split(heads, 1) for tensor in (query, key, value)), masks, strict=True)
+    return torch.cat([attend(*part, *rest) for part in parts], 1)
 
 
 _DOUBLE = {
