@@ -14,6 +14,9 @@ from te_transform.graph.nodes import dtype_name
 
 DEVICE = "cuda"  # where kernels run
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
+# Over another number of tokens cuDNN's attention gives garbage, or reads memory that is not there, when a
+# CUDA graph replays it (PyTorch 2.11, cuDNN 9.19): seen at 16, 64 and 100, and right at 128, 512 and 1024.
+REPLAYED_LENGTHS = 128
 # Below this length cuDNN gains nothing; it plans anew for each length, so for each token that is generated.
 MIN_ATTENTION_LENGTH = 512
 # batch x length x length x width from which cuDNN's attention gains more than its way on the CPU costs.
@@ -118,6 +121,12 @@ def without_attention(
     widths = query.shape[-1], value.shape[-1]
     if any(width % 8 or width > 128 for width in widths):
         return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to 128"
+    lengths = query.shape[2], key.shape[2]
+    if any(length % REPLAYED_LENGTHS for length in lengths) and _may_be_replayed():
+        return (
+            f"{lengths[0]} queries and {lengths[1]} keys in what may become a CUDA graph, cuDNN's kernels "
+            f"need multiples of {REPLAYED_LENGTHS} there"
+        )
     return _too_small_attention(query, key)
 
 
@@ -130,6 +139,11 @@ def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
     if compiling.get() or batch * length**2 * heads * width >= MIN_ATTENTION_WORK:
         return None  # a compiled graph takes no more of the CPU for these kernels than for others
     return too_small(batch * length, heads * width, in_fp8=False) and "attention too small to be faster"
+
+
+def _may_be_replayed() -> bool:
+    """Whether the call may become a part of a CUDA graph."""
+    return compiling.get() or torch.cuda.is_current_stream_capturing()
 
 
 @cache

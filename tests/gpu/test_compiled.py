@@ -57,3 +57,39 @@ def test_attention_runs_in_cudnns_kernels() -> None:
     kernels = [event.name for event in profiled.events() if "sdpa" in event.name and "cudnn" in event.name]
     assert any("fprop" in name for name in kernels)
     assert any("bprop" in name for name in kernels)
+
+
+@pytest.mark.parametrize("length", [128, 100])
+def test_attention_in_cuda_graphs(length: int) -> None:
+    model, inputs = model_of("llama"), sample("llama", seq=length)
+    converted = te_transform.convert(model, inputs, backend="te", verify=False)
+    expected = gradients(converted, inputs)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # as PyTorch asks for before a capture
+        for _ in range(3):
+            backward(converted, inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    converted.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        backward(converted, inputs)
+    found = [parameter.grad for parameter in converted.parameters()]
+    for _ in range(2):
+        torch.cuda.synchronize()
+        overwrite_free_memory()
+        graph.replay()
+        assert error(found, [grad.double() for grad in expected]) <= 0.05 * error(
+            [torch.zeros_like(grad) for grad in expected], [grad.double() for grad in expected]
+        )
+
+
+def backward(model: nn.Module, inputs: Inputs) -> None:
+    outputs = [output for output in tensors(model.train()(**inputs)) if output.requires_grad]
+    sum(output.double().square().sum() for output in outputs).backward()
+
+
+def overwrite_free_memory() -> None:
+    """Let what is read of memory that was freed be noticed."""
+    held = [torch.full((2**size,), torch.nan, device="cuda") for size in range(8, 22) for _ in range(8)]
+    torch.cuda.synchronize()
+    del held
