@@ -111,7 +111,7 @@ def convert(
         converted.capture_blocks(made, one_by_one=converted.in_pieces)
         converted.report = _report(made, converted, seen, samples[0])
         # from here on nothing is refused any more: a model that is refused stays where it lay
-        groups = () if compile else tuple(seen.groups)  # compiled graphs join none
+        groups = () if compile and recipe is None else tuple(seen.groups)  # they are joined in FP8 alone
         for group in progress(groups, "laying parameters next to each other"):
             lay(group)
         if recipe is not None:

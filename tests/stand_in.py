@@ -25,14 +25,14 @@ from te_transform.backends import limits, plain
 from te_transform.graph import ops
 
 E4M3 = 448.0
-HYBRID = SimpleNamespace(value=SimpleNamespace(max_fwd=E4M3, max_bwd=E4M3), name="HYBRID")
+FORMAT = SimpleNamespace(value=SimpleNamespace(max_fwd=E4M3, max_bwd=E4M3), name="E4M3")
 
 
 @dataclass
 class Recipe:
     margin: int = 0
     reduce_amax: bool = True
-    fp8_format = HYBRID
+    fp8_format = FORMAT
 
 
 class DelayedScaling(Recipe):
@@ -61,6 +61,7 @@ class FP8GlobalStateManager:
         global_amax_buffer={},
         global_amax_history_buffer={},
         global_scale_buffer={"all": []},  # of which the outermost autocast takes the whole states
+        is_first_fp8_module=False,
     )
 
     @classmethod
@@ -71,6 +72,25 @@ class FP8GlobalStateManager:
     def get_fp8_recipe(cls) -> Recipe:
         return cls.quantization_state.recipe or DelayedScaling()
 
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        state = cls.quantization_state
+        first, state.is_first_fp8_module = state.is_first_fp8_module, False
+        return first
+
+    @classmethod
+    def add_fp8_tensors_to_global_buffer(cls, meta: dict[str, Any]) -> None:
+        states = cls.quantization_state.global_scale_buffer["all"]
+        for key in ("scaling_fwd", "scaling_bwd"):
+            if meta[key] is not None and all(meta[key] is not state for state in states):
+                states.append(meta[key])
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool) -> None:
+        for state in cls.quantization_state.global_scale_buffer["all"]:
+            if state.forward == forward:
+                state.update()
+
 
 class autocast:
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None):
@@ -79,6 +99,7 @@ class autocast:
     def __enter__(self) -> None:
         state = FP8GlobalStateManager.quantization_state
         self.before, state.recipe = state.recipe, self.recipe
+        state.is_first_fp8_module |= state.autocast_depth == 0
         state.autocast_depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -88,15 +109,14 @@ class autocast:
         if self.recipe is not None and state.autocast_depth == 0:
             state.steps += 1
             if torch.is_grad_enabled():
-                for one in state.global_scale_buffer["all"]:
-                    one.update()
+                FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
 
 class Scales:
     """A state of delayed scaling, as TE's: row 0 of the history is the step that runs."""
 
-    def __init__(self, count: int):
-        self.scale, self.amax_history = torch.ones(count), torch.zeros(4, count)
+    def __init__(self, count: int, forward: bool):
+        self.scale, self.amax_history, self.forward = torch.ones(count), torch.zeros(4, count), forward
 
     def rounded(self, x: Tensor, index: int) -> Tensor:
         self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], x.detach().abs().amax())
@@ -127,6 +147,10 @@ class Quantizer:
 
     def set_usage(self, rowwise: bool, columnwise: bool) -> None:
         assert (rowwise, columnwise) == (True, False)
+
+
+class Float8Quantizer:
+    """What TE has for a tensor of delayed scaling; on the CPU nobody calls it."""
 
 
 class Float8Tensor(Tensor):
@@ -169,9 +193,9 @@ class Base(nn.Module):
             return
         self.fp8_meta.update(recipe=recipe, scaling_fwd=None, scaling_bwd=None)
         if isinstance(recipe, DelayedScaling):
-            self.fp8_meta.update(scaling_fwd=Scales(3 * num_gemms), scaling_bwd=Scales(2 * num_gemms))
-            states = FP8GlobalStateManager.quantization_state.global_scale_buffer["all"]
-            states += [self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]]
+            fwd, bwd = Scales(3 * num_gemms, forward=True), Scales(2 * num_gemms, forward=False)
+            self.fp8_meta.update(scaling_fwd=fwd, scaling_bwd=bwd)
+            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         tensors = [getattr(self, name) for name in self.names]
@@ -196,7 +220,8 @@ class Base(nn.Module):
         if not torch.is_grad_enabled():
             return run(x, *tensors)
         adds = self.fuse_wgrad_accumulation
-        return Run.apply(run, adds, [n in self.weight_names for n in self.names], x, *tensors)
+        first = in_fp8 and FP8GlobalStateManager.is_first_fp8_module()
+        return Run.apply(run, adds, first, [n in self.weight_names for n in self.names], x, *tensors)
 
     def quantize(self, index: int, x: Tensor) -> Tensor:
         state = self.fp8_meta["scaling_fwd"]
@@ -243,8 +268,11 @@ class Run(torch.autograd.Function):
     """A module's call, whose backward runs once, and is not recorded whatever the gradient mode is."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable, adds: bool, weights: list[bool], *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, run: Callable, adds: bool, first: bool, weights: list[bool], *tensors: Tensor | None
+    ) -> Tensor:
         ctx.run, ctx.adds, ctx.weights, ctx.tensors, ctx.ran = run, adds, [False, *weights], tensors, False
+        ctx.first = first
         with torch.no_grad():
             out = run(*tensors)
         return out.view(out.shape)  # as TE's, which multiplies rows
@@ -263,7 +291,9 @@ class Run(torch.autograd.Function):
             if ctx.adds and is_weight and grads[place] is not None:
                 weight.main_grad += grads[place]
                 grads[place] = None
-        return None, None, None, *(None if g is None else g.detach() for g in grads)
+        if ctx.first:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        return None, None, None, None, *(None if g is None else g.detach() for g in grads)
 
 
 class Linear(Base):
@@ -355,10 +385,11 @@ def modules() -> dict[str, ModuleType]:
         },
         ".pytorch.attention": {},
         ".pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
+        ".pytorch.constants": {"TE_DType": {}},
         ".pytorch.module": {},
         ".pytorch.module.layernorm_mlp": {"_act_func": _act_func},
         ".pytorch.tensor": {},
-        ".pytorch.tensor.float8_tensor": {"Float8Tensor": Float8Tensor},
+        ".pytorch.tensor.float8_tensor": {"Float8Quantizer": Float8Quantizer, "Float8Tensor": Float8Tensor},
         ".pytorch.quantization": {"FP8GlobalStateManager": FP8GlobalStateManager},
     }
     made = {}

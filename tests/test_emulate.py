@@ -334,7 +334,6 @@ class Known:
     """What verify() reads of a recipe, beside what the stand-in for TE has."""
 
     kind = ""
-    fp8_format = SimpleNamespace(value=stand_in.HYBRID.value, name="E4M3")  # in which it rounds gradients too
     fp8_quant_fwd_inp = fp8_quant_fwd_weight = fp8_quant_bwd_grad = SimpleNamespace(power_2_scale=False)
 
     def __getattr__(self, name: str) -> Callable[[], bool]:

@@ -79,7 +79,7 @@ def test_modules_are_built_with_arguments_that_te_has_and_get_its_parameters(
         x = torch.randn(16, record.IN).to(given["params_dtype"])
         if given["params_dtype"] is torch.bfloat16:
             op(x, *tensors)
-    kernel = op._kernel(tensors, op._weights(tensors))
+    kernel = op._kernel(op._weights(tensors), tensors[-1] is not None)
     assert list(kernel.names) == list(kind.names)
     made = kernel.module
     bound = constructor(name).bind(*made.sizes, **made.given).arguments
@@ -114,7 +114,7 @@ def test_the_stand_ins_functions_take_what_tes_take(name: str) -> None:
 
 def members() -> set[str]:
     """What the protocol has."""
-    return {*Backend.__annotations__, "recipe_of", "multiple"}
+    return {*Backend.__annotations__, "recipe_of", "recipe_now", "multiple"}
 
 
 def test_every_backend_has_what_the_protocol_asks_for(te: ModuleType) -> None:

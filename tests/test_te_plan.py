@@ -454,14 +454,6 @@ MISTAKES = {
         {"recipe": PrecisionPlan("mxfp8"), "backend": "torch"},
         "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked: leave recipe=None",
     ),
-    "compiled": (
-        {"recipe": "fp8-delayed", "compile": True},
-        "compile is True and recipe is 'fp8-delayed': TE's modules break compiled graphs",
-    ),
-    "compiled in a mode": (
-        {"recipe": PrecisionPlan("fp8-delayed"), "compile": "reduce-overhead"},
-        "compile is 'reduce-overhead' and recipe is 'fp8-delayed': TE's modules break compiled graphs",
-    ),
 }
 
 

@@ -37,6 +37,9 @@ class Backend(Protocol):
     def recipe_of(self, asked: Any) -> Any:
         """The recipe of this name, or the recipe object itself; ValueError says why it does not run here."""
 
+    def recipe_now(self) -> Any:
+        """The recipe that is on, None where there is none."""
+
     def multiple(self, recipe: Any) -> int:
         """What the rows and columns of a product have to be a multiple of in this recipe."""
 

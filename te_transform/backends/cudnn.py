@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from te_transform.backends import plain
-from te_transform.backends.limits import compiling, traced, without_attention
+from te_transform.backends.limits import without_attention
+from te_transform.backends.tracing import compiling, traced
 
 _CUDNN = int(SDPBackend.CUDNN_ATTENTION)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from contextvars import ContextVar
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.joined import transformed
+from te_transform.backends.tracing import compiling
 from te_transform.graph.nodes import dtype_name
 
 DEVICE = "cuda"  # where kernels run
@@ -50,10 +49,6 @@ small_calls_in_fp8 = Switch()
 """Calls that are too small to gain from FP8 run in it too."""
 
 
-compiling: ContextVar[bool] = ContextVar("compiling", default=False)
-"""A graph is being compiled: what ops compute is recorded, on tensors without memory."""
-
-
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why TE's modules are not faster for so many rows, or None."""
     if at_any_size or (in_fp8 and small_calls_in_fp8) or rows >= break_even_rows(width, in_fp8):
@@ -69,12 +64,6 @@ def break_even_rows(width: int, in_fp8: bool) -> int:
 def on_kernels_device(tensor: Tensor) -> bool:
     """Whether the tensor is where kernels run."""
     return tensor.device.type == DEVICE
-
-
-def traced() -> bool:
-    """Whether a compiler, a tracer or a function transform runs the call: they understand plain PyTorch
-    best."""
-    return compiling.get() or torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from te_transform.backends.joined import transformed, watched
-from te_transform.backends.limits import compiling
+from te_transform.backends.joined import watched
 from te_transform.backends.op import FusedOp
+from te_transform.backends.tracing import compiling, transformed
 from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
 
@@ -37,6 +37,15 @@ ACTIVATIONS = {op.__name__: name for name, op in _PLAIN.items()}
 GATED_ACTIVATIONS = {op.__name__: name for name, op in _GATED.items()}
 GATES = ("no", "first half", "second half")
 
+
+
+def gated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
+    """One half of the columns of `hidden` [..., 2 columns] activated, the first unless `gate` is 1, and
+    multiplied with the other."""
+    halves = hidden.chunk(2, dim=-1)
+    return _GATED[activation](halves[gate]) * halves[1 - gate]
+
+
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Mask = Tensor | Literal["causal", "full"] | None
 
@@ -48,6 +57,11 @@ def recipe_of(asked: Any) -> Any:
         ValueError: always.
     """
     raise ValueError("it needs Transformer Engine's kernels, plain PyTorch has none: pass backend='te'")
+
+
+def recipe_now() -> Any:
+    """None: there is never one on."""
+    return None
 
 
 def multiple(recipe: Any) -> int:
@@ -128,7 +142,6 @@ class LayerNormMLP(LayerNormLinear):
     ):
         super().__init__(eps=eps, normalization=normalization, zero_centered_gamma=zero_centered_gamma)
         self.activation, self.gated = activation, gated
-        self._activated = (_PLAIN if gated == "no" else _GATED)[activation]
 
     def forward(
         self,
@@ -157,10 +170,9 @@ class LayerNormMLP(LayerNormLinear):
         """The op in plain PyTorch, its matrix products computed by `product`."""
         hidden = super().plain(product, x, norm_weight, norm_bias, fc1_weight, fc1_bias)
         if self.gated == "no":
-            hidden = self._activated(hidden)
+            hidden = _PLAIN[self.activation](hidden)
         else:
-            gate, up = hidden.chunk(2, dim=-1)[:: 1 if self.gated == "first half" else -1]
-            hidden = self._activated(gate) * up
+            hidden = gated(self.activation, hidden, GATES.index(self.gated) - 1)
         return product(hidden, fc2_weight, fc2_bias)
 
     def extra_repr(self) -> str:

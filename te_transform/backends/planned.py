@@ -13,12 +13,13 @@ from te_transform.backends.plain import (
     LayerNormMLP,
     Linear,
     Rotary,
+    recipe_now,
 )
 
 __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary",
-    "multiple", "recipe_of",
+    "multiple", "recipe_now", "recipe_of",
 ]  # fmt: skip
 
 NAME = "te"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch  # before TE, which loads libraries that come with it
@@ -18,16 +18,16 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.module import layernorm_mlp
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
-from te_transform.backends import plain
+from te_transform.backends import fp8, plain
 from te_transform.backends.cudnn import DotProductAttention
 from te_transform.backends.gradients import Gradients, gradients_of
 from te_transform.backends.joined import Source, state_of, watched
 from te_transform.backends.limits import (
     too_small,
-    traced,
     without_cross_entropy,
     without_kernel,
     without_rotary,
@@ -37,6 +37,7 @@ from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.quantized import Quantized, exact, is_quantized, scale_for
 from te_transform.backends.running import in_recipe, is_evaluating, stamp_of
 from te_transform.backends.scales import Seen
+from te_transform.backends.tracing import traced
 from te_transform.backends.twice import differentiable_once, differentiable_twice
 
 try:
@@ -47,7 +48,8 @@ except ImportError:  # TE before 2.8
 __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary",
-    "activation_of", "autocast", "forgetting_scales", "is_delayed", "multiple", "recipe_of",
+    "activation_of", "autocast", "forgetting_scales", "is_delayed", "multiple", "recipe_now", "recipe_of",
+    "scaling_of", "update_scales_after_backward",
 ]  # fmt: skip
 
 NAME = "te"
@@ -102,6 +104,102 @@ def autocast(recipe: Any, enabled: bool = True) -> contextlib.AbstractContextMan
     return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)  # TE before 2.8
 
 
+def recipe_now() -> Any:
+    """The recipe that is on, None where there is none."""
+    return _State.get_fp8_recipe() if _State.is_fp8_enabled() else None
+
+
+def scaling_of(recipe: Any) -> fp8.Scaling | None:
+    """How a compiled graph computes the products of a recipe; None where only TE's modules do: for several
+    scales a tensor, and settings that few use."""
+    delayed = is_delayed(recipe)
+    if not delayed and not isinstance(recipe, recipes.Float8CurrentScaling):
+        return None
+    if getattr(recipe, "use_power_2_scales", False) or getattr(recipe, "backward_override", None) is not None:
+        return None
+    formats = {"HYBRID": (torch.float8_e4m3fn, torch.float8_e5m2), "E4M3": (torch.float8_e4m3fn,) * 2}
+    if recipe.fp8_format.name not in formats:
+        return None
+    # what TE's modules take where a recipe says nothing
+    split = {"fp8_gemm_fprop": False, "fp8_gemm_dgrad": True, "fp8_gemm_wgrad": True}
+    for name in split.keys() & vars(type(recipe)).keys():
+        split[name] = getattr(recipe, name).use_split_accumulator
+    return fp8.Scaling(*formats[recipe.fp8_format.name], tuple(not each for each in split.values()), delayed)
+
+
+def _in_fp8(
+    compute: Callable[[Any], Any],
+    scales: Tensor,
+    history: Tensor | None,
+    index: int,
+    dtype: torch.dtype,
+    turned: bool,
+) -> fp8.Quantized:
+    """What one kernel computes, casts, transposes and looks through for its largest value."""
+    amax = torch.empty_like(scales) if history is None else history[0]
+    quantizer = Float8Quantizer(
+        scale=scales[index : index + 1],
+        amax=amax[index : index + 1],
+        fp8_dtype=TE_DType[dtype],
+        rowwise=True,
+        columnwise=turned,
+    )
+    quantizer.internal = True
+    held = compute(quantizer).get_metadata()
+    rows, transposed = held["data"].view(dtype), held["data_transpose"]
+    if not turned:
+        transposed = held["data"].new_empty(0)
+    elif transposed is None:  # GPUs whose products read both ways have none
+        transposed = held["data"].t().contiguous()
+    return rows, transposed.view(dtype), held["fp8_scale_inv"]
+
+
+def _quantize(x: Tensor, *where: Any) -> fp8.Quantized:
+    return _in_fp8(lambda quantizer: quantizer(x), *where)
+
+
+def _activate(x: Tensor, activation: str, *where: Any) -> fp8.Quantized:
+    forward, _ = _functions_of(activation)
+    return _in_fp8(partial(forward, x), *where)
+
+
+def _activate_backward(
+    grad: Tensor, x: Tensor, activation: str, *where: Any
+) -> fp8.Quantized:
+    _, backward = _functions_of(activation)
+    return _in_fp8(partial(backward, grad, x), *where)
+
+
+@cache
+def _functions_of(activation: str) -> tuple[Callable[..., Any], ...]:
+    """TE's functions for an activation and its gradient, which take a quantizer."""
+    return layernorm_mlp._act_func(activation, recipes.DelayedScaling())[:2]
+
+
+fp8.KERNELS.update(quantize=_quantize, activate=_activate, activate_backward=_activate_backward)
+
+
+def update_scales_after_backward(outputs: Sequence[Any]) -> None:
+    """Let the scales of gradients be updated at the end of each backward that begins at these outputs of a
+    forward, unless a module of TE's that ran before in the same step does it in its own."""
+    trained = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    if not trained or not _State.is_first_fp8_module():
+        return
+    waiting: list[bool] = []
+
+    def update() -> None:
+        waiting.clear()
+        _State.reduce_and_update_fp8_tensors(forward=False)
+
+    def at_the_end(grad: Tensor) -> None:
+        if not waiting:
+            waiting.append(True)
+            torch.autograd.Variable._execution_engine.queue_callback(update)
+
+    for out in trained:
+        out.register_hook(at_the_end)
+
+
 class _Kernel:
     """TE's module for the products that begin with one parameter, and what it keeps for them.
 
@@ -116,6 +214,7 @@ class _Kernel:
         self.calibrating = False  # whether its last call was in its own dtype for want of scales
         self.scales: Tensor | None = None  # of delayed scaling, in the last call that may be made again
         self.stamp: Any = None  # of the quantized weights that are kept
+        self.kept: tuple[fp8.Quantized, ...] = ()  # quantized weights for compiled calls
         self.tensors: dict[int, tuple[Any, Tensor]] = {}  # TE's, of weights that are held in FP8 alone
 
     @property
@@ -166,7 +265,7 @@ class _Kernel:
 
     def forget_weights(self) -> None:
         """Free the quantized weights that are kept; the next call makes them anew."""
-        self.stamp = None
+        self.stamp, self.kept = None, ()
         if self.made is not None:
             self.made._fp8_workspaces.clear()
 
@@ -203,6 +302,26 @@ class _Kernel:
         if gradients and self.seen.is_new("backward"):
             amaxes = {2 * i: product.grad for i, product in products}
             _set_scales(self.module.fp8_meta["scaling_bwd"], amaxes, limits.max_bwd, recipe)
+
+    def state(self, recipe: Any, weights: Sequence[Tensor]) -> fp8.State:
+        """What a compiled call takes; scales as TE updates them, in aliases, of whose writes autograd knows
+        nothing: the next forward may come before this one's backward."""
+        state = fp8.State()
+        if is_delayed(recipe):
+            self.module.init_fp8_metadata(num_gemms=len(weights))
+            meta = self.module.fp8_meta
+            _State.add_fp8_tensors_to_global_buffer(meta)
+            forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
+            state = fp8.State(
+                (forward.scale.data, forward.amax_history.data),
+                (backward.scale.data, backward.amax_history.data),
+            )
+        if not self.keeps(weights):
+            return state
+        if not self.kept:
+            scaling = scaling_of(recipe)
+            self.kept = tuple(scaling.weight(state, *each, turned=False) for each in enumerate(weights))
+        return state._replace(weights=self.kept)
 
     def note_scales(self) -> None:
         """Note the scales of this call, which a checkpoint may make again."""
@@ -266,12 +385,16 @@ class _Product(FusedOp):
 
     FASTER = True  # whether TE is faster in the weights' own dtype too
 
-    def forward(self, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        """x [..., in] -> [..., out]."""
+    def forward(
+        self, x: Tensor, *tensors: Tensor | None, state: fp8.State | None = None
+    ) -> Tensor:
+        """x [..., in] -> [..., out]; with a `state` for a compiler, in FP8, see state_for()."""
+        if state is not None:
+            return self._recorded(scaling_of(_State.get_fp8_recipe()), state, x, tensors)
         if traced():
             return self._plainly(plain.product, x, tensors)
         weights = self._weights(tensors)
-        kernel, gradients = self._kernel(tensors, weights), gradients_of(weights)
+        kernel, gradients = self._kernel(weights, tensors[-1] is not None), gradients_of(weights)
         enabled = _State.is_fp8_enabled()
         # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
         if kernel.ran_in_recipe and not enabled and torch._C._current_graph_task_id() != -1:
@@ -281,7 +404,9 @@ class _Product(FusedOp):
             return self._plainly(plain.product, x, tensors)
         why = self._why_plain(x, weights, in_fp8, gradients is not None)
         inside = in_fp8 and why is None
-        kernel.calibrating = inside and not self._has_scales(kernel, _State.get_fp8_recipe(), x, tensors)
+        kernel.calibrating = inside and not self._has_scales(
+            kernel, _State.get_fp8_recipe(), _is_trained(x, *tensors)
+        )
         kernel.in_fp8 = inside and not kernel.calibrating
         if why or kernel.calibrating:
             self.plain_calls[why or _CALIBRATING] += 1
@@ -291,6 +416,12 @@ class _Product(FusedOp):
         if _saving_hooks() or not (torch.is_grad_enabled() or is_evaluating()):
             kernel.note_scales()  # for a checkpoint, from which this call will be made again
         return self._in_fp8(kernel, x, tensors, gradients)
+
+    def _recorded(
+        self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
+    ) -> Tensor:
+        """A call in FP8 as operations that a compiler records."""
+        return self.plain(scaling.product(state), x, *tensors)
 
     def _weights(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         return [tensors[place - 1] for place in self.PRODUCTS]
@@ -316,16 +447,38 @@ class _Product(FusedOp):
     ) -> Tensor:
         """Repeat the last call, for a checkpoint."""
         recipe = kernel.module.fp8_meta["recipe"] if kernel.in_fp8 else None
-        if recipe is None or not self._has_scales(kernel, recipe, x, tensors):
+        if recipe is None or not self._has_scales(kernel, recipe, _is_trained(x, *tensors)):
             return self._plainly(kernel.seen.product(), x, tensors)
         with kernel.as_before(recipe):
             return self._in_fp8(kernel, x, tensors, gradients)
 
-    def _has_scales(self, kernel: _Kernel, recipe: Any, x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    def ran_in_recipe(self, weights: Sequence[Tensor], bias: bool) -> bool:
+        """Whether the last call with these weights did, or was to."""
+        return self._kernel(weights, bias).ran_in_recipe
+
+    def state_for(self, weights: Sequence[Tensor], bias: bool, trained: bool) -> fp8.State | None:
+        """What a compiled call takes as its `state`, in the recipe that is on.
+
+        None where the call has to run uncompiled: until the first scales are there, where gradients are added
+        to main_grad, and with weights that are held in FP8 alone.
+
+        Args:
+            weights: of its products.
+            bias: whether there is one.
+            trained: whether it has a backward.
+        """
+        recipe, kernel = _State.get_fp8_recipe(), self._kernel(weights, bias)
+        if gradients_of(weights) is not None or any(map(is_quantized, weights)):
+            return None
+        if not self._has_scales(kernel, recipe, trained):
+            return None
+        kernel.in_fp8, kernel.calibrating = True, False
+        return kernel.state(recipe, weights)
+
+    def _has_scales(self, kernel: _Kernel, recipe: Any, trained: bool) -> bool:
         """Whether the kernel has the scales that the recipe needs for a call; gives it the first ones."""
         if not is_delayed(recipe):
             return True
-        trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors))
         if not kernel.seen.knows(trained):
             return False
         kernel.give_scales(recipe, trained)
@@ -392,9 +545,9 @@ class _Product(FusedOp):
             out = watched(out, weight)
         return out
 
-    def _kernel(self, tensors: Sequence[Tensor | None], weights: Sequence[Tensor]) -> _Kernel:
+    def _kernel(self, weights: Sequence[Tensor], bias: bool) -> _Kernel:
         """The kernel of the first weight's parameter for a call of this form."""
-        first, bias = weights[0], tensors[-1] is not None
+        first = weights[0]
         offset = 0 if first._base is None else first.storage_offset()  # parts of one parameter differ in it
         form = (*self.form, bias, first.dtype, offset, *(weight.shape for weight in weights))
         kernels = state_of(first).kernels
@@ -409,6 +562,10 @@ class _Product(FusedOp):
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
         raise NotImplementedError
+
+
+def _is_trained(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 _CALIBRATING = "a first call in FP8, from which delayed scaling takes its scales"
@@ -456,6 +613,17 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
     @property
     def form(self) -> tuple[Any, ...]:
         return "LayerNormMLP", self.activation, *self._norm.values()
+
+    def _recorded(
+        self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
+    ) -> Tensor:
+        norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
+        # the gradient of a bias is the sum of one that would be there in FP8 alone
+        is_biased = fc1_bias is not None or fc2_bias is not None
+        if not scaling.delayed or self.gated == "no" or is_biased or not _cast_in_backward():
+            return super()._recorded(scaling, state, x, tensors)
+        normed = self.norm(x, norm_weight, norm_bias)
+        return scaling.gated_mlp(state, self.activation, normed, fc1_weight, fc2_weight)
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
         hidden, inner = weights[1].shape

@@ -7,8 +7,10 @@ its `origin`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_map_only
 
 from te_transform.graph import nodes as known
 from te_transform.graph import ops
@@ -323,20 +326,51 @@ def extract(
     return fx.GraphModule(gm, graph), tuple(arguments)
 
 
-def with_known(gm: fx.GraphModule, values: Mapping[fx.Node, Any]) -> fx.GraphModule:
-    """A copy of the graph that does not compute these nodes: tensors are more arguments, behind its own, in
-    this order; other values stand in the graph."""
+def with_known(
+    gm: fx.GraphModule,
+    values: Mapping[fx.Node, Any],
+    staying: Collection[fx.Node] = (),
+    more: Mapping[fx.Node, Mapping[str, Any]] = MappingProxyType({}),
+) -> fx.GraphModule:
+    """A copy of the graph for what is known before it runs.
+
+    Args:
+        gm: the graph.
+        values: of nodes that the copy does not compute: tensors become arguments, others stand in the graph.
+        staying: those of these nodes whose tensors stay where they are from call to call.
+        more: for calls in the graph more keywords, of tensors that stay where they are.
+
+    Returns:
+        The copy; its arguments are those of `gm`, the tensors of `values`, and each tensor of `more` once.
+    """
     graph, twins = copy_by_name(gm.graph)
     last = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
+    numbers = count()
+
+    def argument(stays: bool) -> fx.Node:
+        nonlocal last
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"known_{next(numbers)}")
+        last._dynamo_source = None  # nowhere in the model
+        if stays:  # as dynamo marks parameters, for CUDA graphs
+            last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        return last
+
     for node, held in values.items():
+        known = argument(node in staying) if isinstance(held, torch.Tensor) else held
+        for user in list(twins[node.name].users):
+            read_instead(user, twins[node.name], known)
+        graph.erase_node(twins[node.name])
+    made: dict[int, fx.Node] = {}
+
+    def once(tensor: torch.Tensor) -> fx.Node:
+        if id(tensor) not in made:
+            made[id(tensor)] = argument(stays=True)
+        return made[id(tensor)]
+
+    for node, keywords in more.items():
         twin = twins[node.name]
-        if isinstance(held, torch.Tensor):
-            with graph.inserting_after(last):
-                held = last = graph.placeholder(f"{node.name}_known")
-            last._dynamo_source = None  # nowhere in the model
-        for user in list(twin.users):
-            read_instead(user, twin, held)
-        graph.erase_node(twin)
+        twin.kwargs = {**twin.kwargs, **tree_map_only(torch.Tensor, once, dict(keywords))}
     return fx.GraphModule(gm, graph)
 
 

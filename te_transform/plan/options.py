@@ -77,7 +77,7 @@ class Options:
             raise OptionError(
                 f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE"
             )
-        cls._check_recipe(recipe, chosen, reason, mode)
+        cls._check_recipe(recipe, chosen, reason)
         if not isinstance(skip, (str, tuple, list, set, frozenset)):
             raise OptionError(f"skip is {skip!r}, module paths or globs such as 'model.layers.0*' are needed")
         globs = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -93,7 +93,7 @@ class Options:
         return cls(chosen, reason, rules, recipe, globs, **flags)
 
     @staticmethod
-    def _check_recipe(recipe: Any, backend: Any, reason: str, compiled: bool | str) -> None:
+    def _check_recipe(recipe: Any, backend: Any, reason: str) -> None:
         named = recipe.recipe if isinstance(recipe, PrecisionPlan) else recipe
         if named is None:
             if recipe is not None:
@@ -106,11 +106,6 @@ class Options:
         if not backend.HAS_KERNELS:
             raise OptionError(
                 f"recipe is {named!r}, it needs backend='te' and this is {reason}: leave recipe=None"
-            )
-        if compiled:
-            raise OptionError(
-                f"compile is {compiled!r} and recipe is {named!r}: TE's modules break compiled graphs and "
-                "its precision is lost in them, leave one of the two"
             )
         try:
             backend.recipe_of(named)

@@ -21,8 +21,8 @@ from te_transform.report.explain import explain_graphs
 from te_transform.report.report import Report
 
 _COMPILED = (
-    "compiled: inductor fuses norms, products and activations by itself, attention runs in the kernels of "
-    "the backend"
+    "compiled: inductor fuses norms and activations by itself, attention and products in FP8 run in the "
+    "kernels of the backend"
 )
 
 
@@ -45,7 +45,8 @@ def compose(
         reasons: what dynamo said of code that it does not capture.
     """
     largest = max((plan for _, plan in plans), key=lambda plan: len(plan.canonical.nodes), default=None)
-    on_te = options.backend.HAS_KERNELS and not options.compile
+    has_kernels, compiled = options.backend.HAS_KERNELS, bool(options.compile)
+    by_size = has_kernels and (precision is not None or not compiled)
     return Report(
         type(model).__name__,
         tuple(_outcomes(plans, {path for path, _ in model.named_modules()})),
@@ -53,13 +54,13 @@ def compose(
         snapshot(largest.canonical) if largest else fx.Graph(),
         (
             options.backend_reason,
-            *(_sizes(plans, precision) if on_te else ()),
-            *([_COMPILED] if options.compile else ()),
+            *(_sizes(plans, precision) if by_size else ()),
+            *([_COMPILED] if compiled else ()),
             *notes,
         ),
         tuple(explain_graphs(((path, plan.captured) for path, plan in plans), reasons)),
         precision,
-        memory=predict(plans, model.parameters(), inputs, precision) if on_te else None,
+        memory=None if compiled or not has_kernels else predict(plans, model.parameters(), inputs, precision),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from te_transform.backends.joined import transformed
+from te_transform.backends.tracing import transformed
 from te_transform.canonicalize import written
 from te_transform.graph.nodes import name_in_model
 from te_transform.plan.match import Plan, Site
@@ -63,9 +63,11 @@ class CapturedGraph:
         """Let these sites run as they were captured, and all others fused."""
         self.disabled = frozenset(sites)
         self.run: Callable[..., Any] = lower(self.plan, self.owner.apart, self.disabled).forward
-        mode, failures = self.owner.options.compile, self.owner.failures
+        options, owner = self.owner.options, self.owner
         self.compiled = (
-            CompiledGraph(self.plan, self.disabled, mode, self.run, failures) if mode else None
+            CompiledGraph(self.plan, owner.apart, self.disabled, options, self.run, owner.failures)
+            if options.compile
+            else None
         )
 
     def __call__(self, *arguments: Any) -> Any:

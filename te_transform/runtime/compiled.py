@@ -1,30 +1,35 @@
 """A captured graph that inductor compiles.
 
-Attention runs in the kernels that an eager call would choose; norms, products and activations stay as they
-were captured, for inductor fuses them by itself, and on an H100 separate products of q, k and v are faster
-there than a joined one, whose gradient it would have to put together. What a mask is gets looked at before
-the compiled graph runs.
+Attention runs in the kernels that an eager call would choose, products of a recipe in FP8. All else stays as
+it was captured, for inductor fuses it by itself, and on an H100 separate products of q, k and v are faster
+there in bf16 than a joined one, whose gradient it would have to put together. What a mask is gets looked at
+before the compiled graph runs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch import config as functorch
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.backends import plain
-from te_transform.backends.limits import compiling
+from te_transform.backends.joined import Join
 from te_transform.backends.masks import Mask
+from te_transform.backends.running import in_recipe
+from te_transform.backends.tracing import compiling
 from te_transform.canonicalize import written
 from te_transform.graph import edit
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Plan, Site
-from te_transform.runtime.lower import lower
+from te_transform.plan.options import Options
+from te_transform.runtime.lower import Apart, lower
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +40,15 @@ MOST = 8
 class CompiledGraph:
     """What runs in the place of a captured graph.
 
-    Dynamo guards what the graph was captured with; what it leaves open is part of the key of a compilation:
-    sizes that vary, what the masks turn out to be, and which arguments share memory that is written to.
+    A call in a recipe runs uncompiled while products take their first scales from it; the first of its kind
+    shows which of them run in FP8. So do calls in which TE's own modules keep more than scales: of
+    checkpoints, and of accumulate().
 
     Args:
         plan: of the captured graph.
+        apart: where groups are noted that a call finds apart, see Join.
         without: its sites that run as they were captured.
-        mode: of torch.compile; True for its default.
+        options: of the conversion.
         uncompiled: runs where the compiler fails, or was called too often.
         failures: gets a sentence for that.
     """
@@ -49,38 +56,76 @@ class CompiledGraph:
     def __init__(
         self,
         plan: Plan,
-        without: frozenset[Site],
-        mode: bool | str,
+        apart: Apart,
+        without: Collection[Site],
+        options: Options,
         uncompiled: Callable[..., Any],
         failures: list[str],
     ):
-        others = {site for site in plan.sites if not isinstance(site.fused, plain.DotProductAttention)}
-        self.lowered = lower(plan, [], without | others)
-        self.options = list_mode_options("default" if mode is True else mode)
+        self.plan, self.apart, self.without, self.backend = plan, apart, frozenset(without), options.backend
+        self.mode = list_mode_options("default" if options.compile is True else options.compile)
         self.uncompiled, self.failures = uncompiled, failures
-        placeholders = [node for node in self.lowered.graph.nodes if node.op == "placeholder"]
-        self.masks = [node for node in self.lowered.graph.nodes if self._is_mask(node)]
-        self.look, inputs = edit.extract(self.lowered, self.masks, ())
-        self.places = [placeholders.index(node) for node in inputs]
+        placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
+        names = [node.name for node in placeholders]
         self.varies = any(map(_varies, placeholders))
         self.writes = bool(written(plan.captured.graph))
-        self.runs: dict[tuple, Callable[..., Any] | None] = {}
-
-    def _is_mask(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and isinstance(self.lowered.get_submodule(node.target), Mask)
+        # the products that may run in FP8, each with the place of its first parameter
+        self.products = {
+            site: names.index(site.weights[0][0].meta["origin"])
+            for site in plan.sites
+            if site.weights and site not in self.without
+        } if options.recipe is not None else {}  # fmt: skip
+        self.in_fp8: dict[tuple, frozenset[Site]] = {}  # by kind of call
+        self.lowered: dict[frozenset[Site], _Lowered] = {}  # by what runs in FP8
 
     def __call__(self, *arguments: Any) -> Any:
-        masks = self.look(*(arguments[place] for place in self.places))
-        tensors = [mask for mask in masks if isinstance(mask, Tensor)]
-        answers = tuple(None if isinstance(mask, Tensor) else mask for mask in masks)
-        key = (answers, self._sizes(arguments), self._shared(arguments))
-        if key not in self.runs:
-            if len(self.runs) >= MOST:
+        recipe = self.backend.recipe_now() if self.products else None
+        scaling = None if recipe is None else self.backend.scaling_of(recipe)
+        if recipe is not None and scaling is None:
+            self._note(f"graphs run uncompiled, {type(recipe).__name__} has products in TE's modules alone")
+            return self.uncompiled(*arguments)
+        if self.products and _is_checkpointed():
+            return self.uncompiled(*arguments)
+        sites: frozenset[Site] = frozenset()
+        if scaling is not None:
+            told = [in_recipe(arguments[place], site.fused.in_fp8) for site, place in self.products.items()]
+            kind = (scaling, tuple(told), self._sizes(arguments))
+            if kind not in self.in_fp8:
+                return self._first(kind, arguments)
+            sites = self.in_fp8[kind]
+        lowered = self._lowered(sites)
+        known = lowered.look(arguments)
+        run = None if known is None else self._run(lowered, known, arguments, scaling)
+        if run is None:
+            return self.uncompiled(*arguments)
+        outputs = run(*arguments, *known.tensors)
+        if sites and torch.is_grad_enabled():
+            self.backend.update_scales_after_backward(outputs)
+        return outputs
+
+    def _run(
+        self, lowered: _Lowered, known: _Known, arguments: Sequence[Any], scaling: Any
+    ) -> Callable[..., Any] | None:
+        """What is compiled for such a call, now where this is the first; None where nothing is."""
+        key = (*known.key, scaling, self._sizes(arguments), self._shared(arguments))
+        if key not in lowered.runs:
+            if sum(len(each.runs) for each in self.lowered.values()) >= MOST:
                 self._note(f"a graph is compiled for {MOST} kinds of calls at most, others run uncompiled")
-                return self.uncompiled(*arguments)
-            self.runs[key] = self._compiled(masks, [*arguments, *tensors])
-        run = self.runs[key]
-        return self.uncompiled(*arguments) if run is None else run(*arguments, *tensors)
+                return None
+            lowered.runs[key] = self._compiled(lowered, known, arguments)
+        return lowered.runs[key]
+
+    def _first(self, kind: tuple, arguments: Sequence[Any]) -> Any:
+        """The first call of its kind: uncompiled, which shows what runs in FP8."""
+        outputs = self.uncompiled(*arguments)
+        inside = {site for site, told in zip(self.products, kind[1], strict=True) if told}
+        self.in_fp8[kind] = self._lowered(frozenset(inside)).ran_in_recipe(arguments)
+        return outputs
+
+    def _lowered(self, sites: frozenset[Site]) -> _Lowered:
+        if sites not in self.lowered:
+            self.lowered[sites] = _Lowered(self.plan, self.apart, self.without, sites)
+        return self.lowered[sites]
 
     def _sizes(self, arguments: Sequence[Any]) -> tuple:
         """What dynamo has left open: numbers, shapes and strides."""
@@ -96,16 +141,20 @@ class CompiledGraph:
         offsets = (a.storage_offset() if isinstance(a, Tensor) else None for a in arguments)
         return tuple(zip(map(storages.index, storages), offsets, strict=True))
 
-    def _compiled(self, masks: Sequence[Any], arguments: Sequence[Any]) -> Callable[..., Any] | None:
-        """The graph, compiled for calls with these masks and arguments; None where the compiler fails."""
-        graph = edit.with_known(self.lowered, dict(zip(self.masks, masks, strict=True)))
+    def _compiled(
+        self, lowered: _Lowered, known: _Known, arguments: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """The graph, compiled for calls with these arguments; None where the compiler fails."""
+        graph = lowered.with_known(known)
         # By these two the compiler knows graphs of dynamo's, whose nodes say which arguments stay where they
         # are from call to call: CUDA graphs would copy all parameters in each.
         graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
         log.info("compiling a graph of %d operations", len(graph.graph.nodes))
         token = compiling.set(True)
         try:
-            return compile_fx(graph, arguments, config_patches=self.options)
+            # quantized once more for the backward, a tensor would get the scales of the next step
+            with functorch.patch(activation_memory_budget=1.0):
+                return compile_fx(graph, [*arguments, *known.tensors], config_patches=self.mode)
         except Exception as error:
             said = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
             log.warning("a graph runs uncompiled, %s", said)
@@ -118,6 +167,111 @@ class CompiledGraph:
     def _note(self, sentence: str) -> None:
         if sentence not in self.failures:
             self.failures.append(sentence)
+
+
+class _Known:
+    """What is known of a call before the compiled graph runs.
+
+    Args:
+        values: of the nodes that are computed before.
+        states: of the calls of products in FP8; those that share a parameter share tensors.
+    """
+
+    def __init__(self, values: dict[fx.Node, Any], states: dict[fx.Node, Any]):
+        distinct: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            return distinct.setdefault(tensor.data_ptr(), tensor)
+
+        self.values, self.states = values, tree_map_only(Tensor, once, states)
+        self.tensors = [*(held for held in values.values() if isinstance(held, Tensor)), *distinct.values()]
+        answers = tuple(None if isinstance(held, Tensor) else held for held in values.values())
+        places = {id(tensor): place for place, tensor in enumerate(distinct.values())}
+        leaves = tree_leaves(self.states)
+        self.key = (answers, tuple(places[id(tensor)] for tensor in leaves), len(leaves))
+
+
+class _Lowered:
+    """The graph with attention, and with these products in FP8, and what is computed before it runs: masks,
+    and weights as the products read them."""
+
+    def __init__(
+        self, plan: Plan, apart: Apart, without: frozenset[Site], products: frozenset[Site]
+    ):
+        others = {
+            site
+            for site in plan.sites
+            if site not in products and not isinstance(site.fused, plain.DotProductAttention)
+        }
+        self.graph = lower(plan, apart, without | others)
+        self.runs: dict[tuple, Callable[..., Any] | None] = {}
+        nodes = list(self.graph.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        calls = {node.target: node for node in nodes if node.op == "call_module"}
+        self.products = {site: calls[site.name.replace(".", "_")] for site in products}
+        self.weights = {
+            site: [node.args[place] for place in site.fused.PRODUCTS] for site, node in self.products.items()
+        }
+        self.trained = {site: _is_trained(site, node) for site, node in self.products.items()}
+        masks = [node for node in nodes if isinstance(self._module(node), Mask)]
+        read = {node for held in self.weights.values() for node in held}
+        joins = {node for node in nodes if isinstance(self._module(node), Join)}
+        self.staying = sorted((read | joins) - {*placeholders})
+        self.before = [*masks, *self.staying]
+        self.compute, inputs = edit.extract(self.graph, self.before, ())
+        self.places = [placeholders.index(node) for node in inputs]
+        self.given = {node: placeholders.index(node) for node in read & {*placeholders}}
+
+    def _module(self, node: fx.Node) -> Any:
+        return self.graph.get_submodule(node.target) if node.op == "call_module" else None
+
+    def look(self, arguments: Sequence[Any]) -> _Known | None:
+        """What is known of a call; None where it has to run uncompiled."""
+        values = self._values(arguments)
+        states = {}
+        for site, node in self.products.items():
+            weights = self._weights(site, values, arguments)
+            trained = self.trained[site] and torch.is_grad_enabled()
+            state = site.fused.state_for(weights, node.args[-1] is not None, trained)
+            if state is None:
+                return None
+            states[node] = state
+        return _Known(values, states)
+
+    def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
+        """Those of the products whose last call did, with the weights of a call."""
+        values = self._values(arguments)
+        return frozenset(
+            site
+            for site, node in self.products.items()
+            if site.fused.ran_in_recipe(self._weights(site, values, arguments), node.args[-1] is not None)
+        )
+
+    def with_known(self, known: _Known) -> fx.GraphModule:
+        """The graph to compile."""
+        states = {node: {"state": state} for node, state in known.states.items()}
+        return edit.with_known(self.graph, known.values, self.staying, states)
+
+    def _values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
+        found = self.compute(*(arguments[place] for place in self.places))
+        return dict(zip(self.before, found, strict=True))
+
+    def _weights(self, site: Site, values: dict[fx.Node, Any], arguments: Sequence[Any]) -> list[Tensor]:
+        return [
+            values[node] if node in values else arguments[self.given[node]] for node in self.weights[site]
+        ]
+
+
+def _is_trained(site: Site, call: fx.Node) -> bool:
+    """Whether the product has a backward where gradients are recorded."""
+    nodes = (call.args[0], *(node for weight in site.weights for node in weight))
+    return any(value(node).requires_grad for node in nodes)
+
+
+def _is_checkpointed() -> bool:
+    """Whether the call is one that a checkpoint will repeat in a backward, or the repetition."""
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return saving or torch._C._current_graph_task_id() != -1
 
 
 def _varies(placeholder: fx.Node) -> bool:

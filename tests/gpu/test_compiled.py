@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import te_transform
+from te_transform.backends import limits
 from tests.conversions import ALL, run
 from tests.gpu.test_models import sample
 from tests.zoo import Inputs, tensors, zero_dropout
@@ -93,3 +94,23 @@ def overwrite_free_memory() -> None:
     held = [torch.full((2**size,), torch.nan, device="cuda") for size in range(8, 22) for _ in range(8)]
     torch.cuda.synchronize()
     del held
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+@pytest.mark.parametrize("mode", [True, "reduce-overhead"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_is_as_exact_as_uncompiled_in_fp8(name: str, mode: bool | str, recipe: str) -> None:
+    model, inputs = model_of(name), sample(name, seq=32)
+    options = {"backend": "te", "recipe": recipe, "verify": False}
+    with limits.small_calls_in_fp8:
+        eager = te_transform.convert(model, inputs, **options)
+        converted = te_transform.convert(model, inputs, compile=mode, **options)
+        exact = gradients(copy.deepcopy(model).double(), inputs)
+        for each in range(5):  # delayed scaling calibrates, CUDA graphs are warmed up, recorded, replayed
+            found, own = gradients(converted, inputs), gradients(eager, inputs)
+            assert error(found, exact) <= 1.1 * error(own, exact), each
+        wide = run(copy.deepcopy(model).double(), inputs)
+        for _ in range(4):
+            found, own = [out.clone() for out in run(converted, inputs)], run(eager, inputs)
+            assert error(found, wide) <= 1.1 * error(own, wide)
+    assert not any("uncompiled" in note for note in te_transform.report(converted).notes)

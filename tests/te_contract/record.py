@@ -43,7 +43,9 @@ FUNCTIONS = (
     "transformer_engine.pytorch.is_fp8_available",
     "transformer_engine.pytorch.is_fp8_block_scaling_available",
     "transformer_engine.pytorch.is_mxfp8_available",
+    "transformer_engine.pytorch.module.layernorm_mlp._act_func",
     "transformer_engine.pytorch.parallel_cross_entropy",
+    "transformer_engine.pytorch.tensor.float8_tensor.Float8Quantizer",
     "transformer_engine.pytorch.tensor.float8_tensor.Float8Tensor",
 )
 RECIPES = ("DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling")

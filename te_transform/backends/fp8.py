@@ -1,0 +1,322 @@
+"""Products in FP8 as operations that a compiler records: quantize both operands, multiply what they became.
+
+The operations of our own are those that quantize; products are PyTorch's `_scaled_mm`. On a GPU a backend's
+kernels run in their place. Scales and the largest values that were seen are tensors that the caller gives:
+delayed scaling belongs to whoever updates them between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_transform.backends import plain
+from te_transform.backends.quantized import scale_for
+
+ROWS = 16  # what the rows of a product have to be a multiple of, as its other sizes
+
+Quantized = tuple[Tensor, Tensor, Tensor]  # in FP8, its transpose or nothing, what both are multiplied by
+
+
+class State(NamedTuple):
+    """What the products of a call have beside their tensors.
+
+    `forward` has the scales of delayed scaling [3 a product: input, weight, output] and the largest values
+    that they are made of [length of the history, the same]; `backward` those of gradients [2 a product: of
+    the output, of the input]. Both are empty where each tensor is scaled by itself. `weights` are quantized
+    ones, where they are kept from call to call.
+    """
+
+    forward: tuple[Tensor, ...] = ()
+    backward: tuple[Tensor, ...] = ()
+    weights: tuple[Quantized, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a recipe of one scale a tensor quantizes the operands of products, and adds up.
+
+    `fast` says for a product forward, that of its input's gradient and that of its weight's gradient whether
+    the tensor cores' own accumulators will do, which keep fewer than 32 bits.
+    """
+
+    forward: torch.dtype
+    backward: torch.dtype
+    fast: tuple[bool, bool, bool]
+    delayed: bool  # whether scales are those of earlier steps; else those of the very tensor
+
+    def product(self, state: State) -> plain.Product:
+        """The products of one call, in their order."""
+        numbers = count()
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            number = next(numbers)
+            return _by_rows(lambda rows: _Product.apply(self, state, number, rows, weight, bias), x)
+
+        return product
+
+    def gated_mlp(
+        self, state: State, activation: str, x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor
+    ) -> Tensor:
+        """Two products without biases, x [..., in] -> [..., out], with a gated activation between them, by
+        TE's name for it, that is quantized where it is computed, and its gradient too; in delayed scaling
+        alone."""
+        return _by_rows(
+            lambda rows: _GatedMlp.apply(self, state, activation, rows, fc1_weight, fc2_weight), x
+        )
+
+    def weight(self, state: State, number: int, weight: Tensor, turned: bool) -> Sequence[Tensor]:
+        """A product's weight as quantized() gives it, or as it was kept."""
+        if state.weights:
+            return state.weights[number]
+        return self.quantized(weight, self.forward, state.forward, 3 * number + 1, turned)
+
+    def quantized(
+        self, x: Tensor, dtype: torch.dtype, scales: Sequence[Tensor], index: int, turned: bool
+    ) -> Quantized:
+        """x [rows, columns] in `dtype`, its transpose if asked for, and what both are to be multiplied by.
+
+        Args:
+            scales: of several tensors, and their history; none where the tensor is scaled by itself.
+            index: the tensor's own among them.
+        """
+        if self.delayed:
+            return _ops.quantize(x.contiguous(), *scales, index, dtype, turned)
+        scale = scale_for(x.detach().abs().amax().float(), torch.finfo(dtype).max)
+        return _ops.quantize(x.contiguous(), scale.reshape(1), None, 0, dtype, turned)
+
+
+def _by_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """compute() of x [..., in] as a matrix, of a number of rows that products take; [..., out]."""
+    rows = x.reshape(-1, x.shape[-1])
+    missing = -len(rows) % ROWS
+    if missing:
+        # the last row once more, and again: no number is larger, its gradient is zero
+        rows = torch.cat([rows, rows[-1:].expand(missing, -1)])
+    out = compute(rows)
+    return out[: len(out) - missing].reshape(*x.shape[:-1], -1)
+
+
+class _Product(torch.autograd.Function):
+    """y = x W^T + b of x [rows, in] and W [out, in]; with dx = g W and dW = g^T x, each of FP8 operands.
+
+    The tensor cores of Hopper sum over the last dimension of both operands, so whatever is read along the
+    other one is kept transposed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: Scaling,
+        state: State,
+        number: int,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        of_x, of_weight = ctx.needs_input_grad[3:5]
+        x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 3 * number, of_weight)
+        w8, w8_t, w_inverse = how.weight(state, number, weight, of_x)
+        ctx.save_for_backward(x8_t, x_inverse, w8_t, w_inverse)
+        # not saved: what a backward writes to would be taken for changed by the next product's
+        ctx.how, ctx.scales, ctx.number = how, state.backward, number
+        return _multiplied(x8, w8, x_inverse, w_inverse, bias, x.dtype, how.fast[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x8_t, x_inverse, w8_t, w_inverse = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[3:]
+        how, dtype = ctx.how, grad.dtype
+        dx = dw = None
+        if of_x or of_weight:
+            g8, g8_t, g_inverse = how.quantized(grad, how.backward, ctx.scales, 2 * ctx.number, of_weight)
+        if of_x:
+            dx = _multiplied(g8, w8_t, g_inverse, w_inverse, None, dtype, how.fast[1])
+        if of_weight:
+            dw = _multiplied(g8_t, x8_t, g_inverse, x_inverse, None, dtype, how.fast[2])
+        return None, None, None, dx, dw, grad.sum(0) if of_bias else None
+
+
+class _GatedMlp(torch.autograd.Function):
+    """y = a(x W1^T) W2^T; see _Product for what is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: Scaling,
+        state: State,
+        activation: str,
+        x: Tensor,
+        fc1: Tensor,
+        fc2: Tensor,
+    ) -> Tensor:
+        of_x, of_fc1, of_fc2 = ctx.needs_input_grad[3:]
+        x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 0, of_fc1)
+        fc1_8, fc1_8_t, fc1_inverse = how.weight(state, 0, fc1, of_x)
+        hidden = _multiplied(x8, fc1_8, x_inverse, fc1_inverse, None, x.dtype, how.fast[0])
+        a8, a8_t, a_inverse = _ops.activate(hidden, activation, *state.forward, 3, how.forward, of_fc2)
+        fc2_8, fc2_8_t, fc2_inverse = how.weight(state, 1, fc2, of_x or of_fc1)
+        ctx.save_for_backward(
+            x8_t, x_inverse, fc1_8_t, fc1_inverse, hidden, a8_t, a_inverse, fc2_8_t, fc2_inverse
+        )
+        ctx.how, ctx.scales, ctx.activation = how, state.backward, activation
+        return _multiplied(a8, fc2_8, a_inverse, fc2_inverse, None, x.dtype, how.fast[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x8_t, x_inverse, fc1_8_t, fc1_inverse, hidden, a8_t, a_inverse, fc2_8_t, fc2_inverse = (
+            ctx.saved_tensors
+        )
+        of_x, of_fc1, of_fc2 = ctx.needs_input_grad[3:]
+        how, dtype = ctx.how, grad.dtype
+        dx = dfc1 = dfc2 = None
+        g8, g8_t, g_inverse = how.quantized(grad, how.backward, ctx.scales, 2, of_fc2)
+        if of_fc2:
+            dfc2 = _multiplied(g8_t, a8_t, g_inverse, a_inverse, None, dtype, how.fast[2])
+        if of_x or of_fc1:
+            da = _multiplied(g8, fc2_8_t, g_inverse, fc2_inverse, None, dtype, how.fast[1])
+            h8, h8_t, h_inverse = _ops.activate_backward(
+                da, hidden, ctx.activation, *ctx.scales, 0, how.backward, of_fc1
+            )
+        if of_x:
+            dx = _multiplied(h8, fc1_8_t, h_inverse, fc1_inverse, None, dtype, how.fast[1])
+        if of_fc1:
+            dfc1 = _multiplied(h8_t, x8_t, h_inverse, x_inverse, None, dtype, how.fast[2])
+        return None, None, None, dx, dfc1, dfc2
+
+
+def _multiplied(
+    a: Tensor,
+    b: Tensor,
+    a_inverse: Tensor,
+    b_inverse: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """a [m, k] b [n, k]^T + bias."""
+    return torch._scaled_mm(a, b.t(), a_inverse, b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+
+
+# The operations
+
+
+def quantize(
+    x: Tensor, scales: Tensor, history: Tensor | None, index: int, dtype: torch.dtype, turned: bool
+) -> Quantized:
+    """x * scale in FP8, beyond its range the largest number there is.
+
+    Args:
+        x: [rows, columns], contiguous.
+        scales: [tensors], fp32.
+        history: [steps, tensors], fp32; in row 0 the largest absolute value of x is noted, if it is larger
+            than what stands there.
+        index: of x among the tensors.
+        dtype: float8_e4m3fn or float8_e5m2.
+        turned: whether the transpose is wanted too.
+
+    Returns:
+        x in FP8, its transpose [columns, rows] or nothing [0], and 1 / scale [1] in fp32.
+    """
+    if x.is_cuda and KERNELS:
+        return KERNELS["quantize"](x, scales, history, index, dtype, turned)
+    limit, wide = torch.finfo(dtype).max, x.float()
+    if history is not None:
+        history[0, index] = torch.maximum(history[0, index], wide.abs().amax())
+    scale = scales[index : index + 1]
+    held = (wide * scale).clamp(-limit, limit).to(dtype)
+    # PyTorch's copies know no FP8 on every device, but bytes
+    transposed = held.view(torch.uint8).t().contiguous().view(dtype) if turned else held.new_empty(0)
+    return held, transposed, 1 / scale
+
+
+def activate(
+    x: Tensor,
+    activation: str,
+    scales: Tensor,
+    history: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    turned: bool,
+) -> Quantized:
+    """quantize() of a gated activation of x [rows, 2 columns], by TE's name for it: [rows, columns]."""
+    if x.is_cuda and KERNELS:
+        return KERNELS["activate"](x, activation, scales, history, index, dtype, turned)
+    return quantize(plain.gated(activation, x.float()), scales, history, index, dtype, turned)
+
+
+def activate_backward(
+    grad: Tensor,
+    x: Tensor,
+    activation: str,
+    scales: Tensor,
+    history: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    turned: bool,
+) -> Quantized:
+    """quantize() of the gradient of x [rows, 2 columns], from that of its gated activation."""
+    if x.is_cuda and KERNELS:
+        return KERNELS["activate_backward"](grad, x, activation, scales, history, index, dtype, turned)
+    gate, other = x.float().chunk(2, -1)
+    activated = plain.gated(activation, torch.cat([gate, torch.ones_like(gate)], -1))
+    halves = grad.float() * _SLOPES[activation](gate) * other, grad.float() * activated
+    return quantize(torch.cat(halves, -1), scales, history, index, dtype, turned)
+
+
+def _sigmoids_slope(x: Tensor) -> Tensor:
+    return x.sigmoid() * (1 - x.sigmoid())
+
+
+# The derivatives of gated activations. Autograd knows nothing of what operations of a library do.
+_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "geglu": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh"),
+    "qgeglu": lambda x: (1.702 * x).sigmoid() + 1.702 * x * _sigmoids_slope(1.702 * x),
+    "swiglu": lambda x: x.sigmoid() + x * _sigmoids_slope(x),
+    "reglu": lambda x: (x > 0).float(),
+    "glu": _sigmoids_slope,
+}
+
+
+KERNELS: dict[str, Callable[..., Quantized]] = {}
+"""A backend's kernels for GPUs, by the names of these functions."""
+
+_REST = (
+    "Tensor scales, Tensor(a!){} history, int index, ScalarType dtype, bool turned) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+# torch.library.custom_op would take the CPU three times as long for each call
+_LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
+_LIBRARY.define("quantize(Tensor x, " + _REST.format("?"))
+_LIBRARY.define("activate(Tensor x, str activation, " + _REST.format(""))
+_LIBRARY.define("activate_backward(Tensor grad, Tensor x, str activation, " + _REST.format(""))
+for _function in (quantize, activate, activate_backward):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_function.__name__, _function, _key)
+_ops = torch.ops.te_transform
+
+
+@torch.library.register_fake("te_transform::quantize")
+@torch.library.register_fake("te_transform::activate_backward")
+def _like_the_last(*arguments: Any) -> Quantized:
+    *_, x, scales, _, _, dtype, turned = (each for each in arguments if not isinstance(each, str))
+    return _made(x, x.shape, scales, dtype, turned)
+
+
+@torch.library.register_fake("te_transform::activate")
+def _half(
+    x: Tensor, activation: str, scales: Tensor, history: Tensor, index: int, dtype: torch.dtype, turned: bool
+) -> Quantized:
+    return _made(x, (x.shape[0], x.shape[1] // 2), scales, dtype, turned)
+
+
+def _made(
+    x: Tensor, shape: Sequence[int], scales: Tensor, dtype: torch.dtype, turned: bool
+) -> Quantized:
+    transposed = x.new_empty(shape[::-1] if turned else (0,), dtype=dtype)
+    return x.new_empty(shape, dtype=dtype), transposed, scales.new_empty(1)

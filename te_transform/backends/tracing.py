@@ -1,0 +1,25 @@
+"""Who runs a call: a compiler or a tracer, which record what it computes, or a function transform."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+import torch
+from torch.autograd import forward_ad
+
+compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+"""A captured graph is being compiled: what ops compute is recorded, on tensors without memory."""
+
+
+def traced() -> bool:
+    """Whether a compiler, a tracer or a function transform runs the call: they understand plain PyTorch
+    best."""
+    return compiling.get() or torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+
+
+def transformed() -> bool:
+    """Whether a function transform of torch.func or forward-mode differentiation is on.
+
+    Views into memory and hand-made backwards have no meaning in there.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
