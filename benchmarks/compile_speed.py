@@ -1,12 +1,12 @@
 """Compiled models: a Hugging Face Llama by convert(..., compile=...) against torch.compile of the original,
 bf16 training steps, on a Hopper GPU.
 
-    python benchmarks/compile_speed.py [--only 768 8B] [--seconds 3.0] [--json PATH]
+    python benchmarks/compile_speed.py [--only 768 8B] [--recipe fp8-delayed] [--seconds 3.0] [--json PATH]
 
 Each line compares the two in one process, by turns, and gives the median ratio of neighbors with its
 quartiles. The original is compiled twice: as it is, with the mask that transformers makes of numbers while it
-is traced, and with the function that makes it patched to make none, which is the best that others do. Nothing
-is asserted.
+is traced, and with the function that makes it patched to make none, which is the best that others do. With a
+recipe the comparison is with the same conversion, uncompiled. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", default=[*SHAPES], choices=SHAPES, help="widths")
     parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="of torch.compile")
+    parser.add_argument("--recipe", default=None, help="of both conversions")
     parser.add_argument("--masked", action="store_true", help="compare with the original as it is, too")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each line")
     parser.add_argument("--json", default="", help="write the rows to this file too")
@@ -56,28 +57,33 @@ def main() -> None:
     for name in asked.only:
         for mode in asked.modes:
             for masked in (False, True)[: 1 + asked.masked]:
-                rows.append(_row(name, mode, masked, asked.seconds))
+                rows.append(_row(name, mode, asked.recipe, masked, asked.seconds))
                 print(rows[-1], flush=True)
     if asked.json:
         Path(asked.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
     Console(width=120).print(_table(rows))
 
 
-def _row(name: str, mode: str, masked: bool, seconds: float) -> dict[str, Any]:
+def _row(name: str, mode: str, recipe: str | None, masked: bool, seconds: float) -> dict[str, Any]:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
     original, ids = _llama(name)
-    options = {"backend": "te", "compile": MODES[mode], "verify": False}
-    converted = te_transform.convert(original, _inputs(ids), **options)
-    original.compile(mode=mode)
+    options = {"backend": "te", "recipe": recipe, "verify": False}
+    converted = te_transform.convert(original, _inputs(ids), compile=MODES[mode], **options)
+    if recipe is None:
+        original.compile(mode=mode)
+    else:
+        original = te_transform.convert(original, _inputs(ids), inplace=True, **options)
     calls = [
-        _step(original, ids, contextlib.nullcontext if masked else _no_mask),
+        _step(original, ids, contextlib.nullcontext if masked or recipe else _no_mask),
         _step(converted, ids, contextlib.nullcontext),
     ]
+    for call in calls * 2:  # delayed scaling takes its scales from the first, which runs uncompiled
+        call()
     ratio = measure.interleaved(*calls, seconds=seconds)
     peaks = {f"peak {who}, MiB": _peak(call) for who, call in zip(("theirs", "ours"), calls, strict=True)}
-    return {"shape": name, "mode": mode, "mask": masked} | asdict(ratio) | peaks
+    return {"shape": name, "mode": mode, "recipe": recipe, "mask": masked} | asdict(ratio) | peaks
 
 
 def _llama(name: str) -> tuple[nn.Module, Tensor]:
@@ -134,7 +140,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             row["shape"],
             row["mode"],
-            "the original" if row["mask"] else "no mask",
+            f"{row['recipe']}, uncompiled" if row["recipe"] else "the original" if row["mask"] else "no mask",
             f"{1e3 * row['one']:.2f}",
             f"{1e3 * row['other']:.2f}",
             f"{row['ratio']:.3f}",
