@@ -108,6 +108,17 @@ def test_what_the_compiler_fails_on_runs_uncompiled(monkeypatch: pytest.MonkeyPa
     assert "a graph runs uncompiled, NotImplementedError: no kernel" in notes
 
 
+def test_a_compiler_that_fails_within_a_transform_leaves_none_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        torch._C._functorch._grad_increment_nesting()
+        raise NotImplementedError
+
+    monkeypatch.setattr(compiled, "compile_fx", fail)
+    pair = compiled_pair(Block)
+    pair.agree()
+    assert torch._C._functorch.peek_interpreter_stack() is None
+
+
 class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -144,6 +144,20 @@ class Repeated(nn.Module):
         return x
 
 
+class Differentiates(Block):
+    """A forward that computes a gradient, beside one that does not."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), torch.func.grad(lambda z: self.mlp(self.norm(z)).sum())(x)
+
+
+def test_products_within_a_transform_run_in_their_own_dtype(te: ModuleType) -> None:
+    pair = of_module(Differentiates)
+    for _ in range(4):
+        pair.hold(trained)
+    assert not pair.notes
+
+
 @pytest.mark.parametrize("build", [Shared, Repeated])
 def test_products_that_share_a_state_or_a_graph(te: ModuleType, build: type[nn.Module]) -> None:
     pair = of_module(build)
@@ -207,6 +221,16 @@ def test_weights_are_quantized_once_in_evaluation(te: ModuleType, monkeypatch: p
     assert quantized == [1, 4]
     with torch.inference_mode():
         pair.hold(served)
+
+
+def test_training_goes_on_where_inference_mode_began(te: ModuleType) -> None:
+    pair = of_module(Block)
+    for _ in range(3):
+        with torch.inference_mode():
+            pair.hold(run)
+    for _ in range(3):
+        pair.hold(trained)
+    assert not pair.notes
 
 
 def test_what_tes_modules_keep_more_for_runs_uncompiled(

@@ -171,6 +171,18 @@ def test_what_is_raised_leaves_the_recipe() -> None:
     assert torch.equal(answer(fused), expected)
 
 
+@pytest.mark.parametrize("differentiate", [torch.func.jacfwd, torch.func.hessian])
+def test_function_transforms_update_no_scales(differentiate: Callable) -> None:
+    model = net()
+    fused = converted("fp8-delayed", model)
+    for _ in range(2):
+        step(fused)
+    expected, found = (
+        differentiate(lambda x, of=of: of.eval()(x).square().sum())(inputs()[:1, :2]) for of in (model, fused)
+    )
+    assert distance(found, expected) < 0.02
+
+
 def test_revert_leaves_the_recipe() -> None:
     model = net()
     expected = answer(model)

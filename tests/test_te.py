@@ -336,6 +336,17 @@ def test_evaluation_needs_no_gradients_scales_and_training_asks_for_them(te: Mod
         assert sum(case.op.plain_calls.values()) == expected
 
 
+def test_training_goes_on_where_inference_mode_began(te: ModuleType) -> None:
+    case, recipe = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed")
+    for _ in range(2):
+        with te.autocast(recipe), torch.inference_mode():
+            case.op(X, *case.tensors)
+    for _ in range(3):
+        with te.autocast(recipe):
+            case.step(case.op, X)
+    assert sum(case.op.plain_calls.values()) == 2  # in which scales were taken, without gradients and with
+
+
 def test_a_product_whose_gradient_was_nothing_has_a_scale_of_one(te: ModuleType) -> None:
     case, recipe = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed")
     with te.autocast(recipe):

@@ -37,7 +37,7 @@ from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.quantized import Quantized, exact, is_quantized, scale_for
 from te_transform.backends.running import in_recipe, is_evaluating, stamp_of
 from te_transform.backends.scales import Seen
-from te_transform.backends.tracing import traced
+from te_transform.backends.tracing import traced, transformed
 from te_transform.backends.twice import differentiable_once, differentiable_twice
 
 try:
@@ -273,7 +273,7 @@ class _Kernel:
         """TE's tensor of the bytes that a weight is held in, within a recipe; it keeps the transpose."""
         bytes_now = weight.held.data_ptr(), weight.held._version
         if number not in self.tensors or self.tensors[number][0] != bytes_now:
-            self.module.init_fp8_metadata(num_gemms=len(self.weights))
+            self._init_scales()
             quantizer = self.module._get_weight_quantizers()[number].copy()
             quantizer.internal = False
             quantizer.set_usage(rowwise=True, columnwise=False)
@@ -288,6 +288,11 @@ class _Kernel:
             self.tensors[number] = bytes_now, made
         return self.tensors[number][1]
 
+    def _init_scales(self) -> None:
+        """Let the module have tensors for scales, if it has none."""
+        with torch.inference_mode(False):  # later steps write to them
+            self.module.init_fp8_metadata(num_gemms=len(self.weights))
+
     def give_scales(self, recipe: Any, gradients: bool) -> None:
         """Give the module its first scales of delayed scaling, in TE's order.
 
@@ -295,7 +300,7 @@ class _Kernel:
         """
         limits, products = recipe.fp8_format.value, list(enumerate(self.seen.products))
         if self.seen.is_new("forward"):
-            self.module.init_fp8_metadata(num_gemms=len(products))
+            self._init_scales()
             amaxes = {3 * i: product.input for i, product in products}
             amaxes |= {3 * i + 1: product.weight for i, product in products}
             _set_scales(self.module.fp8_meta["scaling_fwd"], amaxes, limits.max_fwd, recipe)
@@ -308,7 +313,7 @@ class _Kernel:
         nothing: the next forward may come before this one's backward."""
         state = fp8.State()
         if is_delayed(recipe):
-            self.module.init_fp8_metadata(num_gemms=len(weights))
+            self._init_scales()
             meta = self.module.fp8_meta
             _State.add_fp8_tensors_to_global_buffer(meta)
             forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
@@ -389,7 +394,7 @@ class _Product(FusedOp):
         self, x: Tensor, *tensors: Tensor | None, state: fp8.State | None = None
     ) -> Tensor:
         """x [..., in] -> [..., out]; with a `state` for a compiler, in FP8, see state_for()."""
-        if state is not None:
+        if state is not None and not transformed():
             return self._recorded(scaling_of(_State.get_fp8_recipe()), state, x, tensors)
         if traced():
             return self._plainly(plain.product, x, tensors)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch import config as functorch
+from torch._C import _functorch as functorch
+from torch._dynamo.convert_frame import compile_lock
+from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -109,11 +111,18 @@ class CompiledGraph:
         """What is compiled for such a call, now where this is the first; None where nothing is."""
         key = (*known.key, scaling, self._sizes(arguments), self._shared(arguments))
         if key not in lowered.runs:
-            if sum(len(each.runs) for each in self.lowered.values()) >= MOST:
-                self._note(f"a graph is compiled for {MOST} kinds of calls at most, others run uncompiled")
-                return None
+            with compile_lock:  # compilers keep what they do in variables that all threads share
+                self._compile(key, lowered, known, arguments)
+        return lowered.runs.get(key)
+
+    def _compile(self, key: tuple, lowered: _Lowered, known: _Known, arguments: Sequence[Any]) -> None:
+        """Compile the graph for such calls, unless another thread has, or for too many others."""
+        if key in lowered.runs:
+            return
+        if sum(len(each.runs) for each in self.lowered.values()) < MOST:
             lowered.runs[key] = self._compiled(lowered, known, arguments)
-        return lowered.runs[key]
+        else:
+            self._note(f"a graph is compiled for {MOST} kinds of calls at most, others run uncompiled")
 
     def _first(self, kind: tuple, arguments: Sequence[Any]) -> Any:
         """The first call of its kind: uncompiled, which shows what runs in FP8."""
@@ -150,12 +159,14 @@ class CompiledGraph:
         # are from call to call: CUDA graphs would copy all parameters in each.
         graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
         log.info("compiling a graph of %d operations", len(graph.graph.nodes))
-        token = compiling.set(True)
+        token, depth = compiling.set(True), functorch.get_dynamic_layer_stack_depth()
         try:
             # quantized once more for the backward, a tensor would get the scales of the next step
-            with functorch.patch(activation_memory_budget=1.0):
+            with functorch_config.patch(activation_memory_budget=1.0):
                 return compile_fx(graph, [*arguments, *known.tensors], config_patches=self.mode)
         except Exception as error:
+            # transforms of torch.func are entered and left by operations of the graph
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
             said = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
             log.warning("a graph runs uncompiled, %s", said)
             log.debug("where that came from", exc_info=error)

@@ -15,6 +15,7 @@ from torch import nn
 from te_transform.backends.joined import state_of
 from te_transform.backends.limits import small_calls_in_fp8
 from te_transform.backends.running import forget_weights, running
+from te_transform.backends.tracing import transformed
 
 
 @dataclass(eq=False)
@@ -43,9 +44,9 @@ class Precision:
 
         TE ends a step of delayed scaling where the outermost autocast ends. So a forward within another one
         does not enter it again, nor one that a checkpoint repeats within a backward: there each op knows
-        what it did.
+        what it did. Under function transforms no op runs in a recipe, and TE could update no scales.
         """
-        if self.entered or torch._C._current_graph_task_id() != -1:
+        if self.entered or torch._C._current_graph_task_id() != -1 or transformed():
             yield
             return
         from te_transform.backends import te
