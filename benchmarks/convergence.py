@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.report.console import progress
+from te_transform.runtime.console import progress
 from tests.models.nanogpt import GPT, GPTConfig
 
 BATCH, LENGTH = 16, 512

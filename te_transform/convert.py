@@ -25,10 +25,10 @@ from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import Options
 from te_transform.quantize import dequantize_weights
 from te_transform.report.compose import compose
-from te_transform.report.console import progress
 from te_transform.report.report import Report
 from te_transform.runtime.calibrate import calibrate
 from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.console import progress
 from te_transform.runtime.converted import (
     Converted,
     blocks,

@@ -5,9 +5,11 @@ compiler. tests/gpu runs what inductor makes of them.
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -117,6 +119,20 @@ def test_a_compiler_that_fails_within_a_transform_leaves_none_on(monkeypatch: py
     pair = compiled_pair(Block)
     pair.agree()
     assert torch._C._functorch.peek_interpreter_stack() is None
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("screen", [Terminal, StringIO])
+def test_compiling_shows_on_a_terminal_alone(
+    screen: type[StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", shown := screen())
+    compiled_pair(Block).agree()
+    assert ("te_transform: compiling a graph of" in shown.getvalue()) == (screen is Terminal)
 
 
 class Seen(TorchDispatchMode):

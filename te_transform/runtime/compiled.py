@@ -31,6 +31,7 @@ from te_transform.graph import edit
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
+from te_transform.runtime.console import status
 from te_transform.runtime.lower import Apart, lower
 
 log = logging.getLogger(__name__)
@@ -158,11 +159,12 @@ class CompiledGraph:
         # By these two the compiler knows graphs of dynamo's, whose nodes say which arguments stay where they
         # are from call to call: CUDA graphs would copy all parameters in each.
         graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
-        log.info("compiling a graph of %d operations", len(graph.graph.nodes))
+        doing = f"compiling a graph of {len(graph.graph.nodes)} operations"
+        log.info(doing)
         token, depth = compiling.set(True), functorch.get_dynamic_layer_stack_depth()
         try:
             # quantized once more for the backward, a tensor would get the scales of the next step
-            with functorch_config.patch(activation_memory_budget=1.0):
+            with status(doing), functorch_config.patch(activation_memory_budget=1.0):
                 return compile_fx(graph, [*arguments, *known.tensors], config_patches=self.mode)
         except Exception as error:
             # transforms of torch.func are entered and left by operations of the graph

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.preserve import preserved
-from te_transform.report.console import progress
+from te_transform.runtime.console import progress
 from te_transform.runtime.converted import original_forward
 from te_transform.verify.bisect import Called, bisect_failures, conversions, watched
 from te_transform.verify.compare import DRAWS, FP8_DRAWS, Contenders, OriginalError, Row, judge

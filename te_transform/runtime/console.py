@@ -1,10 +1,11 @@
-"""A progress bar on a terminal, nothing elsewhere."""
+"""What long work shows on a terminal; nothing elsewhere."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import track
@@ -16,3 +17,8 @@ def progress(items: Collection[T], doing: str) -> Iterator[T]:
     """The items, one by one, with a bar on stderr if a person is watching."""
     console, watched = Console(stderr=True), sys.stderr.isatty()
     yield from track(items, f"te_transform: {doing}", console=console, disable=not watched, transient=True)
+
+
+def status(doing: str) -> AbstractContextManager[Any]:
+    """A moving line on stderr meanwhile, if a person is watching."""
+    return Console(stderr=True).status(f"te_transform: {doing}") if sys.stderr.isatty() else nullcontext()
