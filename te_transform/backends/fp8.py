@@ -1,8 +1,8 @@
 """Products in FP8 as operations that a compiler records: quantize both operands, multiply what they became.
 
-The operations of our own are those that quantize; products are PyTorch's `_scaled_mm`. On a GPU a backend's
-kernels run in their place. Scales and the largest values that were seen are tensors that the caller gives:
-delayed scaling belongs to whoever updates them between steps.
+Those that quantize are our own, see fp8_ops.py; products are PyTorch's `_scaled_mm`. Scales and the largest
+values that were seen are tensors that the caller gives: delayed scaling belongs to whoever updates them
+between steps.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from te_transform.backends import plain
+from te_transform.backends.fp8_ops import InFP8, ops
 from te_transform.backends.quantized import scale_for
 
 ROWS = 16  # what the rows of a product have to be a multiple of, as its other sizes
-
-Quantized = tuple[Tensor, Tensor, Tensor]  # in FP8, its transpose or nothing, what both are multiplied by
 
 
 class State(NamedTuple):
@@ -34,7 +33,7 @@ class State(NamedTuple):
 
     forward: tuple[Tensor, ...] = ()
     backward: tuple[Tensor, ...] = ()
-    weights: tuple[Quantized, ...] = ()
+    weights: tuple[InFP8, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Scaling:
 
     def quantized(
         self, x: Tensor, dtype: torch.dtype, scales: Sequence[Tensor], index: int, turned: bool
-    ) -> Quantized:
+    ) -> InFP8:
         """x [rows, columns] in `dtype`, its transpose if asked for, and what both are to be multiplied by.
 
         Args:
@@ -86,9 +85,9 @@ class Scaling:
             index: the tensor's own among them.
         """
         if self.delayed:
-            return _ops.quantize(x.contiguous(), *scales, index, dtype, turned)
+            return ops.quantize(x.contiguous(), *scales, index, dtype, turned)
         scale = scale_for(x.detach().abs().amax().float(), torch.finfo(dtype).max)
-        return _ops.quantize(x.contiguous(), scale.reshape(1), None, 0, dtype, turned)
+        return ops.quantize(x.contiguous(), scale.reshape(1), None, 0, dtype, turned)
 
 
 def _by_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -159,7 +158,7 @@ class _GatedMlp(torch.autograd.Function):
         x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 0, of_fc1)
         fc1_8, fc1_8_t, fc1_inverse = how.weight(state, 0, fc1, of_x)
         hidden = _multiplied(x8, fc1_8, x_inverse, fc1_inverse, None, x.dtype, how.fast[0])
-        a8, a8_t, a_inverse = _ops.activate(hidden, activation, *state.forward, 3, how.forward, of_fc2)
+        a8, a8_t, a_inverse = ops.activate(hidden, activation, *state.forward, 3, how.forward, of_fc2)
         fc2_8, fc2_8_t, fc2_inverse = how.weight(state, 1, fc2, of_x or of_fc1)
         ctx.save_for_backward(
             x8_t, x_inverse, fc1_8_t, fc1_inverse, hidden, a8_t, a_inverse, fc2_8_t, fc2_inverse
@@ -180,7 +179,7 @@ class _GatedMlp(torch.autograd.Function):
             dfc2 = _multiplied(g8_t, a8_t, g_inverse, a_inverse, None, dtype, how.fast[2])
         if of_x or of_fc1:
             da = _multiplied(g8, fc2_8_t, g_inverse, fc2_inverse, None, dtype, how.fast[1])
-            h8, h8_t, h_inverse = _ops.activate_backward(
+            h8, h8_t, h_inverse = ops.activate_backward(
                 da, hidden, ctx.activation, *ctx.scales, 0, how.backward, of_fc1
             )
         if of_x:
@@ -201,122 +200,3 @@ def _multiplied(
 ) -> Tensor:
     """a [m, k] b [n, k]^T + bias."""
     return torch._scaled_mm(a, b.t(), a_inverse, b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast)
-
-
-# The operations
-
-
-def quantize(
-    x: Tensor, scales: Tensor, history: Tensor | None, index: int, dtype: torch.dtype, turned: bool
-) -> Quantized:
-    """x * scale in FP8, beyond its range the largest number there is.
-
-    Args:
-        x: [rows, columns], contiguous.
-        scales: [tensors], fp32.
-        history: [steps, tensors], fp32; in row 0 the largest absolute value of x is noted, if it is larger
-            than what stands there.
-        index: of x among the tensors.
-        dtype: float8_e4m3fn or float8_e5m2.
-        turned: whether the transpose is wanted too.
-
-    Returns:
-        x in FP8, its transpose [columns, rows] or nothing [0], and 1 / scale [1] in fp32.
-    """
-    if x.is_cuda and KERNELS:
-        return KERNELS["quantize"](x, scales, history, index, dtype, turned)
-    limit, wide = torch.finfo(dtype).max, x.float()
-    if history is not None:
-        history[0, index] = torch.maximum(history[0, index], wide.abs().amax())
-    scale = scales[index : index + 1]
-    held = (wide * scale).clamp(-limit, limit).to(dtype)
-    # PyTorch's copies know no FP8 on every device, but bytes
-    transposed = held.view(torch.uint8).t().contiguous().view(dtype) if turned else held.new_empty(0)
-    return held, transposed, 1 / scale
-
-
-def activate(
-    x: Tensor,
-    activation: str,
-    scales: Tensor,
-    history: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    turned: bool,
-) -> Quantized:
-    """quantize() of a gated activation of x [rows, 2 columns], by TE's name for it: [rows, columns]."""
-    if x.is_cuda and KERNELS:
-        return KERNELS["activate"](x, activation, scales, history, index, dtype, turned)
-    return quantize(plain.gated(activation, x.float()), scales, history, index, dtype, turned)
-
-
-def activate_backward(
-    grad: Tensor,
-    x: Tensor,
-    activation: str,
-    scales: Tensor,
-    history: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    turned: bool,
-) -> Quantized:
-    """quantize() of the gradient of x [rows, 2 columns], from that of its gated activation."""
-    if x.is_cuda and KERNELS:
-        return KERNELS["activate_backward"](grad, x, activation, scales, history, index, dtype, turned)
-    gate, other = x.float().chunk(2, -1)
-    activated = plain.gated(activation, torch.cat([gate, torch.ones_like(gate)], -1))
-    halves = grad.float() * _SLOPES[activation](gate) * other, grad.float() * activated
-    return quantize(torch.cat(halves, -1), scales, history, index, dtype, turned)
-
-
-def _sigmoids_slope(x: Tensor) -> Tensor:
-    return x.sigmoid() * (1 - x.sigmoid())
-
-
-# The derivatives of gated activations. Autograd knows nothing of what operations of a library do.
-_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh"),
-    "qgeglu": lambda x: (1.702 * x).sigmoid() + 1.702 * x * _sigmoids_slope(1.702 * x),
-    "swiglu": lambda x: x.sigmoid() + x * _sigmoids_slope(x),
-    "reglu": lambda x: (x > 0).float(),
-    "glu": _sigmoids_slope,
-}
-
-
-KERNELS: dict[str, Callable[..., Quantized]] = {}
-"""A backend's kernels for GPUs, by the names of these functions."""
-
-_REST = (
-    "Tensor scales, Tensor(a!){} history, int index, ScalarType dtype, bool turned) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-# torch.library.custom_op would take the CPU three times as long for each call
-_LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
-_LIBRARY.define("quantize(Tensor x, " + _REST.format("?"))
-_LIBRARY.define("activate(Tensor x, str activation, " + _REST.format(""))
-_LIBRARY.define("activate_backward(Tensor grad, Tensor x, str activation, " + _REST.format(""))
-for _function in (quantize, activate, activate_backward):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_function.__name__, _function, _key)
-_ops = torch.ops.te_transform
-
-
-@torch.library.register_fake("te_transform::quantize")
-@torch.library.register_fake("te_transform::activate_backward")
-def _like_the_last(*arguments: Any) -> Quantized:
-    *_, x, scales, _, _, dtype, turned = (each for each in arguments if not isinstance(each, str))
-    return _made(x, x.shape, scales, dtype, turned)
-
-
-@torch.library.register_fake("te_transform::activate")
-def _half(
-    x: Tensor, activation: str, scales: Tensor, history: Tensor, index: int, dtype: torch.dtype, turned: bool
-) -> Quantized:
-    return _made(x, (x.shape[0], x.shape[1] // 2), scales, dtype, turned)
-
-
-def _made(
-    x: Tensor, shape: Sequence[int], scales: Tensor, dtype: torch.dtype, turned: bool
-) -> Quantized:
-    transposed = x.new_empty(shape[::-1] if turned else (0,), dtype=dtype)
-    return x.new_empty(shape, dtype=dtype), transposed, scales.new_empty(1)

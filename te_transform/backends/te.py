@@ -24,6 +24,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Flo
 
 from te_transform.backends import fp8, plain
 from te_transform.backends.cudnn import DotProductAttention
+from te_transform.backends.fp8_ops import KERNELS, InFP8
 from te_transform.backends.gradients import Gradients, gradients_of
 from te_transform.backends.joined import Source, state_of, watched
 from te_transform.backends.limits import (
@@ -134,7 +135,7 @@ def _in_fp8(
     index: int,
     dtype: torch.dtype,
     turned: bool,
-) -> fp8.Quantized:
+) -> InFP8:
     """What one kernel computes, casts, transposes and looks through for its largest value."""
     amax = torch.empty_like(scales) if history is None else history[0]
     quantizer = Float8Quantizer(
@@ -154,18 +155,16 @@ def _in_fp8(
     return rows, transposed.view(dtype), held["fp8_scale_inv"]
 
 
-def _quantize(x: Tensor, *where: Any) -> fp8.Quantized:
+def _quantize(x: Tensor, *where: Any) -> InFP8:
     return _in_fp8(lambda quantizer: quantizer(x), *where)
 
 
-def _activate(x: Tensor, activation: str, *where: Any) -> fp8.Quantized:
+def _activate(x: Tensor, activation: str, *where: Any) -> InFP8:
     forward, _ = _functions_of(activation)
     return _in_fp8(partial(forward, x), *where)
 
 
-def _activate_backward(
-    grad: Tensor, x: Tensor, activation: str, *where: Any
-) -> fp8.Quantized:
+def _activate_backward(grad: Tensor, x: Tensor, activation: str, *where: Any) -> InFP8:
     _, backward = _functions_of(activation)
     return _in_fp8(partial(backward, grad, x), *where)
 
@@ -176,7 +175,7 @@ def _functions_of(activation: str) -> tuple[Callable[..., Any], ...]:
     return layernorm_mlp._act_func(activation, recipes.DelayedScaling())[:2]
 
 
-fp8.KERNELS.update(quantize=_quantize, activate=_activate, activate_backward=_activate_backward)
+KERNELS.update(quantize=_quantize, activate=_activate, activate_backward=_activate_backward)
 
 
 def update_scales_after_backward(outputs: Sequence[Any]) -> None:
@@ -214,7 +213,7 @@ class _Kernel:
         self.calibrating = False  # whether its last call was in its own dtype for want of scales
         self.scales: Tensor | None = None  # of delayed scaling, in the last call that may be made again
         self.stamp: Any = None  # of the quantized weights that are kept
-        self.kept: tuple[fp8.Quantized, ...] = ()  # quantized weights for compiled calls
+        self.kept: tuple[InFP8, ...] = ()  # quantized weights for compiled calls
         self.tensors: dict[int, tuple[Any, Tensor]] = {}  # TE's, of weights that are held in FP8 alone
 
     @property
@@ -325,7 +324,8 @@ class _Kernel:
             return state
         if not self.kept:
             scaling = scaling_of(recipe)
-            self.kept = tuple(scaling.weight(state, *each, turned=False) for each in enumerate(weights))
+            with torch.inference_mode(False):  # later calls without it read them
+                self.kept = tuple(scaling.weight(state, *each, turned=False) for each in enumerate(weights))
         return state._replace(weights=self.kept)
 
     def note_scales(self) -> None:
@@ -390,9 +390,7 @@ class _Product(FusedOp):
 
     FASTER = True  # whether TE is faster in the weights' own dtype too
 
-    def forward(
-        self, x: Tensor, *tensors: Tensor | None, state: fp8.State | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, *tensors: Tensor | None, state: fp8.State | None = None) -> Tensor:
         """x [..., in] -> [..., out]; with a `state` for a compiler, in FP8, see state_for()."""
         if state is not None and not transformed():
             return self._recorded(scaling_of(_State.get_fp8_recipe()), state, x, tensors)

@@ -19,20 +19,16 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from te_transform.backends import plain
-from te_transform.backends.joined import Join
-from te_transform.backends.masks import Mask
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling
 from te_transform.canonicalize import written
-from te_transform.graph import edit
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.runtime.console import status
-from te_transform.runtime.lower import Apart, lower
+from te_transform.runtime.lower import Apart
+from te_transform.runtime.lowered import Known, Lowered
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +75,7 @@ class CompiledGraph:
             if site.weights and site not in self.without
         } if options.recipe is not None else {}  # fmt: skip
         self.in_fp8: dict[tuple, frozenset[Site]] = {}  # by kind of call
-        self.lowered: dict[frozenset[Site], _Lowered] = {}  # by what runs in FP8
+        self.lowered: dict[frozenset[Site], Lowered] = {}  # by what runs in FP8
 
     def __call__(self, *arguments: Any) -> Any:
         recipe = self.backend.recipe_now() if self.products else None
@@ -107,7 +103,7 @@ class CompiledGraph:
         return outputs
 
     def _run(
-        self, lowered: _Lowered, known: _Known, arguments: Sequence[Any], scaling: Any
+        self, lowered: Lowered, known: Known, arguments: Sequence[Any], scaling: Any
     ) -> Callable[..., Any] | None:
         """What is compiled for such a call, now where this is the first; None where nothing is."""
         key = (*known.key, scaling, self._sizes(arguments), self._shared(arguments))
@@ -116,7 +112,7 @@ class CompiledGraph:
                 self._compile(key, lowered, known, arguments)
         return lowered.runs.get(key)
 
-    def _compile(self, key: tuple, lowered: _Lowered, known: _Known, arguments: Sequence[Any]) -> None:
+    def _compile(self, key: tuple, lowered: Lowered, known: Known, arguments: Sequence[Any]) -> None:
         """Compile the graph for such calls, unless another thread has, or for too many others."""
         if key in lowered.runs:
             return
@@ -132,9 +128,9 @@ class CompiledGraph:
         self.in_fp8[kind] = self._lowered(frozenset(inside)).ran_in_recipe(arguments)
         return outputs
 
-    def _lowered(self, sites: frozenset[Site]) -> _Lowered:
+    def _lowered(self, sites: frozenset[Site]) -> Lowered:
         if sites not in self.lowered:
-            self.lowered[sites] = _Lowered(self.plan, self.apart, self.without, sites)
+            self.lowered[sites] = Lowered(self.plan, self.apart, self.without, sites)
         return self.lowered[sites]
 
     def _sizes(self, arguments: Sequence[Any]) -> tuple:
@@ -152,7 +148,7 @@ class CompiledGraph:
         return tuple(zip(map(storages.index, storages), offsets, strict=True))
 
     def _compiled(
-        self, lowered: _Lowered, known: _Known, arguments: Sequence[Any]
+        self, lowered: Lowered, known: Known, arguments: Sequence[Any]
     ) -> Callable[..., Any] | None:
         """The graph, compiled for calls with these arguments; None where the compiler fails."""
         graph = lowered.with_known(known)
@@ -180,105 +176,6 @@ class CompiledGraph:
     def _note(self, sentence: str) -> None:
         if sentence not in self.failures:
             self.failures.append(sentence)
-
-
-class _Known:
-    """What is known of a call before the compiled graph runs.
-
-    Args:
-        values: of the nodes that are computed before.
-        states: of the calls of products in FP8; those that share a parameter share tensors.
-    """
-
-    def __init__(self, values: dict[fx.Node, Any], states: dict[fx.Node, Any]):
-        distinct: dict[int, Tensor] = {}
-
-        def once(tensor: Tensor) -> Tensor:
-            return distinct.setdefault(tensor.data_ptr(), tensor)
-
-        self.values, self.states = values, tree_map_only(Tensor, once, states)
-        self.tensors = [*(held for held in values.values() if isinstance(held, Tensor)), *distinct.values()]
-        answers = tuple(None if isinstance(held, Tensor) else held for held in values.values())
-        places = {id(tensor): place for place, tensor in enumerate(distinct.values())}
-        leaves = tree_leaves(self.states)
-        self.key = (answers, tuple(places[id(tensor)] for tensor in leaves), len(leaves))
-
-
-class _Lowered:
-    """The graph with attention, and with these products in FP8, and what is computed before it runs: masks,
-    and weights as the products read them."""
-
-    def __init__(
-        self, plan: Plan, apart: Apart, without: frozenset[Site], products: frozenset[Site]
-    ):
-        others = {
-            site
-            for site in plan.sites
-            if site not in products and not isinstance(site.fused, plain.DotProductAttention)
-        }
-        self.graph = lower(plan, apart, without | others)
-        self.runs: dict[tuple, Callable[..., Any] | None] = {}
-        nodes = list(self.graph.graph.nodes)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        calls = {node.target: node for node in nodes if node.op == "call_module"}
-        self.products = {site: calls[site.name.replace(".", "_")] for site in products}
-        self.weights = {
-            site: [node.args[place] for place in site.fused.PRODUCTS] for site, node in self.products.items()
-        }
-        self.trained = {site: _is_trained(site, node) for site, node in self.products.items()}
-        masks = [node for node in nodes if isinstance(self._module(node), Mask)]
-        read = {node for held in self.weights.values() for node in held}
-        joins = {node for node in nodes if isinstance(self._module(node), Join)}
-        self.staying = sorted((read | joins) - {*placeholders})
-        self.before = [*masks, *self.staying]
-        self.compute, inputs = edit.extract(self.graph, self.before, ())
-        self.places = [placeholders.index(node) for node in inputs]
-        self.given = {node: placeholders.index(node) for node in read & {*placeholders}}
-
-    def _module(self, node: fx.Node) -> Any:
-        return self.graph.get_submodule(node.target) if node.op == "call_module" else None
-
-    def look(self, arguments: Sequence[Any]) -> _Known | None:
-        """What is known of a call; None where it has to run uncompiled."""
-        values = self._values(arguments)
-        states = {}
-        for site, node in self.products.items():
-            weights = self._weights(site, values, arguments)
-            trained = self.trained[site] and torch.is_grad_enabled()
-            state = site.fused.state_for(weights, node.args[-1] is not None, trained)
-            if state is None:
-                return None
-            states[node] = state
-        return _Known(values, states)
-
-    def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
-        """Those of the products whose last call did, with the weights of a call."""
-        values = self._values(arguments)
-        return frozenset(
-            site
-            for site, node in self.products.items()
-            if site.fused.ran_in_recipe(self._weights(site, values, arguments), node.args[-1] is not None)
-        )
-
-    def with_known(self, known: _Known) -> fx.GraphModule:
-        """The graph to compile."""
-        states = {node: {"state": state} for node, state in known.states.items()}
-        return edit.with_known(self.graph, known.values, self.staying, states)
-
-    def _values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
-        found = self.compute(*(arguments[place] for place in self.places))
-        return dict(zip(self.before, found, strict=True))
-
-    def _weights(self, site: Site, values: dict[fx.Node, Any], arguments: Sequence[Any]) -> list[Tensor]:
-        return [
-            values[node] if node in values else arguments[self.given[node]] for node in self.weights[site]
-        ]
-
-
-def _is_trained(site: Site, call: fx.Node) -> bool:
-    """Whether the product has a backward where gradients are recorded."""
-    nodes = (call.args[0], *(node for weight in site.weights for node in weight))
-    return any(value(node).requires_grad for node in nodes)
 
 
 def _is_checkpointed() -> bool:

@@ -1,0 +1,116 @@
+"""A captured graph with attention, and products in FP8, lowered for a compiler; and what is known of a call
+before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from te_transform.backends import plain
+from te_transform.backends.joined import Join
+from te_transform.backends.masks import Mask
+from te_transform.graph import edit
+from te_transform.graph.nodes import value
+from te_transform.plan.match import Plan, Site
+from te_transform.runtime.lower import Apart, lower
+
+
+class Known:
+    """What is known of a call before the compiled graph runs.
+
+    Args:
+        values: of the nodes that are computed before.
+        states: of the calls of products in FP8; those that share a parameter share tensors.
+    """
+
+    def __init__(self, values: dict[fx.Node, Any], states: dict[fx.Node, Any]):
+        distinct: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            return distinct.setdefault(tensor.data_ptr(), tensor)
+
+        self.values, self.states = values, tree_map_only(Tensor, once, states)
+        self.tensors = [*(held for held in values.values() if isinstance(held, Tensor)), *distinct.values()]
+        answers = tuple(None if isinstance(held, Tensor) else held for held in values.values())
+        places = {id(tensor): place for place, tensor in enumerate(distinct.values())}
+        leaves = tree_leaves(self.states)
+        self.key = (answers, tuple(places[id(tensor)] for tensor in leaves), len(leaves))
+
+
+class Lowered:
+    """The graph with attention, and with these products in FP8, and what is computed before it runs: masks,
+    and weights as the products read them."""
+
+    def __init__(self, plan: Plan, apart: Apart, without: frozenset[Site], products: frozenset[Site]):
+        others = {
+            site
+            for site in plan.sites
+            if site not in products and not isinstance(site.fused, plain.DotProductAttention)
+        }
+        self.graph = lower(plan, apart, without | others)
+        self.runs: dict[tuple, Callable[..., Any] | None] = {}
+        nodes = list(self.graph.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        calls = {node.target: node for node in nodes if node.op == "call_module"}
+        self.products = {site: calls[site.name.replace(".", "_")] for site in products}
+        self.weights = {
+            site: [node.args[place] for place in site.fused.PRODUCTS] for site, node in self.products.items()
+        }
+        self.trained = {site: _is_trained(site, node) for site, node in self.products.items()}
+        masks = [node for node in nodes if isinstance(self._module(node), Mask)]
+        read = {node for held in self.weights.values() for node in held}
+        joins = {node for node in nodes if isinstance(self._module(node), Join)}
+        self.staying = sorted((read | joins) - {*placeholders})
+        self.before = [*masks, *self.staying]
+        self.compute, inputs = edit.extract(self.graph, self.before, ())
+        self.places = [placeholders.index(node) for node in inputs]
+        self.given = {node: placeholders.index(node) for node in read & {*placeholders}}
+
+    def _module(self, node: fx.Node) -> Any:
+        return self.graph.get_submodule(node.target) if node.op == "call_module" else None
+
+    def look(self, arguments: Sequence[Any]) -> Known | None:
+        """What is known of a call; None where it has to run uncompiled."""
+        values = self._values(arguments)
+        states = {}
+        for site, node in self.products.items():
+            weights = self._weights(site, values, arguments)
+            trained = self.trained[site] and torch.is_grad_enabled()
+            state = site.fused.state_for(weights, node.args[-1] is not None, trained)
+            if state is None:
+                return None
+            states[node] = state
+        return Known(values, states)
+
+    def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
+        """Those of the products whose last call did, with the weights of a call."""
+        values = self._values(arguments)
+        return frozenset(
+            site
+            for site, node in self.products.items()
+            if site.fused.ran_in_recipe(self._weights(site, values, arguments), node.args[-1] is not None)
+        )
+
+    def with_known(self, known: Known) -> fx.GraphModule:
+        """The graph to compile."""
+        states = {node: {"state": state} for node, state in known.states.items()}
+        return edit.with_known(self.graph, known.values, self.staying, states)
+
+    def _values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
+        found = self.compute(*(arguments[place] for place in self.places))
+        return dict(zip(self.before, found, strict=True))
+
+    def _weights(self, site: Site, values: dict[fx.Node, Any], arguments: Sequence[Any]) -> list[Tensor]:
+        return [
+            values[node] if node in values else arguments[self.given[node]] for node in self.weights[site]
+        ]
+
+
+def _is_trained(site: Site, call: fx.Node) -> bool:
+    """Whether the product has a backward where gradients are recorded."""
+    nodes = (call.args[0], *(node for weight in site.weights for node in weight))
+    return any(value(node).requires_grad for node in nodes)
