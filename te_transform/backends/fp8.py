@@ -7,9 +7,9 @@ between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,10 @@ class State(NamedTuple):
     forward: tuple[Tensor, ...] = ()
     backward: tuple[Tensor, ...] = ()
     weights: tuple[InFP8, ...] = ()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        return chain(self.forward, self.backward, *self.weights)
 
 
 @dataclass(frozen=True)

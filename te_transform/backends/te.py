@@ -289,7 +289,8 @@ class _Kernel:
 
     def _init_scales(self) -> None:
         """Let the module have tensors for scales, if it has none."""
-        with torch.inference_mode(False):  # later steps write to them
+        inference = torch.is_inference_mode_enabled()  # whose tensors later steps could not write to
+        with torch.inference_mode(False) if inference else contextlib.nullcontext():
             self.module.init_fp8_metadata(num_gemms=len(self.weights))
 
     def give_scales(self, recipe: Any, gradients: bool) -> None:

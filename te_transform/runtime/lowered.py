@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from te_transform.backends import plain
 from te_transform.backends.joined import Join
@@ -28,17 +28,14 @@ class Known:
     """
 
     def __init__(self, values: dict[fx.Node, Any], states: dict[fx.Node, Any]):
-        distinct: dict[int, Tensor] = {}
-
-        def once(tensor: Tensor) -> Tensor:
-            return distinct.setdefault(tensor.data_ptr(), tensor)
-
-        self.values, self.states = values, tree_map_only(Tensor, once, states)
+        self.values, self.states = values, states
+        leaves = [tensor for state in states.values() for tensor in state.tensors()]
+        places: dict[int, int] = {}
+        pattern = tuple(places.setdefault(tensor.data_ptr(), len(places)) for tensor in leaves)
+        distinct = dict(zip(pattern, leaves, strict=True))
         self.tensors = [*(held for held in values.values() if isinstance(held, Tensor)), *distinct.values()]
         answers = tuple(None if isinstance(held, Tensor) else held for held in values.values())
-        places = {id(tensor): place for place, tensor in enumerate(distinct.values())}
-        leaves = tree_leaves(self.states)
-        self.key = (answers, tuple(places[id(tensor)] for tensor in leaves), len(leaves))
+        self.key = (answers, pattern)
 
 
 class Lowered:
@@ -96,8 +93,12 @@ class Lowered:
         )
 
     def with_known(self, known: Known) -> fx.GraphModule:
-        """The graph to compile."""
-        states = {node: {"state": state} for node, state in known.states.items()}
+        """The graph to compile, whose arguments are those of the captured one and `known.tensors`."""
+        distinct = {tensor.data_ptr(): tensor for tensor in known.tensors}
+        states = {
+            node: {"state": tree_map_only(Tensor, lambda tensor: distinct[tensor.data_ptr()], state)}
+            for node, state in known.states.items()
+        }
         return edit.with_known(self.graph, known.values, self.staying, states)
 
     def _values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
