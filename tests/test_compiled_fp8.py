@@ -177,7 +177,7 @@ def test_any_number_of_rows(te: ModuleType, recipe: str) -> None:
 
 def test_gradients_of_some_parameters_alone(te: ModuleType) -> None:
     pair = of_module(Attends)
-    for frozen in (("norm.weight", "norm.bias"), ("attention.q.weight",), ()):
+    for frozen in (("norm.weight", "norm.bias"), ("attention.q_proj.weight",), ()):
         for model in (pair.exact, pair.eager, pair.compiled):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name not in frozen)

@@ -194,6 +194,21 @@ def test_says_why_a_call_ran_in_plain_pytorch(te: ModuleType, monkeypatch: pytes
     assert case.op.plain_calls["an input on cpu"] == 1
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_attention_that_may_be_replayed_says_what_cudnn_needs(
+    te: ModuleType, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    monkeypatch.setattr(limits, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    odd, whole = (
+        limits.without_attention(*(torch.zeros(1, 2, length, 64, dtype=BF16),) * 3, None, True)
+        for length in (100, 128)
+    )
+    assert whole is None
+    has, needs = "100 queries and 100 keys in what may become a CUDA graph", "multiples of 128 there"
+    assert odd == (f"{has}, cuDNN's kernels need {needs}" if captured else None)
+
+
 def test_odd_sizes_stay_out_of_fp8(te: ModuleType) -> None:
     weight = parameter(40, WIDTH, seed=0)
     op = te.Linear()

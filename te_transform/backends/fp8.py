@@ -59,7 +59,7 @@ class Scaling:
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             number = next(numbers)
-            return _by_rows(lambda rows: _Product.apply(self, state, number, rows, weight, bias), x)
+            return _as_matrix(lambda rows: _Product.apply(self, state, number, rows, weight, bias), x)
 
         return product
 
@@ -69,18 +69,18 @@ class Scaling:
         """Two products without biases, x [..., in] -> [..., out], with a gated activation between them, by
         TE's name for it, that is quantized where it is computed, and its gradient too; in delayed scaling
         alone."""
-        return _by_rows(
+        return _as_matrix(
             lambda rows: _GatedMlp.apply(self, state, activation, rows, fc1_weight, fc2_weight), x
         )
 
-    def weight(self, state: State, number: int, weight: Tensor, turned: bool) -> Sequence[Tensor]:
+    def weight(self, state: State, number: int, weight: Tensor, with_transpose: bool) -> Sequence[Tensor]:
         """A product's weight as quantized() gives it, or as it was kept."""
         if state.weights:
             return state.weights[number]
-        return self.quantized(weight, self.forward, state.forward, 3 * number + 1, turned)
+        return self.quantized(weight, self.forward, state.forward, 3 * number + 1, with_transpose)
 
     def quantized(
-        self, x: Tensor, dtype: torch.dtype, scales: Sequence[Tensor], index: int, turned: bool
+        self, x: Tensor, dtype: torch.dtype, scales: Sequence[Tensor], index: int, with_transpose: bool
     ) -> InFP8:
         """x [rows, columns] in `dtype`, its transpose if asked for, and what both are to be multiplied by.
 
@@ -89,20 +89,25 @@ class Scaling:
             index: the tensor's own among them.
         """
         if self.delayed:
-            return ops.quantize(x.contiguous(), *scales, index, dtype, turned)
+            return ops.quantize(x.contiguous(), *scales, index, dtype, with_transpose)
         scale = scale_for(x.detach().abs().amax().float(), torch.finfo(dtype).max)
-        return ops.quantize(x.contiguous(), scale.reshape(1), None, 0, dtype, turned)
+        return ops.quantize(x.contiguous(), scale.reshape(1), None, 0, dtype, with_transpose)
 
 
-def _by_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """compute() of x [..., in] as a matrix, of a number of rows that products take; [..., out]."""
-    rows = x.reshape(-1, x.shape[-1])
-    missing = -len(rows) % ROWS
-    if missing:
-        # the last row once more, and again: no number is larger, its gradient is zero
-        rows = torch.cat([rows, rows[-1:].expand(missing, -1)])
-    out = compute(rows)
-    return out[: len(out) - missing].reshape(*x.shape[:-1], -1)
+def with_full_rows(compute: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:
+    """compute() of x [..., in] -> [..., out], which takes multiples of so many rows."""
+    rows = x.shape[:-1].numel()
+    missing = -rows % multiple
+    if not missing:
+        return compute(x)
+    # the last row once more, and again: no number in the product is larger, its gradient is zero
+    flat = x.reshape(rows, -1)
+    return compute(torch.cat([flat, flat[-1:].expand(missing, -1)]))[:rows].reshape(*x.shape[:-1], -1)
+
+
+def _as_matrix(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """compute() of x [..., in] as a matrix [rows, in]; [..., out]."""
+    return with_full_rows(compute, x.reshape(-1, x.shape[-1]), ROWS).reshape(*x.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):
@@ -126,7 +131,8 @@ class _Product(torch.autograd.Function):
         x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 3 * number, of_weight)
         w8, w8_t, w_inverse = how.weight(state, number, weight, of_x)
         ctx.save_for_backward(x8_t, x_inverse, w8_t, w_inverse)
-        # not saved: what a backward writes to would be taken for changed by the next product's
+        # Not saved by autograd: a backward writes to the history, and autograd would refuse the backward of
+        # another product that shares it.
         ctx.how, ctx.scales, ctx.number = how, state.backward, number
         return _multiplied(x8, w8, x_inverse, w_inverse, bias, x.dtype, how.fast[0])
 

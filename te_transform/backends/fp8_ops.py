@@ -21,7 +21,7 @@ KERNELS: dict[str, Callable[..., InFP8]] = {}
 
 
 def quantize(
-    x: Tensor, scales: Tensor, history: Tensor | None, index: int, dtype: torch.dtype, turned: bool
+    x: Tensor, scales: Tensor, history: Tensor | None, index: int, dtype: torch.dtype, with_transpose: bool
 ) -> InFP8:
     """x * scale in FP8, beyond its range the largest number there is.
 
@@ -32,20 +32,18 @@ def quantize(
             than what stands there.
         index: of x among the tensors.
         dtype: float8_e4m3fn or float8_e5m2.
-        turned: whether the transpose is wanted too.
+        with_transpose: whether the transpose is wanted too.
 
     Returns:
         x in FP8, its transpose [columns, rows] or nothing [0], and 1 / scale [1] in fp32.
     """
-    if x.is_cuda and KERNELS:
-        return KERNELS["quantize"](x, scales, history, index, dtype, turned)
     limit, wide = torch.finfo(dtype).max, x.float()
     if history is not None:
         history[0, index] = torch.maximum(history[0, index], wide.abs().amax())
     scale = scales[index : index + 1]
     held = (wide * scale).clamp(-limit, limit).to(dtype)
-    # PyTorch's copies know no FP8 on every device, but bytes
-    transposed = held.view(torch.uint8).t().contiguous().view(dtype) if turned else held.new_empty(0)
+    # not every device transposes FP8, all transpose bytes
+    transposed = held.view(torch.uint8).t().contiguous().view(dtype) if with_transpose else held.new_empty(0)
     return held, transposed, 1 / scale
 
 
@@ -56,12 +54,10 @@ def activate(
     history: Tensor,
     index: int,
     dtype: torch.dtype,
-    turned: bool,
+    with_transpose: bool,
 ) -> InFP8:
     """quantize() of a gated activation of x [rows, 2 columns], by TE's name for it: [rows, columns]."""
-    if x.is_cuda and KERNELS:
-        return KERNELS["activate"](x, activation, scales, history, index, dtype, turned)
-    return quantize(plain.gated(activation, x.float()), scales, history, index, dtype, turned)
+    return quantize(plain.gated(activation, x.float()), scales, history, index, dtype, with_transpose)
 
 
 def activate_backward(
@@ -72,22 +68,20 @@ def activate_backward(
     history: Tensor,
     index: int,
     dtype: torch.dtype,
-    turned: bool,
+    with_transpose: bool,
 ) -> InFP8:
     """quantize() of the gradient of x [rows, 2 columns], from that of its gated activation."""
-    if x.is_cuda and KERNELS:
-        return KERNELS["activate_backward"](grad, x, activation, scales, history, index, dtype, turned)
     gate, other = x.float().chunk(2, -1)
     activated = plain.gated(activation, torch.cat([gate, torch.ones_like(gate)], -1))
     halves = grad.float() * _SLOPES[activation](gate) * other, grad.float() * activated
-    return quantize(torch.cat(halves, -1), scales, history, index, dtype, turned)
+    return quantize(torch.cat(halves, -1), scales, history, index, dtype, with_transpose)
 
 
 def _sigmoids_slope(x: Tensor) -> Tensor:
     return x.sigmoid() * (1 - x.sigmoid())
 
 
-# The derivatives of gated activations. Autograd knows nothing of what operations of a library do.
+# The derivatives of gated activations: autograd is off inside an operation of a library.
 _SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh"),
     "qgeglu": lambda x: (1.702 * x).sigmoid() + 1.702 * x * _sigmoids_slope(1.702 * x),
@@ -97,8 +91,17 @@ _SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _by_kernel(function: Callable[..., InFP8]) -> Callable[..., InFP8]:
+    """The function, or the backend's kernel for it, if there is one by the time of a call."""
+
+    def run(*arguments: Any) -> InFP8:
+        return KERNELS.get(function.__name__, function)(*arguments)
+
+    return run
+
+
 _REST = (
-    "Tensor scales, Tensor(a!){} history, int index, ScalarType dtype, bool turned) "
+    "Tensor scales, Tensor(a!){} history, int index, ScalarType dtype, bool with_transpose) "
     "-> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
@@ -106,27 +109,33 @@ _LIBRARY.define("quantize(Tensor x, " + _REST.format("?"))
 _LIBRARY.define("activate(Tensor x, str activation, " + _REST.format(""))
 _LIBRARY.define("activate_backward(Tensor grad, Tensor x, str activation, " + _REST.format(""))
 for _function in (quantize, activate, activate_backward):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_function.__name__, _function, _key)
+    _LIBRARY.impl(_function.__name__, _function, "CPU")
+    _LIBRARY.impl(_function.__name__, _by_kernel(_function), "CUDA")
 ops = torch.ops.te_transform
 
 
 @torch.library.register_fake("te_transform::quantize")
 @torch.library.register_fake("te_transform::activate_backward")
 def _like_the_last(*arguments: Any) -> InFP8:
-    *_, x, scales, _, _, dtype, turned = (each for each in arguments if not isinstance(each, str))
-    return _made(x, x.shape, scales, dtype, turned)
+    *_, x, scales, _, _, dtype, with_transpose = (each for each in arguments if not isinstance(each, str))
+    return _made(x, x.shape, scales, dtype, with_transpose)
 
 
 @torch.library.register_fake("te_transform::activate")
 def _half(
-    x: Tensor, activation: str, scales: Tensor, history: Tensor, index: int, dtype: torch.dtype, turned: bool
+    x: Tensor,
+    activation: str,
+    scales: Tensor,
+    history: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    with_transpose: bool,
 ) -> InFP8:
-    return _made(x, (x.shape[0], x.shape[1] // 2), scales, dtype, turned)
+    return _made(x, (x.shape[0], x.shape[1] // 2), scales, dtype, with_transpose)
 
 
 def _made(
-    x: Tensor, shape: Sequence[int], scales: Tensor, dtype: torch.dtype, turned: bool
+    x: Tensor, shape: Sequence[int], scales: Tensor, dtype: torch.dtype, with_transpose: bool
 ) -> InFP8:
-    transposed = x.new_empty(shape[::-1] if turned else (0,), dtype=dtype)
+    transposed = x.new_empty(shape[::-1] if with_transpose else (0,), dtype=dtype)
     return x.new_empty(shape, dtype=dtype), transposed, scales.new_empty(1)

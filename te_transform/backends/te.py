@@ -128,13 +128,13 @@ def scaling_of(recipe: Any) -> fp8.Scaling | None:
     return fp8.Scaling(*formats[recipe.fp8_format.name], tuple(not each for each in split.values()), delayed)
 
 
-def _in_fp8(
+def _quantized_by_kernel(
     compute: Callable[[Any], Any],
     scales: Tensor,
     history: Tensor | None,
     index: int,
     dtype: torch.dtype,
-    turned: bool,
+    with_transpose: bool,
 ) -> InFP8:
     """What one kernel computes, casts, transposes and looks through for its largest value."""
     amax = torch.empty_like(scales) if history is None else history[0]
@@ -143,12 +143,12 @@ def _in_fp8(
         amax=amax[index : index + 1],
         fp8_dtype=TE_DType[dtype],
         rowwise=True,
-        columnwise=turned,
+        columnwise=with_transpose,
     )
     quantizer.internal = True
     held = compute(quantizer).get_metadata()
     rows, transposed = held["data"].view(dtype), held["data_transpose"]
-    if not turned:
+    if not with_transpose:
         transposed = held["data"].new_empty(0)
     elif transposed is None:  # GPUs whose products read both ways have none
         transposed = held["data"].t().contiguous()
@@ -156,17 +156,17 @@ def _in_fp8(
 
 
 def _quantize(x: Tensor, *where: Any) -> InFP8:
-    return _in_fp8(lambda quantizer: quantizer(x), *where)
+    return _quantized_by_kernel(lambda quantizer: quantizer(x), *where)
 
 
 def _activate(x: Tensor, activation: str, *where: Any) -> InFP8:
     forward, _ = _functions_of(activation)
-    return _in_fp8(partial(forward, x), *where)
+    return _quantized_by_kernel(partial(forward, x), *where)
 
 
 def _activate_backward(grad: Tensor, x: Tensor, activation: str, *where: Any) -> InFP8:
     _, backward = _functions_of(activation)
-    return _in_fp8(partial(backward, grad, x), *where)
+    return _quantized_by_kernel(partial(backward, grad, x), *where)
 
 
 @cache
@@ -326,7 +326,7 @@ class _Kernel:
         if not self.kept:
             scaling = scaling_of(recipe)
             with torch.inference_mode(False):  # later calls without it read them
-                self.kept = tuple(scaling.weight(state, *each, turned=False) for each in enumerate(weights))
+                self.kept = tuple(scaling.weight(state, *each, False) for each in enumerate(weights))
         return state._replace(weights=self.kept)
 
     def note_scales(self) -> None:
@@ -510,17 +510,13 @@ class _Product(FusedOp):
         self, kernel: _Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
     ) -> Tensor:
         """A call in the recipe that is on, of a number of rows that its kernels take."""
-        rows = x.shape[:-1].numel()
-        missing = -rows % multiple(_State.get_fp8_recipe())
-        padded = x
-        if missing:
-            # the last row once more, and again: no number in the product is larger, its gradient is zero
-            flat = x.reshape(rows, -1)
-            padded = torch.cat([flat, flat[-1:].expand(missing, -1)])
         keeps = kernel.keeps(self._weights(tensors))
         given = self._by_rows(kernel, tensors, tensors, gradients)
-        out = differentiable_once(kernel.run(padded, given, gradients is not None, keeps), _ONCE)
-        out = out[:rows].reshape(*x.shape[:-1], -1) if missing else out
+
+        def run(x: Tensor) -> Tensor:
+            return differentiable_once(kernel.run(x, given, gradients is not None, keeps), _ONCE)
+
+        out = fp8.with_full_rows(run, x, multiple(_State.get_fp8_recipe()))
         return self._watched(out, tensors)
 
     def _by_rows(
@@ -622,7 +618,7 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
         self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
     ) -> Tensor:
         norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
-        # the gradient of a bias is the sum of one that would be there in FP8 alone
+        # A bias's gradient is the sum of the activation's, which would exist in FP8 alone.
         is_biased = fc1_bias is not None or fc2_bias is not None
         if not scaling.delayed or self.gated == "no" or is_biased or not _cast_in_backward():
             return super()._recorded(scaling, state, x, tensors)

@@ -341,7 +341,8 @@ def with_known(
         more: for calls in the graph more keywords, of tensors that stay where they are.
 
     Returns:
-        The copy; its arguments are those of `gm`, the tensors of `values`, and each tensor of `more` once.
+        The copy; its arguments are those of `gm`, the tensors of `values`, and those of `more`, where several
+        lie at one place the first.
     """
     graph, twins = copy_by_name(gm.graph)
     last = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
@@ -364,9 +365,9 @@ def with_known(
     made: dict[int, fx.Node] = {}
 
     def once(tensor: torch.Tensor) -> fx.Node:
-        if id(tensor) not in made:
-            made[id(tensor)] = argument(stays=True)
-        return made[id(tensor)]
+        if tensor.data_ptr() not in made:
+            made[tensor.data_ptr()] = argument(stays=True)
+        return made[tensor.data_ptr()]
 
     for node, keywords in more.items():
         twin = twins[node.name]

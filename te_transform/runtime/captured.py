@@ -62,13 +62,11 @@ class CapturedGraph:
     def disable(self, sites: Collection[Site]) -> None:
         """Let these sites run as they were captured, and all others fused."""
         self.disabled = frozenset(sites)
-        self.run: Callable[..., Any] = lower(self.plan, self.owner.apart, self.disabled).forward
-        options, owner = self.owner.options, self.owner
-        self.compiled = (
-            CompiledGraph(self.plan, owner.apart, self.disabled, options, self.run, owner.failures)
-            if options.compile
-            else None
-        )
+        apart, options, failures = self.owner.apart, self.owner.options, self.owner.failures
+        self.run: Callable[..., Any] = lower(self.plan, apart, self.disabled).forward
+        self.compiled: CompiledGraph | None = None
+        if options.compile:
+            self.compiled = CompiledGraph(self.plan, apart, self.disabled, options, self.run, failures)
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self.owner

@@ -159,7 +159,7 @@ class CompiledGraph:
         log.info(doing)
         token, depth = compiling.set(True), functorch.get_dynamic_layer_stack_depth()
         try:
-            # quantized once more for the backward, a tensor would get the scales of the next step
+            # on a smaller budget it would quantize again in the backward, when TE has updated the scales
             with status(doing), functorch_config.patch(activation_memory_budget=1.0):
                 return compile_fx(graph, [*arguments, *known.tensors], config_patches=self.mode)
         except Exception as error:

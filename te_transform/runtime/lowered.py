@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
 
 from te_transform.backends import plain
 from te_transform.backends.joined import Join
@@ -94,11 +93,7 @@ class Lowered:
 
     def with_known(self, known: Known) -> fx.GraphModule:
         """The graph to compile, whose arguments are those of the captured one and `known.tensors`."""
-        distinct = {tensor.data_ptr(): tensor for tensor in known.tensors}
-        states = {
-            node: {"state": tree_map_only(Tensor, lambda tensor: distinct[tensor.data_ptr()], state)}
-            for node, state in known.states.items()
-        }
+        states = {node: {"state": state} for node, state in known.states.items()}
         return edit.with_known(self.graph, known.values, self.staying, states)
 
     def _values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
