@@ -57,6 +57,7 @@ def convert(
     skip: Any = (),
     approximate: bool = False,
     compile: bool | str = False,
+    graphs: bool = False,
     inplace: bool = False,
     verify: bool = True,
 ) -> nn.Module:
@@ -73,6 +74,8 @@ def convert(
         approximate: allow rules that change the numbers (the exact GELU becomes the tanh one).
         compile: False, True or a torch.compile mode: inductor compiles the fused graphs, each at its first
             call.
+        graphs: run forward and backward as CUDA graphs, which are recorded in the third call of a kind, and
+            held there to what the call itself computes; alone, or with compile=True.
         inplace: convert `model` itself.
         verify: check every rewritten site against what was captured, forward and gradients, on the values of
             the first call of its graph; a site that fails is taken back and reported.
@@ -96,6 +99,7 @@ def convert(
         skip=skip,
         approximate=approximate,
         compile=compile,
+        graphs=graphs,
         inplace=inplace,
         verify=verify,
     )

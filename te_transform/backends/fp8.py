@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from te_transform.backends import plain
 from te_transform.backends.fp8_ops import InFP8, ops
@@ -137,6 +138,7 @@ class _Product(torch.autograd.Function):
         return _multiplied(x8, w8, x_inverse, w_inverse, bias, x.dtype, how.fast[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x8_t, x_inverse, w8_t, w_inverse = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[3:]
@@ -177,6 +179,7 @@ class _GatedMlp(torch.autograd.Function):
         return _multiplied(a8, fc2_8, a_inverse, fc2_inverse, None, x.dtype, how.fast[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x8_t, x_inverse, fc1_8_t, fc1_inverse, hidden, a8_t, a_inverse, fc2_8_t, fc2_inverse = (
             ctx.saved_tensors

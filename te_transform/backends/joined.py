@@ -200,13 +200,13 @@ torch.library.register_fake("te_transform::cat", _cat, lib=_LIBRARY)
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, used: list[bool], *parameters: Tensor) -> Tensor:
-        ctx.rows, ctx.seen, ctx.used = [len(p) for p in parameters], _versions(parameters), used
+        ctx.rows, ctx.seen, ctx.used = [len(p) for p in parameters], versions(parameters), used
         ctx.set_materialize_grads(False)  # there is none where a kernel has added it to a buffer
         return buffer.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        _check_unwritten(ctx.seen)
+        check_unwritten(ctx.seen)
         if grad is None:
             return (None,) * (2 + len(ctx.rows))
         used = ctx.used or [True] * len(ctx.rows)  # as Split has seen, or a fused op took it whole
@@ -223,7 +223,7 @@ def watched(product: Tensor, weight: Tensor) -> Tensor:
     joined = weight.__dict__.get("_te_transform_joined")
     if joined is None or weight.requires_grad or not product.requires_grad:
         return product
-    return _Watched.apply(product, _versions(joined))
+    return _Watched.apply(product, versions(joined))
 
 
 class _Watched(torch.autograd.Function):
@@ -234,20 +234,22 @@ class _Watched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        _check_unwritten(ctx.seen)
+        check_unwritten(ctx.seen)
         return grad, None
 
 
-def _versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """How often each of them has been written to, for check_unwritten()."""
     return [(p, 0 if p.is_inference() else p._version) for p in parameters]
 
 
-def _check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
+def check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
+    """Raise what autograd raises, where one of them has been written to since."""
     for parameter, version in seen:
         if not parameter.is_inference() and parameter._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a parameter of shape {list(parameter.shape)} is at version "
+                f"operation: a tensor of shape {list(parameter.shape)} is at version "
                 f"{parameter._version}, version {version} is needed"
             )
 

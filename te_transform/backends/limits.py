@@ -24,6 +24,9 @@ MIN_ATTENTION_WORK = 4e10
 # being the smaller side of a weight: the CPU takes several times as long for one of their calls, which shows
 # where the GPU has less to do.
 MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
+# The same where a CUDA graph launches the kernels, which takes none of the CPU's time (H100: a training step
+# in FP8 takes 0.90 of one in bf16 at 8.6e9, 0.81 at 1.7e10).
+MIN_GEMM_WORK_REPLAYED, MIN_GEMM_WORK_IN_FP8_REPLAYED = 0, 8e9
 
 
 class Switch:
@@ -45,25 +48,36 @@ class Switch:
 
 at_any_size = Switch()
 """Kernels take calls that are too small to gain from them: to check what they compute."""
+replayed = Switch()
+"""Calls run as CUDA graphs, or show what is going to: kernels are chosen by what the GPU takes alone."""
 small_calls_in_fp8 = Switch()
 """Calls that are too small to gain from FP8 run in it too."""
 
 
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why TE's modules are not faster for so many rows, or None."""
-    if at_any_size or (in_fp8 and small_calls_in_fp8) or rows >= break_even_rows(width, in_fp8):
+    enough = break_even_rows(width, in_fp8, bool(replayed))
+    if at_any_size or (in_fp8 and small_calls_in_fp8) or rows >= enough:
         return None
     return f"a call too small to be faster in {'FP8' if in_fp8 else 'these kernels'}"
 
 
-def break_even_rows(width: int, in_fp8: bool) -> int:
+def break_even_rows(width: int, in_fp8: bool, in_cuda_graphs: bool) -> int:
     """From how many rows of this width on TE's modules are faster."""
-    return math.ceil((MIN_GEMM_WORK_IN_FP8 if in_fp8 else MIN_GEMM_WORK) / width**2)
+    launched, by_graphs = MIN_GEMM_WORK, MIN_GEMM_WORK_REPLAYED
+    if in_fp8:
+        launched, by_graphs = MIN_GEMM_WORK_IN_FP8, MIN_GEMM_WORK_IN_FP8_REPLAYED
+    return math.ceil((by_graphs if in_cuda_graphs else launched) / width**2)
 
 
 def on_kernels_device(tensor: Tensor) -> bool:
     """Whether the tensor is where kernels run."""
     return tensor.device.type == DEVICE
+
+
+def cuda_graphs() -> bool:
+    """Whether there are CUDA graphs on this machine."""
+    return torch.cuda.is_available()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -125,14 +139,14 @@ def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
         return None
     if min(length, key.shape[2]) < MIN_ATTENTION_LENGTH:
         return f"attention over less than {MIN_ATTENTION_LENGTH} tokens"
-    if compiling.get() or batch * length**2 * heads * width >= MIN_ATTENTION_WORK:
-        return None  # a compiled graph takes no more of the CPU for these kernels than for others
+    if compiling.get() or replayed or batch * length**2 * heads * width >= MIN_ATTENTION_WORK:
+        return None  # such a graph takes no more of the CPU for these kernels than for others
     return too_small(batch * length, heads * width, in_fp8=False) and "attention too small to be faster"
 
 
 def _may_be_replayed() -> bool:
     """Whether the call may become a part of a CUDA graph."""
-    return compiling.get() or torch.cuda.is_current_stream_capturing()
+    return compiling.get() or bool(replayed) or torch.cuda.is_current_stream_capturing()
 
 
 @cache

@@ -50,7 +50,7 @@ __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary",
     "activation_of", "autocast", "forgetting_scales", "is_delayed", "multiple", "recipe_now", "recipe_of",
-    "scaling_of", "update_scales_after_backward",
+    "scaling_of", "update_scales_after_backward", "within_step",
 ]  # fmt: skip
 
 NAME = "te"
@@ -342,7 +342,7 @@ class _Kernel:
         try:
             if now is not None:
                 state.scale.copy_(self.scales)
-            with _no_new_step(), autocast(recipe):
+            with within_step(recipe):
                 yield
         finally:
             if now is not None:
@@ -355,6 +355,13 @@ def _set_scales(state: Any, amaxes: dict[int, Tensor], limit: float, recipe: Any
         state.scale[index] = scale_for(amax, limit / 2**recipe.margin)
         # as the oldest: the next step writes to row 0
         state.amax_history[-1, index] = torch.where(amax.isfinite(), amax, 0.0)
+
+
+@contextlib.contextmanager
+def within_step(recipe: Any) -> Iterator[None]:
+    """In the recipe, as a part of a step that ends with an autocast around it, or has ended."""
+    with _no_new_step(), autocast(recipe):
+        yield
 
 
 @contextlib.contextmanager

@@ -52,7 +52,9 @@ def written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _target(write: fx.Node) -> fx.Node | None:
-    """The tensor that is written to; None where the call does not say by its first argument."""
+    """The tensor that is written to; None where the call does not say by `out` or its first argument."""
+    if isinstance(write.kwargs.get("out"), fx.Node):
+        return write.kwargs["out"]
     return write.args[0] if write.args and isinstance(write.args[0], fx.Node) else None
 
 

@@ -10,11 +10,13 @@ from typing import Any
 from torch import nn
 
 from te_transform.backends import Backend, choose
+from te_transform.backends.limits import cuda_graphs
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Rule
 
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+IN_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # those of which torch.compile makes CUDA graphs
 
 
 class OptionError(ValueError):
@@ -32,8 +34,14 @@ class Options:
     skip: tuple[str, ...] = ()
     approximate: bool = False
     compile: bool | str = False
+    graphs: bool = False
     inplace: bool = False
     verify: bool = True
+
+    @property
+    def in_cuda_graphs(self) -> bool:
+        """Whether calls run as CUDA graphs."""
+        return self.graphs or self.compile in IN_CUDA_GRAPHS
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "backend": self.backend.__name__}  # a module, which a pickle names
@@ -66,8 +74,9 @@ class Options:
         """
         if backend not in ("auto", "te", "torch"):
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
-        mode = flags.get("compile", False)
-        chosen, reason = choose(backend, model, planning, any_width=recipe is not None or bool(mode))
+        mode, graphs = flags.get("compile", False), flags.get("graphs", False)
+        any_width = recipe is not None or bool(mode) or bool(graphs)
+        chosen, reason = choose(backend, model, planning, any_width)
         if passes is not None and not isinstance(passes, (tuple, list)):
             raise OptionError(
                 f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"
@@ -87,10 +96,25 @@ class Options:
             )
         if not isinstance(mode, bool) and mode not in COMPILE_MODES:
             raise OptionError(f"compile is {mode!r}, a bool or one of {', '.join(COMPILE_MODES)} is needed")
-        for name in ("approximate", "inplace", "verify"):
+        for name in ("approximate", "graphs", "inplace", "verify"):
             if not isinstance(flags.get(name, False), bool):
                 raise OptionError(f"{name} is {flags[name]!r}, True or False is needed")
+        if graphs:
+            cls._check_graphs(mode, planning)
         return cls(chosen, reason, rules, recipe, globs, **flags)
+
+    @staticmethod
+    def _check_graphs(mode: bool | str, planning: bool) -> None:
+        if mode in IN_CUDA_GRAPHS:
+            raise OptionError(
+                f"graphs is True and compile is {mode!r}, which makes CUDA graphs by itself: pass "
+                "compile=True with graphs=True, or leave graphs=False"
+            )
+        if not planning and not cuda_graphs():
+            raise OptionError(
+                "graphs is True, CUDA graphs need a GPU that PyTorch can use and this machine has none: "
+                "leave graphs=False"
+            )
 
     @staticmethod
     def _check_recipe(recipe: Any, backend: Any, reason: str) -> None:

@@ -24,6 +24,7 @@ _COMPILED = (
     "compiled: inductor fuses norms and activations by itself, attention and products in FP8 run in the "
     "kernels of the backend"
 )
+_REPLAYED = "calls run as CUDA graphs, from the third of a kind on"
 
 
 def compose(
@@ -54,8 +55,9 @@ def compose(
         snapshot(largest.canonical) if largest else fx.Graph(),
         (
             options.backend_reason,
-            *(_sizes(plans, precision) if by_size else ()),
+            *(_sizes(plans, precision, options.in_cuda_graphs) if by_size else ()),
             *([_COMPILED] if compiled else ()),
+            *([_REPLAYED] if options.graphs else ()),
             *notes,
         ),
         tuple(explain_graphs(((path, plan.captured) for path, plan in plans), reasons)),
@@ -80,7 +82,9 @@ def _module_at(path: str, modules: Collection[str]) -> str:
     return path
 
 
-def _sizes(plans: Sequence[tuple[str, Plan]], precision: PrecisionPlan | None) -> Iterator[str]:
+def _sizes(
+    plans: Sequence[tuple[str, Plan]], precision: PrecisionPlan | None, in_cuda_graphs: bool
+) -> Iterator[str]:
     """Which calls are too small for TE's modules, at the width that most of them have."""
     sites = [
         site for _, plan in plans for site in plan.sites if isinstance(site.fused, plain.LayerNormLinear)
@@ -90,8 +94,10 @@ def _sizes(plans: Sequence[tuple[str, Plan]], precision: PrecisionPlan | None) -
         return
     ((width, _),) = widths.most_common(1)
     inside = precision is not None and None in precision.sites.values()
-    where = "FP8" if inside else "TE's modules"
+    where, least = "FP8" if inside else "TE's modules", break_even_rows(width, inside, in_cuda_graphs)
+    if not least:
+        return
     yield (
-        f"calls of {break_even_rows(width, inside):,} tokens and more run in {where} (width {width}), "
+        f"calls of {least:,} tokens and more run in {where} (width {width}), "
         "smaller ones in plain PyTorch, where they are faster"
     )

@@ -65,7 +65,7 @@ class CapturedGraph:
         apart, options, failures = self.owner.apart, self.owner.options, self.owner.failures
         self.run: Callable[..., Any] = lower(self.plan, apart, self.disabled).forward
         self.compiled: CompiledGraph | None = None
-        if options.compile:
+        if options.compile or options.graphs:
             self.compiled = CompiledGraph(self.plan, apart, self.disabled, options, self.run, failures)
 
     def __call__(self, *arguments: Any) -> Any:

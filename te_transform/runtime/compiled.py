@@ -1,15 +1,17 @@
-"""A captured graph that inductor compiles.
+"""A captured graph that inductor compiles, that runs as CUDA graphs, or both.
 
-Attention runs in the kernels that an eager call would choose, products of a recipe in FP8. All else stays as
-it was captured, for inductor fuses it by itself, and on an H100 separate products of q, k and v are faster
-there in bf16 than a joined one, whose gradient it would have to put together. What a mask is gets looked at
-before the compiled graph runs.
+For inductor, attention runs in the kernels that an eager call would choose, products of a recipe in FP8. All
+else stays as it was captured, for inductor fuses it by itself, and on an H100 separate products of q, k and v
+are faster there in bf16 than a joined one, whose gradient it would have to put together. Without inductor,
+all sites are fused. What a mask is gets looked at before the graph runs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,15 +22,18 @@ from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 
+from te_transform.backends import limits
+from te_transform.backends.joined import state_of
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling
 from te_transform.canonicalize import written
-from te_transform.graph.nodes import value
+from te_transform.graph.nodes import is_model_tensor, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.runtime.console import status
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.lowered import Known, Lowered
+from te_transform.runtime.replayed import Replayed
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +42,9 @@ MOST = 8
 
 
 class CompiledGraph:
-    """What runs in the place of a captured graph.
+    """What runs in the place of a captured graph where it is compiled, or replayed.
 
-    A call in a recipe runs uncompiled while products take their first scales from it; the first of its kind
+    A call in a recipe runs as always while products take their first scales from it; the first of its kind
     shows which of them run in FP8. So do calls in which TE's own modules keep more than scales: of
     checkpoints, and of accumulate().
 
@@ -48,7 +53,7 @@ class CompiledGraph:
         apart: where groups are noted that a call finds apart, see Join.
         without: its sites that run as they were captured.
         options: of the conversion.
-        uncompiled: runs where the compiler fails, or was called too often.
+        uncompiled: runs where the graph cannot, the compiler fails, or was called too often.
         failures: gets a sentence for that.
     """
 
@@ -62,29 +67,42 @@ class CompiledGraph:
         failures: list[str],
     ):
         self.plan, self.apart, self.without, self.backend = plan, apart, frozenset(without), options.backend
-        self.mode = list_mode_options("default" if options.compile is True else options.compile)
+        self.compile, self.graphs = options.compile, options.graphs
+        self.in_cuda_graphs = options.in_cuda_graphs
+        self.how = "uncompiled" if options.compile else "without CUDA graphs"
         self.uncompiled, self.failures = uncompiled, failures
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varies = any(map(_varies, placeholders))
-        self.writes = bool(written(plan.captured.graph))
+        seen = written(plan.captured.graph)
+        self.writes = [place for place, node in enumerate(placeholders) if node in seen]
+        self.stays = [is_model_tensor(node) or node in seen for node in placeholders]
+        self.outputs_overlap = _overlap(plan.captured.graph)
         # the products that may run in FP8, each with the place of its first parameter
         self.products = {
             site: names.index(site.weights[0][0].meta["origin"])
             for site in plan.sites
             if site.weights and site not in self.without
         } if options.recipe is not None else {}  # fmt: skip
+        weights = (names.index(site.weights[0][0].meta["origin"]) for site in plan.sites if site.weights)
+        self.first_weight = next(weights, None) if self.graphs else None
         self.in_fp8: dict[tuple, frozenset[Site]] = {}  # by kind of call
         self.lowered: dict[frozenset[Site], Lowered] = {}  # by what runs in FP8
 
     def __call__(self, *arguments: Any) -> Any:
+        with limits.replayed if self.in_cuda_graphs else nullcontext():
+            return self._call(arguments)
+
+    def _call(self, arguments: Sequence[Any]) -> Any:
         recipe = self.backend.recipe_now() if self.products else None
         scaling = None if recipe is None else self.backend.scaling_of(recipe)
         if recipe is not None and scaling is None:
-            self._note(f"graphs run uncompiled, {type(recipe).__name__} has products in TE's modules alone")
+            self._note(f"graphs run {self.how}, {type(recipe).__name__} has products in TE's modules alone")
             return self.uncompiled(*arguments)
         if self.products and _is_checkpointed():
             return self.uncompiled(*arguments)
+        if self.first_weight is not None and state_of(arguments[self.first_weight]).gradients is not None:
+            return self.uncompiled(*arguments)  # kernels add gradients to buffers that accumulate() made
         sites: frozenset[Site] = frozenset()
         if scaling is not None:
             told = [in_recipe(arguments[place], site.fused.in_fp8) for site, place in self.products.items()]
@@ -117,9 +135,10 @@ class CompiledGraph:
         if key in lowered.runs:
             return
         if sum(len(each.runs) for each in self.lowered.values()) < MOST:
-            lowered.runs[key] = self._compiled(lowered, known, arguments)
+            lowered.runs[key] = self._made(lowered, known, arguments)
         else:
-            self._note(f"a graph is compiled for {MOST} kinds of calls at most, others run uncompiled")
+            made = "compiled" if self.compile else "prepared"
+            self._note(f"a graph is {made} for {MOST} kinds of calls at most, others run {self.how}")
 
     def _first(self, kind: tuple, arguments: Sequence[Any]) -> Any:
         """The first call of its kind: uncompiled, which shows what runs in FP8."""
@@ -130,7 +149,7 @@ class CompiledGraph:
 
     def _lowered(self, sites: frozenset[Site]) -> Lowered:
         if sites not in self.lowered:
-            self.lowered[sites] = Lowered(self.plan, self.apart, self.without, sites)
+            self.lowered[sites] = Lowered(self.plan, self.apart, self.without, sites, bool(self.compile))
         return self.lowered[sites]
 
     def _sizes(self, arguments: Sequence[Any]) -> tuple:
@@ -143,15 +162,40 @@ class CompiledGraph:
         """Which arguments lie in one storage, and where in it, of a graph that writes to any."""
         if not self.writes:
             return ()
-        storages = [a.untyped_storage()._cdata if isinstance(a, Tensor) else None for a in arguments]
-        offsets = (a.storage_offset() if isinstance(a, Tensor) else None for a in arguments)
-        return tuple(zip(map(storages.index, storages), offsets, strict=True))
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        times, places = Counter(storages), {storage: place for place, storage in enumerate(storages)}
+        return tuple(
+            (places[storage], tensor.storage_offset()) if times[storage] > 1 else None
+            for storage, tensor in zip(storages, tensors, strict=True)
+        )
 
-    def _compiled(
-        self, lowered: Lowered, known: Known, arguments: Sequence[Any]
-    ) -> Callable[..., Any] | None:
-        """The graph, compiled for calls with these arguments; None where the compiler fails."""
+    def _made(self, lowered: Lowered, known: Known, arguments: Sequence[Any]) -> Callable[..., Any] | None:
+        """What runs calls with these arguments; None where the compiler fails."""
         graph = lowered.with_known(known)
+        run = self._compiled(graph, [*arguments, *known.tensors]) if self.compile else self._plain(graph)
+        if run is None or not self.graphs:
+            return run
+        if self.outputs_overlap:
+            self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
+            return run
+        written_after = [len(arguments) + place for place in known.written]
+        return Replayed(run, [*self.stays, *known.stays], [*self.writes, *written_after], self._note)
+
+    def _plain(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """The graph as it is, in the recipe that is on: a backward, too, may run it again."""
+        recipe = self.backend.recipe_now() if self.products else None
+        if recipe is None:
+            return graph.forward
+
+        def run(*arguments: Any) -> Any:
+            with self.backend.within_step(recipe):
+                return graph.forward(*arguments)
+
+        return run
+
+    def _compiled(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any] | None:
+        """The graph, compiled for such arguments; None where the compiler fails."""
         # By these two the compiler knows graphs of dynamo's, whose nodes say which arguments stay where they
         # are from call to call: CUDA graphs would copy all parameters in each.
         graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
@@ -161,7 +205,8 @@ class CompiledGraph:
         try:
             # on a smaller budget it would quantize again in the backward, when TE has updated the scales
             with status(doing), functorch_config.patch(activation_memory_budget=1.0):
-                return compile_fx(graph, [*arguments, *known.tensors], config_patches=self.mode)
+                mode = list_mode_options("default" if self.compile is True else self.compile)
+                return compile_fx(graph, arguments, config_patches=mode)
         except Exception as error:
             # transforms of torch.func are entered and left by operations of the graph
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
@@ -182,6 +227,19 @@ def _is_checkpointed() -> bool:
     """Whether the call is one that a checkpoint will repeat in a backward, or the repetition."""
     saving = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     return saving or torch._C._current_graph_task_id() != -1
+
+
+def _overlap(graph: fx.Graph) -> bool:
+    """Whether two tensors that the graph returns, and makes, lie in one memory."""
+    (returned,) = next(node for node in graph.nodes if node.op == "output").args
+    nodes = [node for node in dict.fromkeys(returned) if isinstance(node, fx.Node)]
+    given = set(_storages(node for node in graph.nodes if node.op == "placeholder"))
+    made = [storage for storage in _storages(nodes) if storage not in given]
+    return len(set(made)) < len(made)
+
+
+def _storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
+    return (held.untyped_storage()._cdata for held in map(value, nodes) if isinstance(held, Tensor))
 
 
 def _varies(placeholder: fx.Node) -> bool:

@@ -3,7 +3,7 @@ before it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,29 +23,51 @@ class Known:
 
     Args:
         values: of the nodes that are computed before.
+        staying: those of them whose tensors stay where they are from call to call.
         states: of the calls of products in FP8; those that share a parameter share tensors.
     """
 
-    def __init__(self, values: dict[fx.Node, Any], states: dict[fx.Node, Any]):
+    def __init__(self, values: dict[fx.Node, Any], staying: Collection[fx.Node], states: dict[fx.Node, Any]):
         self.values, self.states = values, states
         leaves = [tensor for state in states.values() for tensor in state.tensors()]
         places: dict[int, int] = {}
         pattern = tuple(places.setdefault(tensor.data_ptr(), len(places)) for tensor in leaves)
         distinct = dict(zip(pattern, leaves, strict=True))
-        self.tensors = [*(held for held in values.values() if isinstance(held, Tensor)), *distinct.values()]
+        found = {node: held for node, held in values.items() if isinstance(held, Tensor)}
+        self.tensors = [*found.values(), *distinct.values()]
+        self.stays = [*(node in staying for node in found), *(True for _ in distinct)]
+        kept = {tensor.data_ptr() for state in states.values() for held in state.weights for tensor in held}
+        # the places of those that calls write to: scales and largest values
+        self.written = [len(found) + place for place, held in enumerate(distinct.values())
+                        if held.data_ptr() not in kept]  # fmt: skip
         answers = tuple(None if isinstance(held, Tensor) else held for held in values.values())
         self.key = (answers, pattern)
 
 
 class Lowered:
     """The graph with attention, and with these products in FP8, and what is computed before it runs: masks,
-    and weights as the products read them."""
+    and weights as the products read them.
 
-    def __init__(self, plan: Plan, apart: Apart, without: frozenset[Site], products: frozenset[Site]):
+    Args:
+        plan: of the captured graph.
+        apart: where groups are noted that a call finds apart, see Join.
+        without: sites that run as they were captured.
+        products: the sites that run in FP8.
+        compiles: whether a compiler gets the graph, to which all other sites are left.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        apart: Apart,
+        without: frozenset[Site],
+        products: frozenset[Site],
+        compiles: bool,
+    ):
         others = {
             site
             for site in plan.sites
-            if site not in products and not isinstance(site.fused, plain.DotProductAttention)
+            if compiles and site not in products and not isinstance(site.fused, plain.DotProductAttention)
         }
         self.graph = lower(plan, apart, without | others)
         self.runs: dict[tuple, Callable[..., Any] | None] = {}
@@ -80,7 +102,7 @@ class Lowered:
             if state is None:
                 return None
             states[node] = state
-        return Known(values, states)
+        return Known(values, self.staying, states)
 
     def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
         """Those of the products whose last call did, with the weights of a call."""

@@ -1,6 +1,7 @@
 """What inductor makes of captured graphs on a GPU, by itself and in CUDA graphs, in bf16."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -100,17 +101,32 @@ def overwrite_free_memory() -> None:
 @pytest.mark.parametrize("mode", [True, "reduce-overhead"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_is_as_exact_as_uncompiled_in_fp8(name: str, mode: bool | str, recipe: str) -> None:
-    model, inputs = model_of(name), sample(name, seq=32)
+    hold_in_fp8(name, recipe, compile=mode)
+
+
+def hold_in_fp8(name: str, recipe: str, **how: Any) -> None:
+    """Converted in some way, a model is as exact as it is without, in training and in evaluation.
+
+    Over several inputs: on one alone the errors of two ways to round differ by a sixth.
+    """
+    model = model_of(name)
+    batches = [sample(name, seq=64, seed=seed) for seed in range(7)]
     options = {"backend": "te", "recipe": recipe, "verify": False}
     with limits.small_calls_in_fp8:
-        eager = te_transform.convert(model, inputs, **options)
-        converted = te_transform.convert(model, inputs, compile=mode, **options)
-        exact = gradients(copy.deepcopy(model).double(), inputs)
-        for each in range(5):  # delayed scaling calibrates, CUDA graphs are warmed up, recorded, replayed
-            found, own = gradients(converted, inputs), gradients(eager, inputs)
-            assert error(found, exact) <= 1.1 * error(own, exact), each
-        wide = run(copy.deepcopy(model).double(), inputs)
-        for _ in range(4):
-            found, own = [out.clone() for out in run(converted, inputs)], run(eager, inputs)
-            assert error(found, wide) <= 1.1 * error(own, wide)
-    assert not any("uncompiled" in note for note in te_transform.report(converted).notes)
+        eager = te_transform.convert(model, batches[0], **options)
+        converted = te_transform.convert(model, batches[0], **how, **options)
+        wide = copy.deepcopy(model).double()
+        for act in (gradients, outputs):
+            found, own = 0.0, 0.0
+            for batch in batches:  # delayed scaling calibrates, CUDA graphs are warmed up, recorded, replayed
+                exact = act(wide, batch)
+                found += error(act(converted, batch), exact)
+                own += error(act(eager, batch), exact)
+            assert found <= 1.1 * own, act.__name__
+    assert not any("a graph runs" in note for note in te_transform.report(converted).notes)
+
+
+def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Of an evaluation; a model that is in it stays in it, with the weights that it has quantized."""
+    with torch.no_grad():
+        return [out.clone() for out in tensors((model.eval() if model.training else model)(**inputs))]

@@ -1,0 +1,589 @@
+"""Calls of a captured graph as CUDA graphs: forward and backward are recorded once, and replayed.
+
+The CPU then launches two graphs instead of hundreds of kernels. PyTorch's own ways, the trees of
+torch.compile and torch.cuda.make_graphed_callables, hand out the memory that the next replay writes to: a
+gradient that was kept, or that autograd accumulates into, changes silently or may not be read any more. Here
+whatever leaves a replay is a copy, and what a replay cannot do, the function itself does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+
+from te_transform.backends.joined import check_unwritten, versions
+from te_transform.backends.limits import on_kernels_device
+from te_transform.runtime.console import status
+
+log = logging.getLogger(__name__)
+
+WARM_UPS = 2  # calls of a kind that run as they are: kernels are loaded, plans made, gradients looked at
+MOST_CHANGES = 2  # of which outputs get gradients, each of which is recorded anew
+MOST = 8  # kinds that are kept, each of which holds all memory of a step
+# What a replay may differ by from the function itself, relative to the norm: some kernels add up in any order
+DIFFERENT = 0.02
+
+Run = Callable[..., Sequence[Any]]
+_RECORDING = threading.RLock()  # PyTorch records in one stream that all threads share
+
+
+class Replayed:
+    """A function of tensors, whose calls are replayed from the third of a kind on.
+
+    Args:
+        run: the function; returns a sequence of tensors, and of values that are the same in all calls.
+        stays: for each argument whether its memory is the model's, and belongs to the kind of call; others
+            are copied to where the recorded kernels read them.
+        writes: the places of the arguments that it writes to.
+        note: gets a sentence where calls cannot be replayed.
+    """
+
+    def __init__(self, run: Run, stays: Sequence[bool], writes: Sequence[int], note: Callable[[str], None]):
+        self.run, self.stays, self.writes, self.note = run, stays, writes, note
+        self.kinds: dict[tuple, _Kind] = {}
+        self.lock = threading.RLock()
+        _ALL.add(self)
+
+    def __call__(self, *arguments: Any) -> Sequence[Any]:
+        if _is_recorded_by_others():
+            return self.run(*arguments)
+        with self.lock:
+            kind = self._kind(arguments)
+            if kind.refused or kind.is_waiting():
+                return self.run(*arguments)
+            if kind.graphs is None:
+                if kind.calls < WARM_UPS or not kind.knows_gradients():
+                    return kind.warmed_up(self.run, arguments)
+                self._record(kind, arguments)
+            if kind.graphs is None:
+                return self.run(*arguments)
+            return kind.replayed(self, arguments)
+
+    def _kind(self, arguments: Sequence[Any]) -> _Kind:
+        """Calls that differ in nothing but the values of their tensors."""
+        here = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+        told = tuple(
+            (a.data_ptr() if stays else None, a.requires_grad) if isinstance(a, Tensor) else a
+            for a, stays in zip(arguments, self.stays, strict=True)
+        )
+        key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), here, told
+        if key not in self.kinds:
+            while len(self.kinds) >= MOST:
+                del self.kinds[next(iter(self.kinds))]
+            distinct = {id(a): place for place, a in enumerate(arguments) if _is_trained(a)}
+            self.kinds[key] = _Kind([*distinct.values()])
+        return self.kinds[key]
+
+    def forget_moved(self) -> None:
+        """Let go of what was recorded for parameters that are gone, or lie elsewhere now."""
+        for key, kind in list(self.kinds.items()):
+            if kind.graphs is not None and kind.graphs.has_moved():
+                self.kinds.pop(key, None)
+
+    def _record(self, kind: _Kind, arguments: Sequence[Any]) -> None:
+        """Record a call and hold it to the function; a kind that cannot be replayed is refused."""
+        for each in list(_ALL):  # another graph's, if the change that moved parameters made this one
+            each.forget_moved()
+        why = _unfit(arguments)
+        if not kind.writes <= {*self.writes}:
+            why = "it writes to tensors that its operations do not name"
+        if why is None:
+            try:
+                with status("recording CUDA graphs"), _RECORDING:
+                    kind.graphs, why = _recorded(self, kind, arguments)
+            except Exception as error:
+                log.debug("where that came from", exc_info=error)
+                why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+        if why is not None:
+            kind.graphs, kind.refused = None, True
+            log.warning("a graph runs without CUDA graphs, %s", why)
+            self.note(f"a graph runs without CUDA graphs, {why}")
+
+
+_ALL: weakref.WeakSet[Replayed] = weakref.WeakSet()
+
+
+def _is_recorded_by_others() -> bool:
+    """Whether the call is a part of what somebody else records or repeats: a CUDA graph, a checkpoint."""
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return saving or recording or torch._C._current_graph_task_id() != -1
+
+
+def _versions(arguments: Sequence[Any]) -> dict[int, int]:
+    tensors = ((place, a) for place, a in enumerate(arguments) if isinstance(a, Tensor))
+    return {place: a._version for place, a in tensors if not a.is_inference()}
+
+
+def _is_trained(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.requires_grad and torch.is_grad_enabled()
+
+
+def _unfit(arguments: Sequence[Any]) -> str | None:
+    """Why a call with such arguments cannot be recorded, or None."""
+    devices = set()
+    for argument in arguments:
+        if isinstance(argument, torch.Generator):
+            return "it is given a random generator"
+        if isinstance(argument, Tensor):
+            if type(argument) not in (Tensor, torch.nn.Parameter):
+                return f"it reads a {type(argument).__name__}"
+            if not on_kernels_device(argument):
+                return f"it reads a tensor on {argument.device.type}"
+            devices.add(argument.device)
+    return None if len(devices) == 1 else f"it reads tensors on {len(devices)} GPUs"
+
+
+@dataclass(eq=False)
+class _Kind:
+    """One kind of call: what is known of it, and what was recorded.
+
+    `wanted` are the outputs that got gradients in its warm-ups.
+    """
+
+    trained: list[int]  # the places of the arguments that need a gradient, one for each tensor
+    writes: set[int] = field(default_factory=set)  # the places of arguments that calls were seen to write to
+    calls: int = 0
+    wanted: set[int] = field(default_factory=set)
+    refused: bool = False
+    changes: int = 0  # of `wanted`, after it was recorded
+    graphs: _Recorded | None = None
+    waiting: Callable[[], Any] | None = None  # a weak reference to the last forward that has had no backward
+
+    def knows_gradients(self) -> bool:
+        """Whether a backward has shown which outputs get gradients, if there is one."""
+        return not self.trained or bool(self.wanted)
+
+    def is_waiting(self) -> bool:
+        """Whether a replay would overwrite what the backward of the one before still reads."""
+        return self.waiting is not None and self.waiting() is not None
+
+    def warmed_up(self, run: Run, arguments: Sequence[Any]) -> Sequence[Any]:
+        """A call that runs as it is, and shows which of its outputs get gradients."""
+        self.calls += 1
+        before = _versions(arguments)
+        outputs = run(*arguments)
+        now, given = _versions(arguments), set(map(id, arguments))
+        self.writes |= {place for place, version in before.items() if now[place] != version}
+        for place, output in enumerate(outputs):
+            made = isinstance(output, Tensor) and id(output) not in given
+            if self.trained and made and output.requires_grad:
+                output.register_hook(partial(self._note_gradient, place))
+        return outputs
+
+    def _note_gradient(self, place: int, grad: Tensor | None) -> None:
+        if grad is not None:  # a function of several outputs calls the hooks of all
+            self.wanted.add(place)
+
+    def record_for(self, wanted: set[int], note: Callable[[str], None]) -> None:
+        """Let the next call be recorded for other outputs with a gradient, unless they change too often."""
+        self.wanted, self.graphs, self.changes = wanted, None, self.changes + 1
+        if self.changes > MOST_CHANGES:
+            self.refused = True
+            note("a graph runs without CUDA graphs, its outputs get gradients now here, now there")
+
+    def replayed(self, owner: Replayed, arguments: Sequence[Any]) -> Sequence[Any]:
+        """A call by replay."""
+        graphs = self.graphs
+        if not self.trained:
+            return graphs.returned(graphs.forward(arguments), arguments)
+        trained = [arguments[place] for place in self.trained]
+        return graphs.returned(_Replay.apply(self, owner, arguments, *trained), arguments)
+
+
+class Graphs:
+    """The CUDA graphs of a forward and of its backward.
+
+    Args:
+        forward: returns tensors; run once, while it is recorded.
+        backward: from what `forward` returned to gradients; None where there is none.
+        device: where they run.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], list[Tensor]],
+        backward: Callable[[list[Tensor]], list[Tensor | None]] | None,
+        device: torch.device,
+    ):
+        self.first, self.second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.gradients: list[Tensor | None] = []
+        with torch.cuda.device(device):
+            pool = torch.cuda.graph_pool_handle()
+            try:
+                with torch.cuda.graph(self.first, pool, capture_error_mode="thread_local"):
+                    self.outputs = forward()
+                if backward is not None:
+                    with torch.cuda.graph(self.second, pool, capture_error_mode="thread_local"):
+                        self.gradients = backward(self.outputs)
+            except Exception:
+                _end_capture(device, pool)
+                raise
+        self.outputs = [output.detach() for output in self.outputs]
+
+    def replay_forward(self) -> None:
+        """Compute `outputs` anew."""
+        self.first.replay()
+
+    def replay_backward(self) -> None:
+        """Compute `gradients` anew, of the last forward."""
+        self.second.replay()
+
+
+def _end_capture(device: torch.device, pool: Any) -> None:
+    """End for PyTorch what CUDA broke off.
+
+    PyTorch itself does not (2.11): the allocator would go on to look where each request comes from, and the
+    random generator could draw nothing outside of a graph any more.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # it was ended, the recording failed for another reason
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+class _Recorded:
+    """What was recorded of one call, and how others are computed by it.
+
+    Args:
+        owner: whose call it was.
+        kind: of call.
+        arguments: of the call; those that do not stay are copies, which others are copied to.
+        outputs: what the function returns of these.
+    """
+
+    def __init__(self, owner: Replayed, kind: _Kind, arguments: Sequence[Any], outputs: Sequence[Any]):
+        tensors = {place: a for place, a in enumerate(arguments) if isinstance(a, Tensor)}
+        self.copies = {place: tensor for place, tensor in tensors.items() if not owner.stays[place]}
+        self.staying = {place: tensor.data_ptr() for place, tensor in tensors.items() if owner.stays[place]}
+        # Kernels read memory, whoever's it is now: parameters that are gone need not stay for them.
+        self.parameters = [(weakref.ref(tensors[place]), at) for place, at in self.staying.items()
+                           if isinstance(tensors[place], torch.nn.Parameter)]  # fmt: skip
+        self.writes = owner.writes
+        numbers = {id(argument): place for place, argument in enumerate(arguments)}
+        # of the outputs: those that are arguments, by the places of these; tensors that are made; the rest
+        self.given = {p: numbers[id(out)] for p, out in enumerate(outputs) if id(out) in numbers}
+        made = {p for p, out in enumerate(outputs) if isinstance(out, Tensor)} - self.given.keys()
+        self.tensors = sorted(made)
+        self.values = [None if p in made or p in self.given else out for p, out in enumerate(outputs)]
+        returned = [outputs[place] for place in self.tensors]
+        # by their numbers among the tensors: those that have a gradient, and those of these that get one
+        self.differentiable = [n for n, out in enumerate(returned) if kind.trained and out.requires_grad]
+        self.wanted = [number for number in self.differentiable if self.tensors[number] in kind.wanted]
+        self.seeds = [torch.zeros_like(returned[number]) for number in self.wanted]
+        self.watched: list[int] = []  # the places of staying arguments that the backward reads
+        trained: list[Tensor] = []
+
+        def forward() -> list[Tensor]:
+            found, trained[:] = _call(owner.run, arguments, kind.trained)
+            return [found[place] for place in self.tensors]
+
+        def backward(found: list[Tensor]) -> list[Tensor | None]:
+            used = [found[number] for number in self.wanted]
+            return list(torch.autograd.grad(used, trained, self.seeds, allow_unused=True))
+
+        with _casting_anew():
+            self.graphs = Graphs(forward, backward if kind.trained else None, returned[0].device)
+
+    def watch(self, saved: Sequence[Tensor]) -> None:
+        """Note which arguments lie in what autograd has saved for a backward."""
+        spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in saved]
+        self.watched = [
+            place
+            for place, at in self.staying.items()
+            if any(start <= at < start + length for start, length in spans)
+        ]
+
+    def has_moved(self) -> bool:
+        """Whether parameters are gone, or lie elsewhere now."""
+        found = ((reference(), place) for reference, place in self.parameters)
+        return any(parameter is None or parameter.data_ptr() != place for parameter, place in found)
+
+    def forward(self, arguments: Sequence[Any]) -> list[Tensor]:
+        """The tensors that a call returns."""
+        with torch.no_grad():
+            for place, copy in self.copies.items():
+                copy.copy_(arguments[place], non_blocking=True)
+            self.graphs.replay_forward()
+            for place in self.writes:
+                if not arguments[place].is_inference():
+                    increment_version(arguments[place])
+            return [output.clone() for output in self.graphs.outputs]
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the last forward, from those of its tensors."""
+        with torch.no_grad():
+            for number, seed in zip(self.wanted, self.seeds, strict=True):
+                seed.copy_(grads[number])
+            self.graphs.replay_backward()
+            found = [grad for grad in self.graphs.gradients if grad is not None]
+            copies = [torch.empty_like(grad) for grad in found]
+            if copies:
+                torch._foreach_copy_(copies, found)
+            copied = iter(copies)
+            return [None if grad is None else next(copied) for grad in self.graphs.gradients]
+
+    def returned(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> list[Any]:
+        """The outputs of a call with these arguments, of the tensors that it made and all else."""
+        outputs = list(self.values)
+        for place, number in self.given.items():
+            outputs[place] = arguments[number]
+        for place, tensor in zip(self.tensors, tensors, strict=True):
+            outputs[place] = tensor
+        return outputs
+
+
+class _Forward:
+    """A forward whose backward has not been yet, for as long as somebody may still call it."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kind: _Kind, owner: Replayed, arguments: Sequence[Any], *trained: Tensor
+    ) -> tuple[Tensor, ...]:
+        graphs = kind.graphs
+        ctx.set_materialize_grads(False)
+        ctx.kind, ctx.graphs, ctx.arguments = kind, graphs, arguments
+        ctx.owner, ctx.before = owner, [arguments[place].clone() for place in owner.writes]
+        ctx.forward = _Forward()
+        kind.waiting = weakref.ref(ctx.forward)
+        ctx.random = _random_state(trained[0].device)
+        read = (graphs.copies.keys() | graphs.staying.keys()) - {*owner.writes}
+        ctx.read = _noted([arguments[place] for place in sorted(read)])
+        outputs = graphs.forward(arguments)
+        ctx.watched = _noted([arguments[place] for place in graphs.watched])
+        ctx.save_for_backward(torch.empty(0))  # which autograd frees after a backward that is the last
+        plain = {*range(len(outputs))} - {*graphs.differentiable}
+        ctx.mark_non_differentiable(*(outputs[number] for number in plain))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        kind, graphs, _ = ctx.kind, ctx.graphs, ctx.saved_tensors
+        given = [number for number, grad in enumerate(grads) if grad is not None]
+        if not given:
+            return None, None, None, *(None for _ in kind.trained)
+        is_last = kind.waiting is not None and kind.waiting() is ctx.forward
+        if given != graphs.wanted:
+            # A gradient of zeros for the others would not do: parameters that nothing reached would get one.
+            kind.record_for({graphs.tensors[number] for number in given}, ctx.owner.note)
+        if given != graphs.wanted or not is_last or torch.is_grad_enabled():
+            return None, None, None, *_computed_again(ctx, grads)
+        _check_unchanged(ctx.watched)
+        found = graphs.backward(grads)
+        kind.waiting = None  # from here on another forward may overwrite what this one left
+        return None, None, None, *found
+
+
+def _noted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
+    """What tells whether they are written to, or laid elsewhere, before the backward."""
+    return [(tensor, version, tensor.data_ptr()) for tensor, version in versions(tensors)]
+
+
+def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:
+    check_unwritten([(tensor, version) for tensor, version, _ in noted])
+    for tensor, _, place in noted:
+        if tensor.data_ptr() != place:
+            raise RuntimeError(
+                f"a tensor of shape {list(tensor.shape)} was given other memory between the forward and its "
+                "backward, which is a CUDA graph and reads the memory of before: assign to .data after the "
+                "backward, or convert the model with graphs=False"
+            )
+
+
+def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The gradients of a call that was replayed, by calling the function itself, with the same random
+    numbers: for a second backward, one that is itself differentiated, and outputs that never had a
+    gradient."""
+    _check_unchanged(ctx.read)
+    recorded, writes = torch.is_grad_enabled(), ctx.owner.writes
+    with _as_it_was(ctx.arguments, writes), torch.enable_grad():
+        _set_random_state(ctx.arguments[ctx.kind.trained[0]].device, ctx.random)
+        _put_back([ctx.arguments[place] for place in writes], ctx.before)
+        outputs, trained = _call(ctx.owner.run, ctx.arguments, ctx.kind.trained)
+        pairs = [
+            (outputs[place], grad)
+            for place, grad in zip(ctx.graphs.tensors, grads, strict=True)
+            if grad is not None
+        ]
+        used, given = zip(*pairs, strict=True)
+        return torch.autograd.grad(used, trained, given, create_graph=recorded, allow_unused=True)
+
+
+def _call(run: Run, arguments: Sequence[Any], trained: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
+    """What the function returns, and views of these arguments, to which gradients lead and no further.
+
+    Some arguments are computed from others, and each gets its own part. Hooks of parameters see what leaves a
+    replay, once. And autograd, which goes back in the streams that a forward ran in, remembers another one
+    for parameters.
+    """
+    views = {id(arguments[place]): _view(arguments[place]) for place in trained}
+    found = run(*(views.get(id(argument), argument) for argument in arguments))
+    # what is returned as it was given is the argument itself
+    own = {id(view): arguments[place] for place, view in zip(trained, views.values(), strict=True)}
+    return [own.get(id(output), output) for output in found], [*views.values()]
+
+
+def _view(argument: Tensor) -> Tensor:
+    view = argument.view_as(argument)
+    view.__dict__.update(argument.__dict__)  # which parameters it was joined of
+    return view
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
+
+
+def _copied(argument: Tensor) -> Tensor:
+    """A tensor of the same numbers and layout, in memory of its own."""
+    own = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
+    return own.copy_(argument.detach()).requires_grad_(_is_trained(argument))
+
+
+@contextlib.contextmanager
+def _casting_anew() -> Iterator[None]:
+    """Let torch.autocast cast weights in what is recorded: a replay would read copies that were made
+    before, and others would read those that it makes."""
+    was = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was)
+
+
+@contextlib.contextmanager
+def _as_it_was(arguments: Sequence[Any], writes: Sequence[int]) -> Iterator[None]:
+    """Put back what is written to meanwhile, and the states of random generators."""
+    device = next(a.device for a in arguments if isinstance(a, Tensor))
+    tensors = [arguments[place] for place in writes]
+    before = [tensor.detach().clone() for tensor in tensors]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            _put_back(tensors, before)
+
+
+def _put_back(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    for tensor, was in zip(tensors, before, strict=True):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+            tensor.copy_(was)
+
+
+def _recorded(owner: Replayed, kind: _Kind, arguments: Sequence[Any]) -> tuple[_Recorded | None, str | None]:
+    """What was recorded of a call, held to what the function itself computes; or why there is nothing."""
+    held = [
+        argument if stays or not isinstance(argument, Tensor) else _copied(argument)
+        for argument, stays in zip(arguments, owner.stays, strict=True)
+    ]
+    saved: list[Tensor] = []
+    with _as_it_was(held, owner.writes), noting_waits() as waits:
+        with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
+            outputs, trained = _call(owner.run, held, kind.trained)
+        if why := _unfit_outputs(outputs, held):
+            return None, why
+        seeds = {place: torch.randn_like(outputs[place]) for place in sorted(kind.wanted)}
+        expected = _with_gradients(outputs, trained, seeds)
+    if waits:
+        return None, f"it waits for the GPU: {waits[0]}"
+    with _as_it_was(held, owner.writes):
+        recorded = _Recorded(owner, kind, held, outputs)
+    recorded.watch(saved)
+    del outputs, trained, saved
+    with _as_it_was(held, owner.writes):
+        found = recorded.returned(recorded.forward(arguments), held)
+        if kind.trained:
+            found += recorded.backward([seeds.get(place) for place in recorded.tensors])
+        off = [*map(_distance, found, expected)]
+    if all(each <= DIFFERENT for each in off):
+        return recorded, None
+    with _as_it_was(held, owner.writes):
+        once_more = _with_gradients(*_call(owner.run, held, kind.trained), seeds)
+    # how far the function is from itself: the order in which kernels add up goes far in FP8
+    allowed = [max(DIFFERENT, 3 * _distance(*pair)) for pair in zip(once_more, expected, strict=True)]
+    if all(each <= most for each, most in zip(off, allowed, strict=True)):
+        return recorded, None
+    return None, f"what was recorded computes other numbers, off by {max(off):.2g}"
+
+
+def _noted_in(saved: list[Tensor], tensor: Tensor) -> Tensor:
+    saved.append(tensor.detach())
+    return tensor
+
+
+def _with_gradients(
+    outputs: Sequence[Any], trained: Sequence[Tensor], seeds: Mapping[int, Tensor]
+) -> list[Any]:
+    """The outputs, and the gradients that lead from those of some outputs to the arguments."""
+    found = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
+    if not trained:
+        return found
+    used, given = [outputs[place] for place in seeds], [*seeds.values()]
+    return [*found, *torch.autograd.grad(used, trained, given, allow_unused=True)]
+
+
+def _unfit_outputs(outputs: Sequence[Any], arguments: Sequence[Any]) -> str | None:
+    """Why these outputs cannot be handed out as copies, or None."""
+    given = {a.untyped_storage()._cdata for a in arguments if isinstance(a, Tensor)}
+    themselves = set(map(id, arguments))
+    tensors = [out for out in outputs if isinstance(out, Tensor) and id(out) not in themselves]
+    if any(tensor.untyped_storage()._cdata in given for tensor in tensors):
+        return "it returns memory of an argument"
+    if any(not on_kernels_device(tensor) for tensor in tensors) or not tensors:
+        return "it returns no tensor on the GPU, or others too"
+    return None
+
+
+@contextlib.contextmanager
+def noting_waits() -> Iterator[list[str]]:
+    """What makes the CPU wait for the GPU meanwhile, which no CUDA graph can have in it."""
+    found: list[str] = []
+    if not torch.cuda.is_available():
+        yield found
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    found += (str(w.message).splitlines()[0] for w in caught if "synchronizing CUDA" in str(w.message))
+
+
+def _distance(one: Any, other: Any) -> float:
+    """How far a result is from another, relative to the norm of that."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return 0.0 if one is other or one == other else math.inf
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    if not one.is_floating_point():
+        return 0.0 if torch.equal(one, other) else math.inf
+    finite = other.isfinite()
+    if not torch.equal(one.isfinite(), finite):
+        return math.inf
+    off = torch.where(finite, one.double() - other.double(), 0.0).norm().item()
+    norm = torch.where(finite, other.double(), 0.0).norm().item()
+    return off / norm if norm else math.inf if off else 0.0

@@ -1,0 +1,548 @@
+"""CUDA graphs: what calls, and what was done to the model between them, see of calls that are replayed.
+
+Here a recording is emulated: a replay runs the function again, on the tensors that were recorded, and writes
+to those that it returned then. tests/gpu runs the same calls as CUDA graphs.
+"""
+
+import copy
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_transform
+from te_transform import OptionError
+from te_transform.backends import limits
+from te_transform.plan import options
+from te_transform.runtime import replayed
+from tests import stand_in, test_compiled
+from tests.attacks import OTHER, WIDTH, Attends, Block, Pair, X, observed
+from tests.conversions import ALL, EVERYWHERE, error, gradients, run
+from tests.zoo import seeded, zero_dropout
+
+te, compilations = stand_in.te, test_compiled.compilations  # fixtures
+pytestmark = pytest.mark.usefixtures("counts")
+
+
+class Emulated:
+    """Graphs, whose replay runs the functions themselves."""
+
+    counts: ClassVar[Counter[str]] = Counter()
+    all: ClassVar[weakref.WeakSet] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        forward: Callable[[], list[Tensor]],
+        backward: Callable[[list[Tensor]], list[Tensor | None]] | None,
+        device: torch.device,
+    ):
+        self.forward, self.backward, self.records = forward, backward, torch.is_grad_enabled()
+        self.all.add(self)
+        self.counts["recorded"] += 1
+        self.live = forward()
+        self.gradients = backward(self.live) if backward else []
+        self.outputs = [output.detach().clone() for output in self.live]
+
+    def replay_forward(self) -> None:
+        self.counts["forward"] += 1
+        with torch.set_grad_enabled(self.records):
+            self.live = self.forward()
+        overwrite(self.outputs, self.live)
+
+    def replay_backward(self) -> None:
+        self.counts["backward"] += 1
+        with torch.enable_grad():
+            overwrite(self.gradients, self.backward(self.live))
+
+
+def overwrite(kept: list[Tensor | None], made: list[Tensor | None]) -> None:
+    for old, new in zip(kept, made, strict=True):
+        assert (old is None) == (new is None)
+        if old is not None:
+            old.copy_(new.detach())
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often something was recorded, and replayed."""
+    monkeypatch.setattr(replayed, "Graphs", Emulated)
+    monkeypatch.setattr(options, "cuda_graphs", lambda: True)
+    monkeypatch.setattr(limits, "DEVICE", "cpu")
+    monkeypatch.setattr(Emulated, "counts", Counter())
+    monkeypatch.setattr(Emulated, "all", weakref.WeakSet())
+    # the functions themselves count what they write to
+    monkeypatch.setattr(replayed, "increment_version", lambda tensor: None)
+    return Emulated.counts
+
+
+def pair_of(model: type[nn.Module] | nn.Module, **options: Any) -> Pair:
+    """A pair whose calls in training are replayed from the next on."""
+    pair = Pair.of(model, graphs=True, **options)
+    for _ in range(3):
+        pair.agree()
+    return pair
+
+
+class Deep(nn.Module):
+    """Blocks with attention and without, with an auxiliary output and a buffer that counts calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Attends()])
+        self.p = 0.0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        for block in self.blocks:
+            x = F.dropout(block(x), self.p, self.training)
+        return x, x.mean(-1) + self.calls
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    out, means = model(x)
+    return out.square().sum() + means.sum()
+
+
+def notes(model: nn.Module) -> list[str]:
+    return [note for note in te_transform.report(model).notes if "without CUDA graphs" in note]
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "gpt2"])
+def test_models_in_training_and_evaluation_by_turns(name: str, counts: Counter) -> None:
+    case = ALL[name]
+    model, inputs = zero_dropout(case.build()), case.sample()
+    converted = te_transform.convert(model, inputs, verify=False, graphs=True)
+    for _ in range(4):
+        assert error(run(converted, inputs), run(model, inputs)) < EVERYWHERE
+        expected, actual = (gradients(m, inputs) for m in (model, converted))
+        assert expected.keys() == actual.keys()
+        pairs = [(actual[key], grad) for key, grad in expected.items() if grad is not None]
+        assert error(*zip(*pairs, strict=True)) < EVERYWHERE
+    assert counts == {"recorded": 2, "forward": 6, "backward": 3}
+    assert notes(converted) == []
+
+
+def test_calls_are_replayed_from_the_third_on(counts: Counter) -> None:
+    pair = Pair.of(Deep, graphs=True)
+    for call in range(1, 6):
+        pair.agree()
+        # one replay more is the check of what was recorded
+        assert counts["forward"] == counts["backward"] == max(0, call - 1 if call > 2 else 0)
+    assert any("CUDA graphs, from the third" in note for note in te_transform.report(pair.converted).notes)
+
+
+def test_another_size_is_another_kind(counts: Counter) -> None:
+    pair = pair_of(Deep)
+    for x in (X, X[:, :3], X[:1], X):
+        pair.x, before = x, counts["forward"]
+        for _ in range(4):
+            pair.agree()
+        assert counts["forward"] > before
+    assert notes(pair.converted) == []
+
+
+def test_gradients_are_accumulated(counts: Counter) -> None:
+    pair, batches = pair_of(Deep), torch.randn(4, 2, 5, WIDTH)
+    before = counts["backward"]
+    found = []
+    for model in pair.models:
+        model.zero_grad()
+        kept = []
+        for batch in batches:
+            loss(model, batch).backward()
+            kept.append(model.blocks[0].mlp.fc1.weight.grad.clone())
+        found.append(kept)
+    assert counts["backward"] == before + 4
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_a_call_returned_stays(counts: Counter) -> None:
+    pair = pair_of(Deep)
+    parameters = [*pair.converted.parameters()]
+    out, _ = (model(X) for model in (pair.converted, pair.original))
+    grads = torch.autograd.grad(out[0].sum() + out[1].sum(), parameters)
+    before = [tensor.clone() for tensor in (*out, *grads)]
+    pair.x = OTHER
+    pair.agree()
+    assert counts["forward"] > 3
+    for now, then in zip((*out, *grads), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_two_forwards_before_a_backward(counts: Counter) -> None:
+    def act(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x) + 2 * loss(model, x + 1) - loss(model, x * 2)
+
+    pair = pair_of(Deep)
+    for _ in range(3):
+        pair.agree(act, atol=1e-4)
+
+
+def test_a_forward_that_nobody_goes_back_through(counts: Counter) -> None:
+    pair = pair_of(Deep)
+    before = counts["forward"]
+    for model in pair.models:
+        for _ in range(3):
+            model(X)
+    assert counts["forward"] == before + 3  # none waits for a backward that cannot come
+    pair.agree()
+
+
+def again(model: nn.Module, x: Tensor) -> Tensor:
+    out = loss(model, x.requires_grad_())
+    out.backward(retain_graph=True)
+    out.backward()
+    return out.detach()
+
+
+def second_derivative(model: nn.Module, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss(model, x.requires_grad_()), x, create_graph=True)
+    return gradient.square().sum()
+
+
+def of_one_output(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[1]
+
+
+def of_neither(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[1].detach()
+
+
+def freed(model: nn.Module, x: Tensor) -> None:
+    out = loss(model, x)
+    out.backward()
+    out.backward()
+
+
+@pytest.mark.parametrize("act", [again, second_derivative, of_one_output, of_neither, freed])
+def test_other_backwards_than_the_recorded_one(act: Callable[[nn.Module, Tensor], Any]) -> None:
+    pair = pair_of(Deep)
+    for _ in range(3):
+        pair.agree(act, atol=1e-4)
+    pair.agree()
+
+
+def test_outputs_with_gradients_now_here_now_there(counts: Counter) -> None:
+    pair = pair_of(Deep)
+    for _ in range(3):
+        pair.agree(of_one_output)
+        pair.agree()
+    assert notes(pair.converted) == [
+        "a graph runs without CUDA graphs, its outputs get gradients now here, now there"
+    ]
+    before = counts["forward"]
+    pair.agree()
+    assert counts["forward"] == before
+
+
+def freeze(model: nn.Module) -> None:
+    model.blocks[0].mlp.fc1.weight.requires_grad_(False)
+
+
+def assign(model: nn.Module) -> None:
+    state = {name: value * 1.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def swap_data(model: nn.Module) -> None:
+    model.blocks[0].mlp.fc1.weight.data = model.blocks[0].mlp.fc1.weight.data * 2
+
+
+def step(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 1e-3 * parameter.grad
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "a frozen weight": freeze,
+    "load_state_dict(assign=True)": assign,
+    "weight.data": swap_data,
+    "a step": step,
+    "another dtype": lambda model: model.double(),
+    "a hook on a module": lambda model: model.blocks[0].register_forward_hook(lambda *a: a[-1] * 2),
+    "a hook on a parameter": lambda model: model.blocks[0].mlp.fc1.weight.register_hook(lambda g: g * 2),
+    "a hook after accumulating": lambda model: model.blocks[0].mlp.fc1.weight
+    .register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2)),
+    "another eps": lambda model: setattr(model.blocks[0].norm, "eps", 0.5),
+    "evaluation": lambda model: (setattr(model, "p", 0.5), model.eval()) and model.double(),
+    "the buffer": lambda model: model.calls.fill_(7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_model_is_changed(name: str, counts: Counter) -> None:
+    pair = pair_of(Deep)
+    if name in ("another dtype", "evaluation"):
+        for model in pair.models:
+            CHANGES[name](model)
+        pair.x = pair.x.double()
+    else:
+        pair.attack(CHANGES[name])
+    for _ in range(4):
+        pair.agree()
+
+
+def test_what_was_recorded_for_moved_parameters_is_let_go() -> None:
+    pair = pair_of(Deep)
+    for move in (lambda p: p.clone(), lambda p: p.double()):
+        for model in pair.models:
+            for parameter in model.parameters():
+                parameter.data = move(parameter.data)
+        pair.x = move(pair.x)
+        for _ in range(4):
+            pair.agree()
+        gc.collect()
+        assert len(Emulated.all) == 1
+
+
+def test_a_weight_written_to_before_the_backward() -> None:
+    """Where the original raises, so does a replay: the recorded backward would read the new numbers."""
+
+    def act(model: nn.Module, x: Tensor) -> None:
+        out = loss(model, x)
+        with torch.no_grad():
+            model.blocks[0].mlp.fc2.weight.mul_(2)
+        try:
+            out.backward()
+        finally:
+            with torch.no_grad():
+                model.blocks[0].mlp.fc2.weight.div_(2)
+
+    pair = pair_of(Deep)
+    for _ in range(2):
+        assert "error" in pair.agree(act)
+    pair.agree()
+
+
+def test_memory_that_a_weight_was_given_before_the_backward() -> None:
+    pair = pair_of(Deep)
+    out, weight = loss(pair.converted, X), pair.converted.blocks[0].mlp.fc2.weight
+    weight.data = weight.data * 2
+    with pytest.raises(RuntimeError, match="given other memory between the forward and its backward"):
+        out.backward()
+
+
+def test_an_input_written_to_before_the_backward() -> None:
+    pair, x = pair_of(Deep), X.clone()
+    expected = observed(pair.original, loss, X)
+    out = loss(pair.converted, x)
+    pair.converted.zero_grad()
+    x.fill_(torch.nan)  # what a replay reads is a copy
+    out.backward()
+    for name, parameter in pair.converted.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_dropout_draws_other_numbers_in_each_replay(counts: Counter) -> None:
+    model = seeded(Deep)
+    model.p = 0.5
+    converted = te_transform.convert(model, X, graphs=True, verify=False)
+    for _ in range(3):
+        loss(converted, X).backward()
+    one, other = (converted(X)[0] for _ in range(2))
+    assert not torch.equal(one, other)
+    assert counts["forward"] > 1
+    states = []
+    for each in (model, converted):
+        torch.manual_seed(3)
+        each.calls.zero_()
+        states.append((loss(each, X).detach(), torch.get_rng_state()))
+    torch.testing.assert_close(states[0][0], states[1][0])
+    assert torch.equal(states[0][1], states[1][1])
+
+
+def test_recording_leaves_random_numbers_and_buffers_as_they_are() -> None:
+    """The call that is recorded is run three times more, of which nobody sees anything."""
+    model = seeded(Deep)
+    model.p = 0.5
+    pair = Pair(model, te_transform.convert(model, X, graphs=True, verify=False), X)
+    states = []
+    for each in pair.models:
+        torch.manual_seed(0)
+        states.append([(loss(each, X).backward(), each.calls.item(), torch.rand(())) for _ in range(5)])
+    assert states[0] == states[1]
+
+
+def test_a_call_that_fails_leaves_the_next_ones_right() -> None:
+    pair = pair_of(Deep)
+    for wrong in (X[..., :3], None):
+        assert "error" in pair.agree(lambda model, x, wrong=wrong: model(wrong))
+    pair.agree()
+
+
+def test_deepcopy_and_pickle_record_for_themselves(counts: Counter) -> None:
+    pair = pair_of(Deep)
+    twin = Pair(pair.original, copy.deepcopy(pair.converted), X)
+    for model in pair.models:
+        step(model)
+    with torch.no_grad():
+        for own, theirs in zip(twin.converted.parameters(), pair.original.parameters(), strict=True):
+            own.copy_(theirs)
+        twin.converted.calls.copy_(pair.original.calls)
+    before = counts["recorded"]
+    for _ in range(4):
+        twin.agree()
+    assert counts["recorded"] == before + 1
+
+
+class Odd(nn.Module):
+    """A block, and what its subclasses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+
+class ReturnsAPart(Odd):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.block(x), self.seen[1:]
+
+
+class ReturnsAView(Odd):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.block(x)
+        return out, out[0]
+
+
+class ReturnsAnInput(Odd):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.block(x), x.view(-1)
+
+
+REFUSED = {
+    ReturnsAPart: "it returns memory of an argument",
+    ReturnsAView: "it returns two tensors in one memory",
+    ReturnsAnInput: "it returns memory of an argument",
+}
+
+
+@pytest.mark.parametrize("build", REFUSED)
+def test_what_cannot_be_handed_out_as_copies(build: type[nn.Module], counts: Counter) -> None:
+    pair = pair_of(build)
+    for _ in range(3):
+        pair.agree()
+    assert counts["forward"] == 0
+    assert notes(pair.converted) == [f"a graph runs without CUDA graphs, {REFUSED[build]}"]
+
+
+def test_what_is_recorded_is_held_to_what_the_call_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads memory of its own plan, as cuDNN's attention did, would be found here."""
+
+    class Garbage(Emulated):
+        def replay_forward(self) -> None:
+            super().replay_forward()
+            self.outputs[0][0, 0, 0] = torch.nan
+
+    monkeypatch.setattr(replayed, "Graphs", Garbage)
+    pair = pair_of(Deep)
+    pair.agree()
+    (note,) = notes(pair.converted)
+    assert "computes other numbers" in note
+
+
+@pytest.mark.parametrize("failing", ["recording", "the function"])
+def test_a_recording_that_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    target = (replayed, "Graphs") if failing == "recording" else (replayed, "_unfit_outputs")
+    monkeypatch.setattr(*target, out_of_memory)
+    pair = pair_of(Deep)
+    pair.agree()
+    assert notes(pair.converted) == [
+        "a graph runs without CUDA graphs, OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    ]
+
+
+def test_autocast_casts_weights_in_the_recording() -> None:
+    """Copies that autocast keeps over a context would be those of weights before a step."""
+
+    def act(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            first = model(x)[0].square().sum()
+            with torch.no_grad():
+                model.blocks[0].mlp.fc1.weight.mul_(1.01)
+            torch.clear_autocast_cache()
+        return first.float()
+
+    pair = pair_of(Deep)
+    for _ in range(4):
+        for model in pair.models:
+            observed(model, act, X)
+        found = [loss(model, X).item() for model in pair.models]
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+def test_products_in_fp8(te: ModuleType, recipe: str, counts: Counter) -> None:
+    model = seeded(Block).bfloat16()
+    x = torch.randn(2, 16, WIDTH).bfloat16()
+    options = {"backend": "te", "recipe": te_transform.PrecisionPlan(recipe, small_calls=True)}
+    eager = te_transform.convert(model, x, verify=False, **options)
+    graphed = te_transform.convert(model, x, verify=False, graphs=True, **options)
+    for number in range(7):
+        batch = x * (1 + number)
+        found = []
+        for each in (eager, graphed):
+            each.zero_grad()
+            out = each(batch)
+            out.float().square().sum().backward()
+            found.append([out.detach(), *(parameter.grad for parameter in each.parameters())])
+        assert error(found[1], found[0]) < 0.03, number
+    assert counts["forward"] >= 3
+    assert notes(graphed) == []
+
+
+def test_what_was_compiled_is_replayed(
+    counts: Counter, compilations: test_compiled.Compilations
+) -> None:
+    pair = pair_of(Deep, compile=True)
+    pair.agree()
+    assert len(compilations) == 1
+    assert counts["forward"] > 1
+    assert notes(pair.converted) == []
+
+
+def test_accumulate_runs_without_them(te: ModuleType, counts: Counter) -> None:
+    model = seeded(Block).bfloat16()
+    x = torch.randn(2, 16, WIDTH).bfloat16()
+    converted = te_transform.convert(model, x, backend="te", graphs=True)
+    for _ in range(4):
+        loss(converted, x).backward()
+    before = counts["forward"]
+    with te_transform.accumulate(converted, steps=2):
+        for _ in range(2):
+            loss(converted, x).backward()
+    assert counts["forward"] == before > 0
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_two_ways_to_cuda_graphs_are_an_error(mode: str) -> None:
+    with pytest.raises(OptionError, match="makes CUDA graphs by itself: pass compile=True"):
+        te_transform.convert(seeded(Block), X, graphs=True, compile=mode)
+
+
+def test_without_a_gpu_the_option_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "cuda_graphs", limits.cuda_graphs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match="this machine has none: leave graphs=False"):
+        te_transform.convert(seeded(Block), X, graphs=True)
+    assert te_transform.inspect(seeded(Block), X, graphs=True).fused
+
+
+def test_a_model_on_another_device_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DEVICE", "cuda")
+    pair = pair_of(Deep)
+    pair.agree()
+    assert notes(pair.converted) == ["a graph runs without CUDA graphs, it reads a tensor on cpu"]
