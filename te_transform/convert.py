@@ -4,9 +4,11 @@ one line."""
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,10 +24,11 @@ from te_transform.passes import PIPELINE
 from te_transform.plan.assign import assign, products_in
 from te_transform.plan.match import Plan
 from te_transform.plan.model import ModelError, check_model
-from te_transform.plan.options import Options
+from te_transform.plan.options import OptionError, Options
 from te_transform.quantize import dequantize_weights
 from te_transform.report.compose import compose
 from te_transform.report.report import Report
+from te_transform.runtime import timing
 from te_transform.runtime.calibrate import calibrate
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.console import progress
@@ -37,6 +40,7 @@ from te_transform.runtime.converted import (
     leave,
 )
 from te_transform.runtime.precision import Precision
+from te_transform.runtime.timing import Timing
 from te_transform.verify.check import check_sites
 
 log = logging.getLogger(__name__)
@@ -73,7 +77,9 @@ def convert(
         skip: module paths or globs left alone, with all they contain.
         approximate: allow rules that change the numbers (the exact GELU becomes the tanh one).
         compile: False, True or a torch.compile mode: inductor compiles the fused graphs, each at its first
-            call.
+            call. "auto" takes the fastest way on the first example inputs, in the mode that the model is in:
+            its own code, fused, compiled, as CUDA graphs, each with the recipe, if one is given, and without.
+            They are timed for five minutes at most; a file keeps what was found.
         graphs: run forward and backward as CUDA graphs, which are recorded in the third call of a kind, and
             held there to what the call itself computes; alone, or with compile=True.
         inplace: convert `model` itself.
@@ -105,20 +111,29 @@ def convert(
     )
     options.check_skip(model)
     samples = as_inputs(model, example_inputs)
-    made = model if inplace else _copy(model)
-    converted = Converted(options, len(blocks(made)) > DEEP, check_sites if verify else None)
+    made, original = (model, None) if inplace else (_copy(model), model)
+    if compile == "auto":
+        return _fastest(made, original, options, samples)
+    return _convert(made, original, options, samples)
+
+
+def _convert(
+    made: nn.Module, original: nn.Module | None, options: Options, samples: Sequence[Inputs]
+) -> nn.Module:
+    """Convert `made` itself, which may be a copy of an original; what is raised leaves it as it was."""
+    converted = Converted(options, len(blocks(made)) > DEEP, check_sites if options.verify else None)
     try:
         enter(made, converted)
-        seen = _first_calls(made, converted, samples, None if inplace else model)
+        seen = _first_calls(made, converted, samples, original)
         if converted.in_pieces:  # which only a first call can show
-            seen = _first_calls(made, converted, samples, None if inplace else model)
+            seen = _first_calls(made, converted, samples, original)
         converted.capture_blocks(made, one_by_one=converted.in_pieces)
         converted.report = _report(made, converted, seen, samples[0])
         # from here on nothing is refused any more: a model that is refused stays where it lay
-        groups = () if compile and recipe is None else tuple(seen.groups)  # they are joined in FP8 alone
-        for group in progress(groups, "laying parameters next to each other"):
+        joins = not options.compile or options.recipe is not None  # compiled, products in FP8 alone
+        for group in progress(tuple(seen.groups) * joins, "laying parameters next to each other"):
             lay(group)
-        if recipe is not None:
+        if options.recipe is not None:
             _enter_recipe(made, converted, seen, samples)
         for graph in converted.graphs:
             graph.count_anew()
@@ -127,6 +142,49 @@ def convert(
         leave(made)
         raise
     return made
+
+
+def _fastest(
+    made: nn.Module, original: nn.Module | None, options: Options, samples: Sequence[Inputs]
+) -> nn.Module:
+    """Convert `made` in the way that takes the least time on the first sample, in the mode that it is in."""
+    ways = options.ways()
+    key = timing.key_of(made, samples[0], {**vars(options), "backend": options.backend.NAME}, *ways)
+    timings = timing.kept(key)
+    if not timings:
+        timings = _timings(made, original, ways, samples)
+        timing.keep(key, timings)
+    best = timing.fastest(timings)
+    chosen = replace(options, compile=False) if best is None else ways[best.name]
+    converted = _convert(made, original, replace(chosen, as_it_is=False), samples)
+    found = converted_of(converted)
+    found.options = chosen
+    found.report = replace(found.report, timings=tuple(timings), chosen="" if best is None else best.name)
+    return converted
+
+
+def _timings(
+    made: nn.Module, original: nn.Module | None, ways: Mapping[str, Options], samples: Sequence[Inputs]
+) -> list[Timing]:
+    """What a call takes in each of the ways; the most promising come first, the time is limited."""
+    end, found = time.monotonic() + timing.SECONDS_IN_ALL, {}
+    first, *others = ways
+    for name in progress([first, *reversed(others)], "timing"):
+        if time.monotonic() > end:
+            found[name] = Timing(name, None, f"not tried, {timing.SECONDS_IN_ALL:.0f} s were over")
+            continue
+        try:
+            if not ways[name].as_it_is:
+                _convert(made, original, ways[name], samples[:1])
+            found[name] = Timing(name, timing.seconds_of(made, samples[0]))
+        except Exception as error:
+            log.debug("where that came from", exc_info=error)
+            said = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+            found[name] = Timing(name, None, said)
+        finally:
+            leave(made)
+            gc.collect()  # the memory of what was captured, before the next is
+    return [found[name] for name in ways]
 
 
 @dataclass
@@ -236,6 +294,8 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     check_model(model)
     chosen = Options.of(model, PIPELINE, planning=True, **options)
     chosen.check_skip(model)
+    if chosen.compile == "auto":  # which only a call on the machine itself can tell
+        chosen = replace(chosen, compile=False)
     sample = as_inputs(model, example_inputs)[0]
     # what lies between blocks, or anywhere, may look at values, which fake tensors lack
     ways = [(True, on_fake_tensors)] * (len(blocks(model)) > DEEP) + [(False, on_fake_tensors)]
@@ -309,9 +369,12 @@ def te_transform(
         OptionError: an option has a value that it cannot have.
     """
     held = nn.ParameterList([value for value in example_inputs if isinstance(value, nn.Parameter)])
-    return Converted(Options.of(held, PIPELINE, **(options.get("options") or {}))).backend(
-        captured, example_inputs
-    )
+    chosen = Options.of(held, PIPELINE, **(options.get("options") or {}))
+    if chosen.compile == "auto":
+        raise OptionError(
+            "compile is 'auto', which times calls of a whole model: pass it to te_transform.convert()"
+        )
+    return Converted(chosen).backend(captured, example_inputs)
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -354,7 +354,7 @@ OPTIONS = {
         {"compile": "fast"},
         OptionError,
         "compile is 'fast', a bool or one of default, reduce-overhead, max-autotune, "
-        "max-autotune-no-cudagraphs is needed",
+        "max-autotune-no-cudagraphs, auto is needed",
     ),
     "compile number": ({"compile": 1}, OptionError, "compile is 1, a bool or one of default"),
     "passes": (

@@ -62,7 +62,7 @@ def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     return f"a call too small to be faster in {'FP8' if in_fp8 else 'these kernels'}"
 
 
-def break_even_rows(width: int, in_fp8: bool, in_cuda_graphs: bool) -> int:
+def break_even_rows(width: int, in_fp8: bool, in_cuda_graphs: bool = False) -> int:
     """From how many rows of this width on TE's modules are faster."""
     launched, by_graphs = MIN_GEMM_WORK, MIN_GEMM_WORK_REPLAYED
     if in_fp8:

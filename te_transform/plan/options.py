@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
@@ -37,11 +37,25 @@ class Options:
     graphs: bool = False
     inplace: bool = False
     verify: bool = True
+    as_it_is: bool = False  # run the user's own code, because nothing was found to be faster
 
     @property
     def in_cuda_graphs(self) -> bool:
         """Whether calls run as CUDA graphs."""
         return self.graphs or self.compile in IN_CUDA_GRAPHS
+
+    def ways(self) -> dict[str, Options]:
+        """The ways to run a model that compile="auto" chooses among, by their names, the simplest first."""
+        found = {"as it is": replace(self, compile=False, recipe=None, as_it_is=True)}
+        recipes = [None] if self.recipe is None else [None, self.recipe]
+        for graphs in (False, True)[: 1 + cuda_graphs()]:
+            for compiled in (False, True):
+                for recipe in recipes:
+                    words = [self.backend.NAME, _name_of(recipe)]
+                    words += ["compiled"] * compiled + ["as CUDA graphs"] * graphs
+                    name = ", ".join(word for word in words if word)
+                    found[name] = replace(self, compile=compiled, graphs=graphs, recipe=recipe)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "backend": self.backend.__name__}  # a module, which a pickle names
@@ -76,7 +90,7 @@ class Options:
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
         mode, graphs = flags.get("compile", False), flags.get("graphs", False)
         any_width = recipe is not None or bool(mode) or bool(graphs)
-        chosen, reason = choose(backend, model, planning, any_width)
+        chosen, reason = choose(backend, model, planning, any_width=any_width)
         if passes is not None and not isinstance(passes, (tuple, list)):
             raise OptionError(
                 f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"
@@ -94,8 +108,9 @@ class Options:
             raise OptionError(
                 f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed"
             )
-        if not isinstance(mode, bool) and mode not in COMPILE_MODES:
-            raise OptionError(f"compile is {mode!r}, a bool or one of {', '.join(COMPILE_MODES)} is needed")
+        if not isinstance(mode, bool) and mode not in (*COMPILE_MODES, "auto"):
+            known = ", ".join((*COMPILE_MODES, "auto"))
+            raise OptionError(f"compile is {mode!r}, a bool or one of {known} is needed")
         for name in ("approximate", "graphs", "inplace", "verify"):
             if not isinstance(flags.get(name, False), bool):
                 raise OptionError(f"{name} is {flags[name]!r}, True or False is needed")
@@ -105,6 +120,11 @@ class Options:
 
     @staticmethod
     def _check_graphs(mode: bool | str, planning: bool) -> None:
+        if mode == "auto":
+            raise OptionError(
+                "graphs is True and compile is 'auto', which tries with CUDA graphs and without: leave "
+                "graphs=False"
+            )
         if mode in IN_CUDA_GRAPHS:
             raise OptionError(
                 f"graphs is True and compile is {mode!r}, which makes CUDA graphs by itself: pass "
@@ -149,3 +169,8 @@ class Options:
                     f"skip has {glob!r}, which names no module of {type(model).__name__}: a path like "
                     f"{paths[-1]!r} is needed, or a glob, see model.named_modules()"
                 )
+
+
+def _name_of(recipe: Any) -> str:
+    named = recipe.recipe if isinstance(recipe, PrecisionPlan) else recipe
+    return named if isinstance(named, str) else "" if named is None else type(named).__name__

@@ -23,6 +23,7 @@ from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
 from te_transform.report import drawing, page
 from te_transform.report.places import Places, gather, listed, most_valuable_first
+from te_transform.runtime.timing import Timing
 
 if TYPE_CHECKING:
     import networkx
@@ -43,7 +44,9 @@ class Report:
     `before` is the canonical graph of the forward, or of its largest part where it was captured in parts; in
     `after` each fusion is one call_module. `notes` are sentences on the conversion as a whole, `breaks` on
     what was not captured, `precision` says what runs in FP8, `plain_calls` why and how often fused ops ran in
-    plain PyTorch, and `memory` what a training step is predicted to take, on TE.
+    plain PyTorch, and `memory` what a training step is predicted to take, on TE. With compile="auto",
+    `timings` are what a call took in each way to run the model, and `chosen` is the name of the one that it
+    runs in.
     """
 
     model: str
@@ -55,6 +58,8 @@ class Report:
     precision: PrecisionPlan | None = None
     plain_calls: Mapping[str, int] = field(default_factory=dict)
     memory: Memory | None = None
+    timings: tuple[Timing, ...] = ()
+    chosen: str = ""
 
     def __deepcopy__(self, memo: dict) -> Report:
         return self  # frozen: copies of a converted model share it
@@ -114,7 +119,8 @@ class Report:
         precise = () if self.precision is None else _precise(self.precision)
         plain = (f"{count} calls ran in plain PyTorch: {why}" for why, count in self.plain_calls.items())
         memory = () if self.memory is None else (f"a training step is predicted to take {self.memory}",)
-        return (*self.notes, *self.breaks, *precise, *memory, *plain)
+        timed = (f"{each}{', chosen' if each.name == self.chosen else ''}" for each in self.timings)
+        return (*self.notes, *self.breaks, *precise, *memory, *plain, *timed)
 
     def __rich__(self) -> Group:
         refused = most_valuable_first(gather(self.refused))

@@ -119,7 +119,7 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """A call of the model or of one of its blocks; `forward` is the one of its own class."""
-        idle = self.original or _decodes(args, kwargs) or is_foreign_mode_on()
+        idle = self.original or self.options.as_it_is or _decodes(args, kwargs) or is_foreign_mode_on()
         if idle or (self.recomputes and torch.is_grad_enabled()):
             return forward(module, *args, **kwargs)
         if place.is_root:
@@ -168,6 +168,12 @@ class Converted:
                 _enter(block, Place(self, is_root=False))
             else:
                 _leave(block)
+
+    def release(self) -> None:
+        """Free what was compiled and recorded, whoever still holds the graphs: dynamo may."""
+        self.runs.clear()
+        for graph in self.graphs:
+            graph.compiled = None
 
     def _lay_again(self, model: nn.Module) -> None:
         """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's
@@ -230,6 +236,8 @@ def _enter(module: nn.Module, place: Place) -> None:
 
 def leave(model: nn.Module) -> None:
     """Give every module in `model` its own class and forward back; nothing else was ever changed."""
+    if (converted := converted_of(model)) is not None:
+        converted.release()
     for module in model.modules():
         _leave(module)
     for parameter in model.parameters():

@@ -1,0 +1,179 @@
+"""compile="auto": the ways to run a model are timed, the fastest stays. Times are made up, or a CPU's."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+import te_transform
+from te_transform import OptionError
+from te_transform.plan import options
+from te_transform.runtime import timing
+from te_transform.runtime.converted import converted_of
+from tests import test_compiled, test_replayed
+from tests.attacks import Attends, Pair, X
+from tests.bitwise import untouched
+from tests.zoo import seeded
+
+compilations, counts = test_compiled.compilations, test_replayed.counts  # fixtures
+WAYS = ("as it is", "torch", "torch, compiled", "torch, as CUDA graphs", "torch, compiled, as CUDA graphs")
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where timings are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "te_transform" / "timings.json"
+
+
+def way_of(model: nn.Module) -> str:
+    """The way that a model runs in at the moment."""
+    converted = converted_of(model)
+    if converted is None or converted.options.as_it_is:
+        return "as it is"
+    chosen = converted.options
+    words = ("torch", "compiled" * bool(chosen.compile), "as CUDA graphs" * chosen.graphs)
+    return ", ".join(word for word in words if word)
+
+
+class Times(dict):
+    """Seconds by way; 1 where there are none, an error where they are 0. `asked` are the ways, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __call__(self, model: nn.Module, sample: object) -> float:
+        self.asked.append(way_of(model))
+        if self.get(way_of(model)) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return self.get(way_of(model), 1.0)
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Times:
+    """What calls are said to take."""
+    made_up = Times()
+    monkeypatch.setattr(timing, "seconds_of", made_up)
+    return made_up
+
+
+def convert(model: nn.Module, **how: object) -> nn.Module:
+    return te_transform.convert(model, X, compile="auto", **how)
+
+
+@pytest.mark.usefixtures("compilations", "counts")
+@pytest.mark.parametrize("best", WAYS)
+def test_the_fastest_stays(best: str, times: Times) -> None:
+    model = seeded(Attends)
+    times[best] = 0.5
+    with untouched(model):
+        converted = convert(model)
+    assert way_of(converted) == best
+    assert sorted(times.asked) == sorted(WAYS)
+    report = te_transform.report(converted)
+    assert report.chosen == best
+    assert [each.name for each in report.timings] == [*WAYS]
+    assert f"note: {best}: 500 ms, chosen" in str(report)
+    pair = Pair(model, converted, X)
+    for _ in range(4):
+        pair.agree()
+
+
+def test_the_simpler_one_where_nothing_is_clearly_faster(times: Times) -> None:
+    times.update({"as it is": 0.502, "torch": 0.5, "torch, compiled": 0.498})
+    assert way_of(convert(seeded(Attends))) == "as it is"
+    assert converted_of(copy.deepcopy(convert(seeded(Attends)))).options.as_it_is
+
+
+def test_without_a_gpu_there_are_no_cuda_graphs(times: Times, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "cuda_graphs", lambda: False)
+    convert(seeded(Attends))
+    assert times.asked == ["as it is", "torch, compiled", "torch"]
+
+
+@pytest.mark.usefixtures("counts")
+def test_a_way_that_fails_is_said_and_left(times: Times) -> None:
+    times.update(dict.fromkeys(WAYS[1:], 0.0))
+    converted = convert(seeded(Attends))
+    assert way_of(converted) == "as it is"
+    assert "note: torch: OutOfMemoryError: CUDA out of memory." in str(te_transform.report(converted))
+
+
+def test_where_all_fail_it_is_converted_all_the_same(times: Times) -> None:
+    times.update(dict.fromkeys(WAYS, 0.0))
+    assert way_of(convert(seeded(Attends))) == "torch"
+
+
+def test_time_is_limited_and_the_promising_come_first(times: Times, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SECONDS_IN_ALL", -1)
+    converted = convert(seeded(Attends), inplace=True)
+    assert times.asked == []
+    assert way_of(converted) == "torch"
+    assert all("not tried" in each.why for each in te_transform.report(converted).timings)
+
+
+def test_timings_are_kept(times: Times, file: Path) -> None:
+    times["torch"] = 0.5
+    model = seeded(Attends)
+    convert(model)
+    before = len(times.asked)
+    assert way_of(convert(copy.deepcopy(model))) == "torch"
+    assert len(times.asked) == before
+    convert(model.eval())  # another mode
+    assert len(times.asked) == 2 * before
+    te_transform.convert(model, X[:1], compile="auto")  # another size
+    convert(model, skip="attention")
+    assert len(times.asked) == 4 * before
+    assert len(json.loads(file.read_text())) == 4
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', "1"])
+def test_a_file_that_is_something_else(times: Times, file: Path, content: str) -> None:
+    file.parent.mkdir()
+    file.write_text(content)
+    times["torch"] = 0.5
+    for _ in range(2):
+        assert way_of(convert(seeded(Attends))) == "torch"
+
+
+def test_where_nothing_can_be_written(times: Times, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.parent.write_text("a file in its place")
+    assert convert(seeded(Attends)) is not None
+
+
+@pytest.mark.usefixtures("compilations")
+@pytest.mark.parametrize("training", [True, False])
+def test_timing_changes_nothing(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this CPU, for real; the copy too is as it was, but for what conversion does."""
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
+    model = seeded(test_replayed.Deep).train(training)
+    model.p = 0.5
+    state = torch.get_rng_state()
+    with untouched(model):
+        converted = convert(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert converted.calls == 0
+    assert converted.training is training
+    assert all(parameter.grad is None for parameter in converted.parameters())
+    timings = te_transform.report(converted).timings
+    assert all(0 < each.seconds < 60 for each in timings), timings
+    assert len(timings) == 3
+
+
+def test_a_copy_that_reads_the_originals_parameters_is_refused(times: Times) -> None:
+    model = seeded(Attends)
+    model.attention.forward = lambda x, own=model.attention: type(own).forward(own, x)
+    with pytest.raises(te_transform.ModelError, match="inplace=True"):
+        convert(model)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(OptionError, match="tries with CUDA graphs and without"):
+        convert(seeded(Attends), graphs=True)
+    with pytest.raises(OptionError, match="times calls of a whole model"):
+        test_compiled.backend(fx.GraphModule({}, fx.Graph()), [], options={"compile": "auto"})
+    assert te_transform.inspect(seeded(Attends), X, compile="auto").fused
