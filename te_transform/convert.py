@@ -184,6 +184,7 @@ def _timings(
         finally:
             leave(made)
             gc.collect()  # the memory of what was captured, before the next is
+            torch.cuda.empty_cache()
     return [found[name] for name in ways]
 
 

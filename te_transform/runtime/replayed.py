@@ -63,13 +63,13 @@ class Replayed:
             kind = self._kind(arguments)
             if kind.refused or kind.is_waiting():
                 return self.run(*arguments)
+            if kind.calls < WARM_UPS or not kind.knows_gradients():
+                return kind.warmed_up(self.run, arguments)
+            if kind.graphs is not None and not kind.graphs.frees_gradients(arguments):
+                kind.copies_gradients, kind.graphs = True, None  # whoever holds them keeps the memory
             if kind.graphs is None:
-                if kind.calls < WARM_UPS or not kind.knows_gradients():
-                    return kind.warmed_up(self.run, arguments)
                 self._record(kind, arguments)
-            if kind.graphs is None:
-                return self.run(*arguments)
-            return kind.replayed(self, arguments)
+            return self.run(*arguments) if kind.graphs is None else kind.replayed(self, arguments)
 
     def _kind(self, arguments: Sequence[Any]) -> _Kind:
         """Calls that differ in nothing but the values of their tensors."""
@@ -159,6 +159,7 @@ class _Kind:
     wanted: set[int] = field(default_factory=set)
     refused: bool = False
     changes: int = 0  # of `wanted`, after it was recorded
+    copies_gradients: bool = False  # because they are held beside `.grad`
     graphs: _Recorded | None = None
     waiting: Callable[[], Any] | None = None  # a weak reference to the last forward that has had no backward
 
@@ -298,6 +299,10 @@ class _Recorded:
 
         with _casting_anew():
             self.graphs = Graphs(forward, backward if kind.trained else None, returned[0].device)
+        self.storages = {grad.untyped_storage()._cdata: grad.untyped_storage()
+                         for grad in self.graphs.gradients if grad is not None}  # fmt: skip
+        self.alone: dict[int, int] = {}  # how often each of them is held where nobody else holds it
+        self.copies_gradients = kind.copies_gradients
 
     def watch(self, saved: Sequence[Tensor]) -> None:
         """Note which arguments lie in what autograd has saved for a backward."""
@@ -325,17 +330,43 @@ class _Recorded:
             return [output.clone() for output in self.graphs.outputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the last forward, from those of its tensors."""
+        """The gradients of the last forward, from those of its tensors; see frees_gradients()."""
         with torch.no_grad():
             for number, seed in zip(self.wanted, self.seeds, strict=True):
                 seed.copy_(grads[number])
             self.graphs.replay_backward()
-            found = [grad for grad in self.graphs.gradients if grad is not None]
-            copies = [torch.empty_like(grad) for grad in found]
-            if copies:
-                torch._foreach_copy_(copies, found)
-            copied = iter(copies)
-            return [None if grad is None else next(copied) for grad in self.graphs.gradients]
+            given: set[int] = set()  # two gradients may be one tensor, which autograd hands out as two
+            found: list[Tensor | None] = []
+            for grad in self.graphs.gradients:
+                storage = None if grad is None else grad.untyped_storage()._cdata
+                is_own = self.copies_gradients or storage in given
+                found.append(None if grad is None else grad.clone() if is_own else grad.detach())
+                given.add(storage)
+            return found
+
+    def frees_gradients(self, arguments: Sequence[Any]) -> bool:
+        """Whether the memory of the recorded gradients may be written to.
+
+        They are handed out where they are, and become `.grad` without a copy: most steps have dropped them
+        by the next forward. Where `.grad` still holds them, as over an accumulation, it gets a copy now. What
+        somebody else holds is not to be written to any more.
+        """
+        held = self._held()
+        if not held:
+            return True
+        for argument in arguments:
+            grad = argument.grad if isinstance(argument, torch.nn.Parameter) else None
+            if grad is not None and grad.untyped_storage()._cdata in held:
+                argument.grad = grad.clone()
+        grad = None  # else it would be held here
+        return not self._held()
+
+    def _held(self) -> set[int]:
+        """Those of the recorded gradients' storages that somebody else holds too."""
+        counts = {storage: torch._C._storage_Use_Count(storage) for storage in self.storages}
+        if not self.alone:
+            self.alone = counts
+        return {storage for storage, count in counts.items() if count > self.alone[storage]}
 
     def returned(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> list[Any]:
         """The outputs of a call with these arguments, of the tensors that it made and all else."""
@@ -512,10 +543,12 @@ def _recorded(owner: Replayed, kind: _Kind, arguments: Sequence[Any]) -> tuple[_
     recorded.watch(saved)
     del outputs, trained, saved
     with _as_it_was(held, owner.writes):
+        recorded.frees_gradients(())
         found = recorded.returned(recorded.forward(arguments), held)
         if kind.trained:
             found += recorded.backward([seeds.get(place) for place in recorded.tensors])
         off = [*map(_distance, found, expected)]
+        del found
     if all(each <= DIFFERENT for each in off):
         return recorded, None
     with _as_it_was(held, owner.writes):

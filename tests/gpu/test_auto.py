@@ -1,0 +1,37 @@
+"""compile="auto" on a GPU: all ways are timed, and the one that is chosen computes what the model did."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_transform
+from te_transform.runtime import timing
+from tests.gpu.test_compiled import error, gradients, model_of
+from tests.gpu.test_models import sample
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-delayed"])
+def test_all_ways_are_timed(recipe: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(timing, "SECONDS", 0.1)
+    model, inputs = model_of("llama"), sample("llama", seq=64)
+    before = torch.cuda.memory_allocated()
+    converted = te_transform.convert(model, inputs, backend="te", recipe=recipe, compile="auto")
+    report = te_transform.report(converted)
+    assert len(report.timings) == (5 if recipe is None else 9)
+    assert all(each.seconds for each in report.timings), report.timings
+    assert report.chosen == timing.fastest(report.timings).name
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert torch.cuda.memory_allocated() - before < 2 * held + 2**26  # nothing of the other ways
+
+
+def test_the_chosen_way_is_as_exact_as_the_original(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(timing, "SECONDS", 0.1)
+    model, inputs = model_of("llama"), sample("llama", seq=64)
+    converted = te_transform.convert(model, inputs, backend="te", compile="auto")
+    exact = gradients(copy.deepcopy(model).double(), inputs)
+    for _ in range(4):
+        assert error(gradients(converted, inputs), exact) <= 1.1 * error(gradients(model, inputs), exact)
