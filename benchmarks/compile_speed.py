@@ -1,10 +1,12 @@
 """Compiled models: a Hugging Face Llama by convert(..., compile=...) against torch.compile of the original,
 bf16 training steps, on a Hopper GPU.
 
-    python benchmarks/compile_speed.py [--only 768 8B] [--recipe fp8-delayed] [--seconds 3.0] [--json PATH]
+    python benchmarks/compile_speed.py [--only 768 8B] [--modes graphs] [--recipe fp8-delayed]
+                                       [--seconds 3.0] [--json PATH]
 
 Each line compares the two in one process, by turns, and gives the median ratio of neighbors with its
-quartiles. The original is compiled twice: as it is, with the mask that transformers makes of numbers while it
+quartiles; each step is waited for, and beside it stands what one takes of several in a row. The original is
+compiled twice: as it is, with the mask that transformers makes of numbers while it
 is traced, and with the function that makes it patched to make none, which is the best that others do. With a
 recipe the comparison is with the same conversion, uncompiled. Nothing is asserted.
 """
@@ -15,6 +17,8 @@ import argparse
 import contextlib
 import gc
 import json
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -40,14 +44,19 @@ SHAPES = {
     "2048": (12, 2048, 5632, 16, 16, 2, 2048),
     "8B": (8, 4096, 14336, 32, 8, 2, 4096),
 }
-MODES = {"default": True, "reduce-overhead": "reduce-overhead"}
+# how each is converted; "graphs" is compared with the original's reduce-overhead
+MODES = {
+    "default": {"compile": True},
+    "reduce-overhead": {"compile": "reduce-overhead"},
+    "graphs": {"compile": True, "graphs": True},
+}
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", default=[*SHAPES], choices=SHAPES, help="widths")
-    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="of torch.compile")
+    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="of converting")
     parser.add_argument("--recipe", default=None, help="of both conversions")
     parser.add_argument("--masked", action="store_true", help="compare with the original as it is, too")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each line")
@@ -70,20 +79,23 @@ def _row(name: str, mode: str, recipe: str | None, masked: bool, seconds: float)
     torch.cuda.empty_cache()
     original, ids = _llama(name)
     options = {"backend": "te", "recipe": recipe, "verify": False}
-    converted = te_transform.convert(original, _inputs(ids), compile=MODES[mode], **options)
+    converted = te_transform.convert(original, _inputs(ids), **MODES[mode], **options)
     if recipe is None:
-        original.compile(mode=mode)
+        original.compile(mode="reduce-overhead" if mode == "graphs" else mode)
     else:
         original = te_transform.convert(original, _inputs(ids), inplace=True, **options)
     calls = [
         _step(original, ids, contextlib.nullcontext if masked or recipe else _no_mask),
         _step(converted, ids, contextlib.nullcontext),
     ]
-    for call in calls * 2:  # delayed scaling takes its scales from the first, which runs uncompiled
+    # delayed scaling takes its scales from the first, which runs uncompiled; then CUDA graphs are recorded
+    for call in calls * 4:
         call()
     ratio = measure.interleaved(*calls, seconds=seconds)
+    rows = [_in_a_row(call) for _ in range(5) for call in calls]
+    in_a_row = {f"{who} in a row": statistics.median(rows[n::2]) for n, who in enumerate(("one", "other"))}
     peaks = {f"peak {who}, MiB": _peak(call) for who, call in zip(("theirs", "ours"), calls, strict=True)}
-    return {"shape": name, "mode": mode, "recipe": recipe, "mask": masked} | asdict(ratio) | peaks
+    return {"shape": name, "mode": mode, "recipe": recipe, "mask": masked} | asdict(ratio) | in_a_row | peaks
 
 
 def _llama(name: str) -> tuple[nn.Module, Tensor]:
@@ -113,14 +125,25 @@ def _no_mask() -> Iterator[None]:
         yield
 
 
-def _step(model: nn.Module, ids: Tensor, around: Callable[[], Any]) -> Callable[[], None]:
-    def step() -> None:
+def _step(model: nn.Module, ids: Tensor, around: Callable[[], Any]) -> Callable[..., None]:
+    def step(waits: bool = True) -> None:
         model.zero_grad(set_to_none=True)
         with around():
             model(**_inputs(ids)).loss.backward()
-        torch.cuda.synchronize()
+        if waits:
+            torch.cuda.synchronize()
 
     return step
+
+
+def _in_a_row(step: Callable[..., None], steps: int = 6) -> float:
+    """Seconds a step."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step(waits=False)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
 
 
 def _peak(step: Callable[[], None]) -> int:
@@ -134,7 +157,8 @@ def _peak(step: Callable[[], None]) -> int:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for column in ("shape", "mode", "against", "theirs, ms", "ours, ms", "ratio", "quartiles", "peak, MiB"):
+    columns = ("shape", "mode", "against", "theirs, ms", "ours, ms", "ratio", "quartiles", "in a row, ms")
+    for column in (*columns, "peak, MiB"):
         table.add_column(column)
     for row in rows:
         table.add_row(
@@ -145,6 +169,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{1e3 * row['other']:.2f}",
             f"{row['ratio']:.3f}",
             f"{row['low']:.3f} to {row['high']:.3f}",
+            f"{1e3 * row['one in a row']:.2f} -> {1e3 * row['other in a row']:.2f}",
             f"{row['peak theirs, MiB']} -> {row['peak ours, MiB']}",
         )
     return table

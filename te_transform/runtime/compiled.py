@@ -179,8 +179,8 @@ class CompiledGraph:
         if self.outputs_overlap:
             self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
             return run
-        written_after = [len(arguments) + place for place in known.written]
-        return Replayed(run, [*self.stays, *known.stays], [*self.writes, *written_after], self._note)
+        states = [len(arguments) + place for place in known.written]
+        return Replayed(run, [*self.stays, *known.stays], self.writes, states, self._note)
 
     def _plain(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """The graph as it is, in the recipe that is on: a backward, too, may run it again."""

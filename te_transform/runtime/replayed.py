@@ -47,11 +47,20 @@ class Replayed:
         stays: for each argument whether its memory is the model's, and belongs to the kind of call; others
             are copied to where the recorded kernels read them.
         writes: the places of the arguments that it writes to.
+        states: the places of those in which it notes what it has seen, for others: FP8's largest values.
         note: gets a sentence where calls cannot be replayed.
     """
 
-    def __init__(self, run: Run, stays: Sequence[bool], writes: Sequence[int], note: Callable[[str], None]):
+    def __init__(
+        self,
+        run: Run,
+        stays: Sequence[bool],
+        writes: Sequence[int],
+        states: Sequence[int],
+        note: Callable[[str], None],
+    ):
         self.run, self.stays, self.writes, self.note = run, stays, writes, note
+        self.changes = [*writes, *states]
         self.kinds: dict[tuple, _Kind] = {}
         self.lock = threading.RLock()
         _ALL.add(self)
@@ -97,7 +106,7 @@ class Replayed:
         for each in list(_ALL):  # another graph's, if the change that moved parameters made this one
             each.forget_moved()
         why = _unfit(arguments)
-        if not kind.writes <= {*self.writes}:
+        if not kind.writes <= {*self.changes}:
             why = "it writes to tensors that its operations do not name"
         if why is None:
             try:
@@ -394,7 +403,7 @@ class _Replay(torch.autograd.Function):
         ctx.forward = _Forward()
         kind.waiting = weakref.ref(ctx.forward)
         ctx.random = _random_state(trained[0].device)
-        read = (graphs.copies.keys() | graphs.staying.keys()) - {*owner.writes}
+        read = (graphs.copies.keys() | graphs.staying.keys()) - {*owner.changes}
         ctx.read = _noted([arguments[place] for place in sorted(read)])
         outputs = graphs.forward(arguments)
         ctx.watched = _noted([arguments[place] for place in graphs.watched])
@@ -529,7 +538,7 @@ def _recorded(owner: Replayed, kind: _Kind, arguments: Sequence[Any]) -> tuple[_
         for argument, stays in zip(arguments, owner.stays, strict=True)
     ]
     saved: list[Tensor] = []
-    with _as_it_was(held, owner.writes), noting_waits() as waits:
+    with _as_it_was(held, owner.changes), noting_waits() as waits:
         with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
             outputs, trained = _call(owner.run, held, kind.trained)
         if why := _unfit_outputs(outputs, held):
@@ -538,11 +547,11 @@ def _recorded(owner: Replayed, kind: _Kind, arguments: Sequence[Any]) -> tuple[_
         expected = _with_gradients(outputs, trained, seeds)
     if waits:
         return None, f"it waits for the GPU: {waits[0]}"
-    with _as_it_was(held, owner.writes):
+    with _as_it_was(held, owner.changes):
         recorded = _Recorded(owner, kind, held, outputs)
     recorded.watch(saved)
     del outputs, trained, saved
-    with _as_it_was(held, owner.writes):
+    with _as_it_was(held, owner.changes):
         recorded.frees_gradients(())
         found = recorded.returned(recorded.forward(arguments), held)
         if kind.trained:
@@ -551,7 +560,7 @@ def _recorded(owner: Replayed, kind: _Kind, arguments: Sequence[Any]) -> tuple[_
         del found
     if all(each <= DIFFERENT for each in off):
         return recorded, None
-    with _as_it_was(held, owner.writes):
+    with _as_it_was(held, owner.changes):
         once_more = _with_gradients(*_call(owner.run, held, kind.trained), seeds)
     # how far the function is from itself: the order in which kernels add up goes far in FP8
     allowed = [max(DIFFERENT, 3 * _distance(*pair)) for pair in zip(once_more, expected, strict=True)]
