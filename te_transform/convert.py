@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from te_transform.backends.joined import lay
 from te_transform.graph.capture import noting_reasons, on_fake_tensors
-from te_transform.graph.inputs import Inputs, TraceError, as_inputs
+from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import preserved
 from te_transform.passes import PIPELINE
 from te_transform.plan.assign import assign, products_in
@@ -111,10 +111,13 @@ def convert(
     )
     options.check_skip(model)
     samples = as_inputs(model, example_inputs)
+    if compile == "auto" and samples[0].invented:
+        raise InputError(
+            "compile is 'auto', which times calls on the example inputs, and none were given: pass "
+            "example_inputs of the sizes that the model is going to run on"
+        )
     made, original = (model, None) if inplace else (_copy(model), model)
-    if compile == "auto":
-        return _fastest(made, original, options, samples)
-    return _convert(made, original, options, samples)
+    return (_fastest if compile == "auto" else _convert)(made, original, options, samples)
 
 
 def _convert(

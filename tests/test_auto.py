@@ -16,6 +16,7 @@ from te_transform.runtime.converted import converted_of
 from tests import test_compiled, test_replayed
 from tests.attacks import Attends, Pair, X
 from tests.bitwise import untouched
+from tests.conversions import ALL
 from tests.zoo import seeded
 
 compilations, counts = test_compiled.compilations, test_replayed.counts  # fixtures
@@ -176,4 +177,6 @@ def test_bad_input() -> None:
         convert(seeded(Attends), graphs=True)
     with pytest.raises(OptionError, match="times calls of a whole model"):
         test_compiled.backend(fx.GraphModule({}, fx.Graph()), [], options={"compile": "auto"})
+    with pytest.raises(te_transform.InputError, match="of the sizes that the model is going to run on"):
+        te_transform.convert(ALL["llama"].build(), compile="auto")
     assert te_transform.inspect(seeded(Attends), X, compile="auto").fused

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import StaticCache
 
 import te_transform
 from te_transform import OptionError
@@ -534,6 +535,39 @@ def test_autocast_casts_weights_in_the_recording() -> None:
             observed(model, act, X)
         found = [loss(model, X).item() for model in pair.models]
         assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_generation_with_a_static_cache(name: str, counts: Counter) -> None:
+    case = ALL[name]
+    model = case.build().eval()
+    converted = te_transform.convert(model, case.sample(), verify=False, graphs=True)
+    ids = case.sample(seq=5)["input_ids"]
+
+    def logits(each: nn.Module) -> list[Tensor]:
+        cache, given, found = StaticCache(config=model.config, max_cache_len=16), ids, []
+        with torch.no_grad():
+            for _ in range(8):
+                found.append(each(given, past_key_values=cache, use_cache=True).logits.clone())
+                given = found[-1][:, -1:].argmax(-1)
+        return found
+
+    for batch in range(2):  # whose cache is another one, in other memory
+        assert error(logits(converted), logits(model)) < EVERYWHERE
+        assert counts["forward"] == 6 * (batch + 1)  # of seven tokens two are warm-ups, one is a check too
+    assert notes(converted) == []
+
+
+def test_generate_with_a_growing_cache_and_with_a_static_one(counts: Counter) -> None:
+    case = ALL["llama"]
+    model = case.build().eval()
+    converted = te_transform.convert(model, case.sample(), verify=False, graphs=True)
+    ids, how = case.sample(seq=5)["input_ids"], {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(converted.generate(ids, **how), model.generate(ids, **how))
+    assert counts["recorded"] == 0
+    how |= {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(converted.generate(ids, **how), model.generate(ids, **how))
+    assert counts["recorded"] == 1
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])

@@ -119,7 +119,7 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """A call of the model or of one of its blocks; `forward` is the one of its own class."""
-        idle = self.original or self.options.as_it_is or _decodes(args, kwargs) or is_foreign_mode_on()
+        idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
         if idle or (self.recomputes and torch.is_grad_enabled()):
             return forward(module, *args, **kwargs)
         if place.is_root:
@@ -142,6 +142,14 @@ class Converted:
                 raise
             finally:
                 self.leaving.discard(kind)
+
+    def _decodes(self, args: tuple, kwargs: dict) -> bool:
+        """Whether this is a step of a generation that the user's own code runs.
+
+        Nothing is gained by fused kernels on so little, and a cache that grows would be captured over and
+        over. One that does not may run as a CUDA graph.
+        """
+        return _is_decoding(args, kwargs) and not (self.options.graphs and _has_static_cache(args, kwargs))
 
     def _settle(self, model: nn.Module) -> None:
         """Before a call of the model: what the last one has shown."""
@@ -208,11 +216,8 @@ class Place:
     is_root: bool
 
 
-def _decodes(args: tuple, kwargs: dict) -> bool:
-    """Whether this is a step of a generation: one token of each sequence, without gradients.
-
-    Nothing is gained by fused kernels on so little, and a cache that grows would be captured over and over.
-    """
+def _is_decoding(args: tuple, kwargs: dict) -> bool:
+    """Whether this is a step of a generation: one token of each sequence, without gradients."""
     if torch.is_grad_enabled():
         return False
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -220,6 +225,11 @@ def _decodes(args: tuple, kwargs: dict) -> bool:
     return first is not None and (
         first.shape[1:] == (1,) if not first.is_floating_point() else first.dim() == 3 and first.shape[1] == 1
     )
+
+
+def _has_static_cache(args: tuple, kwargs: dict) -> bool:
+    """Whether there is a cache of keys and values that does not grow, by what transformers calls it."""
+    return any(getattr(value, "is_compileable", False) is True for value in (*args, *kwargs.values()))
 
 
 def enter(model: nn.Module, converted: Converted) -> None:
