@@ -133,17 +133,18 @@ def test_timings_are_kept(times: Times, file: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', "1"])
-def test_a_file_that_is_something_else(times: Times, file: Path, content: str) -> None:
+def test_a_file_that_is_something_else(file: Path, content: str) -> None:
     file.parent.mkdir()
     file.write_text(content)
-    times["torch"] = 0.5
-    for _ in range(2):
-        assert way_of(convert(seeded(Attends))) == "torch"
+    assert timing.kept("key") == []
+    timing.keep("key", [timing.Timing("torch", 0.5)])
+    assert timing.kept("key") == [timing.Timing("torch", 0.5)]
 
 
-def test_where_nothing_can_be_written(times: Times, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_written(file: Path) -> None:
     file.parent.write_text("a file in its place")
-    assert convert(seeded(Attends)) is not None
+    timing.keep("key", [timing.Timing("torch", 0.5)])
+    assert timing.kept("key") == []
 
 
 @pytest.mark.usefixtures("compilations")
