@@ -186,9 +186,15 @@ def _timings(
             found[name] = Timing(name, None, said)
         finally:
             leave(made)
-            gc.collect()  # the memory of what was captured, before the next is
-            torch.cuda.empty_cache()
+            _free_gpu_memory()
     return [found[name] for name in ways]
+
+
+def _free_gpu_memory() -> None:
+    """Of what was captured, compiled and recorded, before the next is."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @dataclass

@@ -3,7 +3,8 @@
 The CPU then launches two graphs instead of hundreds of kernels. PyTorch's own ways, the trees of
 torch.compile and torch.cuda.make_graphed_callables, hand out the memory that the next replay writes to: a
 gradient that was kept, or that autograd accumulates into, changes silently or may not be read any more. Here
-whatever leaves a replay is a copy, and what a replay cannot do, the function itself does.
+outputs are copies, gradients are nobody's any more when they are overwritten, and what a replay cannot do,
+the function itself does.
 """
 
 from __future__ import annotations
@@ -88,12 +89,14 @@ class Replayed:
             for a, stays in zip(arguments, self.stays, strict=True)
         )
         key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), here, told
-        if key not in self.kinds:
+        kind = self.kinds.pop(key, None)
+        if kind is None:
+            distinct = {id(a): place for place, a in enumerate(arguments) if _is_trained(a)}
+            kind = _Kind([*distinct.values()])
             while len(self.kinds) >= MOST:
                 del self.kinds[next(iter(self.kinds))]
-            distinct = {id(a): place for place, a in enumerate(arguments) if _is_trained(a)}
-            self.kinds[key] = _Kind([*distinct.values()])
-        return self.kinds[key]
+        self.kinds[key] = kind  # as the last, the one to let go of is that of the longest ago
+        return kind
 
     def forget_moved(self) -> None:
         """Let go of what was recorded for parameters that are gone, or lie elsewhere now."""
@@ -304,7 +307,7 @@ class _Recorded:
 
         def backward(found: list[Tensor]) -> list[Tensor | None]:
             used = [found[number] for number in self.wanted]
-            return list(torch.autograd.grad(used, trained, self.seeds, allow_unused=True))
+            return list(_gradients(used, trained, self.seeds))
 
         with _casting_anew():
             self.graphs = Graphs(forward, backward if kind.trained else None, returned[0].device)
@@ -402,7 +405,7 @@ class _Replay(torch.autograd.Function):
         ctx.owner, ctx.before = owner, [arguments[place].clone() for place in owner.writes]
         ctx.forward = _Forward()
         kind.waiting = weakref.ref(ctx.forward)
-        ctx.random = _random_state(trained[0].device)
+        ctx.random, ctx.autocast = _random_state(trained[0].device), _autocast_now(trained[0].device.type)
         read = (graphs.copies.keys() | graphs.staying.keys()) - {*owner.changes}
         ctx.read = _noted([arguments[place] for place in sorted(read)])
         outputs = graphs.forward(arguments)
@@ -447,22 +450,23 @@ def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:
 
 
 def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The gradients of a call that was replayed, by calling the function itself, with the same random
-    numbers: for a second backward, one that is itself differentiated, and outputs that never had a
-    gradient."""
+    """The gradients of a call that was replayed, by calling the function itself, in the autocast and with the
+    random numbers of then: for a second backward, one that is itself differentiated, and outputs that never
+    had a gradient."""
     _check_unchanged(ctx.read)
     recorded, writes = torch.is_grad_enabled(), ctx.owner.writes
     with _as_it_was(ctx.arguments, writes), torch.enable_grad():
         _set_random_state(ctx.arguments[ctx.kind.trained[0]].device, ctx.random)
         _put_back([ctx.arguments[place] for place in writes], ctx.before)
-        outputs, trained = _call(ctx.owner.run, ctx.arguments, ctx.kind.trained)
+        with torch.autocast(**ctx.autocast):
+            outputs, trained = _call(ctx.owner.run, ctx.arguments, ctx.kind.trained)
         pairs = [
             (outputs[place], grad)
             for place, grad in zip(ctx.graphs.tensors, grads, strict=True)
             if grad is not None
         ]
         used, given = zip(*pairs, strict=True)
-        return torch.autograd.grad(used, trained, given, create_graph=recorded, allow_unused=True)
+        return _gradients(used, trained, given, create_graph=recorded)
 
 
 def _call(run: Run, arguments: Sequence[Any], trained: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
@@ -483,6 +487,11 @@ def _view(argument: Tensor) -> Tensor:
     view = argument.view_as(argument)
     view.__dict__.update(argument.__dict__)  # which parameters it was joined of
     return view
+
+
+def _autocast_now(device: str) -> dict[str, Any]:
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return {"device_type": device, "dtype": dtype, "enabled": enabled, "cache_enabled": False}
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -582,7 +591,15 @@ def _with_gradients(
     if not trained:
         return found
     used, given = [outputs[place] for place in seeds], [*seeds.values()]
-    return [*found, *torch.autograd.grad(used, trained, given, allow_unused=True)]
+    return [*found, *_gradients(used, trained, given)]
+
+
+def _gradients(
+    outputs: Sequence[Tensor], arguments: Sequence[Tensor], grads: Sequence[Tensor], **how: bool
+) -> tuple[Tensor | None, ...]:
+    """Of the arguments; without autocast, which a backward is called outside of."""
+    with torch.autocast(outputs[0].device.type, enabled=False):
+        return torch.autograd.grad(outputs, arguments, grads, allow_unused=True, **how)
 
 
 def _unfit_outputs(outputs: Sequence[Any], arguments: Sequence[Any]) -> str | None:
