@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import fx, nn
 
 import te_transform
 from te_transform import OptionError
+from te_transform.graph.inputs import Inputs
 from te_transform.plan import options
 from te_transform.runtime import timing
 from te_transform.runtime.converted import converted_of
@@ -130,6 +132,13 @@ def test_timings_are_kept(times: Times, file: Path) -> None:
     convert(model, skip="attention")
     assert len(times.asked) == 4 * before
     assert len(json.loads(file.read_text())) == 4
+
+
+def test_what_timings_are_kept_by_is_the_same_in_another_process() -> None:
+    chosen = options.Options.of(seeded(Attends), te_transform.PIPELINE, compile="auto")
+    told = timing.told_of(seeded(Attends), Inputs((X,)), vars(chosen))
+    assert "merge_siblings" in told
+    assert not re.search("0x[0-9a-f]{6}", told)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', "1"])

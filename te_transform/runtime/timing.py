@@ -6,10 +6,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +107,27 @@ def fastest(timings: Sequence[Timing]) -> Timing | None:
 
 def key_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
     """What timings are kept by: the machine's GPU, versions, the model's tensors, its inputs and mode."""
+    return hashlib.sha256(told_of(model, sample, *more).encode()).hexdigest()
+
+
+def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
+    """The same in words, which are the same in another process."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     tensors = [
         (name, tuple(t.shape), str(t.dtype), str(t.device), t.requires_grad)
         for name, t in model.named_parameters()
     ]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    told = device, torch.__version__, kind, model.training, repr(model), tensors, str(sample), more
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    versions = [torch.__version__, *map(_version_of, ("te_transform", "transformer_engine"))]
+    told = device, versions, kind, model.training, repr(model), tensors, str(sample), more
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(told))  # where functions lie
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def kept(key: str) -> list[Timing]:
