@@ -65,11 +65,11 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Times:
 
 
 def convert(model: nn.Module, **how: object) -> nn.Module:
-    return te_transform.convert(model, X, compile="auto", **how)
+    return te_transform.convert(model, X, compile="auto", **{"verify": False} | how)
 
 
 @pytest.mark.usefixtures("compilations", "counts")
-@pytest.mark.parametrize("best", WAYS)
+@pytest.mark.parametrize("best", ["as it is", "torch", "torch, compiled, as CUDA graphs"])
 def test_the_fastest_stays(best: str, times: Times) -> None:
     model = seeded(Attends)
     times[best] = 0.5
@@ -82,7 +82,7 @@ def test_the_fastest_stays(best: str, times: Times) -> None:
     assert [each.name for each in report.timings] == [*WAYS]
     assert f"note: {best}: 500 ms, chosen" in str(report)
     pair = Pair(model, converted, X)
-    for _ in range(4):
+    for _ in range(4):  # the last of them replayed, where it is
         pair.agree()
 
 
