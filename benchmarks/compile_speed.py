@@ -6,9 +6,9 @@ bf16 training steps, on a Hopper GPU.
 
 Each line compares the two in one process, by turns, and gives the median ratio of neighbors with its
 quartiles; each step is waited for, and beside it stands what one takes of several in a row. The original is
-compiled twice: as it is, with the mask that transformers makes of numbers while it
-is traced, and with the function that makes it patched to make none, which is the best that others do. With a
-recipe the comparison is with the same conversion, uncompiled. Nothing is asserted.
+compiled twice: as it is, with the mask that transformers makes of numbers while it is traced, and with the
+function that makes it patched to make none, which is the best that others do. With a recipe the comparison is
+with the same conversion, uncompiled. Nothing is asserted.
 """
 
 from __future__ import annotations

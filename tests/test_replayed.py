@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import StaticCache
 
 import te_transform
@@ -651,6 +652,49 @@ def test_without_a_gpu_the_option_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OptionError, match="this machine has none: leave graphs=False"):
         te_transform.convert(seeded(Block), X, graphs=True)
     assert te_transform.inspect(seeded(Block), X, graphs=True).fused
+
+
+class Marked(Tensor):
+    """A subclass of tensors."""
+
+
+def doubled(x: Tensor, other: Any = None) -> list[Any]:
+    return [x * 2]
+
+
+def writing(x: Tensor, other: Tensor) -> list[Any]:
+    other.mul_(2)
+    return [x * other]
+
+
+UNFIT: dict[str, tuple[Callable[..., list[Any]], Any]] = {
+    "it is given a random generator": (doubled, torch.Generator()),
+    "it reads a Marked": (doubled, X.as_subclass(Marked)),
+    "it reads a tensor on meta": (doubled, X.to("meta")),
+    "it writes to tensors that its operations do not name": (writing, X.clone()),
+    "it returns no tensor on the GPU, or others too": (lambda x, other: [x.sum().item()], X),
+}
+
+
+@pytest.mark.parametrize("why", UNFIT)
+def test_what_cannot_be_recorded_is_said_once(why: str, counts: Counter) -> None:
+    run, other = UNFIT[why]
+    said: list[str] = []
+    call = replayed.Replayed(run, [False, True], [], [], said.append)
+    with torch.no_grad():
+        for _ in range(5):
+            call(X, other)
+    assert said == [f"a graph runs without CUDA graphs, {why}"]
+    assert counts["forward"] == 0
+
+
+def test_another_choice_of_attentions_kernels_is_recorded_for_itself(counts: Counter) -> None:
+    pair = pair_of(Deep)
+    for choice in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel([choice, SDPBackend.MATH]):
+            for _ in range(4):
+                pair.agree()
+    assert counts["recorded"] == 3
 
 
 def test_a_model_on_another_device_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ long for each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,34 +47,19 @@ def quantize(
     return held, transposed, 1 / scale
 
 
-def activate(
-    x: Tensor,
-    activation: str,
-    scales: Tensor,
-    history: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    with_transpose: bool,
-) -> InFP8:
-    """quantize() of a gated activation of x [rows, 2 columns], by TE's name for it: [rows, columns]."""
-    return quantize(plain.gated(activation, x.float()), scales, history, index, dtype, with_transpose)
+def activate(x: Tensor, activation: str, *where: Any) -> InFP8:
+    """quantize() of a gated activation of x [rows, 2 columns], by TE's name for it: [rows, columns]; `where`
+    are its other arguments."""
+    return quantize(plain.gated(activation, x.float()), *where)
 
 
-def activate_backward(
-    grad: Tensor,
-    x: Tensor,
-    activation: str,
-    scales: Tensor,
-    history: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    with_transpose: bool,
-) -> InFP8:
-    """quantize() of the gradient of x [rows, 2 columns], from that of its gated activation."""
+def activate_backward(grad: Tensor, x: Tensor, activation: str, *where: Any) -> InFP8:
+    """quantize() of the gradient of x [rows, 2 columns], from that of its gated activation; `where` are its
+    other arguments."""
     gate, other = x.float().chunk(2, -1)
     activated = plain.gated(activation, torch.cat([gate, torch.ones_like(gate)], -1))
     halves = grad.float() * _SLOPES[activation](gate) * other, grad.float() * activated
-    return quantize(torch.cat(halves, -1), scales, history, index, dtype, with_transpose)
+    return quantize(torch.cat(halves, -1), *where)
 
 
 def _sigmoids_slope(x: Tensor) -> Tensor:
@@ -115,27 +100,18 @@ ops = torch.ops.te_transform
 
 
 @torch.library.register_fake("te_transform::quantize")
-@torch.library.register_fake("te_transform::activate_backward")
-def _like_the_last(*arguments: Any) -> InFP8:
-    *_, x, scales, _, _, dtype, with_transpose = (each for each in arguments if not isinstance(each, str))
-    return _made(x, x.shape, scales, dtype, with_transpose)
+def _quantized(
+    x: Tensor, scales: Tensor, history: Tensor | None, index: int, dtype: torch.dtype, with_transpose: bool
+) -> InFP8:
+    transposed = x.new_empty(x.shape[::-1] if with_transpose else (0,), dtype=dtype)
+    return x.new_empty(x.shape, dtype=dtype), transposed, scales.new_empty(1)
 
 
 @torch.library.register_fake("te_transform::activate")
-def _half(
-    x: Tensor,
-    activation: str,
-    scales: Tensor,
-    history: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    with_transpose: bool,
-) -> InFP8:
-    return _made(x, (x.shape[0], x.shape[1] // 2), scales, dtype, with_transpose)
+def _activated(x: Tensor, activation: str, *where: Any) -> InFP8:
+    return _quantized(x.new_empty(x.shape[0], x.shape[1] // 2), *where)
 
 
-def _made(
-    x: Tensor, shape: Sequence[int], scales: Tensor, dtype: torch.dtype, with_transpose: bool
-) -> InFP8:
-    transposed = x.new_empty(shape[::-1] if with_transpose else (0,), dtype=dtype)
-    return x.new_empty(shape, dtype=dtype), transposed, scales.new_empty(1)
+@torch.library.register_fake("te_transform::activate_backward")
+def _activated_backward(grad: Tensor, x: Tensor, activation: str, *where: Any) -> InFP8:
+    return _quantized(x, *where)

@@ -38,7 +38,7 @@ from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.quantized import Quantized, exact, is_quantized, scale_for
 from te_transform.backends.running import in_recipe, is_evaluating, stamp_of
 from te_transform.backends.scales import Seen
-from te_transform.backends.tracing import traced, transformed
+from te_transform.backends.tracing import in_backward, saving_hooks, traced, transformed
 from te_transform.backends.twice import differentiable_once, differentiable_twice
 
 try:
@@ -408,7 +408,7 @@ class _Product(FusedOp):
         kernel, gradients = self._kernel(weights, tensors[-1] is not None), gradients_of(weights)
         enabled = _State.is_fp8_enabled()
         # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
-        if kernel.ran_in_recipe and not enabled and torch._C._current_graph_task_id() != -1:
+        if kernel.ran_in_recipe and not enabled and in_backward():
             return self._again(kernel, x, tensors, gradients)
         in_fp8 = enabled and in_recipe(weights[0], self.in_fp8)
         if not (in_fp8 or self.FASTER or gradients):
@@ -424,7 +424,7 @@ class _Product(FusedOp):
             return self._plainly(kernel.seen.product() if kernel.calibrating else plain.product, x, tensors)
         if not in_fp8:
             return self._in_its_dtype(kernel, x, tensors, gradients)
-        if _saving_hooks() or not (torch.is_grad_enabled() or is_evaluating()):
+        if saving_hooks() or not (torch.is_grad_enabled() or is_evaluating()):
             kernel.note_scales()  # for a checkpoint, from which this call will be made again
         return self._in_fp8(kernel, x, tensors, gradients)
 
@@ -761,7 +761,3 @@ def _losses(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     rows = logits.reshape(1, -1, logits.shape[-1])
     losses = te.parallel_cross_entropy(rows, targets.reshape(1, -1), ignore_idx=ignore_index)
     return losses.view_as(targets)
-
-
-def _saving_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -17,6 +17,16 @@ def traced() -> bool:
     return compiling.get() or torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
 
 
+def in_backward() -> bool:
+    """Whether the call is made from within a backward, as a checkpoint repeats a forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saving_hooks() -> bool:
+    """Whether hooks take what autograd saves, as those of a checkpoint that will repeat this forward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def transformed() -> bool:
     """Whether a function transform of torch.func or forward-mode differentiation is on.
 

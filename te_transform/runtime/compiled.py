@@ -25,7 +25,7 @@ from torch._inductor.compile_fx import compile_fx
 from te_transform.backends import limits
 from te_transform.backends.joined import state_of
 from te_transform.backends.running import in_recipe
-from te_transform.backends.tracing import compiling
+from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
 from te_transform.graph.nodes import is_model_tensor, value
 from te_transform.plan.match import Plan, Site
@@ -78,14 +78,13 @@ class CompiledGraph:
         self.writes = [place for place, node in enumerate(placeholders) if node in seen]
         self.stays = [is_model_tensor(node) or node in seen for node in placeholders]
         self.outputs_overlap = _overlap(plan.captured.graph)
-        # the products that may run in FP8, each with the place of its first parameter
-        self.products = {
+        # the fused products, each with the place of its first parameter; and those that may run in FP8
+        self.weights = {
             site: names.index(site.weights[0][0].meta["origin"])
             for site in plan.sites
             if site.weights and site not in self.without
-        } if options.recipe is not None else {}  # fmt: skip
-        weights = (names.index(site.weights[0][0].meta["origin"]) for site in plan.sites if site.weights)
-        self.first_weight = next(weights, None) if self.graphs else None
+        }
+        self.products = self.weights if options.recipe is not None else {}
         self.in_fp8: dict[tuple, frozenset[Site]] = {}  # by kind of call
         self.lowered: dict[frozenset[Site], Lowered] = {}  # by what runs in FP8
 
@@ -99,9 +98,10 @@ class CompiledGraph:
         if recipe is not None and scaling is None:
             self._note(f"graphs run {self.how}, {type(recipe).__name__} has products in TE's modules alone")
             return self.uncompiled(*arguments)
-        if self.products and _is_checkpointed():
+        if self.products and (saving_hooks() or in_backward()):
             return self.uncompiled(*arguments)
-        if self.first_weight is not None and state_of(arguments[self.first_weight]).gradients is not None:
+        first = next(iter(self.weights.values()), None)
+        if self.graphs and first is not None and state_of(arguments[first]).gradients is not None:
             return self.uncompiled(*arguments)  # kernels add gradients to buffers that accumulate() made
         sites: frozenset[Site] = frozenset()
         if scaling is not None:
@@ -124,7 +124,7 @@ class CompiledGraph:
         self, lowered: Lowered, known: Known, arguments: Sequence[Any], scaling: Any
     ) -> Callable[..., Any] | None:
         """What is compiled for such a call, now where this is the first; None where nothing is."""
-        key = (*known.key, scaling, self._sizes(arguments), self._shared(arguments))
+        key = (*known.key, scaling, _attention(), self._sizes(arguments), self._shared(arguments))
         if key not in lowered.runs:
             with compile_lock:  # compilers keep what they do in variables that all threads share
                 self._compile(key, lowered, known, arguments)
@@ -223,10 +223,15 @@ class CompiledGraph:
             self.failures.append(sentence)
 
 
-def _is_checkpointed() -> bool:
-    """Whether the call is one that a checkpoint will repeat in a backward, or the repetition."""
-    saving = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    return saving or torch._C._current_graph_task_id() != -1
+def _attention() -> tuple[bool, ...]:
+    """Which of its kernels PyTorch's attention may choose from, which dynamo does not guard."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
 
 
 def _overlap(graph: fx.Graph) -> bool:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from te_transform.backends.joined import state_of
 from te_transform.backends.limits import small_calls_in_fp8
 from te_transform.backends.running import forget_weights, running
-from te_transform.backends.tracing import transformed
+from te_transform.backends.tracing import in_backward, transformed
 
 
 @dataclass(eq=False)
@@ -46,7 +45,7 @@ class Precision:
         does not enter it again, nor one that a checkpoint repeats within a backward: there each op knows
         what it did. Under function transforms no op runs in a recipe, and TE could update no scales.
         """
-        if self.entered or torch._C._current_graph_task_id() != -1 or transformed():
+        if self.entered or in_backward() or transformed():
             yield
             return
         from te_transform.backends import te

@@ -26,6 +26,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from te_transform.backends.joined import check_unwritten, versions
 from te_transform.backends.limits import on_kernels_device
+from te_transform.backends.tracing import in_backward, saving_hooks
 from te_transform.runtime.console import status
 
 log = logging.getLogger(__name__)
@@ -129,9 +130,8 @@ _ALL: weakref.WeakSet[Replayed] = weakref.WeakSet()
 
 def _is_recorded_by_others() -> bool:
     """Whether the call is a part of what somebody else records or repeats: a CUDA graph, a checkpoint."""
-    saving = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return saving or recording or torch._C._current_graph_task_id() != -1
+    return recording or saving_hooks() or in_backward()
 
 
 def _versions(arguments: Sequence[Any]) -> dict[int, int]:
@@ -287,6 +287,8 @@ class _Recorded:
         self.parameters = [(weakref.ref(tensors[place]), at) for place, at in self.staying.items()
                            if isinstance(tensors[place], torch.nn.Parameter)]  # fmt: skip
         self.writes = owner.writes
+        # what a repetition of the call reads as it was
+        self.read = sorted(tensors.keys() - {*owner.changes})
         numbers = {id(argument): place for place, argument in enumerate(arguments)}
         # of the outputs: those that are arguments, by the places of these; tensors that are made; the rest
         self.given = {p: numbers[id(out)] for p, out in enumerate(outputs) if id(out) in numbers}
@@ -294,9 +296,10 @@ class _Recorded:
         self.tensors = sorted(made)
         self.values = [None if p in made or p in self.given else out for p, out in enumerate(outputs)]
         returned = [outputs[place] for place in self.tensors]
-        # by their numbers among the tensors: those that have a gradient, and those of these that get one
+        # by their numbers among the tensors: those that have a gradient, that get one, that have none
         self.differentiable = [n for n, out in enumerate(returned) if kind.trained and out.requires_grad]
         self.wanted = [number for number in self.differentiable if self.tensors[number] in kind.wanted]
+        self.without = sorted({*range(len(returned))} - {*self.differentiable})
         self.seeds = [torch.zeros_like(returned[number]) for number in self.wanted]
         self.watched: list[int] = []  # the places of staying arguments that the backward reads
         trained: list[Tensor] = []
@@ -406,13 +409,11 @@ class _Replay(torch.autograd.Function):
         ctx.forward = _Forward()
         kind.waiting = weakref.ref(ctx.forward)
         ctx.random, ctx.autocast = _random_state(trained[0].device), _autocast_now(trained[0].device.type)
-        read = (graphs.copies.keys() | graphs.staying.keys()) - {*owner.changes}
-        ctx.read = _noted([arguments[place] for place in sorted(read)])
+        ctx.read = _noted([arguments[place] for place in graphs.read])
         outputs = graphs.forward(arguments)
         ctx.watched = _noted([arguments[place] for place in graphs.watched])
         ctx.save_for_backward(torch.empty(0))  # which autograd frees after a backward that is the last
-        plain = {*range(len(outputs))} - {*graphs.differentiable}
-        ctx.mark_non_differentiable(*(outputs[number] for number in plain))
+        ctx.mark_non_differentiable(*(outputs[number] for number in graphs.without))
         return tuple(outputs)
 
     @staticmethod

@@ -67,16 +67,15 @@ def seconds_of(model: nn.Module, sample: Inputs) -> float:
 
 
 def _seconds(step: Callable[[], None]) -> float:
-    wait()
+    _wait()
     start = time.perf_counter()
     for _ in range(CALLS):
         step()
-    wait()
+    _wait()
     return time.perf_counter() - start
 
 
-def wait() -> None:
-    """Until the GPU has done what it was given."""
+def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
