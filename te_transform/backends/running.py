@@ -63,8 +63,10 @@ def stamp_of(weights: Sequence[Tensor]) -> Any:
     gradients = state_of(weights[0]).gradients
     if gradients is not None:
         return gradients, torch.is_grad_enabled()
+    if not is_evaluating():
+        return None
     parameters = [parameter for weight in weights for parameter in parameters_of(weight)]
-    if not is_evaluating() or any(p.is_inference() or "_fsdp_flattened" in p.__dict__ for p in parameters):
+    if any(p.is_inference() or "_fsdp_flattened" in p.__dict__ for p in parameters):
         return None
     return tuple((WeakIdRef(p), p.data_ptr(), p._version) for p in parameters)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import chain
+from operator import is_not
 from typing import Any
 
 import torch  # before TE, which loads libraries that come with it
@@ -213,7 +215,8 @@ class _Kernel:
         self.calibrating = False  # whether its last call was in its own dtype for want of scales
         self.scales: Tensor | None = None  # of delayed scaling, in the last call that may be made again
         self.stamp: Any = None  # of the quantized weights that are kept
-        self.kept: tuple[InFP8, ...] = ()  # quantized weights for compiled calls
+        self.kept: fp8.State | None = None  # of compiled calls, with quantized weights
+        self.scaled = fp8.State()  # of compiled calls, without weights
         self.tensors: dict[int, tuple[Any, Tensor]] = {}  # TE's, of weights that are held in FP8 alone
 
     @property
@@ -264,7 +267,7 @@ class _Kernel:
 
     def forget_weights(self) -> None:
         """Free the quantized weights that are kept; the next call makes them anew."""
-        self.stamp, self.kept = None, ()
+        self.stamp, self.kept = None, None
         if self.made is not None:
             self.made._fp8_workspaces.clear()
 
@@ -289,6 +292,8 @@ class _Kernel:
 
     def _init_scales(self) -> None:
         """Let the module have tensors for scales, if it has none."""
+        if self.made is not None and self.made.fp8_meta.get("recipe") is _State.get_fp8_recipe():
+            return
         inference = torch.is_inference_mode_enabled()  # whose tensors later steps could not write to
         with torch.inference_mode(False) if inference else contextlib.nullcontext():
             self.module.init_fp8_metadata(num_gemms=len(self.weights))
@@ -309,25 +314,27 @@ class _Kernel:
             _set_scales(self.module.fp8_meta["scaling_bwd"], amaxes, limits.max_bwd, recipe)
 
     def state(self, recipe: Any, weights: Sequence[Tensor]) -> fp8.State:
-        """What a compiled call takes; scales as TE updates them, in aliases, of whose writes autograd knows
-        nothing: the next forward may come before this one's backward."""
-        state = fp8.State()
-        if is_delayed(recipe):
-            self._init_scales()
-            meta = self.module.fp8_meta
-            _State.add_fp8_tensors_to_global_buffer(meta)
-            forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
-            state = fp8.State(
-                (forward.scale.data, forward.amax_history.data),
-                (backward.scale.data, backward.amax_history.data),
-            )
+        """What a compiled call takes; the same object for as long as its tensors are the same."""
+        state = self._scales() if is_delayed(recipe) else _UNSCALED
         if not self.keeps(weights):
             return state
-        if not self.kept:
+        if self.kept is None or self.kept.forward is not state.forward:
             scaling = scaling_of(recipe)
             with torch.inference_mode(False):  # later calls without it read them
-                self.kept = tuple(scaling.weight(state, *each, False) for each in enumerate(weights))
-        return state._replace(weights=self.kept)
+                held = tuple(scaling.weight(state, *each, False) for each in enumerate(weights))
+            self.kept = state._replace(weights=held)
+        return self.kept
+
+    def _scales(self) -> fp8.State:
+        """The scales, as TE updates them."""
+        self._init_scales()
+        meta = self.module.fp8_meta
+        _State.add_fp8_tensors_to_global_buffer(meta)
+        forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
+        now = (forward.scale, forward.amax_history), (backward.scale, backward.amax_history)
+        if any(map(is_not, chain(*now), self.scaled.tensors())) or not self.scaled.forward:
+            self.scaled = fp8.State(*now)
+        return self.scaled
 
     def note_scales(self) -> None:
         """Note the scales of this call, which a checkpoint may make again."""
@@ -347,6 +354,9 @@ class _Kernel:
         finally:
             if now is not None:
                 state.scale.copy_(now)
+
+
+_UNSCALED = fp8.State()
 
 
 def _set_scales(state: Any, amaxes: dict[int, Tensor], limit: float, recipe: Any) -> None:

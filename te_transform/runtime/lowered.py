@@ -4,12 +4,13 @@ before it runs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from te_transform.backends import plain
+from te_transform.backends import fp8, plain
 from te_transform.backends.joined import Join
 from te_transform.backends.masks import Mask
 from te_transform.graph import edit
@@ -18,30 +19,42 @@ from te_transform.plan.match import Plan, Site
 from te_transform.runtime.lower import Apart, lower
 
 
+class States:
+    """The states of the calls of products in FP8; those that share a parameter share tensors."""
+
+    def __init__(self, states: dict[fx.Node, fp8.State]):
+        self.states = states
+        leaves = [tensor for state in states.values() for tensor in state.tensors()]
+        places: dict[int, int] = {}
+        self.pattern = tuple(places.setdefault(tensor.data_ptr(), len(places)) for tensor in leaves)
+        self.tensors = [*dict(zip(self.pattern, leaves, strict=True)).values()]
+        kept = {tensor.data_ptr() for state in states.values() for held in state.weights for tensor in held}
+        # the places of those that calls write to: scales and largest values
+        self.written = [place for place, held in enumerate(self.tensors) if held.data_ptr() not in kept]
+
+    def are(self, states: dict[fx.Node, fp8.State]) -> bool:
+        """Whether they are these very objects, of the same calls."""
+        return len(states) == len(self.states) and all(map(is_, states.values(), self.states.values()))
+
+
 class Known:
     """What is known of a call before the compiled graph runs.
 
     Args:
         values: of the nodes that are computed before.
         staying: those of them whose tensors stay where they are from call to call.
-        states: of the calls of products in FP8; those that share a parameter share tensors.
+        states: of the calls of products in FP8.
     """
 
-    def __init__(self, values: dict[fx.Node, Any], staying: Collection[fx.Node], states: dict[fx.Node, Any]):
-        self.values, self.states = values, states
-        leaves = [tensor for state in states.values() for tensor in state.tensors()]
-        places: dict[int, int] = {}
-        pattern = tuple(places.setdefault(tensor.data_ptr(), len(places)) for tensor in leaves)
-        distinct = dict(zip(pattern, leaves, strict=True))
+    def __init__(self, values: dict[fx.Node, Any], staying: Collection[fx.Node], states: States):
+        self.values, self.states = values, states.states
         found = {node: held for node, held in values.items() if isinstance(held, Tensor)}
-        self.tensors = [*found.values(), *distinct.values()]
-        self.stays = [*(node in staying for node in found), *(True for _ in distinct)]
-        kept = {tensor.data_ptr() for state in states.values() for held in state.weights for tensor in held}
-        # the places of those that calls write to: scales and largest values
-        self.written = [len(found) + place for place, held in enumerate(distinct.values())
-                        if held.data_ptr() not in kept]  # fmt: skip
+        # aliases, of whose writes autograd knows nothing: the next forward may come before this backward
+        self.tensors = [*found.values(), *(tensor.data for tensor in states.tensors)]
+        self.stays = [*(node in staying for node in found), *(True for _ in states.tensors)]
+        self.written = [len(found) + place for place in states.written]
         answers = tuple(None if isinstance(held, Tensor) else held for held in values.values())
-        self.key = (answers, pattern)
+        self.key = (answers, states.pattern)
 
 
 class Lowered:
@@ -71,6 +84,7 @@ class Lowered:
         }
         self.graph = lower(plan, apart, without | others)
         self.runs: dict[tuple, Callable[..., Any] | None] = {}
+        self.states = States({})  # of the last call that had no quantized weights
         nodes = list(self.graph.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         calls = {node.target: node for node in nodes if node.op == "call_module"}
@@ -102,7 +116,10 @@ class Lowered:
             if state is None:
                 return None
             states[node] = state
-        return Known(values, self.staying, states)
+        known = self.states if self.states.are(states) else States(states)
+        if not any(state.weights for state in states.values()):  # else they could never be freed
+            self.states = known
+        return Known(values, self.staying, known)
 
     def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
         """Those of the products whose last call did, with the weights of a call."""
