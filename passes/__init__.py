@@ -7,6 +7,7 @@ from te_transform.passes import (
     layernorm_mlp,
     linear,
     merge_siblings,
+    pad_vocabulary,
     rotary,
 )
 
@@ -15,6 +16,7 @@ PIPELINE = (
     merge_siblings.RULE,
     attention.RULE,  # reads no linear, any place would do: next to the projections it belongs to
     rotary.RULE,  # stands in front of attention, reads nothing that another rule takes
+    pad_vocabulary.RULE,  # before those that would take its linear away; off unless it is asked for
     layernorm_mlp.RULE,  # before layernorm_linear, which would take its norm and first linear away
     layernorm_linear.RULE,  # before linear, which would take its linear away
     linear.RULE,  # whatever linear is left

@@ -60,6 +60,7 @@ def convert(
     passes: Any = None,
     skip: Any = (),
     approximate: bool = False,
+    pad_vocabulary: bool = False,
     compile: bool | str = False,
     graphs: bool = False,
     inplace: bool = False,
@@ -76,6 +77,8 @@ def convert(
         passes: the rules to run, in order; None is te_transform.PIPELINE.
         skip: module paths or globs left alone, with all they contain.
         approximate: allow rules that change the numbers (the exact GELU becomes the tanh one).
+        pad_vocabulary: on a GPU, compute the product of a head whose vocabulary is no multiple of 8 with rows
+            of zeros, up to a multiple of 64, several times as fast; logits and parameters keep their sizes.
         compile: False, True or a torch.compile mode: inductor compiles the fused graphs, each at its first
             call. "auto" takes the fastest way on the first example inputs, in the mode that the model is in:
             its own code, fused, compiled, as CUDA graphs, each with the recipe, if one is given, and without.
@@ -104,6 +107,7 @@ def convert(
         recipe=recipe,
         skip=skip,
         approximate=approximate,
+        pad_vocabulary=pad_vocabulary,
         compile=compile,
         graphs=graphs,
         inplace=inplace,

@@ -28,6 +28,7 @@ class Backend(Protocol):
     GATES: tuple[str, ...]
 
     Linear: Callable[[], FusedOp]
+    PaddedLinear: Callable[[], FusedOp]
     LayerNormLinear: Callable[..., FusedOp]
     LayerNormMLP: Callable[..., FusedOp]
     DotProductAttention: Callable[[], FusedOp]

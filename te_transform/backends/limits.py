@@ -28,6 +28,9 @@ MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
 # in FP8 takes 0.90 of one in bf16 at 8.6e9, 0.81 at 1.7e10).
 MIN_GEMM_WORK_REPLAYED, MIN_GEMM_WORK_IN_FP8_REPLAYED = 0, 8e9
 
+# Tokens from which on the product of a padded head gains more than the copy of its weight takes.
+MIN_PADDED_TOKENS = 256
+
 
 class Switch:
     """A setting that is on within `with`, which may be nested. It is on in all threads: autograd runs a
@@ -105,6 +108,20 @@ def without_kernel(x: Tensor, weight: Tensor) -> str | None:
     if x.dtype == weight.dtype:
         return None
     return f"{dtype_name(x.dtype)} with weights in {dtype_name(weight.dtype)}"
+
+
+def without_padding(x: Tensor, weight: Tensor) -> str | None:
+    """Why a product with an odd number of columns gains nothing from more of them, or None."""
+    for tensor in (x, weight):
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return f"a {type(tensor).__name__}"
+        if not on_kernels_device(tensor):
+            return f"a tensor on {tensor.device.type}"
+    dtype = autocast_dtype(x) or x.dtype
+    if dtype not in DTYPES:
+        return f"a product in {dtype_name(dtype)}"
+    enough = at_any_size or x.shape[:-1].numel() >= MIN_PADDED_TOKENS
+    return None if enough else f"less than {MIN_PADDED_TOKENS} tokens"
 
 
 def without_attention(

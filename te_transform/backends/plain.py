@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.backends.joined import watched
+from te_transform.backends.limits import without_padding
 from te_transform.backends.op import FusedOp
 from te_transform.backends.tracing import compiling, transformed
 from te_transform.backends.twice import differentiable_twice
@@ -86,6 +87,21 @@ class Linear(FusedOp):
     def plain(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The op in plain PyTorch, its matrix products computed by `product`."""
         return product(x, weight, bias)
+
+
+class PaddedLinear(Linear):
+    """A linear whose weight gets rows of zeros, up to a multiple of 64, in calls that gain from it."""
+
+    MULTIPLE = 64
+
+    def plain(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> [..., out], contiguous: who reads it must not see that there were more columns."""
+        if why := without_padding(x, weight):
+            self.plain_calls[f"the head as it is, {why}"] += 1
+            return super().plain(product, x, weight, bias)
+        outs, missing = len(weight), -len(weight) % self.MULTIPLE
+        padded = None if bias is None else F.pad(bias, (0, missing))
+        return product(x, F.pad(weight, (0, 0, 0, missing)), padded)[..., :outs].contiguous()
 
 
 class LayerNormLinear(FusedOp):

@@ -12,14 +12,15 @@ from te_transform.backends.plain import (
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    PaddedLinear,
     Rotary,
     recipe_now,
 )
 
 __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
-    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary",
-    "multiple", "recipe_now", "recipe_of",
+    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "PaddedLinear",
+    "Rotary", "multiple", "recipe_now", "recipe_of",
 ]  # fmt: skip
 
 NAME = "te"

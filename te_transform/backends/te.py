@@ -50,9 +50,9 @@ except ImportError:  # TE before 2.8
 
 __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
-    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "Rotary",
-    "activation_of", "autocast", "forgetting_scales", "is_delayed", "multiple", "recipe_now", "recipe_of",
-    "scaling_of", "update_scales_after_backward", "within_step",
+    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "PaddedLinear",
+    "Rotary", "activation_of", "autocast", "forgetting_scales", "is_delayed", "multiple", "recipe_now",
+    "recipe_of", "scaling_of", "update_scales_after_backward", "within_step",
 ]  # fmt: skip
 
 NAME = "te"
@@ -601,6 +601,10 @@ class Linear(_Product, plain.Linear):
     def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
         outs, ins = weights[0].shape
         return _Kernel(lambda: te.Linear(ins, outs, device="meta", **options), ("weight", "bias"), weights)
+
+
+class PaddedLinear(Linear, plain.PaddedLinear):
+    """A linear whose weight gets rows of zeros where it runs in plain PyTorch."""
 
 
 class LayerNormLinear(_Product, plain.LayerNormLinear):

@@ -326,6 +326,27 @@ def extract(
     return fx.GraphModule(gm, graph), tuple(arguments)
 
 
+def split_off(
+    gm: fx.GraphModule, last: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, fx.GraphModule, tuple[fx.Node, ...]]:
+    """The graph without nodes that it returns and nobody else reads, and what computes these.
+
+    Args:
+        gm: the graph.
+        last: the nodes; the first argument of each is computed too, the others are placeholders.
+
+    Returns:
+        The graph, which returns that argument in the place of each, and the others' module with the nodes
+        that are its arguments, see extract().
+    """
+    rest, inputs = extract(gm, last, [node.args[0] for node in last])
+    graph, twins = copy_by_name(gm.graph)
+    for node in last:
+        replace_uses(twins[node.name], twins[node.args[0].name])
+        graph.erase_node(twins[node.name])
+    return fx.GraphModule(gm, graph), rest, inputs
+
+
 def with_known(
     gm: fx.GraphModule,
     values: Mapping[fx.Node, Any],

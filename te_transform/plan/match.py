@@ -106,7 +106,7 @@ def _keep_merged(made: Plan, options: Options) -> None:
 
 def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outcome]:
     bound = roles(match)
-    known = {**bound, "backend": options.backend, "approximate": options.approximate}
+    known = {**vars(options), **bound}
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
     reasons = [*refusals(match, operations, options.skip), *ask(rule.refuse, known)]

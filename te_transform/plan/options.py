@@ -33,6 +33,7 @@ class Options:
     recipe: Any = None
     skip: tuple[str, ...] = ()
     approximate: bool = False
+    pad_vocabulary: bool = False
     compile: bool | str = False
     graphs: bool = False
     inplace: bool = False
@@ -111,7 +112,7 @@ class Options:
         if not isinstance(mode, bool) and mode not in (*COMPILE_MODES, "auto"):
             known = ", ".join((*COMPILE_MODES, "auto"))
             raise OptionError(f"compile is {mode!r}, a bool or one of {known} is needed")
-        for name in ("approximate", "graphs", "inplace", "verify"):
+        for name in ("approximate", "pad_vocabulary", "graphs", "inplace", "verify"):
             if not isinstance(flags.get(name, False), bool):
                 raise OptionError(f"{name} is {flags[name]!r}, True or False is needed")
         if graphs:

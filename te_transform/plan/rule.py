@@ -23,9 +23,10 @@ class Rule:
     with.
 
     `refuse` and `build` are called with the match's roles by parameter name: an Operation, a tuple of them
-    for Siblings, a tag for OneOf; `backend` and `approximate` (the option) are there to be asked for too. A
-    parameter with a default is left to it where the match has no such role. What `refuse` yields are reasons
-    for the report; None leaves the place alone without a word, because nothing is to be gained there.
+    for Siblings, a tag for OneOf; `backend` and the other options of convert() are there to be asked for too,
+    by their names. A parameter with a default is left to it where the match has no such role. What `refuse`
+    yields are reasons for the report; None leaves the place alone without a word, because nothing is to be
+    gained there.
 
     `build` returns the fused op: a module without parameters. `reads` names the arguments of its call, in
     order: "x" is what the pattern's Var of that name found, "norm.weight" an argument of the operation in a

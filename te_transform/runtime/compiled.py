@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 
-from te_transform.backends import limits
+from te_transform.backends import limits, plain
 from te_transform.backends.joined import state_of
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
-from te_transform.graph.nodes import is_model_tensor, value
+from te_transform.graph import edit
+from te_transform.graph.nodes import is_model_tensor, shape_of, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.runtime.console import status
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Kinds of calls that one graph is compiled for: each takes seconds to minutes, later ones run uncompiled.
 MOST = 8
+# A head with so many columns runs by itself where a copy of its result would be needed, in less time.
+HEAD = 4096
 
 
 class CompiledGraph:
@@ -172,15 +176,16 @@ class CompiledGraph:
 
     def _made(self, lowered: Lowered, known: Known, arguments: Sequence[Any]) -> Callable[..., Any] | None:
         """What runs calls with these arguments; None where the compiler fails."""
-        graph = lowered.with_known(known)
+        graph, head = lowered.with_known(known), None
+        if self.graphs and not torch.is_grad_enabled():
+            graph, head = _without_head(graph)
         run = self._compiled(graph, [*arguments, *known.tensors]) if self.compile else self._plain(graph)
-        if run is None or not self.graphs:
-            return run
-        if self.outputs_overlap:
+        if run is not None and self.graphs and self.outputs_overlap:
             self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
-            return run
-        states = [len(arguments) + place for place in known.written]
-        return Replayed(run, [*self.stays, *known.stays], self.writes, states, self._note)
+        elif run is not None and self.graphs:
+            states = [len(arguments) + place for place in known.written]
+            run = Replayed(run, [*self.stays, *known.stays], self.writes, states, self._note)
+        return run if run is None or head is None else partial(head, run)
 
     def _plain(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """The graph as it is, in the recipe that is on: a backward, too, may run it again."""
@@ -221,6 +226,44 @@ class CompiledGraph:
     def _note(self, sentence: str) -> None:
         if sentence not in self.failures:
             self.failures.append(sentence)
+
+
+def _without_head(graph: fx.GraphModule) -> tuple[fx.GraphModule, Callable[..., list[Any]] | None]:
+    """The graph without the head of a language model, if that is the last that it computes, and what calls
+    both.
+
+    What CUDA graphs return is copied, for the next call writes to the same memory. Logits take longer to copy
+    than the one launch of the head itself.
+    """
+    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    heads = [node for node in returned if returned.count(node) == 1 and _is_head(graph, node)]
+    if not heads:
+        return graph, None
+    rest, last, inputs = edit.split_off(graph, heads)
+    places = {node: place for place, node in enumerate(graph.graph.nodes) if node.op == "placeholder"}
+    at = [returned.index(head) for head in heads]
+    read = {head.args[0]: place for head, place in zip(heads, at, strict=True)}
+
+    def run(function: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
+        found = list(function(*arguments))
+        given = (found[read[node]] if node in read else arguments[places[node]] for node in inputs)
+        for place, logits in zip(at, last(*given), strict=True):
+            found[place] = logits
+        return found
+
+    return rest, run
+
+
+def _is_head(graph: fx.GraphModule, node: Any) -> bool:
+    """Whether it is a linear whose result is far larger than its input, and is returned alone."""
+    if not isinstance(node, fx.Node) or len(node.users) > 1 or node.kwargs:
+        return False
+    module = graph.get_submodule(node.target) if node.op == "call_module" else None
+    if node.target is not torch._C._nn.linear and not isinstance(module, plain.Linear):
+        return False
+    x, weight = node.args[:2]
+    outs, ins = shape_of(weight)
+    return x.op != "placeholder" and is_model_tensor(weight) and outs >= max(HEAD, 2 * ins)
 
 
 def _attention() -> tuple[bool, ...]:

@@ -1,0 +1,317 @@
+"""Every size: four Hugging Face models, converted in the ways that compile="auto" tries, against the best of
+what others do, on a Hopper GPU.
+
+    python benchmarks/grid.py grid.jsonl [--models llama bert] [--widths 256 4096] [--tokens 1024 8192]
+                              [--modes training inference] [--recipe fp8-delayed] [--jobs 8] [--minutes 9]
+    python benchmarks/grid.py grid.jsonl --table
+    python benchmarks/grid.py grid.jsonl --plot docs/grid.svg
+
+One JSON line a point, with the milliseconds of each contender. Points that the file has are not measured
+again: call it until nothing is left. They are prepared in processes of their own, as many at once as there
+are jobs, and timed one after the other when all of these wait; a step is one of several in a row. Nothing is
+asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+VOCABULARY = 32000
+LENGTH = 512  # of a row of tokens; 197 of an image's patches
+WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+MODELS = ("llama", "gpt2", "bert", "vit")
+MODES = ("training", "inference")
+ROUNDS, SAMPLE = 15, 0.03  # samples of each contender, by turns, and seconds in each
+
+
+def main() -> None:
+    """Measure what the file has not, or show what it has."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("file", type=Path, help="of JSON lines, which is added to")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="in a step")
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--recipe", default=None, help="one that may be chosen too")
+    parser.add_argument("--jobs", type=int, default=8, help="points that are prepared at once")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which no more points are begun")
+    parser.add_argument("--table", action="store_true", help="print the file as a table")
+    parser.add_argument("--plot", default="", help="draw the file")
+    parser.add_argument("--point", default="", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.point:
+        _measure(json.loads(asked.point))
+        return
+    known = _read(asked.file)
+    if asked.table or asked.plot:
+        print("\n".join(_table(known)))
+        if asked.plot:
+            _draw(known, asked.plot)
+        return
+    wanted = itertools.product(asked.models, asked.modes, asked.widths, asked.tokens)
+    keys = {_key(point) for point in known}
+    points = [dict(zip(("model", "mode", "width", "tokens"), each, strict=True)) for each in wanted]
+    points = [point | {"recipe": asked.recipe} for point in points]
+    points = [point for point in points if _key(point) not in keys]
+    end = time.monotonic() + 60 * asked.minutes
+    for first in range(0, len(points), asked.jobs):
+        if time.monotonic() > end:
+            break
+        for row in _measured(points[first : first + asked.jobs]):
+            print(json.dumps(row), flush=True)
+            with asked.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+
+
+def _key(point: dict[str, Any]) -> tuple:
+    return tuple(point[name] for name in ("model", "mode", "width", "tokens", "recipe"))
+
+
+def _measured(points: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Prepare these points at once, time them one by one."""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, "-", "--point", json.dumps(point)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for point in points
+    ]
+    waiting = [worker for worker in workers if "ready\n" in iter(worker.stdout.readline, "")]
+    for point, worker in zip(points, workers, strict=True):
+        if worker not in waiting:
+            yield point | {"error": "the process ended"}
+            continue
+        found, _ = worker.communicate("go\n")
+        lines = [line for line in found.splitlines() if line.startswith("{")]
+        yield json.loads(lines[-1]) if lines else point | {"error": "the process ended"}
+
+
+def _measure(point: dict[str, Any]) -> None:
+    """One point, in a process of its own."""
+    import torch
+    import transformer_engine.pytorch  # noqa: F401
+
+    steps, errors, notes = {}, {}, []
+    for name, make in _contenders(point, notes).items():
+        try:
+            step = make()
+            for _ in range(6):
+                step()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # for the points that are prepared beside this one
+            steps[name] = step
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"[:200]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    times = {name: _sample(step, 2) for name, step in steps.items()}
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            samples[name].append(_sample(step, max(2, round(SAMPLE / times[name]))))
+    found = {name: round(1e3 * statistics.median(each), 4) for name, each in samples.items()}
+    gpu = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    print(json.dumps(point | {"ms": found, "errors": errors, "notes": notes} | gpu), flush=True)
+
+
+def _sample(step: Callable[[], None], steps: int) -> float:
+    """Seconds a step of several in a row."""
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[], Callable[[], None]]]:
+    """What makes each contender's step, by name; ours begin with te_transform."""
+    import te_transform
+
+    def original(mode: str | None, masked: bool = True) -> Callable[[], None]:
+        model, inputs = _model(point)
+        if mode is not None:
+            model.compile(mode=mode)
+        return _step(point, model, inputs, contextlib.nullcontext if masked else _no_mask)
+
+    def converted(**options: Any) -> Callable[[], None]:
+        model, inputs = _model(point)
+        made = te_transform.convert(model, inputs, backend="te", verify=False, inplace=True, **options)
+        step = _step(point, made, inputs, contextlib.nullcontext)
+        for _ in range(6):
+            step()
+        without = (
+            note for note in te_transform.report(made).notes if "without" in note or "uncompiled" in note
+        )
+        notes.extend(f"{options}: {note}" for note in without)
+        return step
+
+    found: dict[str, Callable[[], Callable[[], None]]] = {
+        "eager": lambda: original(None),
+        "compile": lambda: original("default"),
+        "compile, no mask, CUDA graphs": lambda: original("reduce-overhead", masked=False),
+    }
+    for recipe in dict.fromkeys((None, point["recipe"])):
+        words = f"te_transform {recipe or 'bf16'}"
+        found[words] = lambda recipe=recipe: converted(recipe=recipe)
+        found[f"{words}, compiled"] = lambda recipe=recipe: converted(recipe=recipe, compile=True)
+        found[f"{words}, compiled, CUDA graphs"] = lambda recipe=recipe: converted(
+            recipe=recipe, compile=True, graphs=True
+        )
+    return found
+
+
+def _model(point: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Four layers, two from a width of 4096 on; weights in bf16."""
+    import torch
+    import transformers as hf
+
+    width, tokens = point["width"], point["tokens"]
+    layers, heads = 4 if width < 4096 else 2, max(4, width // 128)
+    rows, length = max(1, tokens // LENGTH), min(tokens, LENGTH)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        if point["model"] == "vit":
+            config = hf.ViTConfig(**sizes, **none, intermediate_size=4 * width, num_labels=1000)
+            model = hf.ViTForImageClassification(config)
+            rows = max(1, tokens // 197)
+            images = torch.randn(rows, 3, 224, 224, dtype=torch.bfloat16)
+            inputs = {"pixel_values": images, "labels": torch.randint(1000, (rows,))}
+        elif point["model"] == "bert":
+            config = hf.BertConfig(**sizes, **none, intermediate_size=4 * width, vocab_size=VOCABULARY)
+            model = hf.BertForMaskedLM(config)
+        elif point["model"] == "gpt2":
+            none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            config = hf.GPT2Config(
+                n_embd=width, n_layer=layers, n_head=heads, vocab_size=VOCABULARY, use_cache=False, **none
+            )
+            model = hf.GPT2LMHeadModel(config)
+        else:
+            ffn = 256 * round(width * 8 / 3 / 256)
+            config = hf.LlamaConfig(**sizes, intermediate_size=ffn, vocab_size=VOCABULARY, use_cache=False)
+            model = hf.LlamaForCausalLM(config)
+        if point["model"] != "vit":
+            ids = torch.randint(VOCABULARY, (rows, length))
+            inputs = {"input_ids": ids, "labels": ids}
+    if point["mode"] == "inference":
+        del inputs["labels"]
+    return model.bfloat16().train(point["mode"] == "training"), inputs
+
+
+def _step(
+    point: dict[str, Any], model: Any, inputs: dict[str, Any], around: Callable[[], Any]
+) -> Callable[[], None]:
+    import torch
+
+    def training() -> None:
+        model.zero_grad(set_to_none=True)
+        with around():
+            model(**inputs).loss.backward()
+
+    def inference() -> None:
+        with torch.no_grad(), around():
+            model(**inputs)
+
+    return training if point["mode"] == "training" else inference
+
+
+@contextlib.contextmanager
+def _no_mask() -> Iterator[None]:
+    """Without the masks that transformers makes of numbers."""
+    from transformers.models.bert import modeling_bert
+    from transformers.models.gpt2 import modeling_gpt2
+    from transformers.models.llama import modeling_llama
+
+    with contextlib.ExitStack() as stack:
+        for module in (modeling_llama, modeling_gpt2, modeling_bert):
+            for name in ("create_causal_mask", "create_bidirectional_mask"):
+                if hasattr(module, name):
+                    stack.enter_context(patch.object(module, name, lambda *_, **__: None))
+        yield
+
+
+def _complete(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The points at which all contenders ran."""
+    return [row for row in rows if row.get("ms") and not row["errors"]]
+
+
+def _best(row: dict[str, Any]) -> tuple[str, float, str, float]:
+    """The fastest of the others and of ours, each with its ms."""
+    ours = {name: ms for name, ms in row["ms"].items() if name.startswith("te_transform")}
+    theirs = {name: ms for name, ms in row["ms"].items() if name not in ours}
+    one, other = min(theirs, key=theirs.get), min(ours, key=ours.get)
+    return one, theirs[one], other, ours[other]
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """In Markdown: the ratio of ours to the best of the others, a line for each model, mode and width."""
+    measured = _complete(rows)
+    tokens = sorted({row["tokens"] for row in measured})
+    yield (
+        "| "
+        + " | ".join(("model", "mode", "recipe", "width", *(f"{each:,} tokens" for each in tokens)))
+        + " |"
+    )
+    yield "| --- | --- | --- | ---: |" + " ---: |" * len(tokens)
+    lines: dict[tuple, dict[int, str]] = {}
+    for row in measured:
+        _, theirs, _, ours = _best(row)
+        key = row["model"], row["mode"], row["recipe"] or "", row["width"]
+        lines.setdefault(key, {})[row["tokens"]] = f"{theirs:.2f} -> {ours:.2f}, {ours / theirs:.2f}"
+    for key, found in sorted(lines.items()):
+        yield "| " + " | ".join(map(str, (*key, *(found.get(each, "") for each in tokens)))) + " |"
+
+
+def _draw(rows: Sequence[dict[str, Any]], path: str) -> None:
+    """A square for each point, by width and tokens, in the color of its ratio."""
+    import matplotlib.pyplot as plt
+
+    measured = _complete(rows)
+    panels = sorted({(row["model"], row["mode"], row["recipe"] or "bf16") for row in measured})
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(3.6 * columns, 3.2 * lines), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        here = [row for row in measured if (row["model"], row["mode"], row["recipe"] or "bf16") == panel]
+        widths, tokens = (sorted({row[name] for row in here}) for name in ("width", "tokens"))
+        ratios = [[float("nan")] * len(tokens) for _ in widths]
+        for row in here:
+            _, theirs, _, ours = _best(row)
+            place = widths.index(row["width"]), tokens.index(row["tokens"])
+            ratios[place[0]][place[1]] = ours / theirs
+            axis.text(place[1], place[0], f"{ours / theirs:.2f}", ha="center", va="center", fontsize=8)
+        axis.imshow(ratios, cmap="RdYlGn_r", vmin=0.6, vmax=1.4, aspect="auto")
+        axis.set_xticks(range(len(tokens)), map(str, tokens))
+        axis.set_yticks(range(len(widths)), map(str, widths))
+        axis.set_title(", ".join(panel), fontsize=9)
+    figure.suptitle("ms of te_transform / ms of the best of the others, by width and tokens")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

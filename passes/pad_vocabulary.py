@@ -1,0 +1,38 @@
+"""The head of a language model whose vocabulary is no multiple of 8: a product with rows of zeros added."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from te_transform.graph.pattern import Linear
+from te_transform.plan.rule import Operation, Rule
+
+ALIGNED = 8  # 16-bit numbers in the 16 bytes that tensor cores read at once
+LEAST = 4096  # rows; products with fewer take no time that is worth a copy of their weight
+
+
+def refuse(linear: Operation, pad_vocabulary: bool, compile: bool | str) -> Iterator[str | None]:
+    """Whether it would help, and is wanted."""
+    rows = linear.weight.shape[0]
+    if rows % ALIGNED == 0 or rows < LEAST or compile:  # inductor pads by itself
+        yield None
+    if not pad_vocabulary:
+        yield (
+            f"a product with {rows:,} rows, no multiple of {ALIGNED}, takes a GPU three times as long as one "
+            "that is padded with zeros: allow pad_vocabulary=True"
+        )
+
+
+def build(backend, linear: Operation) -> nn.Module:
+    """The same linear, which pads."""
+    return backend.PaddedLinear()
+
+
+RULE = Rule(
+    name="pad_vocabulary",
+    pattern=Linear(),
+    refuse=refuse,
+    build=build,
+    reads=("linear.x", "linear.weight", "linear.bias"),
+)
+"""Only what is computed is padded: parameters, logits and checkpoints have the rows that they have."""
