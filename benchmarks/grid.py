@@ -146,16 +146,20 @@ def _sample(step: Callable[[], None], steps: int) -> float:
 
 def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[], Callable[[], None]]]:
     """What makes each contender's step, by name; ours begin with te_transform."""
+    import torch
+
     import te_transform
 
     def original(mode: str | None, masked: bool = True) -> Callable[[], None]:
-        model, inputs = _model(point)
+        with torch.device("cuda"):
+            model, inputs = model_of(point)
         if mode is not None:
             model.compile(mode=mode)
         return _step(point, model, inputs, contextlib.nullcontext if masked else _no_mask)
 
     def converted(**options: Any) -> Callable[[], None]:
-        model, inputs = _model(point)
+        with torch.device("cuda"):
+            model, inputs = model_of(point)
         made = te_transform.convert(model, inputs, backend="te", verify=False, inplace=True, **options)
         step = _step(point, made, inputs, contextlib.nullcontext)
         for _ in range(6):
@@ -181,8 +185,8 @@ def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[
     return found
 
 
-def _model(point: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Four layers, two from a width of 4096 on; weights in bf16."""
+def model_of(point: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Four layers, two from a width of 4096 on, on the current device; weights in bf16."""
     import torch
     import transformers as hf
 
@@ -192,29 +196,33 @@ def _model(point: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        if point["model"] == "vit":
-            config = hf.ViTConfig(**sizes, **none, intermediate_size=4 * width, num_labels=1000)
-            model = hf.ViTForImageClassification(config)
-            rows = max(1, tokens // 197)
-            images = torch.randn(rows, 3, 224, 224, dtype=torch.bfloat16)
-            inputs = {"pixel_values": images, "labels": torch.randint(1000, (rows,))}
-        elif point["model"] == "bert":
-            config = hf.BertConfig(**sizes, **none, intermediate_size=4 * width, vocab_size=VOCABULARY)
-            model = hf.BertForMaskedLM(config)
-        elif point["model"] == "gpt2":
-            none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-            config = hf.GPT2Config(
-                n_embd=width, n_layer=layers, n_head=heads, vocab_size=VOCABULARY, use_cache=False, **none
+    if point["model"] == "vit":
+        model = hf.ViTForImageClassification(
+            hf.ViTConfig(**sizes, **none, intermediate_size=4 * width, num_labels=1000)
+        )
+        rows = max(1, tokens // 197)
+        images = torch.randn(rows, 3, 224, 224, dtype=torch.bfloat16)
+        inputs = {"pixel_values": images, "labels": torch.randint(1000, (rows,))}
+    elif point["model"] == "bert":
+        model = hf.BertForMaskedLM(
+            hf.BertConfig(**sizes, **none, intermediate_size=4 * width, vocab_size=VOCABULARY)
+        )
+    elif point["model"] == "gpt2":
+        sizes = {"n_embd": width, "n_layer": layers, "n_head": heads}
+        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        model = hf.GPT2LMHeadModel(
+            hf.GPT2Config(
+                **sizes, **none, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False
             )
-            model = hf.GPT2LMHeadModel(config)
-        else:
-            ffn = 256 * round(width * 8 / 3 / 256)
-            config = hf.LlamaConfig(**sizes, intermediate_size=ffn, vocab_size=VOCABULARY, use_cache=False)
-            model = hf.LlamaForCausalLM(config)
-        if point["model"] != "vit":
-            ids = torch.randint(VOCABULARY, (rows, length))
-            inputs = {"input_ids": ids, "labels": ids}
+        )
+    else:
+        ffn = 256 * round(width * 8 / 3 / 256)
+        model = hf.LlamaForCausalLM(
+            hf.LlamaConfig(**sizes, intermediate_size=ffn, vocab_size=VOCABULARY, use_cache=False)
+        )
+    if point["model"] != "vit":
+        ids = torch.randint(VOCABULARY, (rows, length))
+        inputs = {"input_ids": ids, "labels": ids}
     if point["mode"] == "inference":
         del inputs["labels"]
     return model.bfloat16().train(point["mode"] == "training"), inputs

@@ -21,10 +21,12 @@ from te_transform.graph.capture import noting_reasons, on_fake_tensors
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import preserved
 from te_transform.passes import PIPELINE
+from te_transform.plan import cost
 from te_transform.plan.assign import assign, products_in
 from te_transform.plan.match import Plan
 from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import OptionError, Options
+from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.quantize import dequantize_weights
 from te_transform.report.compose import compose
 from te_transform.report.report import Report
@@ -305,25 +307,65 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     Raises:
         ModelError, InputError, OptionError, TraceError: as convert() does.
     """
+    asked, sample = _asked(model, example_inputs, options)
+    if asked.compile != "auto":
+        planned, seen = _planned(model, asked, sample)
+        return _report(model, planned, seen, sample)
+    planned, seen = _planned(model, replace(asked, compile=False), sample, whole=True)
+    found = _report(model, planned, seen, sample)
+    timings = _predicted(list(seen.plans()), asked.ways(planning=True), found.precision, model.training)
+    best = timing.fastest(timings)
+    notes = found.notes if best is None else (*found.notes, cost.NOTE)
+    return replace(found, timings=tuple(timings), chosen="" if best is None else best.name, notes=notes)
+
+
+def _predicted(
+    plans: list[tuple[str, Plan]],
+    ways: Mapping[str, Options],
+    precision: PrecisionPlan | None,
+    training: bool,
+) -> list[Timing]:
+    """What a call takes in each of the ways, as far as it can be told without a GPU."""
+    found = []
+    for name, options in ways.items():
+        why = cost.unknown(plans, options)
+        inside = precision if options.recipe is not None else None
+        seconds = None if why else cost.seconds_of(plans, options, inside, training)
+        found.append(Timing(name, seconds, why or "predicted"))
+    return found
+
+
+def plans_of(
+    model: nn.Module, example_inputs: Any, **options: Any
+) -> tuple[list[tuple[str, Plan]], PrecisionPlan | None]:
+    """What inspect() plans for each captured graph of the whole forward, and what runs in FP8."""
+    asked, sample = _asked(model, example_inputs, options)
+    planned, seen = _planned(model, asked, sample, whole=True)
+    return list(seen.plans()), _report(model, planned, seen, sample).precision
+
+
+def _asked(model: nn.Module, example_inputs: Any, options: dict[str, Any]) -> tuple[Options, Inputs]:
     check_model(model)
-    chosen = Options.of(model, PIPELINE, planning=True, **options)
-    chosen.check_skip(model)
-    if chosen.compile == "auto":  # which only a call on the machine itself can tell
-        chosen = replace(chosen, compile=False)
-    sample = as_inputs(model, example_inputs)[0]
+    asked = Options.of(model, PIPELINE, planning=True, **options)
+    asked.check_skip(model)
+    return asked, as_inputs(model, example_inputs)[0]
+
+
+def _planned(
+    model: nn.Module, options: Options, sample: Inputs, whole: bool = False
+) -> tuple[Converted, _Seen]:
+    """Capture the forward without memory if that is possible; block by block if it is deep, and not wanted
+    `whole`."""
     # what lies between blocks, or anywhere, may look at values, which fake tensors lack
-    ways = [(True, on_fake_tensors)] * (len(blocks(model)) > DEEP) + [(False, on_fake_tensors)]
+    ways = [(True, on_fake_tensors)] * (len(blocks(model)) > DEEP and not whole) + [(False, on_fake_tensors)]
     ways += [(False, _on_its_own_tensors)] * (not any(p.is_meta for p in model.parameters()))
     for by_block, tensors in ways:
-        planned = Converted(chosen, by_block=by_block)
+        planned = Converted(options, by_block=by_block)
         try:
-            seen = _dry_call(model, planned, sample, tensors)
-            break
+            return planned, _dry_call(model, planned, sample, tensors)
         except TraceError as error:
             failed = error
-    else:
-        raise failed
-    return _report(model, planned, seen, sample)
+    raise failed
 
 
 def _dry_call(model: nn.Module, planned: Converted, sample: Inputs, tensors: Callable[..., Any]) -> _Seen:

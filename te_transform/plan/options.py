@@ -45,17 +45,18 @@ class Options:
         """Whether calls run as CUDA graphs."""
         return self.graphs or self.compile in IN_CUDA_GRAPHS
 
-    def ways(self) -> dict[str, Options]:
-        """The ways to run a model that compile="auto" chooses among, by their names, the simplest first."""
+    def ways(self, planning: bool = False) -> dict[str, Options]:
+        """The ways to run a model that compile="auto" chooses among, by their names, the simplest first; as
+        CUDA graphs if this machine has them, or nothing will run."""
         found = {"as it is": replace(self, compile=False, recipe=None, as_it_is=True)}
         recipes = [None] if self.recipe is None else [None, self.recipe]
-        for graphs in (False, True)[: 1 + cuda_graphs()]:
+        for replayed in (False, True)[: 1 + (planning or cuda_graphs())]:
             for compiled in (False, True):
                 for recipe in recipes:
                     words = [self.backend.NAME, _name_of(recipe)]
-                    words += ["compiled"] * compiled + ["as CUDA graphs"] * graphs
+                    words += ["compiled"] * compiled + ["as CUDA graphs"] * replayed
                     name = ", ".join(word for word in words if word)
-                    found[name] = replace(self, compile=compiled, graphs=graphs, recipe=recipe)
+                    found[name] = replace(self, compile=compiled, graphs=replayed, recipe=recipe)
         return found
 
     def __getstate__(self) -> dict[str, Any]:

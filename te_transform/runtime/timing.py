@@ -35,14 +35,15 @@ CLEARLY = 0.99  # a way that takes more than this of a simpler one's time is not
 @dataclass(frozen=True)
 class Timing:
     """One way to run a model: `seconds` that a call takes in it, forward alone or with the backward; None
-    where there is no time, and `why`."""
+    where there is no time. `why` not, or how else they are known than by timing."""
 
     name: str
     seconds: float | None
     why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.why if self.seconds is None else f'{1e3 * self.seconds:.3g} ms'}"
+        taken = "" if self.seconds is None else f"{1e3 * self.seconds:.3g} ms"
+        return f"{self.name}: {', '.join(filter(None, (taken, self.why)))}"
 
 
 def seconds_of(model: nn.Module, sample: Inputs) -> float:

@@ -1,0 +1,132 @@
+"""Fit the times of te_transform/plan/cost.py to measured ones; no GPU is needed.
+
+    python benchmarks/fit_cost.py benchmarks/grid.jsonl benchmarks/llama.jsonl
+
+The first file is what grid.py wrote, the second has Llamas of the shapes of compile_speed.py. Prints the
+times, which are seconds for one of what each is named after, and the error: each point is predicted by times
+that were fitted to all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from grid import VOCABULARY, model_of
+from rich.progress import track
+
+from te_transform.convert import plans_of
+from te_transform.plan.cost import AS_IT_IS, WAYS, Way, Work, work_of
+
+# Where the search begins: an H100's data sheet, a few microseconds for a launch.
+START = {
+    "product": 1.6e-15, "product in FP8": 0.9e-15, "quantized": 1e-12, "attention": 2.5e-15, "launch": 2e-6,
+    "bytes": 4e-13, "bytes, fused": 4e-13, "bytes, compiled": 4e-13,
+    "call": 2e-5, "call, fused": 4e-5, "call, compiled": 2e-5, "call, replayed": 3e-6,
+    "call in FP8": 1e-4, "call, fused in FP8": 1e-4, "call, compiled in FP8": 4e-5,
+    "call, replayed in FP8": 2e-5,
+    "call forward": 3e-4, "call, fused forward": 3e-4, "call, compiled forward": 5e-4,
+    "call, replayed forward": 3e-4,
+    "call backward": 1e-3, "call, fused backward": 1e-3, "call, compiled backward": 2e-3,
+    "call, replayed backward": 1e-3,
+}  # fmt: skip
+
+
+@dataclass
+class Point:
+    """A call in one way, by what it computes, and the seconds that it took."""
+
+    where: str
+    way: Way
+    work: Work
+    seconds: float
+
+
+def main() -> None:
+    """Fit and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("grid", type=Path)
+    parser.add_argument("llama", type=Path)
+    asked = parser.parse_args()
+    rows = [json.loads(line) for file in (asked.grid, asked.llama) for line in file.open(encoding="utf-8")]
+    points = [point for row in track(rows, "counting") for point in _points(row)]
+    places = list(dict.fromkeys(point.where for point in points))
+    off = []
+    for place in track(places, "fitting"):
+        times = _fitted([point for point in points if point.where != place])
+        found = [
+            (point.way.seconds(point.work, times) / point.seconds, point)
+            for point in points
+            if point.where == place
+        ]
+        off += [abs(math.log(ratio)) for ratio, _ in found]
+        for ratio, point in found:
+            print(f"{place}, {point.way.calls}: {1e3 * point.seconds:.2f} ms, predicted {ratio:.2f} of it")
+    times = _fitted(points)
+    print(json.dumps({name: float(f"{seconds:.3g}") for name, seconds in times.items()}, indent=4))
+    half, worst = math.expm1(statistics.median(off)), math.expm1(max(off))
+    print(f"{len(points)} points; off by {half:.0%} in half of them, by {worst:.0%} at the most")
+
+
+def _points(row: dict[str, Any]) -> list[Point]:
+    training = row.get("mode", "training") == "training"
+    with torch.device("meta"):
+        model, inputs = model_of(row) if "model" in row else _llama(row)
+    where = " ".join(str(row[name]) for name in ("model", "shape", "mode", "width", "tokens") if name in row)
+    found = []
+    for name, ms in row["ms"].items():
+        if name != "eager" and not name.startswith("te_transform"):
+            continue
+        recipe = "fp8-delayed" if "fp8-delayed" in name else None
+        plans, precision = plans_of(model, inputs, backend="te", recipe=recipe)
+        way = AS_IT_IS if name == "eager" else WAYS["compiled" in name, "CUDA graphs" in name]
+        found.append(Point(where, way, work_of(plans, way, precision, training), ms / 1e3))
+    return found
+
+
+def _llama(row: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    config = hf.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=row["width"],
+        intermediate_size=row["ffn"],
+        num_hidden_layers=row["layers"],
+        num_attention_heads=row["heads"],
+        num_key_value_heads=row["groups"],
+        use_cache=False,
+    )
+    ids = torch.zeros(row["batch"], row["length"], dtype=torch.int64)
+    return hf.LlamaForCausalLM(config).bfloat16(), {"input_ids": ids, "labels": ids}
+
+
+def _fitted(points: Sequence[Point]) -> dict[str, float]:
+    """The times with the least sum of squares of the logarithms of predicted / measured."""
+    logs = torch.zeros(len(START), dtype=torch.float64, requires_grad=True)
+    measured = torch.tensor([point.seconds for point in points], dtype=torch.float64)
+    optimizer = torch.optim.LBFGS([logs], max_iter=300, line_search_fn="strong_wolfe")
+
+    def times() -> dict[str, Any]:
+        return {name: start * part.exp() for (name, start), part in zip(START.items(), logs, strict=True)}
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        now = times()
+        predicted = torch.stack([point.way.seconds(point.work, now) for point in points])
+        # near to where the search began, of times that no point depends on
+        total = (predicted / measured).log().square().mean() + 1e-3 * logs.square().mean()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    return {name: float(each) for name, each in times().items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""How long a call takes on an H100 in each way to run a model, predicted from the plan.
+
+What a call computes is counted in the captured graphs: the floating-point operations of matrix products and
+of attention (2 for each multiplication and addition), the bytes that all else reads and writes, and how many
+operations there are. Each way takes of the GPU a time for each of these, and of the CPU one for each
+operation; the longer of the two is the call's, for both work at once. A backward computes twice what its
+forward does. The times are fitted to measured ones by benchmarks/fit_cost.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from te_transform.backends.limits import DTYPES, break_even_rows
+from te_transform.graph import ops
+from te_transform.graph.nodes import (
+    argument,
+    called,
+    is_model_tensor,
+    is_tensor_node,
+    may_be_view,
+    shape_of,
+    value,
+)
+from te_transform.plan.assign import product_paths
+from te_transform.plan.match import Plan
+from te_transform.plan.options import Options
+from te_transform.plan.precision_plan import PrecisionPlan
+
+_MULTIPLIED = {"matmul", "bmm", "mm"}
+_PRODUCTS = {*_MULTIPLIED, "linear", "addmm", "sdpa", "scaled_dot_product_attention"}
+BACKWARD = 2.0  # of what the forward computes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call computes; `in_fp8` are those of the products whose operands are 16-bit numbers, or FP8
+    ones where a recipe is on, and `quantized` the numbers in these operands."""
+
+    products: float = 0.0  # floating-point operations
+    in_fp8: float = 0.0
+    attention: float = 0.0
+    quantized: float = 0.0  # numbers
+    bytes: float = 0.0
+    operations: float = 0.0
+    in_fp8_calls: float = 0.0
+    forwards: float = 0.0
+    backwards: float = 0.0
+
+    def times(self, factor: float) -> Work:
+        """So many such calls."""
+        return Work(*(factor * each for each in vars(self).values()))
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def work_of(
+    plans: Iterable[tuple[str, Plan]], way: Way, precision: PrecisionPlan | None, training: bool
+) -> Work:
+    """What a call computes.
+
+    Args:
+        plans: of the captured graphs in the order of their calls, each with the path of the captured module.
+        way: to run it. As it is, the operations are the model's own, of which rules see many as one; smaller
+            products run in FP8 in a CUDA graph.
+        precision: what runs in a recipe, None where nothing does.
+        training: whether there is a backward.
+    """
+    found, in_cuda_graphs = Work(), way.calls == "call, replayed"
+    for path, plan in plans:
+        found = sum(map(_computed, plan.before.nodes), found)
+        found = sum(map(_moved, plan.captured.graph.nodes if way is AS_IT_IS else plan.before.nodes), found)
+        if precision is not None:
+            found = sum(_in_fp8(path, plan, precision, in_cuda_graphs), found)
+    found = found.times(1 + BACKWARD) if training else found
+    return replace(found, forwards=1.0, backwards=float(training))
+
+
+def _computed(node: fx.Node) -> Work:
+    """What an operation of a canonical graph multiplies, in its own dtype."""
+    if node.target is ops.linear:
+        return Work(products=2.0 * _size(node) * _ints(node.args[1])[-1])
+    if node.target is ops.sdpa:
+        causal = argument(node, "is_causal") or argument(node, "mask") is not None
+        return Work(attention=4.0 * _size(node) * _ints(node.args[1])[-2] / (2 if causal else 1))
+    if called(node) in _MULTIPLIED:
+        return Work(products=2.0 * _size(node) * _ints(node.args[0])[-1])
+    return Work()
+
+
+def _moved(node: fx.Node) -> Work:
+    """What an operation reads and writes, if that is what takes its time."""
+    if node.op in ("placeholder", "output", "get_attr") or not is_tensor_node(node) or may_be_view(node):
+        return Work()
+    if called(node) in _PRODUCTS:
+        return Work(operations=1)
+    data = [node, *(arg for arg in node.all_input_nodes if is_tensor_node(arg) and not is_model_tensor(arg))]
+    return Work(bytes=sum(_size(arg) * value(arg).element_size() for arg in data), operations=1)
+
+
+def _in_fp8(path: str, plan: Plan, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
+    """For each product in the recipe what changes: it is no longer one of 16-bit numbers."""
+    for site, name in product_paths(plan).items():
+        if precision.sites.get(f"{path}.{name}".strip(".")) is not None:
+            continue
+        for place in site.fused.PRODUCTS:
+            outs, ins = _ints(site.node.args[place])
+            rows = _size(site.node.args[0]) / _ints(site.node.args[0])[-1]
+            if not precision.small_calls and rows < break_even_rows(min(outs, ins), True, in_cuda_graphs):
+                continue
+            flops = 2.0 * rows * outs * ins
+            numbers = rows * ins + outs * ins
+            yield Work(products=-flops, in_fp8=flops, quantized=numbers, in_fp8_calls=1)
+
+
+def _ints(node: fx.Node) -> list[int]:
+    """The shape, with symbolic sizes as they are in the example inputs."""
+    return [size.node.hint if isinstance(size, torch.SymInt) else size for size in shape_of(node)]
+
+
+def _size(node: fx.Node) -> float:
+    return float(torch.Size(_ints(node)).numel())
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a model by what it takes; the names of its times in TIMES."""
+
+    bytes: str
+    calls: str
+
+    def seconds(self, work: Work, times: dict[str, float]) -> float:
+        """Of a call."""
+        gpu = (
+            work.products * times["product"]
+            + work.in_fp8 * times["product in FP8"]
+            + work.quantized * times["quantized"]
+            + work.attention * times["attention"]
+            + work.bytes * times[self.bytes]
+            + work.operations * times["launch"]
+        )
+        cpu = (
+            work.operations * times[self.calls]
+            + work.in_fp8_calls * times[f"{self.calls} in FP8"]
+            + work.forwards * times[f"{self.calls} forward"]
+            + work.backwards * times[f"{self.calls} backward"]
+        )
+        return max(gpu, cpu)
+
+
+# By whether it is compiled, and replayed.
+WAYS = {
+    (False, False): Way("bytes, fused", "call, fused"),
+    (True, False): Way("bytes, compiled", "call, compiled"),
+    (False, True): Way("bytes, fused", "call, replayed"),
+    (True, True): Way("bytes, compiled", "call, replayed"),
+}
+AS_IT_IS = Way("bytes", "call")
+
+# Seconds for one of each, as benchmarks/fit_cost.py prints them. Those of a call in FP8 are guesses: the GPU
+# took longer at all measured points.
+TIMES = {
+    "product": 1.53e-15, "product in FP8": 7.68e-16, "quantized": 4.28e-13, "attention": 7.15e-16,
+    "bytes": 6.27e-13, "bytes, fused": 5.27e-13, "bytes, compiled": 6.02e-13, "launch": 7.43e-07,
+    "call": 3.23e-05, "call, fused": 3.59e-05, "call, compiled": 1.71e-06, "call, replayed": 5.88e-07,
+    "call in FP8": 0.0001, "call, fused in FP8": 0.0001, "call, compiled in FP8": 4e-05,
+    "call, replayed in FP8": 2e-05,
+    "call forward": 0.000442, "call, fused forward": 0.00132, "call, compiled forward": 0.00143,
+    "call, replayed forward": 0.00034,
+    "call backward": 0.00154, "call, fused backward": 0.00428, "call, compiled backward": 0.00622,
+    "call, replayed backward": 0.00224,
+}  # fmt: skip
+NOTE = (
+    "times are predicted for an H100 by 57 measured ones, off by 10% in half of those and by 51% at the most "
+    "when each was predicted by the others: convert(compile='auto') measures them"
+)
+
+
+def way_of(options: Options) -> Way:
+    """The way that these options ask for."""
+    return AS_IT_IS if options.as_it_is else WAYS[bool(options.compile), options.graphs]
+
+
+def unknown(plans: Sequence[tuple[str, Plan]], options: Options) -> str | None:
+    """Why nothing is predicted for a model in this way, or None."""
+    products = [node for _, plan in plans for node in plan.before.nodes if node.target is ops.linear]
+    if not products or {value(node).dtype for node in products} - {*DTYPES}:
+        return "predicted for products of 16-bit numbers alone"
+    if not options.backend.HAS_KERNELS and not options.as_it_is:
+        return "predicted for backend='te' alone"
+    recipe = options.recipe.recipe if isinstance(options.recipe, PrecisionPlan) else options.recipe
+    return None if recipe in (None, "fp8-delayed") else "predicted for recipe='fp8-delayed' alone"
+
+
+def seconds_of(
+    plans: Iterable[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
+) -> float:
+    """Of a call in the way that the options ask for; see work_of()."""
+    way = way_of(options)
+    return way.seconds(work_of(plans, way, precision, training), TIMES)
