@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from te_transform.backends.limits import ALIGNED
 from te_transform.graph.pattern import Linear
 from te_transform.plan.rule import Operation, Rule
 
-ALIGNED = 8  # 16-bit numbers in the 16 bytes that tensor cores read at once
 LEAST = 4096  # rows; products with fewer take no time that is worth a copy of their weight
 
 

@@ -19,9 +19,10 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor import list_mode_options
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_transform
-from te_transform.runtime import compiled
+from te_transform.runtime import compiled, regions
 from tests.attacks import Block, Pair
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
 from tests.models.tiny import WIDTH
@@ -97,6 +98,101 @@ def test_each_size_is_compiled_once_and_not_too_many_are(compilations: Compilati
     assert f"a graph is compiled for {compiled.MOST} kinds of calls at most, others run uncompiled" in (
         te_transform.report(pair.converted).notes
     )
+
+
+def llama_of(layers: int) -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 40}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes))
+
+
+@pytest.fixture
+def deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of four layers are."""
+    monkeypatch.setattr(regions, "FEWEST", 4)
+
+
+def test_equal_layers_of_a_deep_model_are_compiled_once(deep: None, compilations: Compilations) -> None:
+    model = seeded(lambda: llama_of(4))
+    ids = torch.randint(40, (2, 6))
+    inputs = {"input_ids": ids, "labels": ids}
+    converted = te_transform.convert(model, inputs, verify=False, compile=True)
+    for _ in range(2):
+        with torch.no_grad():  # what equal layers have in common is no number of their weights
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.1 * torch.rand(()))
+            converted.load_state_dict(model.state_dict())
+        expected, found = (gradients(each, inputs) for each in (model, converted))
+        assert error([*found.values()], [*expected.values()]) < EVERYWHERE
+    _, layer, _ = (graph for graph, _ in compilations)  # embeddings, a layer, and the loss
+    assert [node.op for node in layer.graph.nodes].count("call_module") == 1
+    assert not any("uncompiled" in note for note in te_transform.report(converted).notes)
+
+
+def test_cuda_graphs_are_of_the_whole(deep: None, compilations: Compilations) -> None:
+    model, ids = seeded(lambda: llama_of(4)), torch.randint(40, (2, 6))
+    converted = te_transform.convert(model, ids, verify=False, compile="reduce-overhead")
+    converted(ids)
+    assert len(compilations) == 1
+
+
+class Layers(nn.Module):
+    """Layers that differ: in a number, in a size, in what they are given, in whether they are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.layers[3].requires_grad_(requires_grad=False)
+        self.scales = [1.0, 1.0, 2.0, 1.0, 1.0, 1.0]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        kept = []
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = layer(x * scale) + (kept[0] if kept else 0)
+            kept.append(x)
+        return x, kept[1], kept[4]
+
+
+class Writes(Layers):
+    """Its layers write to what others have made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            total += layer(x)
+        return total
+
+
+class Switches(Layers):
+    """A setting holds for some layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.no_grad():
+            for layer in [*self.layers][1:5]:
+                x = layer(x)
+        return self.layers[5](x)
+
+
+class Casts(Layers):
+    """torch.autocast is entered by the forward, around some layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x)
+        return x.float()
+
+
+@pytest.mark.parametrize("kind", [Layers, Writes, Switches, Casts])
+def test_pieces_compute_what_the_whole_does(
+    kind: type[nn.Module], deep: None, compilations: Compilations
+) -> None:
+    pair = compiled_pair(kind)
+    for _ in range(3):
+        pair.agree()
+    assert (len(compilations) > 1) == (kind is Layers)
+    assert len(compilations) < 2 * 6, "some layers are equal"
+    assert not any("uncompiled" in note for note in te_transform.report(pair.converted).notes)
 
 
 def test_what_the_compiler_fails_on_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:

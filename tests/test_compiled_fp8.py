@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends import fp8, plain
 from te_transform.backends.joined import state_of
+from te_transform.runtime import regions
 from tests import stand_in, test_compiled
 from tests.attacks import Attends, Block
 from tests.conversions import ALL, gradients, run
@@ -105,6 +106,18 @@ def test_scales_are_updated_once_a_step_as_tes_modules_do(te: ModuleType) -> Non
             for model in (pair.eager, pair.compiled):
                 for parameter in model.parameters():
                     parameter.mul_(1.3)  # a history notices at once what is larger than all before
+
+
+def test_equal_layers_are_compiled_once_with_scales_of_their_own(
+    te: ModuleType, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "FEWEST", 2)
+    case = ALL["llama"]
+    pair = Converted(case.build(num_hidden_layers=4), case.sample(), "fp8-delayed")
+    for _ in range(3):
+        pair.hold(trained)
+    assert len(compilations) == 3  # embeddings, a layer, and the loss
+    assert not pair.notes
 
 
 def test_two_forwards_before_a_backward(te: ModuleType) -> None:

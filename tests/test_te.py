@@ -537,12 +537,20 @@ def test_cross_entropy_of_nothing_is_nan_and_of_no_word_raises(te: ModuleType) -
             op(LOGITS, TARGETS.clone().index_fill_(1, torch.tensor([3]), label), -100, "mean")
 
 
-def test_cross_entropy_says_why_it_ran_in_plain_pytorch(te: ModuleType) -> None:
+def test_cross_entropy_says_why_it_ran_in_plain_pytorch(
+    te: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     op = te.CrossEntropy()
     assert torch.equal(
         op(LOGITS.float(), TARGETS, -100, "mean"), plain.CrossEntropy()(LOGITS.float(), TARGETS, -100, "mean")
     )
     assert op.plain_calls == {"the loss, logits in float32, targets in int64": 1}
+    monkeypatch.setattr(limits, "at_any_size", limits.Switch())
+    found = op(LOGITS, TARGETS, -100, "none")
+    assert torch.equal(found, plain.CrossEntropy()(LOGITS, TARGETS, -100, "none"))
+    why = f"the loss, rows of {WORDS} logits, no multiple of 8: PyTorch's kernels are faster"
+    assert op.plain_calls[why] == 1
+    assert limits.without_cross_entropy(LOGITS[..., :8], TARGETS) is None
 
 
 # TE's own code

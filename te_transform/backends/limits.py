@@ -12,6 +12,7 @@ from te_transform.backends.tracing import compiling
 from te_transform.graph.nodes import dtype_name
 
 DEVICE = "cuda"  # where kernels run
+ALIGNED = 8  # 16-bit numbers in the 16 bytes that a GPU reads at once
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
 # Over another number of tokens cuDNN's attention gives garbage, or reads memory that is not there, when a
 # CUDA graph replays it (PyTorch 2.11, cuDNN 9.19): seen at 16, 64 and 100, and right at 128, 512 and 1024.
@@ -192,4 +193,6 @@ def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
         return f"logits of shape {list(logits.shape)} for targets of shape {list(targets.shape)}"
     if logits.dtype != torch.bfloat16 or targets.dtype != torch.int64:
         return f"logits in {dtype_name(logits.dtype)}, targets in {dtype_name(targets.dtype)}"
+    if logits.shape[-1] % ALIGNED and not at_any_size:
+        return f"rows of {logits.shape[-1]:,} logits, no multiple of {ALIGNED}: PyTorch's kernels are faster"
     return None

@@ -326,6 +326,27 @@ def extract(
     return fx.GraphModule(gm, graph), tuple(arguments)
 
 
+def cut_out(
+    gm: fx.GraphModule, run: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
+    """A run of operations as a module of its own; all of them, whether or not `outputs` need them.
+
+    Returns:
+        The module, which returns a tuple, and the nodes before the run that are its arguments, in the order
+        that they are read in, which is that of an equal run elsewhere.
+    """
+    read, inside = dict.fromkeys(read for node in run for read in node.all_input_nodes), set(run)
+    inputs = tuple(node for node in read if node not in inside)
+    graph, copies = fx.Graph(), {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in run:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return fx.GraphModule(gm, graph), inputs
+
+
 def split_off(
     gm: fx.GraphModule, last: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, fx.GraphModule, tuple[fx.Node, ...]]:

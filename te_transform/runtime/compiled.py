@@ -31,10 +31,11 @@ from te_transform.canonicalize import written
 from te_transform.graph import edit
 from te_transform.graph.nodes import is_model_tensor, shape_of, value
 from te_transform.plan.match import Plan, Site
-from te_transform.plan.options import Options
+from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.console import status
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.lowered import Known, Lowered
+from te_transform.runtime.regions import compiled_in_pieces
 from te_transform.runtime.replayed import Replayed
 
 log = logging.getLogger(__name__)
@@ -211,7 +212,10 @@ class CompiledGraph:
             # on a smaller budget it would quantize again in the backward, when TE has updated the scales
             with status(doing), functorch_config.patch(activation_memory_budget=1.0):
                 mode = list_mode_options("default" if self.compile is True else self.compile)
-                return compile_fx(graph, arguments, config_patches=mode)
+                compile = partial(compile_fx, config_patches=mode)
+                by_layer = self.compile not in IN_CUDA_GRAPHS  # each piece would be a graph of its own
+                run = compiled_in_pieces(graph, arguments, compile) if by_layer else None
+                return compile(graph, arguments) if run is None else run
         except Exception as error:
             # transforms of torch.func are entered and left by operations of the graph
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)

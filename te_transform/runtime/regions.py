@@ -1,0 +1,167 @@
+"""Deep graphs in pieces, of which equal ones are compiled once: the layers of a model.
+
+A graph is cut where the module changes that is one of many, by the number in its path. What a compiler takes
+for a graph grows with its layers, and what it makes of one layer does for all others that compute the same
+of tensors of the same sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from te_transform.graph import edit
+from te_transform.graph.nodes import called, changes_state, path_of, value, writes
+
+FEWEST = 24  # layers from which on a graph is compiled in pieces
+
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+_LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
+_PLAIN = (int, float, str, type(None), torch.dtype)
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A run of operations: its inputs and outputs are nodes of the whole graph; `dead` are those that nothing
+    after it reads."""
+
+    module: fx.GraphModule
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+    dead: Sequence[fx.Node] = ()
+    run: Callable[..., Sequence[Any]] | None = None
+
+
+def compiled_in_pieces(
+    graph: fx.GraphModule, arguments: Sequence[Any], compile: Compile
+) -> Callable[..., list[Any]] | None:
+    """The graph, compiled layer by layer for such arguments; None where it has few layers, or may not be cut.
+
+    Args:
+        graph: of operations and fused ops.
+        arguments: tensors, and numbers, of a call.
+        compile: compiles one piece for such arguments.
+    """
+    pieces = _pieces(graph)
+    if pieces is None:
+        return None
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    _compile(pieces, dict(zip(placeholders, arguments, strict=True)), compile)
+    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
+
+    def run(*given: Any) -> list[Any]:
+        values = dict(zip(placeholders, given, strict=True))
+        for piece in pieces:
+            found = piece.run(*(values[node] for node in piece.inputs))
+            values.update(zip(piece.outputs, found, strict=True))
+            for node in piece.dead:
+                del values[node]
+        return [values[node] if isinstance(node, fx.Node) else node for node in returned]
+
+    return run
+
+
+def _pieces(graph: fx.GraphModule) -> list[_Piece] | None:
+    """The runs of operations of one layer, and those between; None where the graph may not be cut into
+    them."""
+    nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+    runs = [list(run) for _, run in groupby(nodes, _layer)]
+    if len({_layer(run[0]) for run in runs} - {""}) < FEWEST:
+        return None
+    # a write would be one to a copy, and a setting that is switched hold for a part of what it is to hold for
+    if any(map(writes, nodes)) or not all(map(_puts_settings_back, runs)):
+        return None
+    place = {node: number for number, run in enumerate(runs) for node in run}
+    pieces = []
+    for number, run in enumerate(runs):
+        outputs = [node for node in run if any(place.get(user) != number for user in node.users)]
+        if any(not isinstance(value(node), Tensor) for node in outputs):
+            return None
+        module, inputs = edit.cut_out(graph, run, outputs)
+        pieces.append(_Piece(module, inputs, outputs))
+    last = {node: piece for piece in pieces for node in piece.inputs}
+    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    for node in {*last} - {*returned}:
+        last[node].dead = (*last[node].dead, node)
+    return pieces
+
+
+def _puts_settings_back(run: Sequence[fx.Node]) -> bool:
+    """Whether the state that calls run in is after these operations what it was before. (Contexts of autocast
+    are values, which their exits read: no piece may return one.)"""
+    switched = [node for node in run if changes_state(node) and "autocast" not in called(node)]
+    recorded = [node.args[0] for node in switched if called(node) == "_set_grad_enabled"]
+    return len(recorded) == len(switched) and recorded[-1:] in ([], [torch.is_grad_enabled()])
+
+
+def _layer(node: fx.Node) -> str:
+    """The path of the module of many that the operation belongs to, "" where there is none."""
+    found = _LAYER.match(path_of(node))
+    return found.group() if found else ""
+
+
+def _compile(pieces: Sequence[_Piece], values: dict[fx.Node, Any], compile: Compile) -> None:
+    """Compile each piece, on tensors without memory, or take what an equal one was compiled to."""
+    made: dict[tuple, Callable[..., Any]] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        values = {node: _faked(fake, held) for node, held in values.items()}
+        for piece in pieces:
+            given = [values[node] for node in piece.inputs]
+            key = _structure(piece.module), tuple(map(_kind, given))
+            if key not in made:
+                made[key] = compile(piece.module, [_alone(each) for each in given])
+            piece.run = made[key]
+            values.update(zip(piece.outputs, piece.module(*given), strict=True))
+
+
+def _faked(fake: FakeTensorMode, held: Any) -> Any:
+    return fake.from_tensor(held, static_shapes=True) if isinstance(held, Tensor) else held
+
+
+def _alone(held: Any) -> Any:
+    return held.detach().requires_grad_(held.requires_grad) if isinstance(held, Tensor) else held
+
+
+def _kind(held: Any) -> Any:
+    """What compiled code is made for."""
+    if not isinstance(held, Tensor):
+        return held
+    return held.shape, held.stride(), held.dtype, held.device, held.requires_grad, held.storage_offset()
+
+
+def _structure(module: fx.GraphModule) -> tuple:
+    """What the operations of two pieces have in common if they are equal."""
+    numbers = {node: number for number, node in enumerate(module.graph.nodes)}
+
+    def told(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return "node", numbers[argument]
+        return type(argument), repr(argument)
+
+    return tuple(
+        (
+            node.op,
+            _target(module, node),
+            fx.node.map_aggregate((node.args, dict(node.kwargs)), told).__repr__(),
+        )
+        for node in module.graph.nodes
+    )
+
+
+def _target(module: fx.GraphModule, node: fx.Node) -> Any:
+    if node.op == "placeholder":
+        return None
+    if node.op != "call_module":
+        return id(getattr(module, node.target)) if node.op == "get_attr" else node.target
+    found: nn.Module = module.get_submodule(node.target)
+    settings = {k: v for k, v in vars(found).items() if k[0] != "_" and k not in ("training", "plain_calls")}
+    known = all(isinstance(each, _PLAIN) for each in tree_leaves(settings))
+    return (type(found), repr(settings)) if known else id(found)
