@@ -195,6 +195,19 @@ def test_pieces_compute_what_the_whole_does(
     assert not any("uncompiled" in note for note in te_transform.report(pair.converted).notes)
 
 
+def test_what_fails_in_pieces_is_compiled_whole(
+    deep: None, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(module: fx.GraphModule) -> None:
+        raise NotImplementedError("no")
+
+    monkeypatch.setattr(regions, "_structure", fail)
+    pair = compiled_pair(Layers)
+    pair.agree()
+    assert len(compilations) == 1
+    assert not any("uncompiled" in note for note in te_transform.report(pair.converted).notes)
+
+
 def test_what_the_compiler_fails_on_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no kernel\nfor this")

@@ -34,7 +34,7 @@ def assign(plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend) -> P
     for prefix, plan in plans:
         heads = set() if prefix else set(_heads(plan))
         for site, path in product_paths(plan).items():
-            path = _below(prefix, path)
+            path = path_below(prefix, path)
             decided[path] = _why_not(site, path, site in heads, named, backend)
     if unknown := sorted(named.sites.keys() - decided.keys()):
         raise PrecisionError(
@@ -61,13 +61,14 @@ def products_in(plans: Iterable[tuple[str, Plan]], precision: PrecisionPlan) -> 
     found = {}
     for prefix, plan in plans:
         for site, path in product_paths(plan).items():
-            inside = precision.sites[_below(prefix, path)] is None
+            inside = precision.sites[path_below(prefix, path)] is None
             names = (name_in_model(weight[0]) for weight in site.weights)
-            found |= {_below(prefix, name): inside for name in names if name}
+            found |= {path_below(prefix, name): inside for name in names if name}
     return found
 
 
-def _below(prefix: str, path: str) -> str:
+def path_below(prefix: str, path: str) -> str:
+    """The path, of a captured module, in the whole model."""
     return f"{prefix}.{path}".strip(".")
 
 

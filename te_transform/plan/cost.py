@@ -26,7 +26,7 @@ from te_transform.graph.nodes import (
     shape_of,
     value,
 )
-from te_transform.plan.assign import product_paths
+from te_transform.plan.assign import path_below, product_paths
 from te_transform.plan.match import Plan
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
@@ -38,14 +38,13 @@ BACKWARD = 2.0  # of what the forward computes
 
 @dataclass(frozen=True)
 class Work:
-    """What a call computes; `in_fp8` are those of the products whose operands are 16-bit numbers, or FP8
-    ones where a recipe is on, and `quantized` the numbers in these operands."""
+    """What a call computes."""
 
-    products: float = 0.0  # floating-point operations
-    in_fp8: float = 0.0
-    attention: float = 0.0
-    quantized: float = 0.0  # numbers
-    bytes: float = 0.0
+    products: float = 0.0  # floating-point operations in products of 16-bit numbers
+    in_fp8: float = 0.0  # and of FP8 numbers
+    attention: float = 0.0  # floating-point operations
+    quantized: float = 0.0  # numbers in the operands of the products in FP8
+    bytes: float = 0.0  # that all other operations read and write
     operations: float = 0.0
     in_fp8_calls: float = 0.0
     forwards: float = 0.0
@@ -106,7 +105,7 @@ def _moved(node: fx.Node) -> Work:
 def _in_fp8(path: str, plan: Plan, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
     """For each product in the recipe what changes: it is no longer one of 16-bit numbers."""
     for site, name in product_paths(plan).items():
-        if precision.sites.get(f"{path}.{name}".strip(".")) is not None:
+        if precision.sites.get(path_below(path, name)) is not None:
             continue
         for place in site.fused.PRODUCTS:
             outs, ins = _ints(site.node.args[place])

@@ -7,6 +7,7 @@ of tensors of the same sizes.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from te_transform.graph import edit
 from te_transform.graph.nodes import called, changes_state, path_of, value, writes
+
+log = logging.getLogger(__name__)
 
 FEWEST = 24  # layers from which on a graph is compiled in pieces
 
@@ -43,7 +46,7 @@ class _Piece:
 def compiled_in_pieces(
     graph: fx.GraphModule, arguments: Sequence[Any], compile: Compile
 ) -> Callable[..., list[Any]] | None:
-    """The graph, compiled layer by layer for such arguments; None where it has few layers, or may not be cut.
+    """The graph, compiled layer by layer for such arguments; None where it has few layers, or cannot be cut.
 
     Args:
         graph: of operations and fused ops.
@@ -54,7 +57,11 @@ def compiled_in_pieces(
     if pieces is None:
         return None
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    _compile(pieces, dict(zip(placeholders, arguments, strict=True)), compile)
+    try:
+        _compile(pieces, dict(zip(placeholders, arguments, strict=True)), compile)
+    except Exception as error:
+        log.info("a graph is compiled whole, its layers could not be by themselves", exc_info=error)
+        return None
     (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
 
     def run(*given: Any) -> list[Any]:
@@ -111,15 +118,17 @@ def _layer(node: fx.Node) -> str:
 def _compile(pieces: Sequence[_Piece], values: dict[fx.Node, Any], compile: Compile) -> None:
     """Compile each piece, on tensors without memory, or take what an equal one was compiled to."""
     made: dict[tuple, Callable[..., Any]] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        values = {node: _faked(fake, held) for node, held in values.items()}
-        for piece in pieces:
-            given = [values[node] for node in piece.inputs]
-            key = _structure(piece.module), tuple(map(_kind, given))
-            if key not in made:
-                made[key] = compile(piece.module, [_alone(each) for each in given])
-            piece.run = made[key]
-            values.update(zip(piece.outputs, piece.module(*given), strict=True))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    values = {node: _faked(fake, held) for node, held in values.items()}
+    for piece in pieces:
+        given = [values[node] for node in piece.inputs]
+        key = _structure(piece.module), tuple(map(_kind, given))
+        if key not in made:
+            made[key] = compile(piece.module, [_alone(each) for each in given])
+        piece.run = made[key]
+        with fake:  # not around the compiler, which times kernels on tensors that it makes
+            found = piece.module(*given)
+        values.update(zip(piece.outputs, found, strict=True))
 
 
 def _faked(fake: FakeTensorMode, held: Any) -> Any:
