@@ -113,8 +113,8 @@ def test_equal_layers_are_compiled_once_with_scales_of_their_own(
 ) -> None:
     monkeypatch.setattr(regions, "FEWEST", 2)
     case = ALL["llama"]
-    pair = Converted(case.build(num_hidden_layers=4), case.sample(), "fp8-delayed")
-    for _ in range(3):
+    pair = Converted(case.build(num_hidden_layers=2), case.sample(), "fp8-delayed")
+    for _ in range(2):
         pair.hold(trained)
     assert len(compilations) == 3  # embeddings, a layer, and the loss
     assert not pair.notes
