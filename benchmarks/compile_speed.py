@@ -18,9 +18,9 @@ import contextlib
 import gc
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -92,7 +92,7 @@ def _row(name: str, mode: str, recipe: str | None, masked: bool, seconds: float)
     for call in calls * 4:
         call()
     ratio = measure.interleaved(*calls, seconds=seconds)
-    rows = [_in_a_row(call) for _ in range(5) for call in calls]
+    rows = [measure.in_a_row(partial(call, waits=False), 6) for _ in range(5) for call in calls]
     in_a_row = {f"{who} in a row": statistics.median(rows[n::2]) for n, who in enumerate(("one", "other"))}
     peaks = {f"peak {who}, MiB": _peak(call) for who, call in zip(("theirs", "ours"), calls, strict=True)}
     return {"shape": name, "mode": mode, "recipe": recipe, "mask": masked} | asdict(ratio) | in_a_row | peaks
@@ -134,16 +134,6 @@ def _step(model: nn.Module, ids: Tensor, around: Callable[[], Any]) -> Callable[
             torch.cuda.synchronize()
 
     return step
-
-
-def _in_a_row(step: Callable[..., None], steps: int = 6) -> float:
-    """Seconds a step."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step(waits=False)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / steps
 
 
 def _peak(step: Callable[[], None]) -> int:

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import measure
+
 VOCABULARY = 32000
 LENGTH = 512  # of a row of tokens; 197 of an image's patches
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -122,26 +124,14 @@ def _measure(point: dict[str, Any]) -> None:
             errors[name] = f"{type(error).__name__}: {error}"[:200]
     print("ready", flush=True)
     sys.stdin.readline()
-    times = {name: _sample(step, 2) for name, step in steps.items()}
+    times = {name: measure.in_a_row(step, 2) for name, step in steps.items()}
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
-            samples[name].append(_sample(step, max(2, round(SAMPLE / times[name]))))
+            samples[name].append(measure.in_a_row(step, max(2, round(SAMPLE / times[name]))))
     found = {name: round(1e3 * statistics.median(each), 4) for name, each in samples.items()}
     gpu = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(json.dumps(point | {"ms": found, "errors": errors, "notes": notes} | gpu), flush=True)
-
-
-def _sample(step: Callable[[], None], steps: int) -> float:
-    """Seconds a step of several in a row."""
-    import torch
-
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / steps
 
 
 def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[], Callable[[], None]]]:

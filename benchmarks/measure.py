@@ -52,6 +52,18 @@ def _sample(function: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def in_a_row(step: Callable[[], Any], steps: int) -> float:
+    """Seconds a step of several on a GPU, which is waited for after the last alone."""
+    import torch  # which other benchmarks run without
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
 @dataclass
 class Memory:
     """Resident bytes: before, at the peak, after."""

@@ -16,12 +16,12 @@ import contextlib
 import gc
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
 from rich.console import Console
@@ -53,7 +53,7 @@ def main() -> None:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            samples[name].append(_in_a_row(call))
+            samples[name].append(measure.in_a_row(call, STEPS))
     rows = [
         {"name": name, "ms": 1e3 * statistics.median(each), "MiB": memory[name][0], "rows": memory[name][1]}
         for name, each in samples.items()
@@ -154,16 +154,6 @@ def _taken() -> float:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved() / 2**20
-
-
-def _in_a_row(step: Step) -> float:
-    """Seconds a step."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / STEPS
 
 
 if __name__ == "__main__":

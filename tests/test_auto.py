@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import te_transform
 from te_transform import OptionError
@@ -22,6 +22,7 @@ from tests import test_compiled, test_replayed
 from tests.attacks import Attends, Pair, X
 from tests.bitwise import untouched
 from tests.conversions import ALL
+from tests.models.llama import shape_of_8b
 from tests.zoo import seeded
 
 compilations, counts = test_compiled.compilations, test_replayed.counts  # fixtures
@@ -199,14 +200,7 @@ def llama(
     dtype: torch.dtype = torch.bfloat16, layers: int = 1
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Layers of the 8B shape and 8192 tokens, in no memory."""
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        use_cache=False,
-    )
+    config = shape_of_8b(layers, 32000, length=4096)
     with torch.device("meta"):
         ids = torch.zeros(2, 4096, dtype=torch.int64)
         return LlamaForCausalLM(config).to(dtype), {"input_ids": ids, "labels": ids}

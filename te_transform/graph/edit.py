@@ -316,14 +316,21 @@ def extract(
         elif node not in inside:
             inside.add(node)
             waiting += node.all_input_nodes
-    graph, copies, arguments = fx.Graph(), {}, sorted(inputs)
-    for node in arguments:
+    arguments = tuple(sorted(inputs))
+    return _module_of(gm, arguments, sorted(inside), outputs), arguments
+
+
+def _module_of(
+    gm: fx.GraphModule, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    graph, copies = fx.Graph(), {}
+    for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    for node in sorted(inside):
+    for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    return fx.GraphModule(gm, graph), tuple(arguments)
+    return fx.GraphModule(gm, graph)
 
 
 def cut_out(
@@ -337,14 +344,7 @@ def cut_out(
     """
     read, inside = dict.fromkeys(read for node in run for read in node.all_input_nodes), set(run)
     inputs = tuple(node for node in read if node not in inside)
-    graph, copies = fx.Graph(), {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in run:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in outputs))
-    return fx.GraphModule(gm, graph), inputs
+    return _module_of(gm, inputs, run, outputs), inputs
 
 
 def split_off(

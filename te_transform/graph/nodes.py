@@ -130,6 +130,12 @@ def called(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
+def returned(graph: fx.Graph) -> Any:
+    """What a captured graph returns: nodes, and values that are the same in all calls."""
+    (found,) = next(node for node in graph.nodes if node.op == "output").args
+    return found
+
+
 def writes(node: fx.Node) -> bool:
     """Whether the node changes a tensor or an object in place."""
     if node.op not in ("call_function", "call_method"):

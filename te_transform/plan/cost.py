@@ -70,12 +70,12 @@ def work_of(
         precision: what runs in a recipe, None where nothing does.
         training: whether there is a backward.
     """
-    found, in_cuda_graphs = Work(), way.calls == "call, replayed"
+    found = Work()
     for path, plan in plans:
         found = sum(map(_computed, plan.before.nodes), found)
         found = sum(map(_moved, plan.captured.graph.nodes if way is AS_IT_IS else plan.before.nodes), found)
         if precision is not None:
-            found = sum(_in_fp8(path, plan, precision, in_cuda_graphs), found)
+            found = sum(_in_fp8(path, plan, precision, way.in_cuda_graphs), found)
     found = found.times(1 + BACKWARD) if training else found
     return replace(found, forwards=1.0, backwards=float(training))
 
@@ -132,6 +132,7 @@ class Way:
 
     bytes: str
     calls: str
+    in_cuda_graphs: bool = False
 
     def seconds(self, work: Work, times: dict[str, float]) -> float:
         """Of a call."""
@@ -156,8 +157,8 @@ class Way:
 WAYS = {
     (False, False): Way("bytes, fused", "call, fused"),
     (True, False): Way("bytes, compiled", "call, compiled"),
-    (False, True): Way("bytes, fused", "call, replayed"),
-    (True, True): Way("bytes, compiled", "call, replayed"),
+    (False, True): Way("bytes, fused", "call, replayed", in_cuda_graphs=True),
+    (True, True): Way("bytes, compiled", "call, replayed", in_cuda_graphs=True),
 }
 AS_IT_IS = Way("bytes", "call")
 

@@ -29,7 +29,7 @@ from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
 from te_transform.graph import edit
-from te_transform.graph.nodes import is_model_tensor, shape_of, value
+from te_transform.graph.nodes import is_model_tensor, returned, shape_of, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.console import status
@@ -239,13 +239,13 @@ def _without_head(graph: fx.GraphModule) -> tuple[fx.GraphModule, Callable[..., 
     What CUDA graphs return is copied, for the next call writes to the same memory. Logits take longer to copy
     than the one launch of the head itself.
     """
-    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
-    heads = [node for node in returned if returned.count(node) == 1 and _is_head(graph, node)]
+    outputs = returned(graph.graph)
+    heads = [node for node in outputs if outputs.count(node) == 1 and _is_head(graph, node)]
     if not heads:
         return graph, None
     rest, last, inputs = edit.split_off(graph, heads)
     places = {node: place for place, node in enumerate(graph.graph.nodes) if node.op == "placeholder"}
-    at = [returned.index(head) for head in heads]
+    at = [outputs.index(head) for head in heads]
     read = {head.args[0]: place for head, place in zip(heads, at, strict=True)}
 
     def run(function: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
@@ -283,8 +283,7 @@ def _attention() -> tuple[bool, ...]:
 
 def _overlap(graph: fx.Graph) -> bool:
     """Whether two tensors that the graph returns, and makes, lie in one memory."""
-    (returned,) = next(node for node in graph.nodes if node.op == "output").args
-    nodes = [node for node in dict.fromkeys(returned) if isinstance(node, fx.Node)]
+    nodes = [node for node in dict.fromkeys(returned(graph)) if isinstance(node, fx.Node)]
     given = set(_storages(node for node in graph.nodes if node.op == "placeholder"))
     made = [storage for storage in _storages(nodes) if storage not in given]
     return len(set(made)) < len(made)

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from te_transform.graph import edit
-from te_transform.graph.nodes import called, changes_state, path_of, value, writes
+from te_transform.graph.nodes import called, changes_state, path_of, returned, value, writes
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def compiled_in_pieces(
     except Exception as error:
         log.info("a graph is compiled whole, its layers could not be by themselves", exc_info=error)
         return None
-    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    outputs = returned(graph.graph)
 
     def run(*given: Any) -> list[Any]:
         values = dict(zip(placeholders, given, strict=True))
@@ -71,7 +71,7 @@ def compiled_in_pieces(
             values.update(zip(piece.outputs, found, strict=True))
             for node in piece.dead:
                 del values[node]
-        return [values[node] if isinstance(node, fx.Node) else node for node in returned]
+        return [values[node] if isinstance(node, fx.Node) else node for node in outputs]
 
     return run
 
@@ -95,8 +95,7 @@ def _pieces(graph: fx.GraphModule) -> list[_Piece] | None:
         module, inputs = edit.cut_out(graph, run, outputs)
         pieces.append(_Piece(module, inputs, outputs))
     last = {node: piece for piece in pieces for node in piece.inputs}
-    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
-    for node in {*last} - {*returned}:
+    for node in {*last} - {*returned(graph.graph)}:
         last[node].dead = (*last[node].dead, node)
     return pieces
 
@@ -159,7 +158,7 @@ def _structure(module: fx.GraphModule) -> tuple:
         (
             node.op,
             _target(module, node),
-            fx.node.map_aggregate((node.args, dict(node.kwargs)), told).__repr__(),
+            repr(fx.node.map_aggregate((node.args, dict(node.kwargs)), told)),
         )
         for node in module.graph.nodes
     )
