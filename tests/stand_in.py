@@ -183,12 +183,13 @@ class Base(nn.Module):
             {"bias": bias, "params_dtype": params_dtype, "device": device, **options},
         )
         self.use_bias, self.dtype, self.options = bias, params_dtype, options
-        self.fuse_wgrad_accumulation, self.fp8_meta, self._fp8_workspaces = False, {}, {}
+        self.fuse_wgrad_accumulation, self.fp8, self.fp8_meta, self._fp8_workspaces = False, False, {}, {}
         for name in self.names:
             setattr(self, name, nn.Parameter(torch.empty(0, device="meta")))
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         recipe = FP8GlobalStateManager.get_fp8_recipe()
+        self.fp8 = True
         if type(self.fp8_meta.get("recipe")) is type(recipe):
             return
         self.fp8_meta.update(recipe=recipe, scaling_fwd=None, scaling_bwd=None)
@@ -205,6 +206,7 @@ class Base(nn.Module):
         if in_fp8:
             self.init_fp8_metadata(num_gemms=len(self.weight_names))
             assert x.shape[:-1].numel() % 16 == 0, "FP8 kernels take multiples of 16 rows"
+        self.fp8 = in_fp8
         keeps = is_first_microbatch is False
 
         def run(x: Tensor, *tensors: Tensor | None) -> Tensor:
@@ -227,8 +229,8 @@ class Base(nn.Module):
         state = self.fp8_meta["scaling_fwd"]
         return rounded(x) if state is None else state.rounded(x, index)
 
-    def _get_weight_quantizers(self) -> list[Quantizer]:
-        return [Quantizer() for _ in self.weight_names]
+    def _get_weight_quantizers(self) -> list[Quantizer | None]:
+        return [Quantizer() if self.fp8 else None for _ in self.weight_names]
 
     def weight_in_fp8(self, number: int, weight: Tensor, keeps: bool) -> Tensor:
         if isinstance(weight, Float8Tensor):

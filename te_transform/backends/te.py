@@ -292,7 +292,8 @@ class _Kernel:
 
     def _init_scales(self) -> None:
         """Let the module have tensors for scales, if it has none."""
-        if self.made is not None and self.made.fp8_meta.get("recipe") is _State.get_fp8_recipe():
+        # without FP8 in its last call, the module gives out no quantizers until it is asked to begin anew
+        if self.module.fp8 and self.module.fp8_meta.get("recipe") is _State.get_fp8_recipe():
             return
         inference = torch.is_inference_mode_enabled()  # whose tensors later steps could not write to
         with torch.inference_mode(False) if inference else contextlib.nullcontext():
