@@ -294,7 +294,12 @@ def _enter_recipe(model: nn.Module, converted: Converted, seen: _Seen, samples: 
 
 def _report(model: nn.Module, converted: Converted, seen: _Seen, sample: Inputs) -> Report:
     options, plans = converted.options, list(seen.plans())
-    precision = None if options.recipe is None else assign(plans, options.recipe, options.backend)
+    precision = None
+    if options.recipe is not None:
+        captured = tuple(path + "." * bool(path) for path, _ in plans)
+        weighing = (path for path, module in model.named_modules() if hasattr(module, "weight"))
+        others = {path for path in weighing if not path.startswith(captured)}
+        precision = assign(plans, options.recipe, options.backend, others)
     return compose(model, plans, options, precision, str(sample), converted.failures, seen.reasons)
 
 

@@ -241,11 +241,23 @@ def test_a_plan_has_the_last_word_in_copies_too() -> None:
             assert runs_in_fp8(one.blocks[1].mlp) == inside
 
 
-def test_the_head_stays_out_unless_a_plan_has_it_in() -> None:
+@pytest.mark.parametrize("blocks", [2, 9])  # nine are captured one by one, and the head in the first call
+def test_the_head_stays_out_unless_a_plan_has_it_in(blocks: int) -> None:
+    model = net()
+    model.blocks = nn.ModuleList(Block() for _ in range(blocks)).to(torch.bfloat16)
     for recipe, inside in (("fp8-current", False), (PrecisionPlan("fp8-current", {"head": None}), True)):
-        fused = converted(recipe)
+        fused = converted(recipe, copy.deepcopy(model))
         answer(fused)
+        assert runs_in_fp8(fused.blocks[-1].mlp)
         assert runs_in_fp8(fused.head) == inside
+
+
+@pytest.mark.parametrize("path", ["blocks.3.norm", "blocks.0.q", "norm"])
+def test_a_plan_names_products_of_deep_models(path: str) -> None:
+    model = net()
+    model.blocks = nn.ModuleList(Block() for _ in range(9)).to(torch.bfloat16)
+    with pytest.raises(te_transform.PrecisionError, match=f"names {path}, where no"):
+        converted(PrecisionPlan("fp8-current", {path: None}), model)
 
 
 class Tied(Net):

@@ -32,6 +32,7 @@ class State:
         self.refused: tuple[int, ...] = ()  # where a group that begins with it lay when it could not be laid
         self.kernels: dict[Any, Any] = {}  # what a backend keeps for a product that begins with it
         self.in_fp8: bool | None = None  # whether such a product runs in FP8; None: as the op says
+        self.told = False  # whether its model has said so
         self.gradients: Any = None  # where its gradients are summed up for the time being, see gradients.py
 
     def __reduce__(self) -> tuple:

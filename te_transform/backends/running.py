@@ -49,7 +49,7 @@ def is_evaluating() -> bool:
 def in_recipe(weight: Tensor, default: bool) -> bool:
     """Whether a product that begins with this weight runs in a recipe that is on."""
     state = state_of(weight)
-    if state.in_fp8 is None and _running.tell is not None:
+    if not state.told and _running.tell is not None:
         _running.tell()
     return default if state.in_fp8 is None else state.in_fp8
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 
 
-def assign(plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend) -> PrecisionPlan:
+def assign(
+    plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend, others: Container[str] = ()
+) -> PrecisionPlan:
     """The precision of every fused product.
 
     Args:
@@ -25,6 +27,7 @@ def assign(plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend) -> P
             the whole model. A graph that blocks share comes once for each block.
         asked: a recipe, or a plan that overrides what is decided here (but for shapes no kernel has).
         backend: te, or what stands for it.
+        others: modules that are captured later, as what lies around blocks is; a plan may name them.
 
     Raises:
         PrecisionError: `asked` names a module in which nothing is fused.
@@ -36,6 +39,7 @@ def assign(plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend) -> P
         for site, path in product_paths(plan).items():
             path = path_below(prefix, path)
             decided[path] = _why_not(site, path, site in heads, named, backend)
+    decided |= {path: why for path, why in named.sites.items() if path not in decided and path in others}
     if unknown := sorted(named.sites.keys() - decided.keys()):
         raise PrecisionError(
             f"the precision plan names {', '.join(unknown)}, where no product is fused: "
@@ -58,7 +62,8 @@ def put_in_recipe(plan: Plan, options: Options) -> None:
 
 def products_in(plans: Iterable[tuple[str, Plan]], precision: PrecisionPlan) -> dict[str, bool]:
     """Whether each product runs in the recipe, by the name of the first parameter of its weight."""
-    found = {}
+    # of modules that are captured later; of others their sites say it
+    found = {f"{path}.weight": why is None for path, why in precision.sites.items()}
     for prefix, plan in plans:
         for site, path in product_paths(plan).items():
             inside = precision.sites[path_below(prefix, path)] is None

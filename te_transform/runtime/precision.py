@@ -26,8 +26,8 @@ class Precision:
 
     Args:
         recipe: TE's.
-        products: whether the product that begins with the parameter of this name runs in the recipe; true for
-            those that are not named. It is not the ops that know, because layers may share one.
+        products: whether the product that begins with the parameter of this name runs in the recipe: of
+            layers that share an op, which then cannot know. Those that are not named run as their ops say.
         small_calls: whether calls of so few tokens that they are faster in their own dtype run in the
             recipe too.
     """
@@ -52,7 +52,7 @@ class Precision:
 
         weights_stay = not model.training and not _is_sharded(model)
         small = small_calls_in_fp8 if self.small_calls else contextlib.nullcontext()
-        if state_of(next(model.parameters())).in_fp8 is None:
+        if not state_of(next(model.parameters())).told:
             self._tell(model)
         self.entered = True
         try:
@@ -75,10 +75,9 @@ class Precision:
     def _tell(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             state = state_of(parameter)
-            if name in self.products:
+            state.told = True
+            if name in self.products:  # a tied parameter comes by each of its names, `products` has one
                 state.in_fp8 = self.products[name]
-            elif state.in_fp8 is None:  # a tied parameter comes by each of its names, `products` has one
-                state.in_fp8 = True
 
     def forget(self, model: nn.Module) -> None:
         """Free the quantized weights that are kept; whatever was done to the model before, they are made
