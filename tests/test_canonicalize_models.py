@@ -36,7 +36,9 @@ FOUND = {
     "torch_mha_bare": {"linear": 2},  # its attention weights are part of the answer
     "clip_text": {"linear": 12, "layer_norm": 5, "sdpa": 2, "quick_gelu": 2},
 }
-TRAINED = ("nanogpt_manual", "gpt2", "llama", "quickstart_mask", "torch_encoder_pre", "falcon", "gemma3_text")
+TRAINED = (
+    "nanogpt_manual", "gpt2", "llama", "quickstart_mask", "torch_encoder_pre", "falcon", "gemma3_text", "t5",
+)  # fmt: skip
 WRITTEN = {torch.rsqrt, torch.softmax, torch.erf, torch.bmm, torch.addmm, F.layer_norm, "softmax"}
 
 

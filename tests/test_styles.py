@@ -150,7 +150,13 @@ def test_answers_as_the_original(name: str):
     for length, training in ((10, True), (7, True), (7, False)):
         expected = gradients(original.train(training), style.sample(length))
         close(gradients(model.train(training), style.sample(length)), expected)
-    assert te_transform.verify(original, model, style.sample(9))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("minGPT", "x-transformers")]
+)
+def test_verifies(name: str):
+    assert te_transform.verify(STYLES[name].build(), converted(name), STYLES[name].sample(9))
 
 
 def test_a_copy_whose_lambda_reads_the_originals_modules_is_refused():

@@ -347,25 +347,13 @@ def cut_out(
     return _module_of(gm, inputs, run, outputs), inputs
 
 
-def split_off(
-    gm: fx.GraphModule, last: Sequence[fx.Node]
-) -> tuple[fx.GraphModule, fx.GraphModule, tuple[fx.Node, ...]]:
-    """The graph without nodes that it returns and nobody else reads, and what computes these.
-
-    Args:
-        gm: the graph.
-        last: the nodes; the first argument of each is computed too, the others are placeholders.
-
-    Returns:
-        The graph, which returns that argument in the place of each, and the others' module with the nodes
-        that are its arguments, see extract().
-    """
-    rest, inputs = extract(gm, last, [node.args[0] for node in last])
+def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
+    """The graph without nodes that nobody else reads; it returns `outputs`."""
     graph, twins = copy_by_name(gm.graph)
-    for node in last:
-        replace_uses(twins[node.name], twins[node.args[0].name])
+    graph.output_node().args = ([twins[node.name] for node in outputs],)
+    for node in sorted(nodes, reverse=True):
         graph.erase_node(twins[node.name])
-    return fx.GraphModule(gm, graph), rest, inputs
+    return fx.GraphModule(gm, graph)
 
 
 def with_known(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -78,6 +78,24 @@ def shape_of(node: fx.Node) -> torch.Size:
 
 def dtype_of(node: fx.Node) -> torch.dtype:
     return value(node).dtype
+
+
+def numel_of(node: fx.Node) -> int:
+    """How many numbers, at the sizes that the graph was captured with."""
+    if not is_tensor_node(node):
+        return 0
+    numel = shape_of(node).numel()
+    return numel if isinstance(numel, int) else numel.node.hint
+
+
+def bytes_of(node: fx.Node) -> int:
+    """What these numbers take, at the sizes that the graph was captured with."""
+    return numel_of(node) * dtype_of(node).itemsize if is_tensor_node(node) else 0
+
+
+def storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
+    """What memory the tensors lie in, by the addresses of their fake storages."""
+    return (held.untyped_storage()._cdata for held in map(value, nodes) if isinstance(held, torch.Tensor))
 
 
 def is_parameter(node: Any) -> bool:

@@ -17,11 +17,13 @@ from torch import Tensor, fx, nn
 from te_transform.backends import plain
 from te_transform.graph import ops
 from te_transform.graph.nodes import (
+    bytes_of,
     dtype_of,
     is_model_tensor,
     is_parameter,
     is_tensor_node,
     may_be_view,
+    numel_of,
     shape_of,
     value,
 )
@@ -85,7 +87,7 @@ class _Step:
     @property
     def flowing(self) -> int:
         """The gradients of its result and of what it read."""
-        return 0 if self.in_place else _bytes(self.node) + sum(map(_bytes, set(_data(self.node))))
+        return 0 if self.in_place else bytes_of(self.node) + sum(map(bytes_of, set(_data(self.node))))
 
 
 def predict(
@@ -104,7 +106,7 @@ def predict(
     """
     parameters, pieces, fp8 = list(parameters), list(plans), _FP8.of(precision)
     steps = [step for piece in pieces for step in _steps(*piece, fp8, is_last=piece is pieces[-1])]
-    outputs = sum(_bytes(storage) for _, plan in pieces[-1:] for storage in _outputs(plan))
+    outputs = sum(bytes_of(storage) for _, plan in pieces[-1:] for storage in _outputs(plan))
     gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
     kept, peak = _simulated(steps, outputs, gradients)
     return Memory(inputs, sum(map(_size, parameters)), gradients, kept, peak)
@@ -139,7 +141,7 @@ def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
     needed = {s: i for s, i in needed.items() if s not in outputs} if is_last else outputs | needed
     for storage, index in needed.items():
         if storage.op != "placeholder":  # inputs were there before
-            steps[index].released += _bytes(storage)
+            steps[index].released += bytes_of(storage)
     return steps
 
 
@@ -162,18 +164,18 @@ def _trained(graph: fx.Graph) -> list[fx.Node]:
 def _of_operation(node: fx.Node) -> _Step:
     data = _data(node)
     if node.target is ops.cross_entropy:  # in fp32: log-probabilities, their gradient, the logits'
-        wide = _numel(node.args[0]) * 4
-        return _Step(node, own=wide, transient=2 * wide - _bytes(node.args[0]))
+        wide = numel_of(node.args[0]) * 4
+        return _Step(node, own=wide, transient=2 * wide - bytes_of(node.args[0]))
     if may_be_view(node):
         return _Step(node, in_place=True)
     if node.target in _KEEP_NOTHING:
         return _Step(node)
     if node.target in (ops.rms_norm, ops.layer_norm):
         if len(node.meta.get("spelled", ())) > 1:  # written out: x in fp32, and the result before the scale
-            return _Step(node, own=_numel(node) * 4 + _bytes(node), transient=2 * _numel(node) * 4)
+            return _Step(node, own=numel_of(node) * 4 + bytes_of(node), transient=2 * numel_of(node) * 4)
         return _Step(node, data)
     if node.target is ops.dropout:
-        return _Step(node, own=_numel(node))
+        return _Step(node, own=numel_of(node))
     return _Step(node, data)
 
 
@@ -189,7 +191,7 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
     weights = [value(node.args[place]) for place in site.fused.PRODUCTS]
     parameters = {p for argument in node.args for p in stored_in(argument) if is_parameter(p)}
     outs, ins = weights[0].shape
-    rows, each = _numel(node) // shape_of(node)[-1], 1 if in_fp8 else weights[0].element_size()
+    rows, each = numel_of(node) // shape_of(node)[-1], 1 if in_fp8 else weights[0].element_size()
     step = _Step(node, data, gradients=sum(_size(value(p)) for p in parameters if value(p).requires_grad))
     step.own = 2 * sum(weight.numel() for weight in weights) if in_fp8 else 0
     step.transient = 2 * rows * outs if in_fp8 else 0  # the output's gradient, as it is and transposed
@@ -205,11 +207,11 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
 def _of_attention(node: fx.Node, data: list[fx.Node]) -> _Step:
     """What it got and gave, a number a row; the queries' gradients are summed up in fp32."""
     query, key, values = node.args[:3]
-    own, product = _numel(node) // 32, _storage(values)
+    own, product = numel_of(node) // 32, _storage(values)
     # where rotations leave nothing but the values of a joined product, the op keeps them alone
-    if product not in (_storage(query), _storage(key)) and _bytes(product) > _bytes(values):
-        own, data = own + _bytes(values), [storage for storage in data if storage is not product]
-    return _Step(node, [*data, node], own, transient=_numel(node) * 4)
+    if product not in (_storage(query), _storage(key)) and bytes_of(product) > bytes_of(values):
+        own, data = own + bytes_of(values), [storage for storage in data if storage is not product]
+    return _Step(node, [*data, node], own, transient=numel_of(node) * 4)
 
 
 def _add_mlp(step: _Step, rows: int, outs: int, inner: int, each: int, delayed: bool) -> None:
@@ -222,8 +224,8 @@ def _add_mlp(step: _Step, rows: int, outs: int, inner: int, each: int, delayed: 
     casts = 0 if delayed else step.transient
     step.own += rows * (outs * size + inner * each)
     step.transient = rows * (outs + inner) * size - rows * inner * each + casts
-    step.transient += 2 * _numel(node) if each == 1 else 0
-    step.transient -= shape_of(node)[-1] * outs * size + sum(map(_bytes, step.storages))
+    step.transient += 2 * numel_of(node) if each == 1 else 0
+    step.transient -= shape_of(node)[-1] * outs * size + sum(map(bytes_of, step.storages))
 
 
 def _data(node: fx.Node) -> list[fx.Node]:
@@ -246,15 +248,3 @@ def _storage(node: fx.Node) -> fx.Node:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _numel(node: fx.Node) -> int:
-    """How many numbers, at the sizes that the graph was captured with."""
-    if not is_tensor_node(node):
-        return 0
-    numel = shape_of(node).numel()
-    return numel if isinstance(numel, int) else numel.node.hint
-
-
-def _bytes(node: fx.Node) -> int:
-    return _numel(node) * dtype_of(node).itemsize if is_tensor_node(node) else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,16 +23,16 @@ from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 
-from te_transform.backends import limits, plain
+from te_transform.backends import limits
 from te_transform.backends.joined import state_of
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
-from te_transform.graph import edit
-from te_transform.graph.nodes import is_model_tensor, returned, shape_of, value
+from te_transform.graph.nodes import is_model_tensor, returned, storages, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.console import status
+from te_transform.runtime.heads import head_of
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.lowered import Known, Lowered
 from te_transform.runtime.regions import compiled_in_pieces
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 # Kinds of calls that one graph is compiled for: each takes seconds to minutes, later ones run uncompiled.
 MOST = 8
-# A head with so many columns runs by itself where a copy of its result would be needed, in less time.
-HEAD = 4096
 
 
 class CompiledGraph:
@@ -177,9 +175,9 @@ class CompiledGraph:
 
     def _made(self, lowered: Lowered, known: Known, arguments: Sequence[Any]) -> Callable[..., Any] | None:
         """What runs calls with these arguments; None where the compiler fails."""
-        graph, head = lowered.with_known(known), None
-        if self.graphs and not torch.is_grad_enabled():
-            graph, head = _without_head(graph)
+        graph = lowered.with_known(known)
+        head = head_of(graph, self._compiled if self.compile else None) if self.graphs else None
+        graph = graph if head is None else head.rest
         run = self._compiled(graph, [*arguments, *known.tensors]) if self.compile else self._plain(graph)
         if run is not None and self.graphs and self.outputs_overlap:
             self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
@@ -203,8 +201,9 @@ class CompiledGraph:
     def _compiled(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any] | None:
         """The graph, compiled for such arguments; None where the compiler fails."""
         # By these two the compiler knows graphs of dynamo's, whose nodes say which arguments stay where they
-        # are from call to call: CUDA graphs would copy all parameters in each.
-        graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
+        # are from call to call: CUDA graphs would copy all parameters in each. A part of one is none.
+        if all(hasattr(node, "_dynamo_source") for node in graph.graph.nodes if node.op == "placeholder"):
+            graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
         doing = f"compiling a graph of {len(graph.graph.nodes)} operations"
         log.info(doing)
         token, depth = compiling.set(True), functorch.get_dynamic_layer_stack_depth()
@@ -232,44 +231,6 @@ class CompiledGraph:
             self.failures.append(sentence)
 
 
-def _without_head(graph: fx.GraphModule) -> tuple[fx.GraphModule, Callable[..., list[Any]] | None]:
-    """The graph without the head of a language model, if that is the last that it computes, and what calls
-    both.
-
-    What CUDA graphs return is copied, for the next call writes to the same memory. Logits take longer to copy
-    than the one launch of the head itself.
-    """
-    outputs = returned(graph.graph)
-    heads = [node for node in outputs if outputs.count(node) == 1 and _is_head(graph, node)]
-    if not heads:
-        return graph, None
-    rest, last, inputs = edit.split_off(graph, heads)
-    places = {node: place for place, node in enumerate(graph.graph.nodes) if node.op == "placeholder"}
-    at = [outputs.index(head) for head in heads]
-    read = {head.args[0]: place for head, place in zip(heads, at, strict=True)}
-
-    def run(function: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
-        found = list(function(*arguments))
-        given = (found[read[node]] if node in read else arguments[places[node]] for node in inputs)
-        for place, logits in zip(at, last(*given), strict=True):
-            found[place] = logits
-        return found
-
-    return rest, run
-
-
-def _is_head(graph: fx.GraphModule, node: Any) -> bool:
-    """Whether it is a linear whose result is far larger than its input, and is returned alone."""
-    if not isinstance(node, fx.Node) or len(node.users) > 1 or node.kwargs:
-        return False
-    module = graph.get_submodule(node.target) if node.op == "call_module" else None
-    if node.target is not torch._C._nn.linear and not isinstance(module, plain.Linear):
-        return False
-    x, weight = node.args[:2]
-    outs, ins = shape_of(weight)
-    return x.op != "placeholder" and is_model_tensor(weight) and outs >= max(HEAD, 2 * ins)
-
-
 def _attention() -> tuple[bool, ...]:
     """Which of its kernels PyTorch's attention may choose from, which dynamo does not guard."""
     cuda = torch.backends.cuda
@@ -284,13 +245,9 @@ def _attention() -> tuple[bool, ...]:
 def _overlap(graph: fx.Graph) -> bool:
     """Whether two tensors that the graph returns, and makes, lie in one memory."""
     nodes = [node for node in dict.fromkeys(returned(graph)) if isinstance(node, fx.Node)]
-    given = set(_storages(node for node in graph.nodes if node.op == "placeholder"))
-    made = [storage for storage in _storages(nodes) if storage not in given]
+    given = set(storages(node for node in graph.nodes if node.op == "placeholder"))
+    made = [storage for storage in storages(nodes) if storage not in given]
     return len(set(made)) < len(made)
-
-
-def _storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
-    return (held.untyped_storage()._cdata for held in map(value, nodes) if isinstance(held, Tensor))
 
 
 def _varies(placeholder: fx.Node) -> bool:

@@ -123,7 +123,7 @@ def _compile(pieces: Sequence[_Piece], values: dict[fx.Node, Any], compile: Comp
         given = [values[node] for node in piece.inputs]
         key = _structure(piece.module), tuple(map(_kind, given))
         if key not in made:
-            made[key] = compile(piece.module, [_alone(each) for each in given])
+            made[key] = compile(piece.module, [as_leaf(each) for each in given])
         piece.run = made[key]
         with fake:  # not around the compiler, which times kernels on tensors that it makes
             found = piece.module(*given)
@@ -134,7 +134,8 @@ def _faked(fake: FakeTensorMode, held: Any) -> Any:
     return fake.from_tensor(held, static_shapes=True) if isinstance(held, Tensor) else held
 
 
-def _alone(held: Any) -> Any:
+def as_leaf(held: Any) -> Any:
+    """A tensor as one that nothing computed, which compilers expect; anything else as it is."""
     return held.detach().requires_grad_(held.requires_grad) if isinstance(held, Tensor) else held
 
 

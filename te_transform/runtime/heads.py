@@ -1,0 +1,151 @@
+"""The head of a language model beside CUDA graphs, with the loss that reads it.
+
+What CUDA graphs return is copied, for the next call writes to the same memory. Logits take longer to copy
+than the CPU takes to launch the head and its loss, while the GPU still computes the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.convert_frame import compile_lock
+
+from te_transform.backends import plain
+from te_transform.graph import edit
+from te_transform.graph.nodes import (
+    bytes_of,
+    changes_state,
+    is_model_tensor,
+    is_random,
+    returned,
+    shape_of,
+    storages,
+    writes,
+)
+from te_transform.runtime.regions import as_leaf
+
+COLUMNS = 4096  # from which on a linear is a head
+# Bytes of logits from which on they take longer to copy than a backward of their own takes to launch.
+TRAINED = 2**26
+
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any] | None]
+
+
+class Head:
+    """The last operations of a graph: linears with many columns, and what reads them.
+
+    Attributes:
+        rest: the graph without them.
+
+    Args:
+        graph: what they are cut off from.
+        nodes: the operations, in the order of the graph.
+        reads: what of the others they read.
+        compile: compiles a graph for such arguments, or returns None where it cannot; None if the operations
+            are to run as they are.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        nodes: Sequence[fx.Node],
+        reads: Sequence[fx.Node],
+        compile: Compile | None,
+    ):
+        self.outputs, inside = returned(graph.graph), set(nodes)
+        tensors = dict.fromkeys(node for node in self.outputs if isinstance(node, fx.Node))
+        self.own = [node for node in tensors if node in inside]
+        self.passed = [*dict.fromkeys([*reads, *(node for node in tensors if node not in inside)])]
+        self.module, self.inputs = edit.cut_out(graph, nodes, self.own)
+        self.rest = edit.without(graph, nodes, self.passed)
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self.places = {node: place for place, node in enumerate(placeholders)}
+        self.compile, self.run = compile, self.module.forward
+
+    def __call__(self, rest: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
+        """What the graph returns, by a function that computes `rest`."""
+        values = dict(zip(self.passed, rest(*arguments), strict=True))
+        given = [values[node] if node in values else arguments[self.places[node]] for node in self.inputs]
+        if self.compile is not None:
+            self._compile([*map(as_leaf, given)])
+        values.update(zip(self.own, self.run(*given), strict=True))
+        return [values[node] if isinstance(node, fx.Node) else node for node in self.outputs]
+
+    def _compile(self, given: list[Any]) -> None:
+        with compile_lock:
+            if self.compile is not None:  # another thread may have
+                self.run, self.compile = self.compile(self.module, given) or self.run, None
+
+
+def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
+    """The head of a graph in the mode that is on; None where it has none that may come after all else.
+
+    Args:
+        graph: of operations and fused ops.
+        compile: compiles what reads the logits, see Head; where it is None, they are the last that is
+            computed, or there is no head.
+    """
+    heads = [node for node in graph.graph.nodes if _is_head(graph, node)]
+    if not heads:
+        return None
+    reads = [*dict.fromkeys(head.args[0] for head in heads)]
+    nodes = _without_others(graph, heads, reads)
+    if nodes is None or any(map(is_random, nodes)):
+        return None
+    given = set(storages(node for node in graph.graph.nodes if node.op == "placeholder"))
+    if given.intersection(storages(reads)):  # no graph may return memory of an argument
+        return None
+    # of what stays before it, none may change a tensor or a mode that it was to run before
+    if any(node >= nodes[0] and (writes(node) or changes_state(node)) for node in graph.graph.nodes):
+        return None
+    if nodes == heads:
+        return Head(graph, nodes, reads, None)
+    few = torch.is_grad_enabled() and sum(map(bytes_of, heads)) < TRAINED
+    return None if few or compile is None else Head(graph, nodes, reads, compile)
+
+
+def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether it is a linear whose result is far larger than its input, and the last one."""
+    module = graph.get_submodule(node.target) if node.op == "call_module" else None
+    if node.target is not torch._C._nn.linear and not isinstance(module, plain.Linear):
+        return False
+    # TE ends a step in the backward of the module that began it, and this one would be the first to have it
+    if module is not None and torch.is_grad_enabled():
+        return False
+    x, weight = node.args[:2]
+    if node.kwargs or x.op == "placeholder" or not is_model_tensor(weight):
+        return False
+    outs, ins = shape_of(weight)
+    later = _readers([node]) - {node}
+    reads_weights = any(is_model_tensor(read) for each in later for read in each.all_input_nodes)
+    return outs >= max(COLUMNS, 2 * ins) and not reads_weights
+
+
+def _readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These, what reads them, what reads that, and so on."""
+    found, waiting = set(), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            waiting += node.users
+    return found
+
+
+def _without_others(
+    graph: fx.GraphModule, heads: Sequence[fx.Node], reads: Sequence[fx.Node]
+) -> list[fx.Node] | None:
+    """The heads, what reads them, and what else only that reads; None where others read a part of it too."""
+    own = _readers(heads)
+    nodes, waiting = set(), {*own}
+    for node in reversed(graph.graph.nodes):
+        if node in waiting:
+            nodes.add(node)
+            waiting |= {read for read in node.all_input_nodes if read.op != "placeholder"} - {*reads}
+    outputs = {node for node in returned(graph.graph) if isinstance(node, fx.Node)}
+    shared = any(node in outputs or not {*node.users} <= nodes for node in nodes - own)
+    fused = any(node.op == "call_module" for node in nodes - {*heads})
+    return None if shared or fused or nodes & {*reads} else sorted(nodes)

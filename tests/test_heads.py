@@ -1,0 +1,167 @@
+"""Heads, and the losses that read them, beside CUDA graphs: when they are, and that nothing else changes."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_transform
+from te_transform.runtime import heads
+from tests import stand_in, test_compiled, test_replayed
+from tests.attacks import WIDTH, Block, Pair, X
+from tests.test_replayed import Emulated
+from tests.zoo import seeded
+
+te, compilations, counts = stand_in.te, test_compiled.compilations, test_replayed.counts  # fixtures
+pytestmark = pytest.mark.usefixtures("counts", "te")
+
+COLUMNS = 4100
+LABELS = torch.randint(COLUMNS, X.shape[:2], generator=torch.Generator().manual_seed(0))
+
+
+class Words(nn.Module):
+    """A head that has more columns than all that is before it, tied to an embedding, and a loss of it."""
+
+    def __init__(self, loss: bool):
+        super().__init__()
+        self.loss, self.embedding, self.block = loss, nn.Embedding(COLUMNS, WIDTH), Block()
+        self.head = nn.Linear(WIDTH, COLUMNS)
+        self.head.weight = self.embedding.weight
+        self.bonus = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.block(x + self.embedding(LABELS))
+        logits = self.logits(hidden)
+        if not self.loss:
+            return hidden.mean(-1), logits
+        labels = F.pad(LABELS, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits, hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        output = self.head(hidden)  # a name that the graph has for what it returns
+        return output
+
+
+def words(kind: type[Words] = Words, loss: bool = True) -> nn.Module:
+    return seeded(kind, loss)
+
+
+def in_graphs() -> set[int]:
+    """How many columns there are in what the recorded graphs return."""
+    return {output.shape[-1] for graphs in Emulated.all for output in graphs.outputs if output.dim()}
+
+
+def agree_in_evaluation(pair: Pair) -> None:
+    with torch.no_grad():
+        for scale in range(1, 6):
+            found, expected = (model(X * scale) for model in (pair.converted, pair.original))
+            torch.testing.assert_close(found, expected)
+        kept = [tensor.clone() for tensor in found]
+        pair.converted(X * 100)
+        assert all(map(torch.equal, found, kept))
+
+
+def agree_in_training(pair: Pair) -> None:
+    for scale in range(1, 6):
+        found = []
+        for model in pair.models:
+            model.zero_grad()
+            outputs = model(X * scale)
+            loss = outputs[0].sum() if pair.original.loss else outputs[1].sin().mean() + outputs[0].sum()
+            loss.backward()
+            found.append([*outputs, *(p.grad for p in model.parameters() if p.grad is not None)])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("loss", [False, True])
+def test_runs_beside_the_graph(compile: bool, loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "TRAINED", 0)
+    pair = Pair.of(words(loss=loss), graphs=True, compile=compile, backend="te")
+    agree_in_evaluation(pair)
+    # uncompiled, a loss would be launched operation by operation
+    assert (COLUMNS in in_graphs()) == (loss and not compile)
+    agree_in_training(pair)
+    assert (COLUMNS in in_graphs()) == (not compile)  # in training
+    agree_in_evaluation(pair)
+    assert not any("a graph" in note for note in te_transform.report(pair.converted).notes)
+
+
+def test_few_logits_are_copied_in_training() -> None:
+    pair = Pair.of(words(), graphs=True, compile=True, backend="te")
+    agree_in_evaluation(pair)
+    assert COLUMNS not in in_graphs()
+    agree_in_training(pair)
+    assert COLUMNS in in_graphs()
+
+
+def test_another_head_and_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "TRAINED", 0)
+    pair = Pair.of(words(), graphs=True, compile=True, backend="te")
+    agree_in_training(pair)
+    for model in pair.models:
+        model.head.weight.requires_grad_(False)
+    agree_in_training(pair)
+    for model in pair.models:
+        torch.manual_seed(0)
+        model.head = nn.Linear(WIDTH, COLUMNS)
+    agree_in_training(pair)
+    for model in pair.models:
+        model.head.register_forward_hook(lambda module, args, out: out * 2)
+    agree_in_training(pair)
+    assert COLUMNS not in in_graphs()
+
+
+class Dropped(Words):
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.dropout(super().logits(hidden), 0.0, self.training)
+
+
+class Counted(Words):
+    """Writes after its head."""
+
+    def __init__(self, loss: bool):
+        super().__init__(loss)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        found = super().logits(hidden)
+        self.calls += 1
+        return found + self.calls
+
+
+class Scaled(Words):
+    """Another parameter reads the logits."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) * self.bonus
+
+
+class Unrecorded(Words):
+    """Changes the mode after its head."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        found = super().logits(hidden)
+        with torch.no_grad():
+            largest = found.amax()
+        return found - largest
+
+
+class Shared(Words):
+    """What its loss reads is read by the layers too."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        shift = LABELS[..., None] * 0.5
+        return super().logits(hidden * shift) + shift
+
+
+@pytest.mark.parametrize("kind", [Dropped, Counted, Scaled, Unrecorded, Shared])
+def test_stays_in_the_graph(kind: type[Words], monkeypatch: pytest.MonkeyPatch, counts: Counter) -> None:
+    monkeypatch.setattr(heads, "TRAINED", 0)
+    pair = Pair.of(words(kind), graphs=True, compile=True, backend="te")
+    agree_in_training(pair)
+    assert COLUMNS in in_graphs()
+    agree_in_evaluation(pair)
