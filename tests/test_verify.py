@@ -623,13 +623,15 @@ def test_random_rounding_is_as_large_as_rounding() -> None:
 def test_variations_have_new_values_and_sizes() -> None:
     model = CASES["gpt2"].build()
     ids = torch.tensor([[5, 6, 7, 8], [50, 60, 70, 80]])
-    made = dict(variations(model, [Inputs((), {"input_ids": ids})]))
+    sets = [*variations(model, [Inputs((), {"input_ids": ids})])]
+    made = {each.label: each.inputs for variation in sets for each in (variation, *variation.apart)}
 
-    assert list(made) == [
-        "example inputs", "fresh values", "size 3 instead of 2", "size 3 instead of 4", "left-padded",
+    assert [each.label for each in sets] == [
+        "example inputs", "fresh values", "size 3 instead of 2, size 3 instead of 4", "left-padded",
     ]  # fmt: skip
+    assert list(made)[3:5] == ["size 3 instead of 2", "size 3 instead of 4"]
     shapes = [tuple(inputs.kwargs["input_ids"].shape) for inputs in made.values()]
-    assert shapes == [(2, 4), (2, 4), (3, 4), (2, 3), (2, 4)]
+    assert shapes == [(2, 4), (2, 4), (3, 3), (3, 4), (2, 3), (2, 4)]
     assert not torch.equal(made["fresh values"].kwargs["input_ids"], ids)
     assert all(
         set(i.kwargs["input_ids"].flatten().tolist()) <= set(ids.flatten().tolist()) for i in made.values()

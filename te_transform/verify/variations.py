@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,27 +15,48 @@ from te_transform.graph.inputs import Inputs
 EXAMPLE = "example inputs"
 
 
-def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[tuple[str, Inputs]]:
-    """Each sample, then the first with fresh values, another batch, another length, left-padded; with labels.
+@dataclass(frozen=True)
+class Variation:
+    """A set of inputs; `apart` are those to take where the model does not take this one."""
+
+    label: str
+    inputs: Inputs
+    apart: tuple[Variation, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A size that is to be another, in some dimensions."""
+
+    found: int
+    wanted: int
+    dims: slice
+
+    def __str__(self) -> str:
+        return f"size {self.wanted} instead of {self.found}"
+
+
+def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[Variation]:
+    """Each sample, then the first with fresh values, another batch and length, left-padded.
 
     A size is known by the value that it has in the example. Whether the model runs at others, it has to say.
+    Both change at once, which is one capture; apart only where the model does not take that.
     """
     for number, sample in enumerate(samples, 1):
-        yield EXAMPLE + (f" {number}" if len(samples) > 1 else ""), sample
+        yield Variation(EXAMPLE + (f" {number}" if len(samples) > 1 else ""), sample)
     first, generator = samples[0], torch.Generator().manual_seed(0)
-    yield "fresh values", _varied(first, generator)
-    batch, length = _sizes(first)
-    if batch is not None:
-        dims = slice(0, 1) if batch == length else slice(None)
-        yield f"size {batch + 1} instead of {batch}", _varied(first, generator, batch, batch + 1, dims)
-    if length is not None:
-        dims = slice(1, None) if batch == length else slice(None)
-        other = length - max(1, length // 3) if length > 1 else 2  # shorter: every model has a longest
-        yield f"size {other} instead of {length}", _varied(first, generator, length, other, dims)
+    yield Variation("fresh values", _varied(first, generator))
+    sizes = _other_sizes(first)
+    apart = tuple(Variation(str(size), _varied(first, generator, [size])) for size in sizes)
+    if len(apart) > 1:
+        yield Variation(", ".join(map(str, sizes)), _varied(first, generator, sizes), apart)
+    else:
+        yield from apart
     ids = first.kwargs.get("input_ids", first.args[0] if first.args else None)
     if isinstance(ids, Tensor) and ids.dim() == 2 and {"input_ids", "attention_mask"} <= _parameters(model):
         fresh = _varied(first, generator)
-        yield "left-padded", Inputs(fresh.args, {**fresh.kwargs, "attention_mask": _left_padded(ids)})
+        padded = {**fresh.kwargs, "attention_mask": _left_padded(ids)}
+        yield Variation("left-padded", Inputs(fresh.args, padded))
 
 
 def _parameters(model: nn.Module) -> set[str]:
@@ -58,10 +80,19 @@ def _sizes(inputs: Inputs) -> tuple[int | None, int | None]:
     return tensors[0].shape[0], tokens[0].shape[1] if tokens else None
 
 
-def _varied(
-    inputs: Inputs, generator: torch.Generator, size: int = -1, wanted: int = 0, dims: slice = slice(None)
-) -> Inputs:
-    """Fresh values, and `wanted` wherever a tensor has `size` among its dimensions `dims`."""
+def _other_sizes(inputs: Inputs) -> list[_Size]:
+    batch, length = _sizes(inputs)
+    same, found = batch == length, []
+    if batch is not None:
+        found.append(_Size(batch, batch + 1, slice(0, 1) if same else slice(None)))
+    if length is not None:
+        other = length - max(1, length // 3) if length > 1 else 2  # shorter: every model has a longest
+        found.append(_Size(length, other, slice(1, None) if same else slice(None)))
+    return found
+
+
+def _varied(inputs: Inputs, generator: torch.Generator, sizes: Sequence[_Size] = ()) -> Inputs:
+    """Fresh values, in tensors of other sizes."""
     made: dict[int, Tensor] = {}  # one tensor passed twice stays one tensor
 
     def varied(tensor: Tensor) -> Tensor:
@@ -71,10 +102,13 @@ def _varied(
             features = (
                 tensor.dim() - 1 if tensor.is_floating_point() and tensor.dim() > 2 and not mask else -1
             )
-            for dim in range(tensor.dim())[dims]:
-                if tensor.shape[dim] == size and dim != features:
-                    index = torch.arange(wanted, device=tensor.device).clamp(max=size - 1)
-                    tensor = tensor.index_select(dim, index)
+            changes = [
+                (dim, size) for size in sizes for dim in range(tensor.dim())[size.dims]
+                if tensor.shape[dim] == size.found and dim != features
+            ]  # fmt: skip
+            for dim, size in changes:
+                index = torch.arange(size.wanted, device=tensor.device).clamp(max=size.found - 1)
+                tensor = tensor.index_select(dim, index)
             made[key] = tensor if mask else _fresh(tensor, generator)
         return made[key]
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from te_transform.verify.compare import DRAWS, FP8_DRAWS, Contenders, OriginalEr
 from te_transform.verify.precision import Recipes
 from te_transform.verify.replay import Subject, in_double
 from te_transform.verify.states import compare_states
-from te_transform.verify.variations import EXAMPLE, variations
+from te_transform.verify.variations import EXAMPLE, Variation, variations
 from te_transform.verify.verification import Verification
 
 
@@ -29,7 +30,7 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
     """Compare `converted` with `model`, forward and each gradient, against the original's arithmetic in fp64.
 
     In training mode, in evaluation mode and without gradients, dropout off; on the example inputs, fresh
-    random values, another batch size, another length, and a left-padded batch where the model takes an
+    random values, another batch size and length, and a left-padded batch where the model takes an
     attention_mask. compare.py says what passes; a model in FP8 is measured by how exact FP8 can be. The state
     dicts have to agree bitwise. After a failure, subsets of the sites are run to find those that cause it.
     What torch.compile makes of the model is not looked at. Needs the memory of `model` in fp64 and of its
@@ -112,6 +113,9 @@ def _trained(inputs: Inputs) -> Inputs:
     return Inputs(*tree_map_only(Tensor, trained, (inputs.args, inputs.kwargs)))
 
 
+_Rows = tuple[list[Row], list[_Case], list[str]]
+
+
 @dataclass(frozen=True)
 class _Duel:
     """The two models, and the recipes of the converted one."""
@@ -168,23 +172,31 @@ class _Duel:
         return stack
 
 
-def _all_rows(
-    sets: list[tuple[str, Inputs]], duel: _Duel
-) -> tuple[list[Row], list[_Case], list[str]]:
+def _all_rows(sets: list[Variation], duel: _Duel) -> _Rows:
     """Every row, the cases that have a failing one, and which sets the original did not take."""
+    return _together([_rows_of(each, duel) for each in progress(sets, "verifying")])
+
+
+def _rows_of(each: Variation, duel: _Duel) -> _Rows:
     rows: list[Row] = []
-    failing, skipped = [], []
-    for label, inputs in progress(sets, "verifying"):
-        try:
-            for case in _cases(label, inputs):
-                rows += (found := duel.rows(case))
-                failing += [case] if _failed(found) else []
-        except OriginalError as error:
-            if label.startswith(EXAMPLE):
-                raise ValueError(
-                    f"the original does not run on the example inputs ({inputs}), it raised {error}"
-                ) from error
-            skipped.append(f"{label}, the original raised {error}")
+    failing: list[_Case] = []
+    try:
+        for case in _cases(each.label, each.inputs):
+            rows += (found := duel.rows(case))
+            failing += [case] if _failed(found) else []
+    except OriginalError as error:
+        if each.label.startswith(EXAMPLE):
+            raise ValueError(
+                f"the original does not run on the example inputs ({each.inputs}), it raised {error}"
+            ) from error
+        skipped = [] if each.apart else [f"{each.label}, the original raised {error}"]
+        apart = [_rows_of(one, duel) for one in each.apart]
+        return _together([(rows, failing, skipped), *apart])
+    return rows, failing, []
+
+
+def _together(parts: list[_Rows]) -> _Rows:
+    rows, failing, skipped = (list(chain.from_iterable(each)) for each in zip(*parts, strict=True))
     return rows, failing, skipped
 
 
