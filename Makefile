@@ -2,13 +2,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: quickstart test lint benchmarks clean
+.PHONY: quickstart test integrations lint benchmarks clean
 
 quickstart: $(READY)
 	$(BIN)/python examples/quickstart.py
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m "not integration"
+
+integrations: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m integration
 
 lint: $(READY)
 	$(BIN)/ruff check .

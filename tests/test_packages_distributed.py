@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.packages import BATCHES, close, convert, original
 
-pytestmark = pytest.mark.xdist_group("distributed")  # `results` once a process
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]  # `results` once a process
 RANKS = 2
 
 Change = Callable[[nn.Module], nn.Module]

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from tests.packages import LLAMA_IDS, close, converted_llama, llama
 
-pytestmark = pytest.mark.xdist_group("trainer")  # `runs` once a process
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("trainer")]  # `runs` once a process
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"original": llama, "converted": converted_llama}
 ALMOST = {"rtol": 1e-3, "atol": 1e-5}  # after steps in float32
