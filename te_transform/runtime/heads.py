@@ -119,9 +119,10 @@ def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
     if node.kwargs or x.op == "placeholder" or not is_model_tensor(weight):
         return False
     outs, ins = shape_of(weight)
+    if outs < max(COLUMNS, 2 * ins):
+        return False
     later = _readers([node]) - {node}
-    reads_weights = any(is_model_tensor(read) for each in later for read in each.all_input_nodes)
-    return outs >= max(COLUMNS, 2 * ins) and not reads_weights
+    return not any(is_model_tensor(read) for each in later for read in each.all_input_nodes)
 
 
 def _readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
