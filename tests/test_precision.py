@@ -347,6 +347,21 @@ def test_weights_are_quantized_once_until_they_are_written_to(
     assert (first, third) == (WEIGHTS, 0)
 
 
+def test_weights_in_memory_of_before_are_quantized(served: nn.Module) -> None:
+    """As after two assignments to .data, of which the second has the memory that the first gave back."""
+    weight = served.blocks[0].o.weight
+    memory = bytearray(weight.numel() * weight.element_size())
+
+    def assign(numbers: Tensor) -> int:
+        weight.data = torch.frombuffer(memory, dtype=weight.dtype).view_as(weight).copy_(numbers)
+        return weight.data_ptr()
+
+    place = assign(weight + 1)
+    assert quantized(served, 3)[2] == 0
+    assert assign(weight + 1) == place
+    assert quantized(served, 3) == [1, 0, 0]
+
+
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
     model.train()

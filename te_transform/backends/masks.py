@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_transform.backends.stamp import Stamp
+
 CAUSAL, FULL = "causal", "full"
 _FEW = 256  # answers that are kept: one for each length that a generation goes through
 Answer = str | None
@@ -19,10 +21,10 @@ class Mask(nn.Module):
     """The op of a captured graph that makes an attention mask, or says that it is none, or the causal one.
 
     The answer is remembered for as long as what the mask is made of stays the same. Sizes are numbers, and
-    model tensors have a pointer and a version. Of data, which is new at each call, one look is taken: where a
-    tensor holds one value throughout, as the padding mask of a batch without padding does, that value is part
-    of what an answer is remembered by; otherwise the mask itself is looked at, once for each tensor, so that
-    blocks that are captured alone and get the same mask share one look.
+    model tensors have a stamp. Of data, which is new at each call, one look is taken: where a tensor holds
+    one value throughout, as the padding mask of a batch without padding does, that value is part of what an
+    answer is remembered by; otherwise the mask itself is looked at, once for each tensor, so that blocks that
+    are captured alone and get the same mask share one look.
 
     Args:
         make: the captured operations that make the mask, as a module that returns a tuple of it.
@@ -67,10 +69,9 @@ class Mask(nn.Module):
         return (*about, low) if low == high else None
 
     def _content(self, index: int, tensor: Tensor) -> tuple:
-        """A write through .data counts no version: on the CPU the contents tell, elsewhere the pointer
-        may."""
+        """A stamp, which misses a write through .data; on the CPU the contents tell."""
         if tensor.device.type != "cpu":
-            return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+            return (Stamp.of(tensor),)
         before = self.contents[index]
         if before is None or before.shape != tensor.shape or not torch.equal(before, tensor):
             self.contents[index] = tensor.detach().clone()

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdRef
 
 from te_transform.backends.joined import parameters_of, state_of
+from te_transform.backends.stamp import Stamp
 
 
 @dataclass
@@ -58,7 +58,8 @@ def stamp_of(weights: Sequence[Tensor]) -> Any:
     """What has to be the same for a later call to use these weights as this one has quantized them.
 
     None where they may not be kept. Over the calls of one accumulation weights do not change; in evaluation
-    their pointers and versions tell. (Not their ids: a later tensor may have the same.)
+    their storages, addresses and versions tell. (Not an id or an address alone, which a later tensor may have
+    again; and an assignment to .data changes no version.)
     """
     gradients = state_of(weights[0]).gradients
     if gradients is not None:
@@ -68,7 +69,7 @@ def stamp_of(weights: Sequence[Tensor]) -> Any:
     parameters = [parameter for weight in weights for parameter in parameters_of(weight)]
     if any(p.is_inference() or "_fsdp_flattened" in p.__dict__ for p in parameters):
         return None
-    return tuple((WeakIdRef(p), p.data_ptr(), p._version) for p in parameters)
+    return tuple(map(Stamp.of, parameters))
 
 
 def forget_weights(parameters: Iterable[Tensor]) -> None:

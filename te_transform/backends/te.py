@@ -40,6 +40,7 @@ from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.quantized import Quantized, exact, is_quantized, scale_for
 from te_transform.backends.running import in_recipe, is_evaluating, stamp_of
 from te_transform.backends.scales import Seen
+from te_transform.backends.stamp import Stamp
 from te_transform.backends.tracing import in_backward, saving_hooks, traced, transformed
 from te_transform.backends.twice import differentiable_once, differentiable_twice
 
@@ -217,7 +218,7 @@ class _Kernel:
         self.stamp: Any = None  # of the quantized weights that are kept
         self.kept: fp8.State | None = None  # of compiled calls, with quantized weights
         self.scaled = fp8.State()  # of compiled calls, without weights
-        self.tensors: dict[int, tuple[Any, Tensor]] = {}  # TE's, of weights that are held in FP8 alone
+        self.tensors: dict[int, tuple[Stamp, Tensor]] = {}  # TE's, of weights that are held in FP8 alone
 
     @property
     def module(self) -> nn.Module:
@@ -273,8 +274,8 @@ class _Kernel:
 
     def tensor_of(self, number: int, weight: Quantized) -> Tensor:
         """TE's tensor of the bytes that a weight is held in, within a recipe; it keeps the transpose."""
-        bytes_now = weight.held.data_ptr(), weight.held._version
-        if number not in self.tensors or self.tensors[number][0] != bytes_now:
+        stamp = Stamp.of(weight.held)
+        if number not in self.tensors or self.tensors[number][0] != stamp:
             self._init_scales()
             quantizer = self.module._get_weight_quantizers()[number].copy()
             quantizer.internal = False
@@ -287,12 +288,13 @@ class _Kernel:
                 fp8_dtype=quantizer.dtype,
                 quantizer=quantizer,
             )
-            self.tensors[number] = bytes_now, made
+            self.tensors[number] = stamp, made
         return self.tensors[number][1]
 
     def _init_scales(self) -> None:
         """Let the module have tensors for scales, if it has none."""
-        # without FP8 in its last call, the module gives out no quantizers until it is asked to begin anew
+        # A call without a recipe sets `fp8` to False, and the module then gives out no quantizers until
+        # init_fp8_metadata() has set it again.
         if self.module.fp8 and self.module.fp8_meta.get("recipe") is _State.get_fp8_recipe():
             return
         inference = torch.is_inference_mode_enabled()  # whose tensors later steps could not write to

@@ -1,0 +1,33 @@
+"""What has to be the same for a tensor to hold what it held before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdRef
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """A tensor, its memory and its version, as they were when the stamp was made.
+
+    No two of these are enough: another tensor, or other memory, may have the id or the address of one that is
+    gone, an assignment to .data changes no version, and each tensor that .data made has a version of its own.
+    A write through .data, in the same memory, leaves no trace at all.
+    """
+
+    tensor: WeakIdRef
+    storage: StorageWeakRef
+    place: int
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stamp:
+        """That of a tensor as it is now. Tensors of inference have no version."""
+        version = 0 if tensor.is_inference() else tensor._version
+        return cls(WeakIdRef(tensor), StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), version)
+
+    def __deepcopy__(self, memo: dict) -> Stamp:
+        return self  # a copied weak reference to the storage would be given back twice
