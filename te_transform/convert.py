@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -292,13 +292,22 @@ def _enter_recipe(model: nn.Module, converted: Converted, seen: _Seen, samples: 
         calibrate(model, samples)
 
 
+def _products_around(model: nn.Module, captured: Iterable[str]) -> Iterator[str]:
+    """The modules with a matrix of weights that lie in none of the captured ones; "" is the whole model."""
+    inside = tuple(f"{path}." if path else "" for path in captured)
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
+            continue
+        if not path.startswith(inside):
+            yield path
+
+
 def _report(model: nn.Module, converted: Converted, seen: _Seen, sample: Inputs) -> Report:
     options, plans = converted.options, list(seen.plans())
     precision = None
     if options.recipe is not None:
-        captured = tuple(path + "." * bool(path) for path, _ in plans)
-        weighing = (path for path, module in model.named_modules() if hasattr(module, "weight"))
-        others = {path for path in weighing if not path.startswith(captured)}
+        others = _products_around(model, [path for path, _ in plans])
         precision = assign(plans, options.recipe, options.backend, others)
     return compose(model, plans, options, precision, str(sample), converted.failures, seen.reasons)
 

@@ -252,10 +252,11 @@ def test_the_head_stays_out_unless_a_plan_has_it_in(blocks: int) -> None:
         assert runs_in_fp8(fused.head) == inside
 
 
-@pytest.mark.parametrize("path", ["blocks.3.norm", "blocks.0.q", "norm"])
+@pytest.mark.parametrize("path", ["blocks.3.norm", "blocks.0.q", "missing", "last", "table"])
 def test_a_plan_names_products_of_deep_models(path: str) -> None:
     model = net()
     model.blocks = nn.ModuleList(Block() for _ in range(9)).to(torch.bfloat16)
+    model.last, model.table = nn.LayerNorm(WIDTH), nn.Embedding(16, WIDTH)  # which are no products
     with pytest.raises(te_transform.PrecisionError, match=f"names {path}, where no"):
         converted(PrecisionPlan("fp8-current", {path: None}), model)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 
 
 def assign(
-    plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend, others: Container[str] = ()
+    plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend, others: Iterable[str] = ()
 ) -> PrecisionPlan:
     """The precision of every fused product.
 
@@ -27,7 +27,8 @@ def assign(
             the whole model. A graph that blocks share comes once for each block.
         asked: a recipe, or a plan that overrides what is decided here (but for shapes no kernel has).
         backend: te, or what stands for it.
-        others: modules that are captured later, as what lies around blocks is; a plan may name them.
+        others: modules with products that are captured later, as those around blocks are: a plan may name
+            them.
 
     Raises:
         PrecisionError: `asked` names a module in which nothing is fused.
@@ -39,7 +40,7 @@ def assign(
         for site, path in product_paths(plan).items():
             path = path_below(prefix, path)
             decided[path] = _why_not(site, path, site in heads, named, backend)
-    decided |= {path: why for path, why in named.sites.items() if path not in decided and path in others}
+    decided |= {path: named.sites[path] for path in others if path in named.sites and path not in decided}
     if unknown := sorted(named.sites.keys() - decided.keys()):
         raise PrecisionError(
             f"the precision plan names {', '.join(unknown)}, where no product is fused: "
@@ -62,7 +63,7 @@ def put_in_recipe(plan: Plan, options: Options) -> None:
 
 def products_in(plans: Iterable[tuple[str, Plan]], precision: PrecisionPlan) -> dict[str, bool]:
     """Whether each product runs in the recipe, by the name of the first parameter of its weight."""
-    # of modules that are captured later; of others their sites say it
+    # Modules around blocks have no site yet, but for what their weight is called. Of others the sites say it.
     found = {f"{path}.weight": why is None for path, why in precision.sites.items()}
     for prefix, plan in plans:
         for site, path in product_paths(plan).items():
