@@ -627,7 +627,7 @@ def test_variations_have_new_values_and_sizes() -> None:
     made = {each.label: each.inputs for variation in sets for each in (variation, *variation.apart)}
 
     assert [each.label for each in sets] == [
-        "example inputs", "fresh values", "size 3 instead of 2, size 3 instead of 4", "left-padded",
+        "example inputs", "fresh values", "size 3 instead of 2 and size 3 instead of 4", "left-padded",
     ]  # fmt: skip
     assert list(made)[3:5] == ["size 3 instead of 2", "size 3 instead of 4"]
     shapes = [tuple(inputs.kwargs["input_ids"].shape) for inputs in made.values()]

@@ -49,7 +49,7 @@ def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[Variation]:
     sizes = _other_sizes(first)
     apart = tuple(Variation(str(size), _varied(first, generator, [size])) for size in sizes)
     if len(apart) > 1:
-        yield Variation(", ".join(map(str, sizes)), _varied(first, generator, sizes), apart)
+        yield Variation(" and ".join(map(str, sizes)), _varied(first, generator, sizes), apart)
     else:
         yield from apart
     ids = first.kwargs.get("input_ids", first.args[0] if first.args else None)
