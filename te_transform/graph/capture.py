@@ -32,8 +32,6 @@ SETTINGS = {
     "optimize_ddp": False,  # a graph that runs eagerly needs no cuts at DDP's buckets
     "suppress_errors": True,  # code that dynamo fails on runs as it is
 }
-if hasattr(torch._dynamo.config, "side_effect_replay_policy"):
-    SETTINGS["side_effect_replay_policy"] = "silent"  # else stacks are formatted, for a log
 
 
 _NUMBERS = count(1)
