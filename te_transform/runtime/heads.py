@@ -28,7 +28,8 @@ from te_transform.graph.nodes import (
 from te_transform.runtime.regions import as_leaf
 
 COLUMNS = 4096  # from which on a linear is a head
-# Bytes of logits from which on they take longer to copy than a backward of their own takes to launch.
+# Where gradients are recorded, fewer bytes of logits are copied, which is quicker than to launch another
+# forward and backward.
 TRAINED = 2**26
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any] | None]
@@ -98,7 +99,7 @@ def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
     given = set(storages(node for node in graph.graph.nodes if node.op == "placeholder"))
     if given.intersection(storages(reads)):  # no graph may return memory of an argument
         return None
-    # of what stays before it, none may change a tensor or a mode that it was to run before
+    # The head runs after all that stays: what comes later in the graph may not write, nor change the mode.
     if any(node >= nodes[0] and (writes(node) or changes_state(node)) for node in graph.graph.nodes):
         return None
     if nodes == heads:
@@ -112,7 +113,8 @@ def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
     module = graph.get_submodule(node.target) if node.op == "call_module" else None
     if node.target is not torch._C._nn.linear and not isinstance(module, plain.Linear):
         return False
-    # TE ends a step in the backward of the module that began it, and this one would be the first to have it
+    # TE updates its scales in the backward of the module that it saw first in a step. Beside a graph that
+    # would be the head, whose backward comes before all others.
     if module is not None and torch.is_grad_enabled():
         return False
     x, weight = node.args[:2]
