@@ -200,7 +200,8 @@ class Base(nn.Module):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         tensors = [getattr(self, name) for name in self.names]
-        if self._parameters:
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        if self._parameters or (cast is None and {t.dtype for t in tensors if t is not None} != {x.dtype}):
             raise TypeError("Data types for parameters must match")
         in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
         if in_fp8:
@@ -214,10 +215,14 @@ class Base(nn.Module):
 
             def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 if not in_fp8:
-                    return F.linear(x, weight, bias)
+                    return F.linear(x, weight.to(x.dtype), bias)
                 return Product.apply(self, next(products), keeps, x, weight, bias)
 
-            return self.op().plain(product, x, *tensors)
+            # autocast's dtype is that of all but the weights, a norm's input and scale too
+            own = [(n in self.weight_names, t) for n, t in zip(self.names, tensors, strict=True)]
+            given = [t if t is None or is_weight else t.to(cast or t.dtype) for is_weight, t in own]
+            with torch.autocast("cpu", enabled=False):
+                return self.op().plain(product, x.to(cast or x.dtype), *given)
 
         if not torch.is_grad_enabled():
             return run(x, *tensors)
@@ -252,7 +257,7 @@ class Product(torch.autograd.Function):
     def forward(
         ctx: Any, module: Base, number: int, keeps: bool, x: Tensor, weight: Tensor, bias: Any
     ) -> Tensor:
-        operands = module.quantize(3 * number, x), module.weight_in_fp8(number, weight, keeps)
+        operands = module.quantize(3 * number, x), module.weight_in_fp8(number, weight, keeps).to(x.dtype)
         ctx.module, ctx.number, ctx.operands, ctx.bias = module, number, operands, bias is not None
         return F.linear(*operands, bias)
 

@@ -304,6 +304,23 @@ def test_each_weight_in_the_recipe_is_emulated_and_no_other() -> None:
         assert torch.equal(before, after) is (name == "last"), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_products_are_emulated_as_it_casts_their_inputs(dtype: torch.dtype) -> None:
+    x, weight, bias, grad = (torch.randn(size) for size in ((6, 32), (16, 32), (16,), (6, 16)))
+    weight, bias = nn.Parameter(weight.to(dtype)), nn.Parameter(bias.to(dtype))
+    found = x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16), emulated([weight], FORMATS["mxfp8"]):
+        out = F.linear(found, weight, bias)
+    wanted = x.detach().bfloat16().requires_grad_()
+    expected = product(wanted, weight, bias.bfloat16(), FORMATS["mxfp8"])
+    assert torch.equal(out, expected)
+    assert out.dtype is torch.bfloat16
+    dx, dw = torch.autograd.grad(out, (found, weight), grad.bfloat16())
+    wanted_dx, wanted_dw = torch.autograd.grad(expected, (wanted, weight), grad.bfloat16())
+    assert torch.equal(dx, wanted_dx.float())
+    assert torch.equal(dw, wanted_dw)
+
+
 def test_what_no_fp8_kernel_takes_runs_as_it_is() -> None:
     model, x = mixed(torch.float32)
     expected = model(x)

@@ -67,15 +67,16 @@ def inputs(seed: int = 0) -> Tensor:
     return torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-def converted(recipe: Any, model: nn.Module | None = None) -> nn.Module:
-    model = net() if model is None else model
-    return te_transform.convert(model, inputs(), backend="te", recipe=recipe, verify=False)
+def converted(recipe: Any, model: nn.Module | None = None, x: Tensor | None = None) -> nn.Module:
+    model, x = net() if model is None else model, inputs() if x is None else x
+    return te_transform.convert(model, x, backend="te", recipe=recipe, verify=False)
 
 
-def step(model: nn.Module, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+def step(model: nn.Module, seed: int = 0, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     model.train().zero_grad()
     x = inputs(seed).to(next(model.parameters()).dtype).requires_grad_()
-    loss = model(x).float().square().mean()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(x).float().square().mean()
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -159,6 +160,27 @@ def test_activation_checkpointing_is_a_part_of_the_same_step(recipe: str, reentr
     assert STATE.steps == before + 6
     kernels = [k for p in checkpointed.parameters() for k in state_of(p).kernels.values()]
     assert sum(kernel.in_fp8 for kernel in kernels) == 2 * 3  # of each block: q and k, o, the MLP
+
+
+@each_recipe
+@pytest.mark.parametrize("compile", [False, True])
+def test_weights_in_float32_run_in_fp8_under_autocast(recipe: str, compile: bool) -> None:
+    """As accelerate and Trainer train in bf16."""
+    exact, options = net().float(), {"backend": "te", "recipe": recipe, "compile": compile}
+    fused = te_transform.convert(exact, inputs().float(), **options)
+    assert any("under torch.autocast alone" in note for note in te_transform.report(fused).notes)
+    assert distance(fused(inputs().float()), exact(inputs().float())) < 1e-5
+    narrow = te_transform.convert(net(), inputs(), **options)
+    _, expected = step(exact)
+    errors = []
+    for model in (narrow, fused):
+        for _ in range(3):
+            _, found = step(model, autocast=model is fused)
+        assert {grad.dtype for grad in found.values()} == {next(model.parameters()).dtype}
+        errors.append(max(distance(found[name], grad) for name, grad in expected.items()))
+    assert errors[1] <= 1.1 * errors[0]
+    ran = [k.in_fp8 for p in fused.parameters() for k in state_of(p).kernels.values()]
+    assert sum(ran) == 2 * 3  # of each block: q and k, o, the MLP
 
 
 def test_what_is_raised_leaves_the_recipe() -> None:
@@ -307,6 +329,17 @@ def as_it_is(model: nn.Module) -> Tensor:
 @pytest.fixture
 def served() -> nn.Module:
     return converted("fp8-current").eval()
+
+
+def test_under_autocast_weights_in_float32_are_quantized_once() -> None:
+    fused = converted("fp8-current", net().float(), inputs().float()).eval()
+    counts = []
+    for _ in range(3):
+        before = stand_in.Base.quantized
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            fused(inputs().float())
+        counts.append(stand_in.Base.quantized - before)
+    assert counts == [WEIGHTS, 0, 0]
 
 
 WEIGHTS = 2 * 4  # q and k, o, the MLP's two; the head stays out of the recipe

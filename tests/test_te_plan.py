@@ -249,9 +249,14 @@ def test_auto_goes_by_the_model_where_te_runs(
     monkeypatch.setattr(backends, "why_missing", lambda: None)
     monkeypatch.setattr(backends, "_te", lambda: te)
     weight = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(4096, 4096), dim=lambda: 2)
-    chosen, why = backends.choose("auto", SimpleNamespace(parameters=lambda: [weight]))
+    model = SimpleNamespace(parameters=lambda: [weight])
+    chosen, why = backends.choose("auto", model)
     assert why.startswith(reason)
     assert chosen is (te if "'te'" in reason else plain)
+    if is_cuda:  # under autocast TE's kernels take float32 too, where there is a recipe that may come
+        assert backends.choose("auto", model, in_recipe=True)[0] is te
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+        assert backends.choose("auto", model)[0] is te
 
 
 # Which products run in FP8
@@ -556,9 +561,18 @@ def test_the_calls_have_exactly_tes_parameters(name: str) -> None:
     assert len(set(parameters)) == len(parameters)  # each weight is in one product
 
 
-def test_weights_in_float32_stay_out_of_fp8_with_a_reason() -> None:
+def test_weights_in_float64_stay_out_of_fp8_with_a_reason() -> None:
     report = te_transform.inspect(
-        CASES["llama"].build(), CASES["llama"].sample(), backend="te", recipe="fp8-current"
+        CASES["llama"].build().double(), CASES["llama"].sample(), backend="te", recipe="fp8-current"
     )
-    reason = "the weights are float32, FP8 needs bfloat16 or float16: convert the model to that first"
+    reason = "the weights are float64, FP8 needs bfloat16, float16, or float32 under torch.autocast"
     assert set(report.precision.sites.values()) == {reason}
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_weights_in_float32_are_for_fp8_under_autocast(around: bool) -> None:
+    model, sample = CASES["llama"].build(), CASES["llama"].sample()
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        report = te_transform.inspect(model, sample, backend="te", recipe="fp8-current")
+    assert None in report.precision.sites.values()
+    assert any("under torch.autocast alone" in note for note in report.notes) != around

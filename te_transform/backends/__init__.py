@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import cuda, nn
 
 from te_transform.backends import plain, planned
@@ -50,7 +51,7 @@ MIN_WIDTH = 2048
 
 
 def choose(
-    name: str, model: nn.Module, planning: bool = False, any_width: bool = False
+    name: str, model: nn.Module, planning: bool = False, any_width: bool = False, in_recipe: bool = False
 ) -> tuple[Backend, str]:
     """The backend and a sentence on why it is the one.
 
@@ -60,6 +61,8 @@ def choose(
         planning: nothing will run: where TE is missing, ops of its names and shapes stand for its own.
         any_width: TE is wanted in narrow models too: for a recipe, which only TE has, or in a compiled graph,
             where its launches cost the CPU nothing.
+        in_recipe: TE is wanted for weights in float32 too, whose products run in a recipe under
+            torch.autocast.
 
     Raises:
         BackendError: `name` is "te" and it cannot run here; the sentence says what is missing.
@@ -73,7 +76,7 @@ def choose(
         if planning:
             return planned, f"backend 'te', planned only, because {missing}"
         raise BackendError(f"backend='te' cannot be used: {missing}; pass backend='torch' or 'auto'")
-    missing = missing or _unfit(model) or (None if any_width else _narrow(model))
+    missing = missing or _unfit(model, in_recipe) or (None if any_width else _narrow(model))
     if missing:
         return plain, f"backend 'torch', because {missing}"
     return _te(), "backend 'te', because it runs here and the model is on the GPU"
@@ -96,15 +99,16 @@ def why_missing() -> str | None:
     return None
 
 
-def _unfit(model: nn.Module) -> str | None:
+def _unfit(model: nn.Module, in_recipe: bool) -> str | None:
     """Why TE's modules would not run for this model as it stands, or None."""
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     if any(not weight.is_cuda for weight in weights):
         return "the model is not on the GPU: move it there first, or pass backend='te'"
-    if any(weight.dtype not in DTYPES for weight in weights):
+    taken = {*DTYPES, torch.float32} if in_recipe or torch.is_autocast_enabled("cuda") else {*DTYPES}
+    if any(weight.dtype not in taken for weight in weights):
         return (
             "the model's weights are not all bfloat16 or float16, and Transformer Engine multiplies "
-            "float32 in TF32: convert them first"
+            "float32 in TF32: convert them first, or the model within the torch.autocast that it runs in"
         )
     return None
 

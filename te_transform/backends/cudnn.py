@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from te_transform.backends import plain
-from te_transform.backends.limits import without_attention
+from te_transform.backends.limits import as_autocast, without_attention
 from te_transform.backends.tracing import compiling, traced
 
 _CUDNN = int(SDPBackend.CUDNN_ATTENTION)
@@ -27,6 +27,7 @@ class DotProductAttention(plain.DotProductAttention):
         """The attention by cuDNN where that is the best; the reason why it is not is counted."""
         if traced() and not compiling.get():
             return super().attend(query, key, value, mask, *rest)
+        query, key, value = as_autocast(query, key, value)
         if why := without_attention(query, key, value, mask, rest[1]):
             self.plain_calls[why] += 1
             return super().attend(query, key, value, mask, *rest)

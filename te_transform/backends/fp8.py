@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from te_transform.backends import plain
 from te_transform.backends.fp8_ops import InFP8, ops
+from te_transform.backends.limits import as_autocast
 from te_transform.backends.quantized import scale_for
 
 ROWS = 16  # what the rows of a product have to be a multiple of, as its other sizes
@@ -60,6 +61,7 @@ class Scaling:
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             number = next(numbers)
+            x, bias = as_autocast(x, bias)
             return _as_matrix(lambda rows: _Product.apply(self, state, number, rows, weight, bias), x)
 
         return product
@@ -70,6 +72,7 @@ class Scaling:
         """Two products without biases, x [..., in] -> [..., out], with a gated activation between them, by
         TE's name for it, that is quantized where it is computed, and its gradient too; in delayed scaling
         alone."""
+        (x,) = as_autocast(x)
         return _as_matrix(
             lambda rows: _GatedMlp.apply(self, state, activation, rows, fc1_weight, fc2_weight), x
         )

@@ -92,8 +92,29 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
-def without_kernel(x: Tensor, weight: Tensor) -> str | None:
-    """Why TE's modules cannot take this tensor, or None."""
+def as_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors as torch.autocast has them in a product, which casts those that are no float64."""
+    dtypes = [None if tensor is None else autocast_dtype(tensor) for tensor in tensors]
+    return tuple(
+        tensor if dtype is None or tensor.dtype is torch.float64 else tensor.to(dtype)
+        for tensor, dtype in zip(tensors, dtypes, strict=True)
+    )
+
+
+def dtypes_in_fp8(x: Tensor) -> set[torch.dtype]:
+    """What the input `x` of a product and its weight may be of for it to run in FP8."""
+    cast = autocast_dtype(x)
+    if cast is None:
+        return {x.dtype} & {*DTYPES}
+    return {cast, torch.float32} if cast in DTYPES else set()
+
+
+def without_kernel(x: Tensor, weight: Tensor, in_fp8: bool = False) -> str | None:
+    """Why TE's modules cannot take this tensor, or None.
+
+    Under torch.autocast they cast what a norm reads, and PyTorch what it returns: in 16 bits that would round
+    once more than the original does, in FP8 it is far below the rounding that was asked for.
+    """
     if type(x) not in (Tensor, nn.Parameter) and not compiling.get():
         return f"a {type(x).__name__}"
     if x.dim() < 2 or x.numel() == 0:
@@ -102,8 +123,12 @@ def without_kernel(x: Tensor, weight: Tensor) -> str | None:
         return f"an input on {x.device.type}"
     if not on_kernels_device(weight):
         return f"weights on {weight.device.type}"
+    if in_fp8 and {x.dtype, weight.dtype} <= dtypes_in_fp8(x):
+        return None
     if (cast := autocast_dtype(x)) is not None:
         return None if x.dtype == weight.dtype == cast else f"{dtype_name(x.dtype)} under torch.autocast"
+    if x.dtype not in DTYPES and in_fp8:
+        return f"{dtype_name(x.dtype)}, which runs in FP8 under torch.autocast alone"
     if x.dtype not in DTYPES:
         return f"{dtype_name(x.dtype)}, which TE would multiply in TF32"
     if x.dtype == weight.dtype:

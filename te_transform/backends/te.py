@@ -456,7 +456,7 @@ class _Product(FusedOp):
     def _why_plain(self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds: bool) -> str | None:
         """Why a call with this input runs in plain PyTorch, or None."""
         for weight in weights:
-            if why := without_kernel(x, weight):
+            if why := without_kernel(x, weight, in_fp8):
                 return why
         factor = multiple(_State.get_fp8_recipe()) if in_fp8 else 1
         if any(size % factor for weight in weights for size in weight.shape):

@@ -107,9 +107,9 @@ def _foreign(site: Site, backend: Backend) -> Iterator[str]:
 
 def _wide(site: Site) -> Iterator[str]:
     dtypes = {dtype_of(parameter) for weight in site.weights for parameter in weight}
-    if not dtypes <= {*DTYPES}:
+    if not dtypes <= {*DTYPES, torch.float32}:
         found = ", ".join(sorted(map(dtype_name, dtypes)))
-        yield f"the weights are {found}, FP8 needs bfloat16 or float16: convert the model to that first"
+        yield f"the weights are {found}, FP8 needs bfloat16, float16, or float32 under torch.autocast"
 
 
 def _odd(site: Site, multiple: int) -> Iterator[str]:

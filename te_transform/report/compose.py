@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import fx, nn
 
 from te_transform.backends import plain
-from te_transform.backends.limits import break_even_rows
+from te_transform.backends.limits import DTYPES, break_even_rows
 from te_transform.graph.edit import snapshot
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Plan
@@ -25,6 +25,7 @@ _COMPILED = (
     "kernels of the backend"
 )
 _REPLAYED = "calls run as CUDA graphs, from the third of a kind on"
+_WIDE = "the example call multiplies in float32: products run in FP8 under torch.autocast alone"
 
 
 def compose(
@@ -48,6 +49,7 @@ def compose(
     largest = max((plan for _, plan in plans), key=lambda plan: len(plan.canonical.nodes), default=None)
     has_kernels, compiled = options.backend.HAS_KERNELS, bool(options.compile)
     by_size = has_kernels and (precision is not None or not compiled)
+    wide = precision is not None and None in precision.sites.values() and _multiplies_wide(plans)
     return Report(
         type(model).__name__,
         tuple(_outcomes(plans, {path for path, _ in model.named_modules()})),
@@ -58,12 +60,21 @@ def compose(
             *(_sizes(plans, precision, options.in_cuda_graphs) if by_size else ()),
             *([_COMPILED] if compiled else ()),
             *([_REPLAYED] if options.graphs else ()),
+            *([_WIDE] if wide else ()),
             *notes,
         ),
         tuple(explain_graphs(((path, plan.captured) for path, plan in plans), reasons)),
         precision,
-        memory=None if compiled or not has_kernels else predict(plans, model.parameters(), inputs, precision),
+        memory=predict(plans, model.parameters(), inputs, None if wide else precision)
+        if has_kernels and not compiled
+        else None,
     )
+
+
+def _multiplies_wide(plans: Sequence[tuple[str, Plan]]) -> bool:
+    """Whether fused products return more than 16 bits, which no recipe holds for."""
+    sites = (site for _, plan in plans for site in plan.sites if site.weights)
+    return any(value(site.node).dtype not in DTYPES for site in sites)
 
 
 def _outcomes(plans: Sequence[tuple[str, Plan]], modules: Collection[str]) -> Iterator[Outcome]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_transform.backends.limits import DTYPES
+from te_transform.backends.limits import as_autocast, dtypes_in_fp8
 from te_transform.backends.quantized import exact
 from te_transform.runtime.products import Products
 
@@ -121,15 +121,17 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, formats: Formats) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.formats = formats
-        out = formats.input(_rows(x)) @ formats.weight(weight.float()).t()
+        with torch.autocast(x.device.type, enabled=False):
+            out = formats.input(_rows(x)) @ formats.weight(weight.float()).t()
         return out.reshape(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (x, weight), formats = ctx.saved_tensors, ctx.formats
         rows = _rows(grad)
-        dx = formats.grad(rows) @ formats.weight.turned(weight.float())
-        dw = formats.grad.turned(rows).t() @ formats.input.turned(_rows(x))
+        with torch.autocast(x.device.type, enabled=False):
+            dx = formats.grad(rows) @ formats.weight.turned(weight.float())
+            dw = formats.grad.turned(rows).t() @ formats.input.turned(_rows(x))
         return dx.reshape(x.shape).to(x.dtype), dw.to(weight.dtype), None
 
 
@@ -149,8 +151,9 @@ def emulated(weights: Iterable[Tensor], formats: Formats) -> AbstractContextMana
         compute: Callable[[], Tensor],
     ) -> Tensor:
         # what TE's kernels do not take runs in its own dtype in the converted model too
-        if x.dtype not in DTYPES or x.dtype != weight.dtype or x.numel() == 0:
+        if not {x.dtype, weight.dtype} <= dtypes_in_fp8(x) or x.numel() == 0:
             return compute()
+        x, bias = as_autocast(x, bias)
         return product(x, exact(weight), bias, formats)
 
     return Products(weights, multiply)

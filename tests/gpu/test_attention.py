@@ -61,6 +61,17 @@ def test_is_as_exact_as_pytorch(order: str) -> None:
             assert (got.double() - wanted).norm() <= allowed, (length, width, grouped, causal)
 
 
+def test_autocast_casts_what_is_in_float32() -> None:
+    from te_transform.backends import te
+
+    core = te.DotProductAttention()
+    query, key, value = (torch.randn(2, 4, 128, 64, device="cuda") for _ in range(3))
+    expected = core(*(x.bfloat16() for x in (query, key, value)))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(core(query, key, value.bfloat16()), expected)
+    assert not core.plain_calls
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "why"),
     [

@@ -100,6 +100,28 @@ def test_without_scales_the_first_step_would_be_worse() -> None:
     assert errors[0] > 1.5 * errors[-1]
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_in_float32_run_in_fp8_under_autocast(recipe: str, compile: bool) -> None:
+    model = seeded(llama)
+    wide = copy.deepcopy(model).float()
+    _, exact = step(copy.deepcopy(wide), batch())
+    errors = []
+    for one in (model, wide):
+        fused = converted(recipe, one, compile=compile)
+        for _ in range(3):
+            fused.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=one is wide):
+                loss = fused(**batch()).loss
+            loss.backward()
+        errors.append(distance(gradients(fused), exact))
+        assert len(kernels(fused)) == 4 * 3  # of each layer: q, k and v, o, the MLP
+    assert errors[1] <= 1.1 * errors[0]
+    if not compile:
+        with torch.autocast("cuda", torch.bfloat16):
+            assert te_transform.verify(wide, fused, batch())
+
+
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_trains_like_the_original(recipe: str | None) -> None:
     model = seeded(llama)
