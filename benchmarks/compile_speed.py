@@ -1,14 +1,14 @@
 """Compiled models: a Hugging Face Llama by convert(..., compile=...) against torch.compile of the original,
-bf16 training steps, on a Hopper GPU.
+training steps in bf16 or FP8, on a Hopper GPU.
 
-    python benchmarks/compile_speed.py [--only 768 8B] [--modes graphs] [--recipe fp8-delayed]
-                                       [--seconds 3.0] [--json PATH]
+    python benchmarks/compile_speed.py [--only 768 8B] [--modes graphs] [--recipe fp8-delayed] [--autocast]
+                                       [--masked] [--seconds 3.0] [--json PATH]
 
 Each line compares the two in one process, by turns, and gives the median ratio of neighbors with its
-quartiles; each step is waited for, and beside it stands what one takes of several in a row. The original is
-compiled twice: as it is, with the mask that transformers makes of numbers while it is traced, and with the
-function that makes it patched to make none, which is the best that others do. With a recipe the comparison is
-with the same conversion, uncompiled. Nothing is asserted.
+quartiles; each step is waited for, and beside it stands what one takes of several in a row. The original
+runs in bf16, with the function patched that makes transformers' mask, to make none, which is the best that
+others do; with --masked in another line as it is, with the mask that it makes of numbers while it is traced.
+With --autocast the weights of both are in float32, under torch.autocast in bf16. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", default=[*SHAPES], choices=SHAPES, help="widths")
     parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="of converting")
-    parser.add_argument("--recipe", default=None, help="of both conversions")
+    parser.add_argument("--recipe", default=None, help="of the conversion")
+    parser.add_argument("--autocast", action="store_true", help="of weights in float32")
     parser.add_argument("--masked", action="store_true", help="compare with the original as it is, too")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each line")
     parser.add_argument("--json", default="", help="write the rows to this file too")
@@ -66,27 +67,26 @@ def main() -> None:
     for name in asked.only:
         for mode in asked.modes:
             for masked in (False, True)[: 1 + asked.masked]:
-                rows.append(_row(name, mode, asked.recipe, masked, asked.seconds))
+                rows.append(_row(name, mode, asked.recipe, masked, asked.autocast, asked.seconds))
                 print(rows[-1], flush=True)
     if asked.json:
         Path(asked.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
     Console(width=120).print(_table(rows))
 
 
-def _row(name: str, mode: str, recipe: str | None, masked: bool, seconds: float) -> dict[str, Any]:
+def _row(
+    name: str, mode: str, recipe: str | None, masked: bool, autocast: bool, seconds: float
+) -> dict[str, Any]:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    original, ids = _llama(name)
+    original, ids = _llama(name, torch.float32 if autocast else torch.bfloat16)
     options = {"backend": "te", "recipe": recipe, "verify": False}
     converted = te_transform.convert(original, _inputs(ids), **MODES[mode], **options)
-    if recipe is None:
-        original.compile(mode="reduce-overhead" if mode == "graphs" else mode)
-    else:
-        original = te_transform.convert(original, _inputs(ids), inplace=True, **options)
+    original.compile(mode="reduce-overhead" if mode == "graphs" else mode)
     calls = [
-        _step(original, ids, contextlib.nullcontext if masked or recipe else _no_mask),
-        _step(converted, ids, contextlib.nullcontext),
+        _step(original, ids, contextlib.nullcontext if masked else _no_mask, autocast),
+        _step(converted, ids, contextlib.nullcontext, autocast),
     ]
     # delayed scaling takes its scales from the first, which runs uncompiled; then CUDA graphs are recorded
     for call in calls * 4:
@@ -95,10 +95,11 @@ def _row(name: str, mode: str, recipe: str | None, masked: bool, seconds: float)
     rows = [measure.in_a_row(partial(call, waits=False), 6) for _ in range(5) for call in calls]
     in_a_row = {f"{who} in a row": statistics.median(rows[n::2]) for n, who in enumerate(("one", "other"))}
     peaks = {f"peak {who}, MiB": _peak(call) for who, call in zip(("theirs", "ours"), calls, strict=True)}
-    return {"shape": name, "mode": mode, "recipe": recipe, "mask": masked} | asdict(ratio) | in_a_row | peaks
+    what = {"shape": name, "mode": mode, "recipe": recipe, "mask": masked, "autocast": autocast}
+    return what | asdict(ratio) | in_a_row | peaks
 
 
-def _llama(name: str) -> tuple[nn.Module, Tensor]:
+def _llama(name: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     layers, width, ffn, heads, groups, batch, length = SHAPES[name]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -112,7 +113,7 @@ def _llama(name: str) -> tuple[nn.Module, Tensor]:
     )
     torch.manual_seed(0)
     with torch.device("cuda"):
-        return LlamaForCausalLM(config).bfloat16(), torch.randint(VOCABULARY, (batch, length))
+        return LlamaForCausalLM(config).to(dtype), torch.randint(VOCABULARY, (batch, length))
 
 
 def _inputs(ids: Tensor) -> dict[str, Tensor]:
@@ -125,11 +126,13 @@ def _no_mask() -> Iterator[None]:
         yield
 
 
-def _step(model: nn.Module, ids: Tensor, around: Callable[[], Any]) -> Callable[..., None]:
+def _step(model: nn.Module, ids: Tensor, around: Callable[[], Any], autocast: bool) -> Callable[..., None]:
     def step(waits: bool = True) -> None:
         model.zero_grad(set_to_none=True)
         with around():
-            model(**_inputs(ids)).loss.backward()
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                loss = model(**_inputs(ids)).loss
+            loss.backward()
         if waits:
             torch.cuda.synchronize()
 
@@ -147,14 +150,15 @@ def _peak(step: Callable[[], None]) -> int:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    columns = ("shape", "mode", "against", "theirs, ms", "ours, ms", "ratio", "quartiles", "in a row, ms")
-    for column in (*columns, "peak, MiB"):
+    columns = ("shape", "mode", "recipe", "against", "theirs, ms", "ours, ms", "ratio", "quartiles")
+    for column in (*columns, "in a row, ms", "peak, MiB"):
         table.add_column(column)
     for row in rows:
         table.add_row(
             row["shape"],
             row["mode"],
-            f"{row['recipe']}, uncompiled" if row["recipe"] else "the original" if row["mask"] else "no mask",
+            row["recipe"] or "",
+            ("the original" if row["mask"] else "no mask") + ", autocast" * row["autocast"],
             f"{1e3 * row['one']:.2f}",
             f"{1e3 * row['other']:.2f}",
             f"{row['ratio']:.3f}",

@@ -30,7 +30,7 @@ from te_transform.runtime.regions import as_leaf
 COLUMNS = 4096  # from which on a linear is a head
 # Where gradients are recorded, fewer bytes of logits are copied, which is quicker than to launch another
 # forward and backward.
-TRAINED = 2**26
+TRAINED = 2**27
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any] | None]
 
