@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 # all of them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its
 # first call.
 DEEP = 8
+_LATER = "what is around the blocks is captured in the first call, and in te_transform.report() from then on"
 
 
 def convert(
@@ -136,6 +137,8 @@ def _convert(
         seen = _first_calls(made, converted, samples, original)
         if converted.in_pieces:  # which only a first call can show
             seen = _first_calls(made, converted, samples, original)
+        if converted.by_block and not converted.in_pieces:
+            converted.whole = []
         converted.capture_blocks(made, one_by_one=converted.in_pieces)
         converted.report = _report(made, converted, seen, samples[0])
         # from here on nothing is refused any more: a model that is refused stays where it lay
@@ -309,7 +312,8 @@ def _report(model: nn.Module, converted: Converted, seen: _Seen, sample: Inputs)
     if options.recipe is not None:
         others = _products_around(model, [path for path, _ in plans])
         precision = assign(plans, options.recipe, options.backend, others)
-    return compose(model, plans, options, precision, str(sample), converted.failures, seen.reasons)
+    notes = (*converted.failures, *([_LATER] if converted.whole is not None else ()))
+    return compose(model, plans, options, precision, str(sample), notes, seen.reasons)
 
 
 def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
@@ -414,10 +418,24 @@ def report(converted: nn.Module) -> Report:
         raise ModelError(
             f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
         )
+    if found.whole:
+        found.report = _report_of_whole(converted, found)
+        found.whole = None
     graphs, told = found.graphs, found.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
     later = (note for note in found.failures if note not in told)
     return replace(found.report, plain_calls=plain, notes=(*told, *later))
+
+
+def _report_of_whole(model: nn.Module, converted: Converted) -> Report:
+    """What the first call of a deep model has shown, whose report was of its blocks until then."""
+    told, options = converted.report, converted.options
+    plans, precision = [("", graph.plan) for graph in converted.whole], None
+    if options.recipe is not None:
+        precision = assign(plans, options.recipe, options.backend, _products_around(model, []))
+    inputs = "" if told.memory is None else told.memory.inputs
+    made = compose(model, plans, options, precision, inputs, converted.failures)
+    return replace(made, timings=told.timings, chosen=told.chosen)
 
 
 def revert(converted: nn.Module) -> nn.Module:

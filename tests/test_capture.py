@@ -90,8 +90,17 @@ def test_the_blocks_of_a_deep_model_share_a_graph_for_its_report(verify: bool) -
     report = te_transform.report(pair.converted)
     assert report.counts["merge_siblings"] == report.counts["layernorm_mlp"] == DEEP + 2
     assert any("share a graph" in sentence for sentence in report.breaks)
+    others = copy.deepcopy(pair.converted), pickle.loads(pickle.dumps(pair.converted))
     assert linears(pair.converted, X) == 6 * (DEEP + 2) + 1  # captured whole, with the head
     pair.agree(with_input_gradient)
+    for model in (pair.converted, *others):
+        model(X)
+        whole = te_transform.report(model)
+        assert whole.counts == {**report.counts, "layernorm_linear": report.counts["layernorm_linear"] + 1}
+        assert not whole.breaks
+        assert len(whole.to_networkx()) > 2 * len(report.to_networkx())
+        assert not any("from then on" in note for note in whole.notes)
+    assert any("from then on" in note for note in report.notes)
 
 
 def test_parameters_of_a_deep_model_lie_next_to_each_other() -> None:

@@ -272,6 +272,7 @@ def test_the_head_stays_out_unless_a_plan_has_it_in(blocks: int) -> None:
         answer(fused)
         assert runs_in_fp8(fused.blocks[-1].mlp)
         assert runs_in_fp8(fused.head) == inside
+        assert (te_transform.report(fused).precision.sites["head"] is None) == inside
 
 
 @pytest.mark.parametrize("path", ["blocks.3.norm", "blocks.0.q", "missing", "last", "table"])

@@ -66,6 +66,8 @@ class Converted:
     original: bool = False
     dry: bool = False
     report: Any = None  # of the room to the right
+    # graphs of the first call of the whole, where the report is of blocks; None where it is not
+    whole: list[CapturedGraph] | None = None
     precision: Precision | None = None
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
     forwards: dict[type, Any] = field(default_factory=dict)  # those that the model's classes had meanwhile
@@ -131,11 +133,14 @@ class Converted:
             if kind not in self.runs:
                 backend = functools.partial(self.backend, kind=kind)
                 self.runs[kind] = capture(forward, backend, lambda: kind in self.leaving)
-            run = self.runs[kind]
+            run, before = self.runs[kind], len(self.graphs)
             run.turned_off = False
             try:
                 with set_aside():
-                    return run(module, *args, **kwargs)
+                    out = run(module, *args, **kwargs)
+                if place.is_root and self.whole == []:
+                    self.whole = self.graphs[before:]
+                return out
             except Exception:
                 if run.turned_off:  # a call that the model does not take: begin anew with the next one
                     self.runs.pop(kind, None)
@@ -194,17 +199,27 @@ class Converted:
 
     def __deepcopy__(self, memo: dict) -> Converted:
         twin = memo[id(self)] = Converted(self.options, self.by_block, self.checker, report=self.report)
-        twin.precision = copy.deepcopy(self.precision, memo)
+        twin.precision, twin.whole = copy.deepcopy(self.precision, memo), self._no_graphs()
         return twin
 
     def __reduce__(self) -> tuple:
-        return _restored, (self.options, self.by_block, self.checker, self.report, self.precision)
+        held = self.options, self.by_block, self.checker, self.report, self.precision
+        return _restored, (*held, self._no_graphs())
+
+    def _no_graphs(self) -> list[CapturedGraph] | None:
+        """What a copy has of the first call of the whole, which it captures itself."""
+        return None if self.whole is None else []
 
 
 def _restored(
-    options: Options, by_block: bool, checker: Checker | None, report: Any, precision: Precision | None
+    options: Options,
+    by_block: bool,
+    checker: Checker | None,
+    report: Any,
+    precision: Precision | None,
+    whole: list[CapturedGraph] | None,
 ) -> Converted:
-    return Converted(options, by_block, checker, report=report, precision=precision)
+    return Converted(options, by_block, checker, report=report, precision=precision, whole=whole)
 
 
 @dataclass(eq=False)
