@@ -21,7 +21,6 @@ from torch._C import _functorch as functorch
 from torch._dynamo.convert_frame import compile_lock
 from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
-from torch._inductor.compile_fx import compile_fx
 
 from te_transform.backends import limits
 from te_transform.backends.joined import state_of
@@ -42,6 +41,13 @@ log = logging.getLogger(__name__)
 
 # Kinds of calls that one graph is compiled for: each takes seconds to minutes, later ones run uncompiled.
 MOST = 8
+
+
+def compile_fx(*arguments: Any, **options: Any) -> Callable[..., Any]:
+    """inductor's, which is imported by the first graph that is compiled: that takes seconds."""
+    from torch._inductor.compile_fx import compile_fx as inductor
+
+    return inductor(*arguments, **options)
 
 
 class CompiledGraph:
