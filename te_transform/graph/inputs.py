@@ -100,9 +100,9 @@ def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
     return replace(inputs, kwargs={**inputs.kwargs, "use_cache": False})
 
 
-def invent(model: nn.Module) -> Inputs:
+def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Inputs:
     """Inputs for a model whose first module says what it reads: token ids, an image or features; always the
-    same ones.
+    same ones, of so many rows of so many tokens.
 
     Where the model has both an embedding and something that reads floats, it is run to see which it takes.
 
@@ -111,7 +111,7 @@ def invent(model: nn.Module) -> Inputs:
     """
     with torch.random.fork_rng(devices=[]):  # they are drawn on the CPU
         torch.random.default_generator.manual_seed(0)
-        candidates = _candidates(model)
+        candidates = _candidates(model, batch, length)
     errors = {}
     for inputs in candidates:
         if len(candidates) == 1 or (error := _error_of(model, inputs)) is None:
@@ -124,9 +124,9 @@ def invent(model: nn.Module) -> Inputs:
     )
 
 
-def _candidates(model: nn.Module) -> list[Inputs]:
+def _candidates(model: nn.Module, batch: int, length: int) -> list[Inputs]:
     if hasattr(model, "dummy_inputs") and isinstance(getattr(model, "config", None), object):
-        return [_invent_hugging_face(model)]
+        return [_invent_hugging_face(model, batch, length)]
     required = [
         p
         for p in inspect.signature(model.forward).parameters.values()
@@ -142,7 +142,7 @@ def _candidates(model: nn.Module) -> list[Inputs]:
     first_of_each = {isinstance(module, nn.Embedding): module for module in reversed(readers)}
     first_of_each = sorted(first_of_each.values(), key=readers.index)
     device = next(model.parameters()).device
-    return [Inputs((_read_by(module, device),)) for module in first_of_each]
+    return [Inputs((_read_by(module, device, batch, length),)) for module in first_of_each]
 
 
 def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
@@ -159,37 +159,37 @@ def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
 _READERS = (nn.Embedding, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention)
 
 
-def _read_by(module: nn.Module, device: torch.device) -> torch.Tensor:
+def _read_by(module: nn.Module, device: torch.device, batch: int, length: int) -> torch.Tensor:
     if isinstance(module, nn.Embedding):
-        return torch.randint(module.num_embeddings, (BATCH, LENGTH)).to(device)
+        return torch.randint(module.num_embeddings, (batch, length)).to(device)
     dtype = next(module.parameters()).dtype
     if isinstance(module, nn.Conv2d):
         side = 4 * max(module.kernel_size)
-        return torch.randn(BATCH, module.in_channels, side, side).to(device, dtype)
+        return torch.randn(batch, module.in_channels, side, side).to(device, dtype)
     if isinstance(module, nn.Linear):
         width = (module.in_features,)
     elif isinstance(module, nn.MultiheadAttention):
         width = (module.embed_dim,)
     else:
         width = tuple(module.normalized_shape)
-    return torch.randn(BATCH, LENGTH, *width).to(device, dtype)
+    return torch.randn(batch, length, *width).to(device, dtype)
 
 
-def _invent_hugging_face(model: nn.Module) -> Inputs:
+def _invent_hugging_face(model: nn.Module, batch: int, length: int) -> Inputs:
     config = model.config
     device, name = next(model.parameters()).device, model.main_input_name
     dtype = next(p for p in model.parameters() if p.is_floating_point()).dtype
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)
         side = vision.image_size if isinstance(vision.image_size, (tuple, list)) else (vision.image_size,) * 2
-        return Inputs((), {name: torch.randn(BATCH, vision.num_channels, *side).to(device, dtype)})
+        return Inputs((), {name: torch.randn(batch, vision.num_channels, *side).to(device, dtype)})
     if name != "input_ids":
         raise InputError(
             f"no example inputs were given and none can be invented for {type(model).__name__} (its main "
             f"input is {name}): pass example_inputs={{'{name}': tensor, ...}}"
         )
     vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (BATCH, LENGTH)).to(device)
+    ids = torch.randint(vocabulary, (batch, length)).to(device)
     kwargs = {name: ids}
     if getattr(config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = ids.clone()

@@ -1,0 +1,228 @@
+"""The command line: `te-transform`, or `python -m te_transform`.
+
+It exits with 0; with 1 where a model is not fused as expected, or not verified; with 2 where what was given
+cannot be used, and a sentence on stderr says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect as python
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from te_transform.backends import BackendError
+from te_transform.convert import convert, inspect
+from te_transform.graph.inputs import InputError, Inputs, TraceError, invent
+from te_transform.load import LoadError, inputs_of, load
+from te_transform.passes import PIPELINE
+from te_transform.plan.model import ModelError
+from te_transform.plan.options import OptionError
+from te_transform.plan.precision_plan import PrecisionError
+from te_transform.plan.rule import Rule
+from te_transform.report.report import ExpectationError, Report
+from te_transform.runtime.console import status
+from te_transform.verify.verify import verify
+
+BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, PrecisionError, TraceError)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # whose labels are their ids
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status.
+
+    Args:
+        arguments: those of the command line; None: of this process.
+    """
+    asked = _parser().parse_args(arguments)
+    try:
+        return asked.run(asked)
+    except BAD_INPUT as error:
+        print(f"te-transform: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # as of `| head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="te-transform", description="Transformers on fused ops.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    planned = commands.add_parser("inspect", help="what would be fused, and why not more, on any machine")
+    _add_model(planned, length=2048, backend="te")
+    planned.add_argument("--html", metavar="FILE", help="write the report and both graphs to this page")
+    planned.add_argument("--json", action="store_true", help="print the report as JSON")
+    planned.add_argument(
+        "--expect", nargs="+", default=[], metavar="RULE=N", help="fail unless so many places are fused"
+    )
+    planned.set_defaults(run=_inspect)
+
+    compared = commands.add_parser("verify", help="convert, and compare outputs and gradients")
+    _add_model(compared, length=64, backend="auto")
+    compared.set_defaults(run=_verify)
+
+    explained = commands.add_parser("explain", help="what a rule rewrites, and when it does not")
+    explained.add_argument("rule", nargs="?", choices=[rule.name for rule in PIPELINE], metavar="RULE")
+    explained.set_defaults(run=_explain)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser, length: int, backend: str) -> None:
+    parser.add_argument("model", help="package.module:factory, a folder with a config.json, or a config")
+    parser.add_argument("--batch", type=_positive, default=2, help="rows of the example (2)")
+    parser.add_argument(
+        "--length", type=_positive, help=f"tokens of a row ({length}, or what the model has positions for)"
+    )
+    parser.add_argument("--layers", type=_positive, default=None, help="of a config: fewer than it says")
+    parser.add_argument("--dtype", choices=DTYPES, default=None, help="of a config's model (its own)")
+    parser.add_argument("--backend", choices=("auto", "te", "torch"), default=backend, help=f"({backend})")
+    parser.add_argument("--recipe", default=None, help="fp8-delayed, fp8-current, fp8-block or mxfp8")
+    parser.add_argument("--approximate", action="store_true", help="allow rules that change the numbers")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="paths of modules left alone")
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="[NAME=]SHAPE[:DTYPE[:HIGH]]",
+        help="an example input, as 2x16x64 or mask=2x16:bool or 2x16:int64:1000, integers below 1000; else "
+        "they are invented, if the model says what it reads",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python code that a config names"
+    )
+    parser.set_defaults(usual_length=length)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _inspect(asked: argparse.Namespace) -> int:
+    expected = dict(map(_expectation, asked.expect))
+    with status(f"building {asked.model}"):
+        model, inputs = _loaded(asked, on_meta=True)
+    with status("capturing"):
+        report = inspect(model, inputs, **_options(asked))
+    if asked.html:
+        report.to_html(asked.html)
+    _show(json.dumps(_as_data(report), indent=1) if asked.json else report)
+    try:
+        report.expect(**expected)
+    except ExpectationError as error:
+        print(f"te-transform: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _verify(asked: argparse.Namespace) -> int:
+    with status(f"building {asked.model}"):
+        model, inputs = _loaded(asked, on_meta=False)
+    found = verify(model, convert(model, inputs, **_options(asked)), inputs)
+    _show(found)
+    return 0 if found else 1
+
+
+def _options(asked: argparse.Namespace) -> dict[str, Any]:
+    names = "backend", "recipe", "approximate", "skip"
+    return {name: getattr(asked, name) for name in names}
+
+
+def _loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
+    dtype = None if asked.dtype is None else DTYPES[asked.dtype]
+    model = load(
+        asked.model,
+        on_meta=on_meta,
+        dtype=dtype,
+        layers=asked.layers,
+        trust_remote_code=asked.trust_remote_code,
+    )
+    if not on_meta and torch.cuda.is_available():
+        model.cuda()
+    if asked.input:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        return model, inputs_of(asked.input, device)
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    usual = min(asked.usual_length, positions or asked.usual_length)
+    inputs = invent(model, asked.batch, asked.length or usual)
+    if type(model).__name__.endswith(_LANGUAGE_MODELS):
+        inputs = replace(inputs, kwargs={**inputs.kwargs, "labels": inputs.kwargs["input_ids"]})
+    return model, inputs
+
+
+def _expectation(text: str) -> tuple[str, int]:
+    rule, _, count = text.partition("=")
+    if rule not in {rule.name for rule in PIPELINE} or not count.isdigit():
+        known = ", ".join(rule.name for rule in PIPELINE)
+        raise OptionError(f"--expect has {text!r}, RULE=N is needed, for a rule of {known}")
+    return rule, int(count)
+
+
+def _as_data(report: Report) -> dict[str, Any]:
+    precision = report.precision
+    return {
+        "model": report.model,
+        "fused": dict(report.counts),
+        "sites": [asdict(site) for site in report.sites],
+        "notes": report.all_notes(),
+        "precision": None if precision is None else dict(precision.sites),
+        "memory": None if report.memory is None else asdict(report.memory),
+    }
+
+
+def _explain(asked: argparse.Namespace) -> int:
+    for rule in PIPELINE:
+        if asked.rule is None:
+            _show(f"{rule.name}: {python.getmodule(rule.refuse).__doc__.strip()}")
+        elif rule.name == asked.rule:
+            _show("\n".join(_explanation(rule)))
+    return 0
+
+
+def _explanation(rule: Rule) -> Iterator[str]:
+    """What the file of a rule says of it, and the sentences that its `refuse` yields."""
+    home = python.getmodule(rule.refuse)
+    tree = ast.parse(python.getsource(home))
+    yield f"{rule.name}: {home.__doc__.strip()}"
+    told = [node.value.value for node in tree.body[1:] if _is_text(node)]
+    yield from (f"\n{python.cleandoc(text)}" for text in told)
+    sentences = [_sentence(node.value) for node in ast.walk(tree) if isinstance(node, ast.Yield)]
+    if found := list(dict.fromkeys(filter(None, sentences))):
+        yield "\nnot where"
+        yield from (f"- {sentence}" for sentence in found)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _sentence(node: ast.expr | None) -> str:
+    """What is yielded, with "..." for what is only known of a model; "" where that is no text."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(each.value if isinstance(each, ast.Constant) else "..." for each in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _show(what: Any) -> None:
+    """On a terminal in color and its width, elsewhere as plain text."""
+    if sys.stdout.isatty() and not isinstance(what, str):
+        Console().print(what)
+    else:
+        print(what)
+
+

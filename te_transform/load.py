@@ -1,0 +1,164 @@
+"""Models and inputs by what the command line is given."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_transform.graph.inputs import Inputs
+
+
+class LoadError(ValueError):
+    """There is no such model or input, or it cannot be built."""
+
+
+def load(
+    name: str,
+    *,
+    on_meta: bool = False,
+    dtype: torch.dtype | None = None,
+    layers: int | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """A model by its name.
+
+    Args:
+        name: "package.module:factory", what is called without arguments and returns the model; a folder with
+            a config.json of transformers, whose safetensors are read if there are any; or such a file.
+        on_meta: build it in no memory, without weights. A factory that cannot be run so is run as it is.
+        dtype: of a transformers model; None: what its config says.
+        layers: how many a transformers model has; None: what its config says.
+        trust_remote_code: run Python code that lies beside the config.
+
+    Raises:
+        LoadError: what was given, what is needed.
+    """
+    path = Path(name)
+    if path.exists():
+        return _from_config(path, on_meta, dtype, layers, trust_remote_code)
+    if ":" not in name:
+        raise LoadError(
+            f"there is no file or folder {name!r}: a folder with a config.json, a config file, or "
+            "package.module:factory is needed"
+        )
+    if layers is not None or dtype is not None:
+        raise LoadError("a number of layers and a dtype are for configs: let the factory build them")
+    return _from_factory(name, on_meta)
+
+
+def inputs_of(told: Sequence[str], device: torch.device) -> Inputs:
+    """Example inputs of random numbers, each told as [NAME=]SHAPE[:DTYPE[:HIGH]].
+
+    "2x16x64" are normal floats, "ids=2x16:int64:1000" integers below 1000 for an argument of that name.
+
+    Raises:
+        LoadError: what was given, what is needed.
+    """
+    named = [each.rpartition("=") for each in told]
+    tensors = [_tensor(shape, device) for _, _, shape in named]
+    names = [name for name, _, _ in named]
+    if any(names) and not all(names):
+        raise LoadError("some inputs have names and some have none, name all or none")
+    return Inputs((), dict(zip(names, tensors, strict=True))) if any(names) else Inputs(tuple(tensors))
+
+
+def _tensor(told: str, device: torch.device) -> Tensor:
+    shape, dtype, high = (*told.split(":"), "", "")[:3]
+    kind, sizes = getattr(torch, dtype or "float32", None), shape.split("x")
+    if not isinstance(kind, torch.dtype) or not all(size.isdecimal() for size in (*sizes, high or "2")):
+        raise LoadError(f"an input is {told!r}, for instance 2x16:int64:1000 is needed")
+    sizes = [int(size) for size in sizes]
+    if kind.is_floating_point:
+        return torch.randn(sizes).to(device, kind)
+    return torch.randint(int(high or 2), sizes).to(device, kind)
+
+
+def _from_factory(name: str, on_meta: bool) -> nn.Module:
+    home, _, attributes = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the current folder, as `python -m` has it
+    try:
+        found: Any = importlib.import_module(home)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        raise LoadError(f"{name!r} cannot be imported ({error}): package.module:factory is needed") from error
+    model = found if isinstance(found, nn.Module) else _called(found, name, on_meta)
+    if not isinstance(model, nn.Module):
+        raise LoadError(f"{name!r} gave a {type(model).__name__}, a torch.nn.Module is needed")
+    return model
+
+
+def _called(factory: Any, name: str, on_meta: bool) -> Any:
+    if on_meta:
+        try:
+            with torch.device("meta"):
+                return factory()
+        except Exception:  # it reads weights, or looks at numbers: then it is built as it is
+            pass
+    try:
+        return factory()
+    except Exception as error:
+        raise LoadError(f"{name!r} failed ({type(error).__name__}: {error})") from error
+
+
+def _from_config(
+    path: Path, on_meta: bool, dtype: torch.dtype | None, layers: int | None, trust_remote_code: bool
+) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise LoadError(f"{path} is read by transformers: pip install transformers") from error
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise LoadError(f"{path} has no config.json")
+    try:
+        told = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise LoadError(f"{file} is no JSON ({error})") from error
+    if "auto_map" in told and not trust_remote_code:
+        raise LoadError(
+            f"{file} names Python code of its own ({', '.join(sorted(told['auto_map']))}), which would be "
+            "run: pass --trust-remote-code if you trust it"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
+        if layers is not None:
+            _set_layers(config, layers)
+        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+        own = {} if dtype is None else {"dtype": dtype}
+        has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+        if has_weights and not on_meta and layers is None:
+            return kind.from_pretrained(path, config=config, use_safetensors=True, **own)
+        with torch.device("meta") if on_meta else nullcontext():
+            return _built(kind, config, trust_remote_code, own)
+    except LoadError:
+        raise
+    except Exception as error:
+        raise LoadError(f"{file} gives no model ({type(error).__name__}: {error})") from error
+
+
+def _built(kind: Any, config: Any, trust_remote_code: bool, own: dict[str, Any]) -> nn.Module:
+    if hasattr(kind, "_from_config"):
+        return kind._from_config(config, **own)
+    return kind.from_config(config, trust_remote_code=trust_remote_code, **own)
+
+
+def _set_layers(config: Any, layers: int) -> None:
+    text = config.get_text_config()
+    if not hasattr(text, "num_hidden_layers"):
+        raise LoadError(f"a {type(config).__name__} has no number of layers to set")
+    text.num_hidden_layers = layers
+    for name in ("decoder_layers", "num_decoder_layers"):
+        if hasattr(text, name):
+            setattr(text, name, layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]

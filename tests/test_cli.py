@@ -1,0 +1,197 @@
+"""The command line: models by name, what is printed and where, and the exit status."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import te_transform
+from te_transform.cli import main
+from te_transform.load import LoadError, load
+from te_transform.passes import PIPELINE
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+class Counts(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm.weight.data *= self.norm.weight.sum().item()
+
+def two():
+    return nn.Sequential(Block(), Block())
+
+def number():
+    return 3
+
+def fails():
+    raise RuntimeError("no weights here")
+
+class made:
+    model = Block()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current one, with a module of models and the config of a Llama."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models_of_mine.py").write_text(FACTORY)
+    monkeypatch.delitem(sys.modules, "models_of_mine", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64}
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=12, max_position_embeddings=32, architectures=["LlamaForCausalLM"]
+    )
+    config.save_pretrained(tmp_path / "llama")
+    return tmp_path
+
+
+def written(folder: Path, **changed: Any) -> str:
+    """The config of a Llama, with other entries."""
+    told = json.loads((folder / "llama/config.json").read_text()) | changed
+    file = folder / "other.json"
+    file.write_text(json.dumps(told))
+    return str(file)
+
+
+def test_inspect_a_config(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    page = folder / "page.html"
+    assert main(["inspect", "llama", "--recipe", "fp8-delayed", "--html", str(page)]) == 0
+    told, errors = capsys.readouterr()
+    assert "layernorm_mlp         12   model.layers.{0..11}.mlp  x12" in told
+    assert "note: in fp8-delayed: " in told
+    assert "input_ids=int64[2, 32], labels=int64[2, 32]" in told  # as many as there are positions for
+    assert errors == ""
+    assert "<html" in page.read_text()
+
+
+def test_inspect_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--json", "--layers", "2", "--dtype", "bfloat16", "--recipe", "fp8-current"]
+    assert main(["inspect", "llama/config.json", *arguments]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fused"]["layernorm_mlp"] == 2
+    assert {site["rule"] for site in told["sites"]} <= {rule.name for rule in PIPELINE}
+    assert told["precision"]["model.layers.0.mlp"] is None
+    assert told["memory"]["peak"] > 0
+
+
+def test_what_is_expected_decides_the_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "models_of_mine:two", "--expect", "layernorm_mlp=2", "linear=0"]) == 0
+    assert main(["inspect", "models_of_mine:two", "--expect", "layernorm_mlp=3"]) == 1
+    assert "layernorm_mlp: expected 3, found 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["models_of_mine:two", "models_of_mine:made.model", "models_of_mine:Counts"])
+def test_verify_a_factory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", name, "--length", "4"]) == 0
+    assert "verified, " in capsys.readouterr().out
+
+
+def test_what_is_not_the_same_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        found = te_transform.convert(model, torch.zeros(2, 4, 16), verify=False)
+        found.register_forward_hook(lambda module, args, out: out * 1.01)
+        return found
+
+    monkeypatch.setattr("te_transform.cli.convert", scaled)
+    assert main(["verify", "models_of_mine:two", "--length", "4"]) == 1
+    assert "NOT the same" in capsys.readouterr().out
+
+
+def test_inputs_may_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "models_of_mine:two", "--input", "3x5x16"]) == 0
+    assert "(float32[3, 5, 16])" in capsys.readouterr().out
+    ids = ["--input", "input_ids=2x6:int64:64", "--input", "attention_mask=2x6:bool"]
+    assert main(["inspect", "llama", "--layers", "1", *ids]) == 0
+    assert "(input_ids=int64[2, 6], attention_mask=bool[2, 6], use_cache=False)" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+
+
+def test_weights_beside_a_config_are_read(folder: Path) -> None:
+    model = load("llama")
+    model.save_pretrained(folder / "llama")
+    again = load("llama")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert next(load("llama", on_meta=True).parameters()).is_meta
+    assert next(load("llama", dtype=torch.float16, layers=1).parameters()).dtype is torch.float16
+
+
+@pytest.mark.parametrize("rule", [rule.name for rule in PIPELINE])
+def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", rule]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"{rule}: ")
+    if rule == "layernorm_linear":
+        assert "Saves writing the normalized tensor" in told
+        assert "- the norm has no scale, the fused module always has one" in told
+
+
+def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        rule.name for rule in PIPELINE
+    ]
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "no such file": (lambda folder: ["nothing"], "there is no file or folder 'nothing'"),
+    "no such module": (lambda folder: ["nowhere:two"], "'nowhere:two' cannot be imported"),
+    "no such factory": (lambda folder: ["models_of_mine:three"], "has no attribute 'three'"),
+    "no model": (lambda folder: ["models_of_mine:number"], "gave a int, a torch.nn.Module is needed"),
+    "a factory that fails": (lambda folder: ["models_of_mine:fails"], "RuntimeError: no weights here"),
+    "a factory's layers": (lambda folder: ["models_of_mine:two", "--layers", "1"], "are for configs"),
+    "no config": (lambda folder: [str(folder)], "has no config.json"),
+    "no JSON": (lambda folder: [str(folder / "models_of_mine.py")], "is no JSON"),
+    "no such kind": (lambda folder: [written(folder, model_type="none")], "gives no model"),
+    "code": (lambda folder: [written(folder, auto_map={"AutoModel": "a.B"})], "pass --trust-remote-code"),
+    "no such recipe": (lambda folder: ["llama", "--recipe", "fp7"], "recipe is 'fp7'"),
+    "no such rule": (lambda folder: ["llama", "--expect", "mlp=2"], "--expect has 'mlp=2'"),
+    "no shape": (lambda folder: ["models_of_mine:two", "--input", "2xall"], "an input is '2xall'"),
+    "half of the names": (lambda folder: ["llama", "--input", "x=2", "--input", "3"], "name all or none"),
+    "no number": (lambda folder: ["llama", "--expect", "linear=all"], "--expect has 'linear=all'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_said_in_a_line(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, said = MISTAKES[name]
+    assert main(["inspect", *arguments(folder)]) == 2
+    told, errors = capsys.readouterr()
+    assert told == ""
+    assert errors.startswith("te-transform: ")
+    assert said in errors
+
+
+USAGE: list[list[str]] = [[], ["inspect"], ["inspect", "llama", "--batch", "0"], ["explain", "x"]]
+
+
+@pytest.mark.parametrize("arguments", USAGE)
+def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: te-transform" in capsys.readouterr().err
+
+
+def test_an_import_that_fails_inside_is_not_called_a_missing_name(folder: Path) -> None:
+    (folder / "broken_of_mine.py").write_text("import nothing_of_this_name\n")
+    with pytest.raises(LoadError, match="No module named 'nothing_of_this_name'"):
+        load("broken_of_mine:two")
