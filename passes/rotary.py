@@ -26,7 +26,7 @@ def refuse(rope: Operation, angles) -> Iterator[str]:
             f"queries of {list(turned)} are turned by angles of {list(by)}, [batch, heads, length, width] "
             "and [1, length, width] are needed"
         )
-    elif rope.cos.dtype != dtype_of(rope.node):
+    elif {rope.cos.dtype, dtype_of(rope.node)} != {rope.x.dtype}:
         yield "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter"
 
 

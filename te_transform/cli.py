@@ -224,5 +224,3 @@ def _show(what: Any) -> None:
         Console().print(what)
     else:
         print(what)
-
-

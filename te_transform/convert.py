@@ -428,14 +428,16 @@ def report(converted: nn.Module) -> Report:
 
 
 def _report_of_whole(model: nn.Module, converted: Converted) -> Report:
-    """What the first call of a deep model has shown, whose report was of its blocks until then."""
+    """What the first call of a deep model has shown, whose report was of its blocks until then.
+
+    The memory of a step stays what was predicted for the example inputs, in training mode.
+    """
     told, options = converted.report, converted.options
     plans, precision = [("", graph.plan) for graph in converted.whole], None
     if options.recipe is not None:
         precision = assign(plans, options.recipe, options.backend, _products_around(model, []))
-    inputs = "" if told.memory is None else told.memory.inputs
-    made = compose(model, plans, options, precision, inputs, converted.failures)
-    return replace(made, timings=told.timings, chosen=told.chosen)
+    made = compose(model, plans, options, precision, notes=converted.failures)
+    return replace(made, memory=told.memory, timings=told.timings, chosen=told.chosen)
 
 
 def revert(converted: nn.Module) -> nn.Module:

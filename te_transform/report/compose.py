@@ -42,7 +42,7 @@ def compose(
     Args:
         plans: of the captured graphs in the order of their calls, each with the path of the captured module,
             "" for the whole model. A graph that blocks share comes once for each block.
-        inputs: what the example inputs are, in words.
+        inputs: what the example inputs are, in words, if the memory of a step is to be predicted for them.
         notes: more sentences.
         reasons: what dynamo said of code that it does not capture.
     """
@@ -50,6 +50,7 @@ def compose(
     has_kernels, compiled = options.backend.HAS_KERNELS, bool(options.compile)
     by_size = has_kernels and (precision is not None or not compiled)
     wide = precision is not None and None in precision.sites.values() and _multiplies_wide(plans)
+    predicted = inputs and has_kernels and not compiled
     return Report(
         type(model).__name__,
         tuple(_outcomes(plans, {path for path, _ in model.named_modules()})),
@@ -65,16 +66,15 @@ def compose(
         ),
         tuple(explain_graphs(((path, plan.captured) for path, plan in plans), reasons)),
         precision,
-        memory=predict(plans, model.parameters(), inputs, None if wide else precision)
-        if has_kernels and not compiled
-        else None,
+        memory=predict(plans, model.parameters(), inputs, None if wide else precision) if predicted else None,
     )
 
 
 def _multiplies_wide(plans: Sequence[tuple[str, Plan]]) -> bool:
-    """Whether fused products return more than 16 bits, which no recipe holds for."""
-    sites = (site for _, plan in plans for site in plan.sites if site.weights)
-    return any(value(site.node).dtype not in DTYPES for site in sites)
+    """Whether all fused products return more than 16 bits, which no recipe holds for."""
+    return all(
+        value(site.node).dtype not in DTYPES for _, plan in plans for site in plan.sites if site.weights
+    )
 
 
 def _outcomes(plans: Sequence[tuple[str, Plan]], modules: Collection[str]) -> Iterator[Outcome]:

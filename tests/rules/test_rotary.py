@@ -101,6 +101,12 @@ def in_fp32(model: Written, x: Tensor) -> Tensor:
     return y.to(x.dtype)
 
 
+def by_wide_cosines(model: Written, x: Tensor) -> Tensor:
+    """As under autocast, where a product is in 16 bits and what it is multiplied with is not."""
+    turns = angles(model, x)[None]
+    return turned(x, turns.cos().unsqueeze(1), turns.sin().unsqueeze(1))
+
+
 def shapes(turned: list[int], by: list[int]) -> str:
     return (
         f"queries of {turned} are turned by angles of {by}, [batch, heads, length, width] and [1, length, "
@@ -108,14 +114,15 @@ def shapes(turned: list[int], by: list[int]) -> str:
     )
 
 
+ANOTHER_DTYPE = (
+    "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter"
+)
 REFUSES = {
     "three dimensions": (of(flat), shapes([2, 5, 8], [1, 5, 8])),
     "two dimensions": (of(without_heads), shapes([2, 2, 5, 8], [5, 8])),
     "heads last": (of(heads_last), shapes([2, 2, 2, 8], [1, 2, 8])),
-    "another dtype": (
-        of(in_fp32),
-        "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter",
-    ),
+    "narrower cosines": (of(in_fp32), ANOTHER_DTYPE),
+    "wider cosines": (of(by_wide_cosines), ANOTHER_DTYPE),
 }
 
 
