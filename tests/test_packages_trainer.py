@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,12 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import te_transform
+from te_transform.backends.joined import state_of
+from tests import stand_in
 from tests.packages import LLAMA_IDS, close, converted_llama, llama
+
+te = stand_in.te  # a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("trainer")]  # `runs` once a process
 
@@ -70,6 +76,22 @@ def test_training(runs: dict[str, Run]):
     for name in ("config.json", "generation_config.json"):
         files = [(run.folder / "checkpoint-2" / name).read_text() for run in runs.values()]
         assert files[0] == files[1]
+
+
+def test_fp8_where_trainer_computes_in_bf16(te: ModuleType, tmp_path: Path):
+    """The weights stay in float32, products run in FP8 within Trainer's autocast."""
+    inputs = {"input_ids": LLAMA_IDS, "labels": LLAMA_IDS}
+    fused = te_transform.convert(llama(), inputs, backend="te", recipe="fp8-delayed")
+    losses = []
+    for name, model in (("original", llama()), ("converted", fused)):
+        training = trainer(model, tmp_path / name, bf16=True)
+        training.train()
+        losses.append([line["loss"] for line in training.state.log_history if "loss" in line])
+    close(losses[1], losses[0], rtol=1e-2, atol=0)
+    assert losses[1] != losses[0]
+    assert {parameter.dtype for parameter in fused.parameters()} == {torch.float32}
+    kernels = [kernel for p in fused.parameters() for kernel in state_of(p).kernels.values()]
+    assert sum(kernel.in_fp8 for kernel in kernels) == 3 * fused.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("original", "converted"), ("converted", "original")])
