@@ -21,7 +21,7 @@ from torch import nn
 
 from te_transform.backends import BackendError
 from te_transform.convert import convert, inspect
-from te_transform.graph.inputs import InputError, Inputs, TraceError, invent
+from te_transform.graph.inputs import BATCH, InputError, Inputs, TraceError, invent
 from te_transform.load import LoadError, inputs_of, load
 from te_transform.passes import PIPELINE
 from te_transform.plan.model import ModelError
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model(parser: argparse.ArgumentParser, length: int, backend: str) -> None:
     parser.add_argument("model", help="package.module:factory, a folder with a config.json, or a config")
-    parser.add_argument("--batch", type=_positive, default=2, help="rows of the example (2)")
+    parser.add_argument("--batch", type=_positive, default=BATCH, help=f"rows of the example ({BATCH})")
     parser.add_argument(
         "--length", type=_positive, help=f"tokens of a row ({length}, or what the model has positions for)"
     )

@@ -312,8 +312,7 @@ def _report(model: nn.Module, converted: Converted, seen: _Seen, sample: Inputs)
     if options.recipe is not None:
         others = _products_around(model, [path for path, _ in plans])
         precision = assign(plans, options.recipe, options.backend, others)
-    notes = (*converted.failures, *([_LATER] if converted.whole is not None else ()))
-    return compose(model, plans, options, precision, str(sample), notes, seen.reasons)
+    return compose(model, plans, options, precision, str(sample), converted.failures, seen.reasons)
 
 
 def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
@@ -423,7 +422,9 @@ def report(converted: nn.Module) -> Report:
         found.whole = None
     graphs, told = found.graphs, found.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
-    later = (note for note in found.failures if note not in told)
+    later = [note for note in found.failures if note not in told]
+    if found.whole is not None and not found.in_pieces:
+        later.append(_LATER)
     return replace(found.report, plain_calls=plain, notes=(*told, *later))
 
 

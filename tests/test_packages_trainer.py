@@ -82,12 +82,16 @@ def test_fp8_where_trainer_computes_in_bf16(te: ModuleType, tmp_path: Path):
     """The weights stay in float32, products run in FP8 within Trainer's autocast."""
     inputs = {"input_ids": LLAMA_IDS, "labels": LLAMA_IDS}
     fused = te_transform.convert(llama(), inputs, backend="te", recipe="fp8-delayed")
-    losses = []
+    losses, moves = [], []
     for name, model in (("original", llama()), ("converted", fused)):
         training = trainer(model, tmp_path / name, bf16=True)
         training.train()
         losses.append([line["loss"] for line in training.state.log_history if "loss" in line])
+        pairs = zip(model.parameters(), llama().parameters(), strict=True)
+        moves.append(torch.cat([(now - before).detach().flatten() for now, before in pairs]))
     close(losses[1], losses[0], rtol=1e-2, atol=0)
+    # E4M3 rounds by 2^-4 at most; a step in the wrong direction would be off by as much as it is long
+    assert (moves[1] - moves[0]).norm() < 2**-3 * moves[0].norm()
     assert losses[1] != losses[0]
     assert {parameter.dtype for parameter in fused.parameters()} == {torch.float32}
     kernels = [kernel for p in fused.parameters() for kernel in state_of(p).kernels.values()]

@@ -58,8 +58,7 @@ def stamp_of(weights: Sequence[Tensor]) -> Any:
     """What has to be the same for a later call to use these weights as this one has quantized them.
 
     None where they may not be kept. Over the calls of one accumulation weights do not change; in evaluation
-    their storages, addresses and versions tell. (Not an id or an address alone, which a later tensor may have
-    again; and an assignment to .data changes no version.)
+    their stamps tell.
     """
     gradients = state_of(weights[0]).gradients
     if gradients is not None:
