@@ -21,6 +21,10 @@ REPLAYED_LENGTHS = 128
 MIN_ATTENTION_LENGTH = 512
 # batch x length x length x width from which cuDNN's attention gains more than its way on the CPU costs.
 MIN_ATTENTION_WORK = 4e10
+# In those kernels of PyTorch's attention that take a mask, one block of threads goes through all keys: with few
+# heads and queries, and from so many keys on, most of the GPU has nothing to do (H100: 1024 keys of 8 heads
+# take 44 us, written out 9 compiled and 18 uncompiled; of 128 heads 42, 33 and 49).
+MOST_HEADS_WRITTEN_OUT, MOST_QUERIES_WRITTEN_OUT, MIN_KEYS_WRITTEN_OUT = 64, 16, 512
 # rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width
 # being the smaller side of a weight: the CPU takes several times as long for one of their calls, which shows
 # where the GPU has less to do.
@@ -77,6 +81,15 @@ def break_even_rows(width: int, in_fp8: bool, in_cuda_graphs: bool = False) -> i
 def on_kernels_device(tensor: Tensor) -> bool:
     """Whether the tensor is where kernels run."""
     return tensor.device.type == DEVICE
+
+
+def written_out(query: Tensor, key: Tensor) -> bool:
+    """Whether attention over [batch, heads, length, width] with a mask is faster as two products."""
+    batch, heads, length, _ = query.shape
+    small = batch * heads <= MOST_HEADS_WRITTEN_OUT and length <= MOST_QUERIES_WRITTEN_OUT
+    in_16_bits = query.dtype in DTYPES and autocast_dtype(query) is None
+    allowed = on_kernels_device(query) and torch.backends.cuda.math_sdp_enabled()
+    return allowed and in_16_bits and small and key.shape[-2] >= MIN_KEYS_WRITTEN_OUT
 
 
 def cuda_graphs() -> bool:

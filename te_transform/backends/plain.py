@@ -6,7 +6,8 @@ The reference that everything is tested against on any machine, and the right lo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from te_transform.backends import limits
 from te_transform.backends.joined import watched
-from te_transform.backends.limits import without_padding
 from te_transform.backends.op import FusedOp
 from te_transform.backends.tracing import compiling, transformed
 from te_transform.backends.twice import differentiable_twice
@@ -96,7 +97,7 @@ class PaddedLinear(Linear):
 
     def plain(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out], contiguous: who reads it must not see that there were more columns."""
-        if why := without_padding(x, weight):
+        if why := limits.without_padding(x, weight):
             self.plain_calls[f"the head as it is, {why}"] += 1
             return super().plain(product, x, weight, bias)
         outs, missing = len(weight), -len(weight) % self.MULTIPLE
@@ -244,6 +245,18 @@ class DotProductAttention(FusedOp):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         """The attention by whichever kernel is the fastest here."""
+        *how, enable_gqa = rest
+        if enable_gqa and mask is not None and query.dim() == 4:
+            return _ungrouped(partial(self._attend, mask=mask, how=how), query, key, value, mask)
+        return self._attend(query, key, value, mask, rest)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Sequence[Any]
+    ) -> Tensor:
+        dropout_p, is_causal, scale = how[:3]
+        others = dropout_p or is_causal or torch.is_grad_enabled()
+        if mask is not None and query.dim() == 4 and not others and limits.written_out(query, key):
+            return _in_two_products(query, key, value, mask, scale)
         kernels: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.twice and mask is not None and mask.is_floating_point():
             if mask.is_cuda:
@@ -254,10 +267,45 @@ class DotProductAttention(FusedOp):
                 # (torch 2.13): they normalize by a log-sum-exp in which the number of keys is rounded away
                 kernels = sdpa_kernel(SDPBackend.MATH)
         with kernels:
-            out = ops.sdpa(query, key, value, mask, *rest)
+            out = ops.sdpa(query, key, value, mask, *how)
         if out.grad_fn is not None and "Cudnn" in out.grad_fn.name():
             out.register_hook(_in_one_order)
         return out
+
+
+def _ungrouped(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """attend() with as many heads of queries as of keys and values: none of PyTorch's fused kernels takes
+    both a mask and heads that several queries share.
+
+    A single query, as in a generation, becomes a row for each head of its group, so that keys and values are
+    read once; where there are more queries, keys and values are repeated.
+    """
+    batch, heads, length, width = query.shape
+    groups = key.shape[-3]
+    if length == 1 and value.shape[-3] == groups and (mask.dim() < 3 or mask.shape[-3] == 1):
+        rows = attend(query.reshape(batch, groups, heads // groups, width), key, value)
+        return rows.reshape(batch, heads, length, -1)
+    return attend(query, *(part.repeat_interleave(heads // part.shape[-3], -3) for part in (key, value)))
+
+
+def _in_two_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
+) -> Tensor:
+    """Attention with scores in fp32, as the fused kernels have them."""
+    scores = _multiplied_in_fp32(query.flatten(0, 1), key.flatten(0, 1).transpose(-2, -1))
+    scores = scores.unflatten(0, query.shape[:2]) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
+    return torch.ops.aten._safe_softmax(scores, -1).to(value.dtype) @ value
+
+
+def _multiplied_in_fp32(x: Tensor, y: Tensor) -> Tensor:
+    return torch.bmm(x, y, out_dtype=torch.float32) if x.is_cuda else torch.bmm(x.float(), y.float())
 
 
 def _alone(value: Tensor, *others: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from te_transform.graph.nodes import (
     is_parameter,
     is_random,
     is_tensor_node,
+    same_shape,
     shape_of,
     shows_layout,
 )
@@ -189,7 +190,8 @@ class _Lowering:
         hidden = None
         if isinstance(query, fx.Node) and query.target is ops.zero_hidden:
             query, hidden = query.args
-        if isinstance(mask, fx.Node):
+        # A single query sees other keys at each step of a generation: each look would wait for the GPU.
+        if isinstance(mask, fx.Node) and not same_shape(shape_of(query)[-2:-1], (1,)):
             mask = self._proved(mask, at)
         # softmax makes a row of -inf NaN, which PyTorch's attention makes 0
         written_out = "scaled_dot_product_attention" not in site.node.meta["spelled"]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_transform.backends import plain
+from te_transform.backends import limits, plain
 from tests.rules.tables import HEADS, H, Make, fused, linear, reasons, sites, written
 
 LONGEST, WIDTH = 8, H // HEADS
@@ -157,3 +157,72 @@ def test_values_are_kept_without_the_product_that_they_are_a_part_of(of: Make, c
         out = plain.DotProductAttention(twice=False)(query, key, value)
     assert (product.untyped_storage()._cdata not in kept) == copied
     torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value))
+
+
+SHARED = {"rows": (3, 9), "batches": (2, 1, 3, 9), "heads": (2, 6, 3, 9), "one key": (3, 1)}
+
+
+@pytest.mark.parametrize("shape", SHARED)
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_mask_with_heads_that_queries_share(
+    shape: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's fused kernels take no such call: as many heads are handed to it on both sides."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, dtype=torch.float64, generator=generator)
+
+    mask = random(*SHARED[shape])[..., :length, :]
+    parts = [random(2, count, size, 4) for count, size in ((6, length), (2, 9), (2, 9))]
+    expected = F.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+    calls, sdpa = [], plain.ops.sdpa
+
+    def noted(query: Tensor, key: Tensor, *rest: object, enable_gqa: bool = False) -> Tensor:
+        calls.append((query.shape[-3] == key.shape[-3], enable_gqa))
+        return sdpa(query, key, *rest)
+
+    monkeypatch.setattr(plain.ops, "sdpa", noted)
+    given = [part.requires_grad_() for part in parts]
+    found = plain.DotProductAttention().attend(*given, mask, 0.0, False, None, True)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    assert all(map(torch.allclose, torch.autograd.grad(found.sum(), given), _gradients(given, mask)))
+    assert calls == [(True, False)]
+
+
+def _gradients(parts: list[Tensor], mask: Tensor) -> tuple[Tensor, ...]:
+    out = F.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+    return torch.autograd.grad(out.sum(), parts)
+
+
+def masks() -> dict[str, Tensor]:
+    kept = torch.arange(600) < 400
+    nothing = torch.stack([kept, torch.zeros(600, dtype=torch.bool)]).view(2, 1, 1, 600)
+    bias = torch.randn(6, 1, 600, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return {
+        "kept": kept.view(1, 1, 1, 600),
+        "a row that sees nothing": nothing,
+        "-inf": torch.zeros(1, 600).masked_fill(~kept, float("-inf")).bfloat16(),
+        "the lowest number": torch.zeros(2, 1, 1, 600).masked_fill(~nothing, -3e38).bfloat16(),
+        "a bias for each head": bias,
+    }
+
+
+@pytest.mark.parametrize("name", masks())
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_few_queries_with_a_mask_written_out(
+    name: str, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((2, 6, 1, 8), (2, 2, 600, 8), (2, 2, 600, 8))
+    parts, mask = [torch.randn(size, generator=generator).bfloat16() for size in sizes], masks()[name]
+    how = {"scale": scale, "enable_gqa": True}
+    wide = mask if mask.dtype is torch.bool else mask.double()
+    exact = F.scaled_dot_product_attention(*(part.double() for part in parts), attn_mask=wide, **how)
+    monkeypatch.setattr(limits, "DEVICE", "cpu")
+    monkeypatch.setattr(plain.ops, "sdpa", None)  # is not called
+    with torch.no_grad():
+        found = plain.DotProductAttention().attend(*parts, mask, 0.0, False, scale, True)
+    assert found.dtype is torch.bfloat16
+    # what attends to each key is rounded to bf16 before it multiplies the values, as in the fused kernels
+    assert (found - exact).norm() <= 2**-8 * exact.norm()
