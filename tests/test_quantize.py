@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends import limits
+from te_transform.backends import few_rows, limits
 from te_transform.backends.joined import Join
 from te_transform.backends.quantized import Quantized, exact, is_quantized, quantize
 from te_transform.quantize import dequantize_weights
@@ -43,6 +43,61 @@ def test_a_weight_is_its_rounded_values_to_everybody() -> None:
     )
     assert torch.equal(held[2:4], rounded(weight)[2:4])
     assert held.held.nbytes == weight.numel()
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of x in products of few rows, which read the bytes."""
+    shapes: list[tuple[int, ...]] = []
+    original = few_rows.op
+
+    def noted(x: Tensor, *rest: Tensor | None) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return original(x, *rest)
+
+    monkeypatch.setattr(few_rows, "op", noted)
+    return shapes
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("bias", [None, random(16, seed=2)], ids=["without bias", "with bias"])
+def test_products_of_few_rows_read_the_bytes(
+    mode: Callable, bias: Tensor | None, products: list[tuple[int, ...]]
+) -> None:
+    (held,) = quantize([random(16, 32)])
+    with mode():
+        for shape in ((1, 32), (2, 3, 32), (16, 32), (17, 32)):
+            x = random(*shape, seed=1)
+            linear = nn.functional.linear
+            assert torch.equal(linear(x, held, bias), linear(x, exact(held), bias))
+    assert products == [(1, 32), (6, 32), (16, 32)]
+
+
+def test_products_in_another_dtype_or_along_the_rows_read_the_values(products: list) -> None:
+    (held,), x = quantize([random(16, 32)]), random(4, 16)
+    assert torch.equal(x @ held, x @ exact(held))
+    wide = nn.functional.linear(random(4, 32).float(), held.float())
+    assert torch.allclose(wide, random(4, 32).float() @ exact(held.float()).t())
+    assert products == []
+
+
+def test_gradients_through_products_of_few_rows(products: list) -> None:
+    (held,) = quantize([random(16, 32)])
+    found = []
+    for weight in (held, exact(held)):
+        x = random(4, 32, seed=1).requires_grad_()
+        nn.functional.linear(x, weight).square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+    assert len(products) == 1
+
+
+def test_what_is_copied_into_a_transposed_one_is_quantized() -> None:
+    weights = [random(16, 32, seed=seed) for seed in range(2)]
+    parts, new = quantize(weights), random(16, 32, seed=2)
+    with torch.no_grad():
+        parts[1].t().copy_(new.t())
+    assert torch.equal(exact(parts[1]), exact(quantize([weights[0], new])[1]))
 
 
 def test_joined_weights_are_rows_of_one_tensor() -> None:

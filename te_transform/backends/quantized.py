@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from te_transform.backends import few_rows
+
 _FORMAT = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FORMAT).max
 _aten = torch.ops.aten
@@ -22,13 +24,15 @@ _SAME = {_aten.detach.default, _aten.alias.default}
 class Quantized(Tensor):
     """A tensor of `dtype` whose values are `held * inverse`.
 
-    `held` is E4M3, as bytes. Those of joined weights are rows of one tensor with one scale, `whole`.
+    `held` is E4M3, as bytes. Those of joined weights are rows of one tensor with one scale, `whole`. Of a
+    transposed one, `by_rows` is what it was made of.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     held: Tensor
     inverse: Tensor
     whole: Quantized | None
+    by_rows: Quantized | None
 
     @staticmethod
     def __new__(
@@ -36,7 +40,7 @@ class Quantized(Tensor):
     ) -> Quantized:
         like = {"strides": held.stride(), "dtype": dtype, "device": held.device}
         made = Tensor._make_wrapper_subclass(cls, held.shape, **like)
-        made.held, made.inverse, made.whole = held, inverse, whole
+        made.held, made.inverse, made.whole, made.by_rows = held, inverse, whole, None
         return made
 
     def __init__(self, *_: Any): ...
@@ -47,6 +51,9 @@ class Quantized(Tensor):
 
     def quantize_(self, values: Tensor) -> Quantized:
         """Hold other values; weights that are joined with this one are rounded again, to a scale for all."""
+        if self.by_rows is not None:
+            self.by_rows.quantize_(values.t())
+            return self
         if self.whole is not None:
             all_values = self.whole.dequantize()
             start = (self.held.data_ptr() - self.whole.held.data_ptr()) // self.held.stride(0)
@@ -63,6 +70,12 @@ class Quantized(Tensor):
         first, kwargs = args[0] if args else None, kwargs or {}
         if func in _SAME:
             return Quantized(first.held, first.inverse, first.dtype, first.whole)
+        if func is _aten.t.default and first.held.is_contiguous():
+            made = Quantized(first.held.t(), first.inverse, first.dtype)
+            made.by_rows = first
+            return made
+        if (made := _few_rows(func, args)) is not None:
+            return made
         if func is _aten.copy_.default and isinstance(first, Quantized):
             return first.quantize_(exact(args[1]))
         if func is _aten._to_copy.default and kwargs.get("layout") is None:
@@ -92,6 +105,27 @@ class Quantized(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"{self.dequantize()!r}, held in FP8"
+
+
+def _few_rows(func: Any, args: tuple) -> Tensor | None:
+    """A product with a weight that is held in FP8, of few rows, if it is x, weight and bias alone."""
+    bias = None
+    if func is _aten.mm.default:
+        x, transposed = args
+    elif func is _aten.addmm.default and len(args) == 3:
+        bias, x, transposed = args
+    elif func is _aten.linear.default:  # in inference mode, which takes nothing apart
+        x, weight, bias = (*args, None)[:3]
+        transposed = weight.t() if isinstance(weight, Quantized) else weight
+    else:
+        return None
+    weight = transposed.by_rows if isinstance(transposed, Quantized) else None
+    if weight is None or isinstance(x, Quantized) or not few_rows.takes(x, weight):
+        return None
+    if bias is not None and bias.dim() != 1:
+        return None
+    out = few_rows.op(x.reshape(-1, x.shape[-1]), weight.held, weight.inverse, bias)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def _made(held: Tensor, inverse: Tensor, dtype: torch.dtype, is_parameter: bool) -> Tensor:
@@ -145,3 +179,29 @@ def is_quantized(tensor: Tensor) -> bool:
 def exact(tensor: Tensor) -> Tensor:
     """The tensor as a plain one: dequantized where it is held in FP8."""
     return tensor.dequantize() if is_quantized(tensor) else tensor
+
+
+def address(tensor: Tensor) -> Any:
+    """Where its numbers lie."""
+    if is_quantized(tensor):
+        return tensor.held.data_ptr(), tensor.inverse.data_ptr()
+    return tensor.data_ptr()
+
+
+def forms_of(arguments: Sequence[Any]) -> dict[int, torch.dtype]:
+    """The places of the arguments that are held in FP8, with their dtypes."""
+    return {place: held.dtype for place, held in enumerate(arguments) if is_quantized(held)}
+
+
+def opened(arguments: Sequence[Any], forms: dict[int, torch.dtype]) -> list[Any]:
+    """The arguments with the bytes in the places of those that are held in FP8, whose scales follow."""
+    found = [argument.held if place in forms else argument for place, argument in enumerate(arguments)]
+    return [*found, *(arguments[place].inverse for place in forms)]
+
+
+def closed(arguments: Sequence[Any], forms: dict[int, torch.dtype]) -> list[Any]:
+    """What was opened, as it was."""
+    found = list(arguments[: len(arguments) - len(forms)])
+    for (place, dtype), inverse in zip(forms.items(), arguments[len(found) :], strict=True):
+        found[place] = Quantized(found[place], inverse, dtype)
+    return found

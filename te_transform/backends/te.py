@@ -24,7 +24,7 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.module import layernorm_mlp
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
-from te_transform.backends import fp8, plain
+from te_transform.backends import few_rows, fp8, plain
 from te_transform.backends.cudnn import DotProductAttention
 from te_transform.backends.fp8_ops import KERNELS, InFP8
 from te_transform.backends.gradients import Gradients, gradients_of
@@ -451,7 +451,7 @@ class _Product(FusedOp):
         return [tensors[place - 1] for place in self.PRODUCTS]
 
     def _plainly(self, product: plain.Product, x: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
-        return self.plain(product, x, *(None if tensor is None else exact(tensor) for tensor in tensors))
+        return self.plain(product, x, *tensors)
 
     def _why_plain(self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds: bool) -> str | None:
         """Why a call with this input runs in plain PyTorch, or None."""
@@ -461,8 +461,11 @@ class _Product(FusedOp):
         factor = multiple(_State.get_fp8_recipe()) if in_fp8 else 1
         if any(size % factor for weight in weights for size in weight.shape):
             return f"weights whose sizes are no multiples of {factor}"
-        # plain calls would have to dequantize weights held in FP8 alone, and know nothing of main_grad
-        if adds or (in_fp8 and any(map(is_quantized, weights))):
+        held = in_fp8 and any(map(is_quantized, weights))
+        if held and all(few_rows.takes(x, weight) for weight in weights) and not torch.is_grad_enabled():
+            return "few rows, whose products read weights that are held in FP8 alone"
+        # other plain calls would have to dequantize such weights, and know nothing of main_grad
+        if adds or held:
             return None
         return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import te_transform
+from te_transform.backends import few_rows
+from te_transform.backends.quantized import quantize
 from tests.gpu.test_training import batch, converted, gradients, llama
 from tests.zoo import seeded
 
@@ -124,3 +126,19 @@ def test_generates() -> None:
     ids = batch()["input_ids"][:, :8]
     out = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert out.shape == (2, 16)
+
+
+@pytest.mark.parametrize("outs", [1, 48, 4096])
+@pytest.mark.parametrize("ins", [16, 80, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_few_rows(outs: int, ins: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(outs, ins, device="cuda", dtype=dtype)
+    (held,) = quantize([weight])
+    wide = held.held.view(torch.float8_e4m3fn).double() * held.inverse
+    for rows in range(1, few_rows.MOST + 1):
+        x = torch.randn(rows, ins, device="cuda", dtype=dtype)
+        for bias in (None, torch.randn(outs, device="cuda", dtype=dtype)):
+            expected = torch.nn.functional.linear(x.double(), wide, None if bias is None else bias.double())
+            found = torch.nn.functional.linear(x, held, bias)
+            assert found.dtype is dtype
+            assert (found - expected).norm() <= 2**-8 * expected.norm()

@@ -1,0 +1,43 @@
+"""Products of few rows with a weight that is held in FP8 alone, as an operation of our own.
+
+A generation, whose time is that of reading the weights, reads half as many bytes so. The rows themselves are
+not rounded to FP8.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_transform.backends.limits import DTYPES
+
+MOST = 16  # rows; from 32 or so on the tensor cores' own products in FP8 are faster (H100)
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether x [..., in] has so few rows, and the dtype of the weight."""
+    return x.dtype == weight.dtype and x.dtype in DTYPES and 0 < x.shape[:-1].numel() <= MOST
+
+
+def linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in] (held * inverse)^T + bias -> [rows, out]; held [out, in] has E4M3 as bytes."""
+    return F.linear(x, (held.view(torch.float8_e4m3fn).float() * inverse).to(x.dtype), bias)
+
+
+def _by_kernel(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+    from te_transform.backends import few_rows_kernel
+
+    return few_rows_kernel.linear(x.contiguous(), held.view(torch.float8_e4m3fn), inverse, bias)
+
+
+_LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
+_LIBRARY.define("few_rows_linear(Tensor x, Tensor held, Tensor inverse, Tensor? bias) -> Tensor")
+_LIBRARY.impl("few_rows_linear", linear, "CPU")
+_LIBRARY.impl("few_rows_linear", _by_kernel, "CUDA")
+op = torch.ops.te_transform.few_rows_linear.default
+
+
+@torch.library.register_fake("te_transform::few_rows_linear")
+def _made(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(len(x), len(held))

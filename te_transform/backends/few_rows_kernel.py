@@ -1,0 +1,75 @@
+"""The kernel of products of few rows with a weight that is held in FP8, which reads one byte a number.
+
+The only file that imports Triton, which PyTorch brings where there are GPUs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Numbers in a row of the weight that a program reads at once, its rows of the weight, and its warps, for one
+# row of x and for several. Of four products of the 8B shape on an H100 these take 0.51 and 0.65 of the time
+# that cuBLAS takes in bf16.
+ONE = {"COLUMNS": 1024, "ROWS": 2, "num_warps": 2}
+SEVERAL = {"COLUMNS": 256, "ROWS": 32, "num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def _one_row(x, held, inverse, bias, out, outs, ins, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+             COLUMNS: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = rows < outs
+    start = held + rows.to(tl.int64)[:, None] * ins
+    found = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, ins, COLUMNS):
+        at = first + columns
+        there = at < ins
+        read = tl.load(start + at[None, :], mask=inside[:, None] & there[None, :], other=0.0)
+        given = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+        found += read.to(tl.float32) * given[None, :]
+    total = tl.sum(found, axis=1) * tl.load(inverse)
+    if HAS_BIAS:
+        total += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + rows, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _several_rows(x, held, inverse, bias, out, many, outs, ins, HAS_BIAS: tl.constexpr, MANY: tl.constexpr,
+                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    given_rows, columns = tl.arange(0, MANY), tl.arange(0, COLUMNS)
+    inside, given_inside = rows < outs, given_rows < many
+    start = held + rows.to(tl.int64)[None, :] * ins
+    found = tl.zeros((MANY, ROWS), dtype=tl.float32)
+    for first in range(0, ins, COLUMNS):
+        at = first + columns
+        there = at < ins
+        read = tl.load(start + at[:, None], mask=inside[None, :] & there[:, None], other=0.0)
+        given = tl.load(x + given_rows[:, None] * ins + at[None, :],
+                        mask=given_inside[:, None] & there[None, :], other=0.0)  # fmt: skip
+        found = tl.dot(given, read.to(given.dtype), found)
+    found *= tl.load(inverse)
+    if HAS_BIAS:
+        found += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + given_rows[:, None] * outs + rows[None, :], found.to(out.dtype.element_ty),
+             mask=given_inside[:, None] & inside[None, :])  # fmt: skip
+
+
+def linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in] (held * inverse)^T + bias, summed up in fp32; held [out, in] in E4M3."""
+    (many, ins), outs = x.shape, len(held)
+    out = x.new_empty(many, outs)
+    how = ONE if many == 1 else SEVERAL
+    grid = (triton.cdiv(outs, how["ROWS"]),)
+    given = x, held, inverse, x if bias is None else bias, out
+    with torch.cuda.device(x.device):
+        if many == 1:
+            _one_row[grid](*given, outs, ins, HAS_BIAS=bias is not None, **how)
+        else:
+            padded = max(16, triton.next_power_of_2(many))
+            _several_rows[grid](*given, many, outs, ins, HAS_BIAS=bias is not None, MANY=padded, **how)
+    return out
