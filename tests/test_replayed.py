@@ -8,7 +8,7 @@ import copy
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -23,13 +23,13 @@ import te_transform
 from te_transform import OptionError
 from te_transform.backends import limits
 from te_transform.plan import options
-from te_transform.runtime import replayed
-from tests import stand_in, test_compiled
+from te_transform.runtime import lowered, replayed
+from tests import stand_in, test_compiled, test_quantize
 from tests.attacks import OTHER, WIDTH, Attends, Block, Pair, X, observed
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
 from tests.zoo import seeded, zero_dropout
 
-te, compilations = stand_in.te, test_compiled.compilations  # fixtures
+te, compilations, products = stand_in.te, test_compiled.compilations, test_quantize.products  # fixtures
 pytestmark = pytest.mark.usefixtures("counts")
 
 
@@ -581,6 +581,118 @@ def test_a_generation_with_a_static_cache(counts: Counter) -> None:
         assert error(logits(converted), logits(model)) < EVERYWHERE
         assert counts["forward"] == 6 * (batch + 1)  # of seven tokens two are warm-ups, one is a check too
     assert notes(converted) == []
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_generation_with_weights_in_fp8_alone(
+    te: ModuleType, products: list[tuple[int, ...]], counts: Counter, compile: bool
+) -> None:
+    case = ALL["llama"]
+    model = case.build().bfloat16().eval().requires_grad_(False)
+    recipe = te_transform.PrecisionPlan("fp8-current", small_calls=True)
+    converted = te_transform.convert(
+        model, case.sample(), verify=False, backend="te", recipe=recipe, graphs=True, compile=compile
+    )
+    prompt = case.sample(seq=20)["input_ids"]
+    with torch.no_grad():
+        converted(prompt)
+    te_transform.quantize_weights(converted)
+    model = copy.deepcopy(converted)
+    te_transform.revert(model)
+
+    def logits(each: nn.Module) -> list[Tensor]:
+        cache, found = StaticCache(config=model.config, max_cache_len=40), []
+        with torch.no_grad():
+            converted(prompt, past_key_values=cache, use_cache=True)  # more rows, which are rounded to FP8
+            for place in range(8):
+                found.append(each(prompt[:, place : place + 1], past_key_values=cache).logits.float())
+        return found
+
+    found = logits(converted)
+    assert counts["forward"] >= 5
+    assert {rows for rows, _ in products} == {len(prompt)}
+    assert error(found, logits(model)) < 0.02
+    assert notes(converted) == []
+
+
+def elsewhere(model: nn.Module) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight.data = weight.data * 2
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(2)
+
+
+def swapped(model: nn.Module) -> None:
+    one, other = (layer.mlp for layer in model.model.layers)
+    one.gate_proj.weight, other.gate_proj.weight = other.gate_proj.weight, one.gate_proj.weight
+
+
+def another_scale(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def a_hook(model: nn.Module) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 2)
+
+
+@pytest.mark.parametrize("change", [elsewhere, in_place, swapped, another_scale, a_hook])
+@pytest.mark.parametrize("flat", [False, True], ids=["own memory", "one memory for all"])
+def test_a_step_after_a_change(
+    change: Callable[[nn.Module], None], flat: bool, counts: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, looks = ALL["llama"], Counter()
+    model = case.build().eval()
+    if flat:  # joined weights are copies then, which each call makes anew
+        parameters = [*model.parameters()]
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters), parameters)
+    models = te_transform.convert(model, case.sample(), verify=False, graphs=True), model
+    look = lowered.Lowered.look
+
+    def counted(self: lowered.Lowered, arguments: Sequence[Any]) -> Any:
+        looks["looks"] += 1
+        return look(self, arguments)
+
+    monkeypatch.setattr(lowered.Lowered, "look", counted)
+    ids = case.sample(seq=5)["input_ids"]
+    caches = [StaticCache(config=model.config, max_cache_len=32) for _ in models]
+
+    @torch.no_grad()
+    def agree(steps: int) -> None:
+        for _ in range(steps):
+            found = [
+                each(ids[:, -1:], past_key_values=cache).logits
+                for each, cache in zip(models, caches, strict=True)
+            ]
+            assert error(found[:1], found[1:]) < EVERYWHERE
+
+    agree(9)
+    assert flat or looks["looks"] < 9
+    for each in models:
+        change(each)
+    agree(9)
+    assert counts["forward"] > 0, notes(models[0])
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_steps_of_two_generations_by_turns(recorded: bool, counts: Counter) -> None:
+    case = ALL["llama"]
+    model = case.build().eval()
+    models = te_transform.convert(model, case.sample(), verify=False, graphs=True), model
+    ids = case.sample(seq=5)["input_ids"]
+    caches = [[StaticCache(config=model.config, max_cache_len=32) for _ in models] for _ in range(2)]
+    model.requires_grad_(False)
+    models[0].requires_grad_(False)
+    for step in range(12):
+        with torch.set_grad_enabled(recorded and step % 3 == 0):
+            found = [
+                each(ids[:, step % 5, None], past_key_values=cache).logits
+                for each, cache in zip(models, caches[step % 2], strict=True)
+            ]
+        assert error(found[:1], found[1:]) < EVERYWHERE
+    assert counts["forward"] > 0, notes(models[0])
 
 
 def test_generate_with_a_growing_cache_and_with_a_static_one(counts: Counter) -> None:

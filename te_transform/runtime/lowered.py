@@ -3,7 +3,7 @@ before it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from operator import is_
 from typing import Any
 
@@ -17,6 +17,7 @@ from te_transform.graph import edit
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Plan, Site
 from te_transform.runtime.lower import Apart, lower
+from te_transform.runtime.prepared import Prepared
 
 
 class States:
@@ -83,7 +84,7 @@ class Lowered:
             if compiles and site not in products and not isinstance(site.fused, plain.DotProductAttention)
         }
         self.graph = lower(plan, apart, without | others)
-        self.runs: dict[tuple, Callable[..., Any] | None] = {}
+        self.runs: dict[tuple, Prepared | None] = {}
         self.states = States({})  # of the last call that had no quantized weights
         nodes = list(self.graph.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -98,6 +99,7 @@ class Lowered:
         joins = {node for node in nodes if isinstance(self._module(node), Join)}
         self.staying = sorted((read | joins) - {*placeholders})
         self.before = [*masks, *self.staying]
+        self.reads_values = bool(masks)  # of a call, to know what is to run
         self.compute, inputs = edit.extract(self.graph, self.before, ())
         self.places = [placeholders.index(node) for node in inputs]
         self.given = {node: placeholders.index(node) for node in read & {*placeholders}}

@@ -63,7 +63,7 @@ class Replayed:
     ):
         self.run, self.stays, self.writes, self.note = run, stays, writes, note
         self.changes = [*writes, *states]
-        self.kinds: dict[tuple, _Kind] = {}
+        self.kinds: dict[tuple, Kind] = {}
         self.lock = threading.RLock()
         _ALL.add(self)
 
@@ -71,7 +71,7 @@ class Replayed:
         if _is_recorded_by_others():
             return self.run(*arguments)
         with self.lock:
-            kind = self._kind(arguments)
+            kind = self.kind_of(arguments)
             if kind.refused or kind.is_waiting():
                 return self.run(*arguments)
             if kind.calls < WARM_UPS or not kind.knows_gradients():
@@ -82,18 +82,31 @@ class Replayed:
                 self._record(kind, arguments)
             return self.run(*arguments) if kind.graphs is None else kind.replayed(self, arguments)
 
-    def _kind(self, arguments: Sequence[Any]) -> _Kind:
+    def again(self, kind: Kind) -> Callable[..., Sequence[Any]] | None:
+        """What replays calls without gradients of this kind, by whoever's arguments; None where nothing
+        does."""
+        with self.lock:
+            graphs = kind.graphs
+            if graphs is None or kind not in self.kinds.values() or _is_recorded_by_others():
+                return None
+
+        def replay(*arguments: Any) -> Sequence[Any]:
+            with self.lock:
+                return graphs.returned(graphs.forward(arguments), arguments)
+
+        return replay
+
+    def kind_of(self, arguments: Sequence[Any]) -> Kind:
         """Calls that differ in nothing but the values of their tensors."""
-        here = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
         told = tuple(
             (a.data_ptr() if stays else None, a.requires_grad) if isinstance(a, Tensor) else a
             for a, stays in zip(arguments, self.stays, strict=True)
         )
-        key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), here, told
+        key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), stream_now(), told
         kind = self.kinds.pop(key, None)
         if kind is None:
             distinct = {id(a): place for place, a in enumerate(arguments) if _is_trained(a)}
-            kind = _Kind([*distinct.values()])
+            kind = Kind([*distinct.values()])
             while len(self.kinds) >= MOST:
                 del self.kinds[next(iter(self.kinds))]
         self.kinds[key] = kind  # as the last, the one to let go of is that of the longest ago
@@ -105,7 +118,7 @@ class Replayed:
             if kind.graphs is not None and kind.graphs.has_moved():
                 self.kinds.pop(key, None)
 
-    def _record(self, kind: _Kind, arguments: Sequence[Any]) -> None:
+    def _record(self, kind: Kind, arguments: Sequence[Any]) -> None:
         """Record a call and hold it to the function; a kind that cannot be replayed is refused."""
         for each in list(_ALL):  # another graph's, if the change that moved parameters made this one
             each.forget_moved()
@@ -126,6 +139,11 @@ class Replayed:
 
 
 _ALL: weakref.WeakSet[Replayed] = weakref.WeakSet()
+
+
+def stream_now() -> int:
+    """The CUDA stream that is on; 0 where there is no GPU."""
+    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
 
 
 def _is_recorded_by_others() -> bool:
@@ -159,7 +177,7 @@ def _unfit(arguments: Sequence[Any]) -> str | None:
 
 
 @dataclass(eq=False)
-class _Kind:
+class Kind:
     """One kind of call: what is known of it, and what was recorded.
 
     `wanted` are the outputs that got gradients in its warm-ups.
@@ -279,7 +297,7 @@ class _Recorded:
         outputs: what the function returns of these.
     """
 
-    def __init__(self, owner: Replayed, kind: _Kind, arguments: Sequence[Any], outputs: Sequence[Any]):
+    def __init__(self, owner: Replayed, kind: Kind, arguments: Sequence[Any], outputs: Sequence[Any]):
         tensors = {place: a for place, a in enumerate(arguments) if isinstance(a, Tensor)}
         self.copies = {place: tensor for place, tensor in tensors.items() if not owner.stays[place]}
         self.staying = {place: tensor.data_ptr() for place, tensor in tensors.items() if owner.stays[place]}
@@ -293,6 +311,8 @@ class _Recorded:
         # of the outputs: those that are arguments, by the places of these; tensors that are made; the rest
         self.given = {p: numbers[id(out)] for p, out in enumerate(outputs) if id(out) in numbers}
         made = {p for p, out in enumerate(outputs) if isinstance(out, Tensor)} - self.given.keys()
+        # how many of the first arguments a replay needs, the others it reads where they lie
+        self.needs = 1 + max([*self.copies, *self.writes, *self.given.values()], default=-1)
         self.tensors = sorted(made)
         self.values = [None if p in made or p in self.given else out for p, out in enumerate(outputs)]
         returned = [outputs[place] for place in self.tensors]
@@ -400,7 +420,7 @@ class _Forward:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kind: _Kind, owner: Replayed, arguments: Sequence[Any], *trained: Tensor
+        ctx: Any, kind: Kind, owner: Replayed, arguments: Sequence[Any], *trained: Tensor
     ) -> tuple[Tensor, ...]:
         graphs = kind.graphs
         ctx.set_materialize_grads(False)
@@ -541,7 +561,7 @@ def _put_back(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
             tensor.copy_(was)
 
 
-def _recorded(owner: Replayed, kind: _Kind, arguments: Sequence[Any]) -> tuple[_Recorded | None, str | None]:
+def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_Recorded | None, str | None]:
     """What was recorded of a call, held to what the function itself computes; or why there is nothing."""
     held = [
         argument if stays or not isinstance(argument, Tensor) else _copied(argument)
