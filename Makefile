@@ -2,6 +2,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Empty is off: tests start many processes, and to make the byte code of torch and transformers anew takes each of
+# them ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: quickstart test integrations lint benchmarks clean
 
 quickstart: $(READY)

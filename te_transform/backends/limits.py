@@ -21,9 +21,9 @@ REPLAYED_LENGTHS = 128
 MIN_ATTENTION_LENGTH = 512
 # batch x length x length x width from which cuDNN's attention gains more than its way on the CPU costs.
 MIN_ATTENTION_WORK = 4e10
-# In those kernels of PyTorch's attention that take a mask, one block of threads goes through all keys: with few
-# heads and queries, and from so many keys on, most of the GPU has nothing to do (H100: 1024 keys of 8 heads
-# take 44 us, written out 9 compiled and 18 uncompiled; of 128 heads 42, 33 and 49).
+# In those kernels of PyTorch's attention that take a mask, one block of threads goes through all keys. With
+# few heads and queries, and from so many keys on, most of the GPU has nothing to do (H100: 1024 keys of
+# 8 heads take 44 us, written out 9 compiled and 18 uncompiled; of 128 heads 42, 33 and 49).
 MOST_HEADS_WRITTEN_OUT, MOST_QUERIES_WRITTEN_OUT, MIN_KEYS_WRITTEN_OUT = 64, 16, 512
 # rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width
 # being the smaller side of a weight: the CPU takes several times as long for one of their calls, which shows
