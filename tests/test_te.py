@@ -2,6 +2,7 @@
 whom."""
 
 import copy
+import inspect
 import pickle
 from collections.abc import Iterator
 from types import ModuleType
@@ -566,6 +567,7 @@ def test_the_cast_of_a_gated_activations_gradient_is_put_in_once_and_only_where_
         case = Case(te, **CASES["gated mlp"])
         in_fp8(te, case, "fp8-delayed")
     patched = layernorm_mlp._act_func
+    assert inspect.signature(patched) == inspect.signature(stand_in._act_func)
     name = kernel_of(case).module.options["activation"]
     recipe = te.recipe_of("fp8-delayed")
     assert callable(patched(name, recipe)[2])

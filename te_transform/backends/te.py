@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import chain
 from operator import is_not
 from typing import Any
@@ -704,6 +704,7 @@ def _cast_in_backward() -> bool:
     if original is None or original("swiglu", recipes.DelayedScaling())[2:] != (None,):
         return False
 
+    @wraps(original)
     def act_func(activation: str, *recipe: Any) -> tuple[Any, ...]:
         forward, backward, with_cast = original(activation, *recipe)
         ours = isinstance(activation, _CastInBackward) and any(map(is_delayed, recipe))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_transform.backends import limits
+from te_transform.backends import limits, plain
 from te_transform.graph import ops
 
 LENGTHS = (16, 512, 777, 1024)
@@ -109,3 +109,26 @@ def test_of_a_joined_product_the_values_alone_are_kept() -> None:
     # queries, keys, values, the output and its log-sum-exps
     assert torch.cuda.memory_allocated() - before < 4.5 * size
     out.sum().backward()
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("keys", [100, 1024])
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_single_query_with_a_mask(batch: int, keys: int, compile: bool) -> None:
+    """As in a generation with a static cache; few heads with many keys are multiplied in two products."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    parts = [
+        torch.randn(batch, *size, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for size in ((8, 1), (2, keys), (2, keys))
+    ]
+    core = plain.DotProductAttention()
+    kept = torch.arange(keys, device="cuda").expand(batch, 1, 1, keys) < keys // 2
+    kept = kept & (torch.arange(batch, device="cuda").view(-1, 1, 1, 1) != 3)  # where a row sees nothing
+    options = (0.0, False, None, True)
+    for mask in (kept, torch.zeros_like(kept, dtype=torch.bfloat16).masked_fill(~kept, float("-inf"))):
+        wide = [part.double() for part in parts]
+        exact = ops.sdpa(*wide, mask if mask.dtype is torch.bool else mask.double(), *options)
+        with torch.no_grad():
+            attend = torch.compile(core.attend) if compile else core.attend
+            found = attend(*parts, mask, *options)
+        assert (found - exact).norm() <= 2**-8 * exact.norm()

@@ -12,19 +12,25 @@ from tests.gpu.test_compiled import error, gradients, model_of
 from tests.gpu.test_models import sample
 
 
+def allocated() -> int:
+    """Bytes of tensors: without the 32 MiB that PyTorch keeps for cuBLAS in each stream."""
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 @pytest.mark.parametrize("recipe", [None, "fp8-delayed"])
 def test_all_ways_are_timed(recipe: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timing, "SECONDS", 0.1)
     model, inputs = model_of("llama"), sample("llama", seq=64)
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     converted = te_transform.convert(model, inputs, backend="te", recipe=recipe, compile="auto")
     report = te_transform.report(converted)
     assert len(report.timings) == (5 if recipe is None else 9)
     assert all(each.seconds for each in report.timings), report.timings
     assert report.chosen == timing.fastest(report.timings).name
     held = sum(parameter.nbytes for parameter in model.parameters())
-    assert torch.cuda.memory_allocated() - before < 2 * held + 2**26  # nothing of the other ways
+    assert allocated() - before < 2 * held + 2**26  # nothing of the other ways
 
 
 def test_the_chosen_way_is_as_exact_as_the_original(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
