@@ -21,6 +21,7 @@ from torch import nn
 
 from te_transform.backends import BackendError
 from te_transform.convert import convert, inspect
+from te_transform.convert import report as report_of
 from te_transform.graph.inputs import BATCH, InputError, Inputs, TraceError, invent
 from te_transform.load import LoadError, inputs_of, load
 from te_transform.passes import PIPELINE
@@ -29,6 +30,7 @@ from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError
 from te_transform.plan.rule import Rule
 from te_transform.report.report import ExpectationError, Report
+from te_transform.runtime import timing
 from te_transform.runtime.console import status
 from te_transform.verify.verify import verify
 
@@ -65,11 +67,18 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument(
         "--expect", nargs="+", default=[], metavar="RULE=N", help="fail unless so many places are fused"
     )
+    planned.add_argument(
+        "--times", action="store_true", help="predict what a call takes on an H100 in each way to run it"
+    )
     planned.set_defaults(run=_inspect)
 
     compared = commands.add_parser("verify", help="convert, and compare outputs and gradients")
     _add_model(compared, length=64, backend="auto")
     compared.set_defaults(run=_verify)
+
+    tuned = commands.add_parser("tune", help="time each way to run it here, and keep what is the fastest")
+    _add_model(tuned, length=2048, backend="auto")
+    tuned.set_defaults(run=_tune)
 
     explained = commands.add_parser("explain", help="what a rule rewrites, and when it does not")
     explained.add_argument("rule", nargs="?", choices=[rule.name for rule in PIPELINE], metavar="RULE")
@@ -88,6 +97,7 @@ def _add_model(parser: argparse.ArgumentParser, length: int, backend: str) -> No
     parser.add_argument("--backend", choices=("auto", "te", "torch"), default=backend, help=f"({backend})")
     parser.add_argument("--recipe", default=None, help="fp8-delayed, fp8-current, fp8-block or mxfp8")
     parser.add_argument("--approximate", action="store_true", help="allow rules that change the numbers")
+    parser.add_argument("--inference", action="store_true", help="in evaluation, without a backward")
     parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="paths of modules left alone")
     parser.add_argument(
         "--input",
@@ -114,7 +124,7 @@ def _inspect(asked: argparse.Namespace) -> int:
     with status(f"building {asked.model}"):
         model, inputs = _loaded(asked, on_meta=True)
     with status("capturing"):
-        report = inspect(model, inputs, **_options(asked))
+        report = inspect(model, inputs, compile="auto" if asked.times else False, **_options(asked))
     if asked.html:
         report.to_html(asked.html)
     _show(json.dumps(_as_data(report), indent=1) if asked.json else report)
@@ -134,6 +144,16 @@ def _verify(asked: argparse.Namespace) -> int:
     return 0 if found else 1
 
 
+def _tune(asked: argparse.Namespace) -> int:
+    with status(f"building {asked.model}"):
+        model, inputs = _loaded(asked, on_meta=False)
+    tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
+    for each in tuned.timings:
+        _show(f"{each}{', chosen' if each.name == tuned.chosen else ''}")
+    _show(f'kept for convert(..., compile="auto") of such a model with such inputs, in {timing.file()}')
+    return 0
+
+
 def _options(asked: argparse.Namespace) -> dict[str, Any]:
     names = "backend", "recipe", "approximate", "skip"
     return {name: getattr(asked, name) for name in names}
@@ -150,13 +170,14 @@ def _loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs
     )
     if not on_meta and torch.cuda.is_available():
         model.cuda()
+    model.train(not asked.inference)
     if asked.input:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return model, inputs_of(asked.input, device)
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     usual = min(asked.usual_length, positions or asked.usual_length)
     inputs = invent(model, asked.batch, asked.length or usual)
-    if type(model).__name__.endswith(_LANGUAGE_MODELS):
+    if type(model).__name__.endswith(_LANGUAGE_MODELS) and not asked.inference:
         inputs = replace(inputs, kwargs={**inputs.kwargs, "labels": inputs.kwargs["input_ids"]})
     return model, inputs
 
@@ -178,6 +199,7 @@ def _as_data(report: Report) -> dict[str, Any]:
         "notes": report.all_notes(),
         "precision": None if precision is None else dict(precision.sites),
         "memory": None if report.memory is None else asdict(report.memory),
+        "times": [asdict(timing) for timing in report.timings],
     }
 
 

@@ -15,6 +15,7 @@ import te_transform
 from te_transform.cli import main
 from te_transform.load import LoadError, load
 from te_transform.passes import PIPELINE
+from te_transform.runtime import timing
 
 FACTORY = """
 import torch
@@ -89,6 +90,35 @@ def test_inspect_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert {site["rule"] for site in told["sites"]} <= {rule.name for rule in PIPELINE}
     assert told["precision"]["model.layers.0.mlp"] is None
     assert told["memory"]["peak"] > 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_inspect_predicts_times(capsys: pytest.CaptureFixture[str], inference: bool) -> None:
+    mode = ["--inference"] if inference else []
+    assert main(["inspect", "llama", "--layers", "2", "--dtype", "bfloat16", "--times", *mode]) == 0
+    told = capsys.readouterr().out
+    assert "predicted" in told
+    assert ("labels=" in told) != inference
+    assert main(["inspect", "llama", "--layers", "2", "--dtype", "bfloat16", "--times", "--json", *mode]) == 0
+    times = json.loads(capsys.readouterr().out)["times"]
+    assert len(times) > 4
+    assert all(each["seconds"] > 0 for each in times if not each["why"].startswith("not"))
+
+
+def test_tune_keeps_the_fastest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
+    arguments = ["tune", "models_of_mine:two", "--input", "2x4x16", "--inference"]
+    assert main(arguments) == 0
+    told = capsys.readouterr().out
+    assert told.count(" ms") >= 2
+    assert told.count(", chosen") == 1
+    assert str(folder / "cache/te_transform/timings.json") in told
+    monkeypatch.setattr(timing, "seconds_of", None)  # nothing is timed again
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == told
 
 
 def test_what_is_expected_decides_the_status(capsys: pytest.CaptureFixture[str]) -> None:

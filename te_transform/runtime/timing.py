@@ -140,25 +140,26 @@ def kept(key: str) -> list[Timing]:
 
 def keep(key: str, timings: Sequence[Timing]) -> None:
     """Keep them for later processes; where that cannot be done, only the log says so."""
-    file, everything = _file(), _everything()
+    path, everything = file(), _everything()
     everything[key] = [asdict(timing) for timing in timings]
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written = file.with_suffix(f".{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps(everything, indent=1), encoding="utf-8")
-        written.replace(file)
+        written.replace(path)
     except OSError as error:
         log.warning("timings are not kept, %s: %s", type(error).__name__, error)
 
 
 def _everything() -> dict[str, Any]:
     try:
-        found = json.loads(_file().read_text(encoding="utf-8"))
+        found = json.loads(file().read_text(encoding="utf-8"))
     except (OSError, ValueError):  # no file, or none of ours
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _file() -> Path:
+def file() -> Path:
+    """Where timings are kept."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "te_transform" / "timings.json"
