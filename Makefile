@@ -6,7 +6,7 @@ READY := .venv/.ready
 # them ten seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test integrations lint benchmarks clean
+.PHONY: quickstart test integrations fuzz lint benchmarks clean
 
 quickstart: $(READY)
 	$(BIN)/python examples/quickstart.py
@@ -16,6 +16,11 @@ test: $(READY)
 
 integrations: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m integration
+
+# Ten thousand models that are drawn: hours on two cores, `make fuzz MODELS=500` minutes.
+MODELS ?= 10000
+fuzz: $(READY)
+	TE_TRANSFORM_FUZZ=$(MODELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/test_drawn.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
