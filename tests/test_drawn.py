@@ -312,13 +312,14 @@ def one_of(*choices: Any) -> st.SearchStrategy:
     return st.sampled_from(choices)
 
 
+BIASES = "q", "k", "v", "o", "up", "gate", "down", "head"
 MODEL = st.builds(
     Drawn,
     norm=one_of(*NORMS),
     placement=one_of(*PLACEMENTS),
     groups=one_of(HEADS, 2, 1),
     projections=one_of("separate", "packed", "packed by head"),
-    biases=st.frozensets(one_of("q", "k", "v", "o", "up", "gate", "down", "head")),
+    biases=one_of(frozenset(), frozenset(BIASES)) | st.frozensets(one_of(*BIASES)),
     spelling=one_of(*SPELLINGS),
     repeat=one_of("repeat_interleave", "expand", "enable_gqa"),
     mask=one_of(*MASKS),

@@ -9,6 +9,7 @@ all sites are fused. What a mask is gets looked at before the graph runs.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -98,9 +99,9 @@ class CompiledGraph:
         self.products = self.weights if options.recipe is not None else {}
         self.in_fp8: dict[tuple, frozenset[Site]] = {}  # by kind of call
         self.lowered: dict[frozenset[Site], Lowered] = {}  # by what runs in FP8
-        # the last call without gradients that was replayed, by all that it had in common with the next step
-        # of a generation
-        self.last: tuple[tuple, Prepared, Kind] | None = None
+        # the last call without gradients that was replayed, by all that the next step of a generation has in
+        # common with it; what was recorded is let go of elsewhere
+        self.last: tuple[tuple, Prepared, weakref.ref[Kind]] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         with limits.replayed if self.in_cuda_graphs else nullcontext():
@@ -109,7 +110,7 @@ class CompiledGraph:
     def _call(self, arguments: Sequence[Any]) -> Any:
         recipe = self.backend.recipe_now() if self.products else None
         scaling = None if recipe is None else self.backend.scaling_of(recipe)
-        step = self._step(arguments, scaling)
+        step = self._step(arguments, (recipe is None, scaling))
         if (outputs := self._repeated(step, arguments)) is not None:
             return outputs
         if recipe is not None and scaling is None:
@@ -139,10 +140,10 @@ class CompiledGraph:
             # what was computed before is the arguments' own memory, not a copy that each call makes anew
             own = {*map(address, known.tensors)} <= {*step[0]}
             kind = run.kind_of([*arguments, *known.tensors], len(arguments)) if own else None
-            self.last = None if kind is None else (step, run, kind)
+            self.last = None if kind is None else (step, run, weakref.ref(kind))
         return outputs
 
-    def _step(self, arguments: Sequence[Any], scaling: Any) -> tuple | None:
+    def _step(self, arguments: Sequence[Any], precision: tuple) -> tuple | None:
         """What two calls without gradients that one recording computes have in common; None where only a look
         at more than the arguments' memory could tell."""
         if not self.graphs or torch.is_grad_enabled():
@@ -157,14 +158,16 @@ class CompiledGraph:
             elif written and argument.untyped_storage()._cdata in written:
                 return None
         here = torch.is_inference_mode_enabled(), stream_now()
-        return (*where,), self._sizes(arguments), scaling, _attention(), here
+        return (*where,), self._sizes(arguments), precision, _attention(), here
 
     def _repeated(self, step: tuple | None, arguments: Sequence[Any]) -> Any:
         """The outputs of a call like the last one, which takes half of the CPU's time so; None of another."""
-        if step is None or self.last is None or self.last[0] != step:
+        last = self.last  # which another thread may change
+        if step is None or last is None or last[0] != step:
             return None
-        _, prepared, kind = self.last
-        return prepared.again(kind, arguments)
+        _, prepared, reference = last
+        kind = reference()
+        return None if kind is None else prepared.again(kind, arguments)
 
     def _run(self, lowered: Lowered, known: Known, arguments: Sequence[Any], scaling: Any) -> Prepared | None:
         """What is compiled for such a call, now where this is the first; None where nothing is."""
