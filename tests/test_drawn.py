@@ -418,7 +418,11 @@ LLAMA = Drawn(
 KEPT = {
     "GPT-2": Drawing(Drawn(dropout=0.1, tied=True), "copied", (Call(training=True), Call("twice"))),
     "Llama": Drawing(LLAMA, "elsewhere", (Call(padding="left"), Call("no_grad", length=5)), graphs=True),
-}
+    "a row that sees nothing": Drawing(
+        replace(LLAMA, spelling="in fp32", projections="packed", groups=1),
+        "buffer_written", (Call(batch=1, length=7, padding="left"), Call("no_grad")), dtype="float64",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEPT)

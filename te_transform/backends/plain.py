@@ -241,7 +241,7 @@ class DotProductAttention(FusedOp):
             twice = self.twice and not dropout_p and not compiling.get()
             arguments = (query, key, value, *rest)
             out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
-        return _with_nan_rows(out, mask) if nan_rows and mask is not None and hidden is None else out
+        return _with_nan_rows(out, value, mask) if nan_rows and mask is not None and hidden is None else out
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         """The attention by whichever kernel is the fastest here."""
@@ -334,11 +334,31 @@ def _in_one_order(grad: Tensor) -> Tensor:
     return grad.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _with_nan_rows(out: Tensor, mask: Tensor) -> Tensor:
-    """NaN in the rows that see nothing, and in gradients where the mask was added to the scores."""
-    if mask.dtype is torch.bool:
-        return torch.where(mask.any(-1, keepdim=True), out, torch.nan)
-    return out * torch.where(mask.isneginf().all(-1, keepdim=True), torch.nan, 1.0).to(out.dtype)
+def _with_nan_rows(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """NaN in the rows that see nothing, and in gradients where a softmax of only -inf makes them NaN: in all
+    where the mask was added to the scores, in those of the values where scores were filled."""
+    if mask.dtype is not torch.bool:
+        return out * torch.where(mask.isneginf().all(-1, keepdim=True), torch.nan, 1.0).to(out.dtype)
+    seen = mask.any(-1, keepdim=True)
+    return torch.where(seen, out, torch.nan) if transformed() else _NaNRows.apply(out, value, seen)
+
+
+class _NaNRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        ctx.save_for_backward(seen)
+        ctx.shape = value.shape
+        return torch.where(seen, out, torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (seen,) = ctx.saved_tensors
+        lost = ~seen.all(-2, keepdim=True)
+        heads, groups = lost.shape[-3:-2], ctx.shape[-3:-2]
+        if heads and heads[0] > groups[0]:  # which several of these heads share
+            lost = lost.unflatten(-3, (groups[0], -1)).any(-3)
+        of_value = torch.where(lost, torch.nan, grad.new_zeros(())).expand(ctx.shape)
+        return torch.where(seen, grad, 0.0), of_value, None
 
 
 def _written_out(
