@@ -470,7 +470,8 @@ def te_transform(
 
 def _copy(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model)
+        with torch.inference_mode(False), torch.no_grad():  # where it is on, copies could not be trained
+            return copy.deepcopy(model)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), a copy is needed to "

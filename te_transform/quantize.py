@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from te_transform.backends.joined import is_stored, state_of
@@ -76,9 +77,9 @@ def dequantize_weights(model: nn.Module) -> None:
     made: dict[int, nn.Parameter] = {}
     for module, name, parameter in list(_places(model)):
         if is_quantized(parameter):
-            plain = made.setdefault(
-                id(parameter), nn.Parameter(exact(parameter), requires_grad=parameter.requires_grad)
-            )
+            with torch.inference_mode(False), torch.no_grad():  # else they could not be trained
+                held = nn.Parameter(exact(parameter), requires_grad=parameter.requires_grad)
+            plain = made.setdefault(id(parameter), held)
             module._parameters[name] = plain
     for module in model.modules():
         for key, hook in list(module._state_dict_hooks.items()):

@@ -128,6 +128,23 @@ def test_converted_again_after_reverting() -> None:
     Pair(pair.original, again, X).agree(with_input_gradient)
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_was_done_in_inference_mode_is_trained_later(copied: bool) -> None:
+    """What is made in there cannot be saved for a backward: copies, and parameters that are laid together."""
+    original = seeded(Tiny)
+    with torch.inference_mode():
+        converted = te_transform.convert(original, X)
+    if copied:
+        converted = copy.deepcopy(converted)
+    with torch.inference_mode():
+        for _ in range(3):
+            converted(X)
+    assert not any(tensor.is_inference() for tensor in converted.state_dict().values())
+    for model in (original, converted):
+        train(model)
+    Pair(original, converted, X).agree(atol=1e-4)
+
+
 def test_the_original_is_left_as_it_was() -> None:
     pair, built = tiny(), seeded(Tiny)
     train(pair.converted)

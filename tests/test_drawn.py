@@ -422,6 +422,10 @@ KEPT = {
         replace(LLAMA, spelling="in fp32", projections="packed", groups=1),
         "buffer_written", (Call(batch=1, length=7, padding="left"), Call("no_grad")), dtype="float64",
     ),
+    "joined after a copy, in inference mode": Drawing(
+        replace(LLAMA, mask="causal -inf", branches=True), "copied",
+        (Call("inference_mode", length=10), Call("inference_mode", length=14)), verify=True, graphs=True,
+    ),
 }  # fmt: skip
 
 

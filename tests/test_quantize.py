@@ -100,6 +100,16 @@ def test_what_is_copied_into_a_transposed_one_is_quantized() -> None:
     assert torch.equal(exact(parts[1]), exact(quantize([weights[0], new])[1]))
 
 
+def test_quantized_in_inference_mode_and_loaded_later() -> None:
+    weights = [random(16, 32, seed=seed) for seed in range(2)]
+    with torch.inference_mode():
+        parts = quantize(weights)
+    new = random(16, 32, seed=2)
+    with torch.no_grad():
+        parts[0].copy_(new)
+    assert torch.equal(exact(parts[0]), exact(quantize([new, weights[1]])[0]))
+
+
 def test_joined_weights_are_rows_of_one_tensor() -> None:
     weights = [random(16, 32, seed=seed) for seed in range(3)]
     parts = quantize(weights)

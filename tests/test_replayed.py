@@ -566,7 +566,7 @@ def test_autocast_casts_weights_in_the_recording() -> None:
 
 def test_a_generation_with_a_static_cache(counts: Counter) -> None:
     case = ALL["llama"]
-    model = case.build().eval()
+    model = case.build(num_hidden_layers=1).eval()
     converted = te_transform.convert(model, case.sample(), verify=False, graphs=True)
     ids = case.sample(seq=5)["input_ids"]
 
@@ -588,7 +588,7 @@ def test_a_generation_with_weights_in_fp8_alone(
     te: ModuleType, products: list[tuple[int, ...]], counts: Counter
 ) -> None:
     case = ALL["llama"]
-    model = case.build().bfloat16().eval().requires_grad_(False)
+    model = case.build(num_hidden_layers=1).bfloat16().eval().requires_grad_(False)
     recipe = te_transform.PrecisionPlan("fp8-current", small_calls=True)
     converted = te_transform.convert(
         model, case.sample(), verify=False, backend="te", recipe=recipe, graphs=True, compile=True
@@ -622,12 +622,12 @@ def elsewhere(model: nn.Module) -> None:
 
 def in_place(model: nn.Module) -> None:
     with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight.mul_(2)
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)
 
 
 def swapped(model: nn.Module) -> None:
-    one, other = (layer.mlp for layer in model.model.layers)
-    one.gate_proj.weight, other.gate_proj.weight = other.gate_proj.weight, one.gate_proj.weight
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj.weight, mlp.up_proj.weight = mlp.up_proj.weight, mlp.gate_proj.weight
 
 
 def another_scale(model: nn.Module) -> None:
@@ -641,7 +641,7 @@ def a_hook(model: nn.Module) -> None:
 @pytest.mark.parametrize("flat", [False, True], ids=["own memory", "one memory for all"])
 def test_steps_after_changes(flat: bool, counts: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
     case, looks = ALL["llama"], Counter()
-    model = case.build().eval()
+    model = case.build(num_hidden_layers=1).eval()
     if flat:  # joined weights are copies then, which each call makes anew
         parameters = [*model.parameters()]
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters), parameters)
@@ -676,7 +676,7 @@ def test_steps_after_changes(flat: bool, counts: Counter, monkeypatch: pytest.Mo
 
 def test_steps_of_two_generations_by_turns(counts: Counter) -> None:
     case = ALL["llama"]
-    model = case.build().eval()
+    model = case.build(num_hidden_layers=1).eval()
     models = te_transform.convert(model, case.sample(), verify=False, graphs=True), model
     ids = case.sample(seq=5)["input_ids"]
     caches = [[StaticCache(config=model.config, max_cache_len=32) for _ in models] for _ in range(2)]
@@ -694,7 +694,7 @@ def test_steps_of_two_generations_by_turns(counts: Counter) -> None:
 
 def test_generate_with_a_growing_cache_and_with_a_static_one(counts: Counter) -> None:
     case = ALL["llama"]
-    model = case.build().eval()
+    model = case.build(num_hidden_layers=1).eval()
     converted = te_transform.convert(model, case.sample(), verify=False, graphs=True)
     ids, how = case.sample(seq=5)["input_ids"], {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(converted.generate(ids, **how), model.generate(ids, **how))

@@ -278,12 +278,13 @@ def lay(parameters: Sequence[nn.Parameter]) -> bool:
     if not _can_be_laid(parameters):
         state_of(parameters[0]).refused = _pointers(parameters)
         return False
-    with torch.no_grad():
+    # with memory that was made in inference mode, parameters could not be trained any more
+    with torch.inference_mode(False), torch.no_grad():
         buffer = torch.cat([parameter.detach() for parameter in parameters])
-    group = Group(buffer, parameters)
-    for parameter, part in zip(parameters, buffer.split([len(p) for p in parameters]), strict=True):
-        parameter.data = torch.from_dlpack(part)
-        state_of(parameter).group = group
+        group = Group(buffer, parameters)
+        for parameter, part in zip(parameters, buffer.split([len(p) for p in parameters]), strict=True):
+            parameter.data = torch.from_dlpack(part)
+            state_of(parameter).group = group
     return True
 
 

@@ -147,7 +147,15 @@ def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize(weights: Sequence[Tensor]) -> list[nn.Parameter]:
-    """Parameters that hold the weights in FP8; several, which are joined, in rows of one tensor."""
+    """Parameters that hold the weights in FP8; several, which are joined, in rows of one tensor.
+
+    None of them is an inference tensor, which nothing could be loaded into later.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        return _quantized(weights)
+
+
+def _quantized(weights: Sequence[Tensor]) -> list[nn.Parameter]:
     whole = Quantized(*_rounded(torch.cat([weight.detach() for weight in weights])), weights[0].dtype)
     if len(weights) == 1:
         return [nn.Parameter(whole, requires_grad=False)]
