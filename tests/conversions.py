@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -32,9 +32,15 @@ IN_BF16 = ("quickstart", "nanogpt_manual", "llama", "bert", "torch_encoder_pre",
 EVERYWHERE = 1e-5  # how far a converted model may be off in fp32, relative to the norm of what is compared
 
 
-def each(names: Iterable[str]) -> pytest.MarkDecorator:
-    """A test's `name` is each of `names`; those of one model run in one process, one after the other."""
-    cases = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+def each(names: Iterable[str], later: Collection[str] = ()) -> pytest.MarkDecorator:
+    """A test's `name` is each of `names`; those of one model run in one process, one after the other.
+
+    `make integrations` has those that are in `later` too.
+    """
+    marks = {name: [pytest.mark.xdist_group(name)] for name in names}
+    for name in marks.keys() & {*later}:
+        marks[name].append(pytest.mark.integration)
+    cases = [pytest.param(name, marks=each) for name, each in marks.items()]
     return pytest.mark.parametrize("name", cases, scope="module")
 
 
