@@ -199,7 +199,7 @@ def _as_data(report: Report) -> dict[str, Any]:
         "notes": report.all_notes(),
         "precision": None if precision is None else dict(precision.sites),
         "memory": None if report.memory is None else asdict(report.memory),
-        "times": [asdict(timing) for timing in report.timings],
+        "times": [asdict(each) for each in report.timings],
     }
 
 

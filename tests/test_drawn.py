@@ -21,9 +21,6 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.backends import limits
-from te_transform.plan import options
-from te_transform.runtime import replayed
 from te_transform.runtime.converted import converted_of
 from tests.models.drawn import (
     ACTIVATIONS,
@@ -37,7 +34,7 @@ from tests.models.drawn import (
     WORDS,
     Drawn,
 )
-from tests.test_replayed import Emulated
+from tests.test_replayed import emulate
 
 MODELS, PARTS = int(os.environ.get("TE_TRANSFORM_FUZZ", "16")), 8
 BOUND = 1e-5  # how far fp32 may be off, relative to the norm of what is compared
@@ -402,10 +399,7 @@ def as_exact(own: Tensor, found: Tensor, wanted: Tensor) -> None:
 def emulated_graphs() -> Iterator[None]:
     """CUDA graphs where there is no GPU, see test_replayed.py."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replayed, "Graphs", Emulated)
-        patch.setattr(options, "cuda_graphs", lambda: True)
-        patch.setattr(limits, "DEVICE", "cpu")
-        patch.setattr(replayed, "increment_version", lambda tensor: None)
+        emulate(patch)
         yield
 
 

@@ -176,10 +176,10 @@ def test_gradients_through_checkpoints(name: str) -> None:
 
 # Generation
 
-GENERATING = ["gpt2", "llama", "t5"]
+GENERATING = ["gpt2", "llama", "gpt_neox", "t5"]
 
 
-@each(GENERATING)
+@each(GENERATING, later=LATER)
 def test_generates_the_same_tokens(name: str) -> None:
     pair = as_built(name)
     for batch, cached in ((2, True), (1, False)) if name in WIDE else ((2, True),):

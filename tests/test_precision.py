@@ -166,7 +166,15 @@ def test_activation_checkpointing_is_a_part_of_the_same_step(recipe: str, reentr
     assert sum(kernel.in_fp8 for kernel in kernels) == 2 * 3  # of each block: q and k, o, the MLP
 
 
-@pytest.mark.parametrize(("recipe", "compile"), [("fp8-current", False), ("fp8-delayed", True)])
+@pytest.mark.parametrize(
+    ("recipe", "compile"),
+    [
+        ("fp8-current", False),
+        ("fp8-delayed", True),
+        pytest.param("fp8-delayed", False, marks=pytest.mark.integration),
+        pytest.param("fp8-current", True, marks=pytest.mark.integration),
+    ],
+)
 def test_weights_in_float32_run_in_fp8_under_autocast(recipe: str, compile: bool) -> None:
     """As accelerate and Trainer train in bf16."""
     exact, options = net().float(), {"backend": "te", "recipe": recipe, "compile": compile}

@@ -75,16 +75,21 @@ def overwrite(kept: list[Tensor | None], made: list[Tensor | None]) -> None:
             old.copy_(new.detach())
 
 
+def emulate(patch: pytest.MonkeyPatch) -> None:
+    """Record and replay without a GPU."""
+    patch.setattr(replayed, "Graphs", Emulated)
+    patch.setattr(options, "cuda_graphs", lambda: True)
+    patch.setattr(limits, "DEVICE", "cpu")
+    patch.setattr(Emulated, "counts", Counter())
+    patch.setattr(Emulated, "all", weakref.WeakSet())
+    # the functions themselves count what they write to
+    patch.setattr(replayed, "increment_version", lambda tensor: None)
+
+
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often something was recorded, and replayed."""
-    monkeypatch.setattr(replayed, "Graphs", Emulated)
-    monkeypatch.setattr(options, "cuda_graphs", lambda: True)
-    monkeypatch.setattr(limits, "DEVICE", "cpu")
-    monkeypatch.setattr(Emulated, "counts", Counter())
-    monkeypatch.setattr(Emulated, "all", weakref.WeakSet())
-    # the functions themselves count what they write to
-    monkeypatch.setattr(replayed, "increment_version", lambda tensor: None)
+    emulate(monkeypatch)
     return Emulated.counts
 
 
@@ -584,14 +589,15 @@ def test_a_generation_with_a_static_cache(counts: Counter) -> None:
     assert notes(converted) == []
 
 
+@pytest.mark.parametrize("compile", [True, pytest.param(False, marks=pytest.mark.integration)])
 def test_a_generation_with_weights_in_fp8_alone(
-    te: ModuleType, products: list[tuple[int, ...]], counts: Counter
+    te: ModuleType, products: list[tuple[int, ...]], counts: Counter, compile: bool
 ) -> None:
     case = ALL["llama"]
     model = case.build(num_hidden_layers=1).bfloat16().eval().requires_grad_(False)
     recipe = te_transform.PrecisionPlan("fp8-current", small_calls=True)
     converted = te_transform.convert(
-        model, case.sample(), verify=False, backend="te", recipe=recipe, graphs=True, compile=True
+        model, case.sample(), verify=False, backend="te", recipe=recipe, graphs=True, compile=compile
     )
     prompt = case.sample(seq=20)["input_ids"]
     with torch.no_grad():
