@@ -148,8 +148,7 @@ def _tune(asked: argparse.Namespace) -> int:
     with status(f"building {asked.model}"):
         model, inputs = _loaded(asked, on_meta=False)
     tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
-    for each in tuned.timings:
-        _show(f"{each}{', chosen' if each.name == tuned.chosen else ''}")
+    _show("\n".join(tuned.all_timings()))
     _show(f'kept for convert(..., compile="auto") of such a model with such inputs, in {timing.file()}')
     return 0
 

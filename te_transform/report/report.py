@@ -119,8 +119,11 @@ class Report:
         precise = () if self.precision is None else _precise(self.precision)
         plain = (f"{count} calls ran in plain PyTorch: {why}" for why, count in self.plain_calls.items())
         memory = () if self.memory is None else (f"a training step is predicted to take {self.memory}",)
-        timed = (f"{each}{', chosen' if each.name == self.chosen else ''}" for each in self.timings)
-        return (*self.notes, *self.breaks, *precise, *memory, *plain, *timed)
+        return (*self.notes, *self.breaks, *precise, *memory, *plain, *self.all_timings())
+
+    def all_timings(self) -> tuple[str, ...]:
+        """What a call takes in each way to run the model, and which one was chosen."""
+        return tuple(f"{each}{', chosen' if each.name == self.chosen else ''}" for each in self.timings)
 
     def __rich__(self) -> Group:
         refused = most_valuable_first(gather(self.refused))
