@@ -132,6 +132,34 @@ def test_is_done_after_once(name: str) -> None:
     assert str(canonicalize(once)) == str(once)
 
 
+# Sizes
+
+
+class Binds(nn.Module):
+    """A size that the code binds to a number after a mask was made of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        length = torch.arange(x.shape[1])
+        mask = length[None] <= length[:, None]
+        weights = [1 / (place + 1) for place in range(x.shape[1])]
+        return F.scaled_dot_product_attention(x, x, x, mask) * sum(weights)
+
+
+def test_a_mask_of_sizes_that_are_bound_later_is_made_of_numbers_alone() -> None:
+    (captured,) = capture(Binds(), (torch.arange(6).view(1, 6),), dynamic=True)
+    canonical = canonicalize(captured.module.graph)
+    (attention,) = (node for node in canonical.nodes if node.target is ops.sdpa)
+    made_of = [attention.args[3]]
+    for node in made_of:
+        made_of += node.all_input_nodes
+    assert not any(node.op == "placeholder" for node in made_of)
+
+
 # Multi-head attention, which dynamo captures as one call
 
 X, Y = torch.randn(5, 7, 32), torch.randn(5, 9, 32)

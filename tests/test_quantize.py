@@ -14,6 +14,7 @@ from te_transform.backends import few_rows, limits
 from te_transform.backends.joined import Join
 from te_transform.backends.quantized import Quantized, exact, is_quantized, quantize
 from te_transform.quantize import dequantize_weights
+from te_transform.runtime.converted import converted_of
 from tests import stand_in
 
 te = stand_in.te  # a fixture
@@ -227,6 +228,17 @@ def test_computes_what_it_did(te: ModuleType, recipe: str) -> None:
     again = answer(fused)
     assert torch.equal(again, before) if recipe == "fp8-current" else torch.allclose(again, before, atol=0.1)
     assert stand_in.Base.quantized == count + 1  # the one that is stored transposed
+
+
+def test_calls_of_all_lengths_share_a_capture(te: ModuleType) -> None:
+    fused = converted(net())
+    answer(fused)
+    te_transform.quantize_weights(fused)
+    before = len(converted_of(fused).graphs)
+    with torch.no_grad():
+        for length in (12, 24, 40, 64):
+            fused(random(2, length, WIDTH))
+    assert len(converted_of(fused).graphs) <= before + 2  # of the first length, and of any
 
 
 def test_says_why_the_rest_stays(te: ModuleType) -> None:

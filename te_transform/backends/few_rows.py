@@ -6,9 +6,12 @@ not rounded to FP8.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_transform.backends.limits import DTYPES
 
@@ -16,8 +19,13 @@ MOST = 16  # rows; from 32 or so on the tensor cores' own products in FP8 are fa
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether x [..., in] has so few rows, and the dtype of the weight."""
-    return x.dtype == weight.dtype and x.dtype in DTYPES and 0 < x.shape[:-1].numel() <= MOST
+    """Whether x [..., in] has so few rows, and the dtype of the weight.
+
+    A capture with symbolic sizes has no answer, and is not to be bound to these sizes by asking.
+    """
+    rows = math.prod(x.shape[:-1])  # Size.numel() would make the symbols numbers
+    few = statically_known_true(rows > 0) and statically_known_true(rows <= MOST)
+    return few and x.dtype == weight.dtype and x.dtype in DTYPES
 
 
 def linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from te_transform.graph import edit
-from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, same_shape, shape_of, writes
+from te_transform.graph.nodes import (
+    called,
+    is_model_tensor,
+    is_tensor_node,
+    same_shape,
+    shape_of,
+    size_of,
+    writes,
+)
 
 
 def read_sizes_early(graph: fx.Graph) -> None:
-    """Let a size be read from the first tensor of the same shape that led to the one it is asked of."""
+    """Let a size be read from the first tensor of the same shape that led to the one it is asked of.
+
+    One that the code bound to a number, after it had read it as a symbol, is that number.
+    """
     for node in graph.nodes:
+        size = size_of(node)
+        if isinstance(size, torch.SymInt) and (number := size.node.maybe_as_int()) is not None:
+            for reader in [reader for reader in node.users if reader.op != "output"]:
+                edit.read_instead(reader, node, number)
         if node.op == "call_method" and called(node) == "size" and is_tensor_node(node.args[0]):
             earliest = node.args[0]
             while (earlier := _of_the_same_shape(earliest)) is not None:

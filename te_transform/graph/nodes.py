@@ -84,7 +84,7 @@ def numel_of(node: fx.Node) -> int:
     """How many numbers, at the sizes that the graph was captured with."""
     if not is_tensor_node(node):
         return 0
-    numel = shape_of(node).numel()
+    numel = value(node).numel()  # a shape's numel() would bind symbolic sizes to these numbers
     return numel if isinstance(numel, int) else numel.node.hint
 
 
