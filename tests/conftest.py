@@ -1,4 +1,4 @@
-"""What all tests run with; and kernels, which models of a test's size would not run in by themselves."""
+"""What all tests run with: fused products too, which calls of a test's size are too small for."""
 
 import gc
 from collections.abc import Iterator
@@ -18,8 +18,16 @@ gc.set_threshold(100_000, 20, 50)
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def at_any_size() -> Iterator[None]:
-    """Kernels take calls that are too small to gain from them."""
+    """Calls of the few tokens that tests have run fused, in kernels where there are any."""
     with limits.at_any_size:
         yield
+
+
+@pytest.fixture
+def by_size(at_any_size: None) -> Iterator[None]:
+    """Calls run as they do outside of tests."""
+    before, limits.at_any_size.entered = limits.at_any_size.entered, 0
+    yield
+    limits.at_any_size.entered = before

@@ -547,6 +547,11 @@ def test_cross_entropy_says_why_it_ran_in_plain_pytorch(
     )
     assert op.plain_calls == {"the loss, logits in float32, targets in int64": 1}
     monkeypatch.setattr(limits, "at_any_size", limits.Switch())
+    op(LOGITS, TARGETS, -100, "none")
+    assert op.plain_calls[f"the loss, {LOGITS.numel()} logits, too few to be faster in TE's kernel"] == 1
+    with limits.replayed:
+        assert limits.without_cross_entropy(LOGITS[..., :8], TARGETS) is None
+    monkeypatch.setattr(limits, "MIN_LOGITS", 1)
     found = op(LOGITS, TARGETS, -100, "none")
     assert torch.equal(found, plain.CrossEntropy()(LOGITS, TARGETS, -100, "none"))
     why = f"the loss, rows of {WORDS} logits, no multiple of 8: PyTorch's kernels are faster"

@@ -376,7 +376,7 @@ def test_the_report_says_which_calls_are_too_small() -> None:
 
 @pytest.mark.parametrize("in_fp8", [True, False])
 @pytest.mark.parametrize("width", [64, 1024, 4096])
-def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: bool) -> None:
+def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: bool, by_size: None) -> None:
     tokens = limits.break_even_rows(width, in_fp8)
     assert limits.too_small(tokens - 1, width, in_fp8)
     assert limits.too_small(tokens, width, in_fp8) is None

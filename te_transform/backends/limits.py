@@ -33,6 +33,11 @@ MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
 # in FP8 takes 0.90 of one in bf16 at 8.6e9, 0.81 at 1.7e10).
 MIN_GEMM_WORK_REPLAYED, MIN_GEMM_WORK_IN_FP8_REPLAYED = 0, 8e9
 
+# Logits from which on TE's cross entropy is taken: it saves memory's traffic, and its launches and its
+# nested backward take the CPU longer than PyTorch's do, which shows in steps of few tokens. Where the two
+# meet has not been measured.
+MIN_LOGITS = 1e8
+
 # Tokens from which on the product of a padded head gains more than the copy of its weight takes.
 MIN_PADDED_TOKENS = 256
 
@@ -231,6 +236,10 @@ def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
         return f"logits of shape {list(logits.shape)} for targets of shape {list(targets.shape)}"
     if logits.dtype != torch.bfloat16 or targets.dtype != torch.int64:
         return f"logits in {dtype_name(logits.dtype)}, targets in {dtype_name(targets.dtype)}"
-    if logits.shape[-1] % ALIGNED and not at_any_size:
+    if at_any_size:
+        return None
+    if logits.numel() < MIN_LOGITS and not replayed:
+        return f"{logits.numel():,} logits, too few to be faster in TE's kernel"
+    if logits.shape[-1] % ALIGNED:
         return f"rows of {logits.shape[-1]:,} logits, no multiple of {ALIGNED}: PyTorch's kernels are faster"
     return None

@@ -436,7 +436,8 @@ def snapshot(graph: fx.Graph) -> fx.Graph:
     copied, copies = fx.Graph(), {}
     for node in graph.nodes:
         copies[node] = twin = copied.node_copy(node, copies.__getitem__)
-        twin.meta = {key: node.meta[key] for key in ("path", "example_value", "fused") if key in node.meta}
+        kept = ("path", "example_value", "fused", "origin", "spelled")
+        twin.meta = {key: node.meta[key] for key in kept if key in node.meta}
         twin.meta["source"] = known.source_of(node)
     return copied
 

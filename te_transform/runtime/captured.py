@@ -15,6 +15,7 @@ from te_transform.graph.nodes import name_in_model
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.runtime.compiled import CompiledGraph
+from te_transform.runtime.few_tokens import FewTokens
 from te_transform.runtime.lower import Apart, lower
 from te_transform.runtime.modes import is_dispatch_mode_on, put_back
 
@@ -64,6 +65,7 @@ class CapturedGraph:
         self.disabled = frozenset(sites)
         apart, options, failures = self.owner.apart, self.owner.options, self.owner.failures
         self.run: Callable[..., Any] = lower(self.plan, apart, self.disabled).forward
+        self.few_tokens = FewTokens(self.plan, apart, self.disabled, options)
         self.compiled: CompiledGraph | None = None
         if options.compile or options.graphs:
             self.compiled = CompiledGraph(self.plan, apart, self.disabled, options, self.run, failures)
@@ -79,9 +81,12 @@ class CapturedGraph:
                 return run(*arguments)
         with put_back() as in_modes:
             # modes see torch calls, of which a compiled graph makes none
-            if self.compiled is None or in_modes or is_dispatch_mode_on() or transformed():
+            if in_modes or is_dispatch_mode_on() or transformed():
                 return self.run(*arguments)
-            return self.compiled(*arguments)
+            if self.compiled is not None:
+                return self.compiled(*arguments)
+            run = self.few_tokens.run if self.few_tokens.takes(arguments) else self.run
+            return run(*arguments)
 
     def _check(self, arguments: Sequence[Any]) -> None:
         """Take back the sites that are wrong on the values of this call."""

@@ -33,6 +33,8 @@ from te_transform.graph.nodes import (
 )
 from te_transform.plan.match import Plan, Site
 
+_NORMS = (ops.layer_norm, ops.rms_norm)
+
 Apart = list[tuple[weakref.ref, ...]]  # groups of joined parameters that do not lie next to each other
 
 
@@ -45,14 +47,34 @@ def lower(plan: Plan, apart: Apart, without: Collection[Site] = ()) -> fx.GraphM
         without: sites that run as they were captured.
     """
     lowering = _Lowering(plan, apart)
-    for site in sorted(plan.sites, key=lambda site: site.node):
-        if site not in without and not _changes_nothing(site):
+    for site in _in_order(plan, without):
+        lowering.put(site)
+    return lowering.finished()
+
+
+def lower_unfused(plan: Plan, apart: Apart, without: Collection[Site] = ()) -> fx.GraphModule:
+    """The graph with its products as they were captured.
+
+    Attention and what else gains in plain PyTorch is fused, and norms that the fused products begin with are
+    one operation where they were captured as several.
+    """
+    lowering = _Lowering(plan, apart)
+    for site in _in_order(plan, without):
+        if is_product(site):
+            lowering.put_norms(site)
+        elif not isinstance(site.fused, plain.Rotary):
             lowering.put(site)
-    lowering.graph.lint()
-    lowering.module.recompile()
-    # fx prints a graph when it is first called; what cannot be printed has to fail here
-    _LazyGraphModule.force_recompile(lowering.module)
-    return lowering.module
+    return lowering.finished()
+
+
+def is_product(site: Site) -> bool:
+    """Whether the site has matrix products that gain from kernels alone."""
+    return bool(site.weights) and not isinstance(site.fused, plain.PaddedLinear)
+
+
+def _in_order(plan: Plan, without: Collection[Site]) -> list[Site]:
+    sites = (site for site in plan.sites if site not in without and not _changes_nothing(site))
+    return sorted(sites, key=lambda site: site.node)
 
 
 def _changes_nothing(site: Site) -> bool:
@@ -97,6 +119,7 @@ class _Lowering:
         self.written = {node.name for node in written(plan.captured.graph)}
         self.masks: dict[fx.Node, fx.Node] = {}
         self.shared: dict[tuple, fx.Node] = {}
+        self.put_already: set[str] = set()  # norms that several sites begin with
 
     def put(self, site: Site) -> None:
         """Call the site's op where the first of its outputs is computed."""
@@ -118,6 +141,29 @@ class _Lowering:
             self.stands[canonical.meta["origin"]] = new
             edit.replace_uses(old, new)
         edit.erase_cascade(self.graph, outputs.values(), self._names_in(site))
+
+    def put_norms(self, site: Site) -> None:
+        """Compute the norms of the site by one operation each."""
+        inside = self._names_in(site)
+        for norm in self.plan.before.nodes:
+            name = norm.meta.get("origin")
+            if norm.target in _NORMS and name in inside and name not in self.put_already:
+                self.put_already.add(name)
+                if len(norm.meta["spelled"]) == 1:
+                    continue
+                old = self.stands[name]
+                args = self._inner(norm.args, old, {})
+                self.stands[name] = edit.insert_call(self.graph, old, norm.target, args, like=norm)
+                edit.replace_uses(old, self.stands[name])
+                edit.erase_cascade(self.graph, [old], inside)
+
+    def finished(self) -> fx.GraphModule:
+        """The graph as a module, ready to run."""
+        self.graph.lint()
+        self.module.recompile()
+        # fx prints a graph when it is first called; what cannot be printed has to fail here
+        _LazyGraphModule.force_recompile(self.module)
+        return self.module
 
     def _split(self, site: Site, at: fx.Node, made: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
         """Each of the columns of a merged product."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_transform.backends import limits, plain
+from te_transform.backends import plain
 from te_transform.graph import ops
 
 LENGTHS = (16, 512, 777, 1024)
@@ -82,11 +82,10 @@ def test_autocast_casts_what_is_in_float32() -> None:
     ],
 )
 def test_says_what_it_leaves_to_pytorch(
-    shape: tuple[int, ...], options: dict, why: str, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], options: dict, why: str, by_size: None
 ) -> None:
     from te_transform.backends import te
 
-    monkeypatch.setattr(limits.at_any_size, "entered", 0)  # as outside of these tests
     core = te.DotProductAttention()
     query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     mask = torch.ones(shape[-2], shape[-2], dtype=torch.bool, device="cuda") if options else None

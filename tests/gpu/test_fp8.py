@@ -5,7 +5,6 @@ import torch
 
 import te_transform
 from te_transform import PrecisionPlan
-from te_transform.backends import limits
 from te_transform.backends.joined import state_of
 from tests.conversions import ALL, Pair
 from tests.gpu.test_models import converted, sample
@@ -95,8 +94,7 @@ def scales(pair: Pair) -> list[torch.Tensor]:
     return [tensor.clone() for state in states for tensor in (state.scale, state.amax_history)]
 
 
-def test_small_calls_run_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits.at_any_size, "entered", 0)  # as outside of these tests
+def test_small_calls_run_where_they_are_faster(by_size: None) -> None:
     model, inputs = ALL["llama"].build().to("cuda", torch.bfloat16), sample("llama")
     every = PrecisionPlan("fp8-current", small_calls=True)
     for recipe, plain in (("fp8-current", True), (every, False)):

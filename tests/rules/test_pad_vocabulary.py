@@ -82,7 +82,7 @@ def plain_calls(model: nn.Module, x: Tensor = TARGETS) -> dict[str, int]:
     return te_transform.report(converted).plain_calls
 
 
-def test_says_which_calls_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_which_calls_gain_nothing(by_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the head as it is, a tensor on cpu" in plain_calls(LanguageModel())
     monkeypatch.setattr(limits, "DEVICE", "cpu")
     assert "the head as it is, a product in float32" in plain_calls(LanguageModel())

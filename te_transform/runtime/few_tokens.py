@@ -1,0 +1,110 @@
+"""A captured graph for calls of so few tokens that the CPU sets the pace.
+
+Fused products gain nothing there, in TE's kernels nor in plain PyTorch, and each of them asks first what it
+may do: what was captured is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from te_transform.backends import limits
+from te_transform.backends.joined import state_of
+from te_transform.backends.quantized import is_quantized
+from te_transform.backends.tracing import in_backward
+from te_transform.graph.nodes import shape_of, value
+from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
+from te_transform.runtime.lower import Apart, is_product, lower_unfused
+
+_KNOWN = 4096  # sizes whose answers are kept: one for each length that a generation goes through
+
+
+class FewTokens:
+    """The graph as it was captured, but for attention and for norms that were captured as many operations.
+
+    Args:
+        plan: of the captured graph.
+        apart: where groups are noted that a call finds apart, see Join.
+        without: its sites that run as they were captured.
+        options: of the conversion.
+    """
+
+    def __init__(self, plan: Plan, apart: Apart, without: Collection[Site], options: Options):
+        self.plan, self.apart, self.without, self.backend = plan, apart, without, options.backend
+        self.products = [site for site in plan.sites if is_product(site) and site not in without]
+        placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
+        names = {node.name: place for place, node in enumerate(placeholders)}
+        weights = [weight for site in self.products for group in site.weights for weight in group]
+        self.first = names[weights[0].meta["origin"]] if weights else 0
+        # the kernels of weights that are held in FP8 alone read bytes, at any size
+        self.is_possible = bool(weights) and not any(is_quantized(value(weight)) for weight in weights)
+        symbols = {place: value(node) for place, node in enumerate(placeholders)}
+        self.symbols = {
+            place: size.node.expr for place, size in symbols.items() if isinstance(size, torch.SymInt)
+        }
+        self.work = {
+            (_expression(math.prod(shape_of(site.node.args[0])[:-1])), min(shape_of(site.weights[0][0])))
+            for site in self.products
+        }
+        # by the sizes of a call: the rows and widths of its products, and what the last one was told
+        self.rows: dict[tuple[int, ...], list[tuple[int, int]] | None] = {}
+        self.told: dict[tuple[int, ...], bool] = {}
+
+    @cached_property
+    def run(self) -> Callable[..., Any]:
+        """The graph, made when it first runs."""
+        return lower_unfused(self.plan, self.apart, self.without).forward
+
+    def takes(self, arguments: Sequence[Any]) -> bool:
+        """Whether a call with these arguments has so few tokens; counts its products as plain calls then.
+
+        A checkpoint repeats what the forward did, whose recipe need not be on any more.
+        """
+        if not self.is_possible or limits.at_any_size:
+            return False
+        sizes = tuple(arguments[place] for place in self.symbols)
+        if sizes not in self.rows:
+            if len(self.rows) >= _KNOWN:
+                self.rows.clear()
+                self.told.clear()
+            self.rows[sizes] = self._rows(sizes)
+        if not (in_backward() and sizes in self.told):
+            self.told[sizes] = self._has_few(self.rows[sizes], arguments)
+        return self.told[sizes]
+
+    def _has_few(self, rows: list[tuple[int, int]] | None, arguments: Sequence[Any]) -> bool:
+        # kernels add gradients to buffers that accumulate() made
+        if rows is None or state_of(arguments[self.first]).gradients is not None:
+            return False
+        in_fp8 = self.backend.recipe_now() is not None
+        reasons = [limits.too_small(*each, in_fp8) for each in rows]
+        if None in reasons:
+            return False
+        if self.backend.HAS_KERNELS:
+            for site in self.products:
+                site.fused.plain_calls[reasons[0]] += 1
+        return True
+
+    def _rows(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
+        """The rows that the products have at these sizes, and the widths of their weights."""
+        known = dict(zip(self.symbols.values(), sizes, strict=True))
+        found = [(_number(rows, known), width) for rows, width in self.work]
+        return None if any(rows is None for rows, _ in found) else found
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    """A number, or what sympy has for it."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _number(expression: Any, known: dict[Any, int]) -> int | None:
+    """None where only the values of a call tell."""
+    if isinstance(expression, int):
+        return expression
+    return int(expression.xreplace(known)) if expression.free_symbols <= known.keys() else None

@@ -1,0 +1,161 @@
+"""Calls of few tokens run what was captured, larger ones fused products."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import te_transform
+from te_transform.backends import limits
+from te_transform.graph import ops
+from te_transform.runtime.converted import converted_of
+from te_transform.runtime.few_tokens import FewTokens
+from tests import stand_in
+from tests.models.tiny import WIDTH, Tiny
+from tests.zoo import CASES, seeded
+
+te = stand_in.te  # a fixture
+ENOUGH = 12  # rows
+SIZES = ((1, 3), (2, 5), (3, 4), (2, 9))
+
+
+@pytest.fixture(autouse=True)
+def _by_rows(by_size: None, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of `ENOUGH` rows run fused, in FP8 those of as many again."""
+    monkeypatch.setattr(limits, "MIN_GEMM_WORK", ENOUGH * WIDTH**2)
+    monkeypatch.setattr(limits, "MIN_GEMM_WORK_IN_FP8", 2 * ENOUGH * WIDTH**2)
+
+
+@pytest.fixture
+def unfused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call ran what was captured, in their order."""
+    found: list[bool] = []
+    takes = FewTokens.takes
+
+    def noted(*args: Any) -> bool:
+        found.append(takes(*args))
+        return found[-1]
+
+    monkeypatch.setattr(FewTokens, "takes", noted)
+    return found
+
+
+def rows(batch: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch, length, WIDTH, generator=torch.Generator().manual_seed(length)).to(dtype)
+
+
+def converted(model: nn.Module, sample: Tensor, **options: Any) -> nn.Module:
+    return te_transform.convert(copy.deepcopy(model), sample, verify=False, **options)
+
+
+@pytest.mark.parametrize("backend", ["torch", "te"])
+def test_the_tokens_of_a_call_decide_also_at_sizes_that_vary(backend: str, unfused: list[bool]) -> None:
+    dtype = torch.bfloat16 if backend == "te" else torch.float32
+    original = seeded(Tiny).to(dtype)
+    model = converted(original, rows(1, 7, dtype), backend=backend)
+    for size in SIZES:
+        x = rows(*size, dtype)
+        unfused.clear()
+        out, wanted = model(x), original(x)
+        assert unfused == [x.shape[:-1].numel() < ENOUGH]
+        if unfused[0]:
+            assert torch.equal(out, wanted)  # the same operations
+        torch.testing.assert_close(out, wanted, atol=0.02 if backend == "te" else 1e-5, rtol=0.02)
+    assert len(converted_of(model).graphs) <= 3
+
+
+def test_calls_are_counted_with_the_reason() -> None:
+    model = converted(seeded(Tiny).bfloat16(), rows(1, 3, torch.bfloat16), backend="te")
+    for _ in range(2):
+        model(rows(1, 3, torch.bfloat16))
+    products = len([site for site in converted_of(model).graphs[0].plan.sites if site.weights])
+    why = "a call too small to be faster in these kernels"
+    assert te_transform.report(model).plain_calls[why] == 2 * products
+
+
+def test_norms_of_many_operations_are_one(unfused: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = CASES["llama"].build(), CASES["llama"].sample()
+    monkeypatch.setattr(limits, "MIN_GEMM_WORK", 1e9)
+    fused = te_transform.convert(copy.deepcopy(model), inputs, backend="torch")
+    unfused.clear()
+    for each in (model, fused):
+        each.train(False)
+    with torch.no_grad():
+        out, wanted = fused(**inputs).logits, model(**inputs).logits
+    assert unfused == [True]
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+    graph = converted_of(fused).graphs[-1].few_tokens
+    called = [node.target for node in graph.run.__self__.graph.nodes]
+    norms = [node for node in graph.plan.before.nodes if node.target is ops.rms_norm]
+    assert called.count(ops.rms_norm) == len(norms) > 0
+    assert torch.rsqrt not in called
+
+
+def gradients(model: nn.Module, x: Tensor, call: Callable[..., Tensor]) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    call(model, x).float().square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("recipe", [None, "fp8-current", "fp8-delayed"])
+def test_a_checkpoint_repeats_what_the_forward_did(
+    recipe: str | None, size: tuple[int, int], unfused: list[bool]
+) -> None:
+    model = converted(seeded(Tiny).bfloat16(), rows(1, 7, torch.bfloat16), backend="te", recipe=recipe)
+    x = rows(*size, torch.bfloat16).requires_grad_()
+    for _ in range(2):  # the second time with scales
+        direct = gradients(model, x, lambda model, x: model(x))
+    repeated = gradients(model, x, lambda model, x: checkpoint(model, x, use_reentrant=False))
+    few = x.shape[:-1].numel() < (ENOUGH if recipe is None else 2 * ENOUGH)
+    assert set(unfused) == {few}
+    for one, other in zip(direct, repeated, strict=True):
+        torch.testing.assert_close(one, other, atol=0.1, rtol=0.1)
+
+
+def test_checkpoints_of_two_lengths_before_a_backward() -> None:
+    model = converted(seeded(Tiny), rows(1, 7))
+    few, many = rows(1, 3).requires_grad_(), rows(3, 9).requires_grad_()
+
+
+    def both(call: Callable[..., Tensor]) -> list[Tensor]:
+        return gradients(model, many, lambda model, x: call(model, few).sum() + call(model, x).sum())
+
+    direct, repeated = both(lambda model, x: model(x)), both(partial(checkpoint, use_reentrant=False))
+    for one, other in zip(direct, repeated, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_kernels_add_the_gradients_of_an_accumulation(unfused: list[bool]) -> None:
+    original = seeded(Tiny).bfloat16()
+    model, x = converted(original, rows(1, 3, torch.bfloat16), backend="te"), rows(1, 3, torch.bfloat16)
+    with te_transform.accumulate(model, steps=2) as running:
+        for _ in range(2):
+            model(x).float().square().sum().backward()
+        assert "blocks.0.mlp.fc1.weight" in running.fused
+    assert unfused == [False, False]
+    model(x)
+    assert unfused[-1]
+    for _ in range(2):
+        original(x).float().square().sum().backward()
+    for one, other in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=0.1, rtol=0.1)
+
+
+def test_weights_that_are_held_in_fp8_alone_are_read_by_fused_products(unfused: list[bool]) -> None:
+    original = seeded(Tiny).bfloat16().eval().requires_grad_(False)
+    model = converted(original, rows(2, 16, torch.bfloat16), backend="te", recipe="fp8-current")
+    with torch.no_grad():
+        model(rows(2, 16, torch.bfloat16))
+        assert te_transform.quantize_weights(model).names
+        unfused.clear()
+        model(rows(1, 3, torch.bfloat16))
+    assert unfused == [False]
