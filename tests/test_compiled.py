@@ -34,16 +34,21 @@ Compilations = list[tuple[fx.GraphModule, dict[str, Any]]]
 Act = Callable[[nn.Module, Tensor], Any]
 
 
+def trace(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
+    """In the place of inductor: what AOTAutograd hands to it, as it is."""
+    return aot_module_simplified(graph, arguments, fw_compiler=lambda g, _: make_boxed_func(g.forward))
+
+
 @pytest.fixture(autouse=True)
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
     """The graphs that were compiled, and with what options."""
     found: Compilations = []
 
-    def trace(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
+    def noted(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
         found.append((graph, config_patches))
-        return aot_module_simplified(graph, arguments, fw_compiler=lambda g, _: make_boxed_func(g.forward))
+        return trace(graph, arguments, config_patches)
 
-    monkeypatch.setattr(compiled, "compile_fx", trace)
+    monkeypatch.setattr(compiled, "compile_fx", noted)
     return found
 
 

@@ -21,6 +21,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
+from te_transform.backends import limits
+from te_transform.runtime import compiled
 from te_transform.runtime.converted import converted_of
 from tests.models.drawn import (
     ACTIVATIONS,
@@ -34,6 +36,7 @@ from tests.models.drawn import (
     WORDS,
     Drawn,
 )
+from tests.test_compiled import trace
 from tests.test_replayed import emulate
 
 MODELS, PARTS = int(os.environ.get("TE_TRANSFORM_FUZZ", "16")), 8
@@ -270,6 +273,13 @@ HOWS = (
 )  # fmt: skip
 
 
+# CUDA graphs and inductor are emulated; calls of few tokens run what was captured
+WAYS: dict[str, dict[str, bool]] = {
+    "fused": {}, "few tokens": {}, "CUDA graphs": {"graphs": True}, "compiled": {"compile": True},
+    "compiled, CUDA graphs": {"compile": True, "graphs": True},
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Drawing:
     """A model and what happens to it."""
@@ -279,7 +289,7 @@ class Drawing:
     calls: tuple[Call, ...]
     dtype: str = "float32"
     verify: bool = False
-    graphs: bool = False  # as CUDA graphs, whose replays are emulated
+    way: str = "fused"
 
 
 # Drawing
@@ -345,7 +355,7 @@ DRAWING = st.builds(
     calls=st.lists(CALL, min_size=2, max_size=2).map(tuple),
     dtype=one_of("float32", "float32", "float32", "float64", "bfloat16"),
     verify=st.booleans(),
-    graphs=one_of(False, False, True),
+    way=one_of("fused", *WAYS),
 ).map(possible)
 
 # Comparing
@@ -356,12 +366,13 @@ def check(drawing: Drawing) -> None:
     original = drawing.model.build().to(getattr(torch, drawing.dtype))
     before, after = drawing.calls
     sample = replace(before, how="gradients").inputs()
-    converted = te_transform.convert(original, sample, verify=drawing.verify, graphs=drawing.graphs)
+    options = WAYS[drawing.way]
+    converted = te_transform.convert(original, sample, verify=drawing.verify, **options)
     change = BY_NAME[drawing.change]
-    for _ in range(REPLAYED if drawing.graphs else 1):
+    for _ in range(REPLAYED if "graphs" in options else 1):
         compare(original, converted, before)
     original, converted = (change(model) or model for model in (original, converted))
-    for _ in range(REPLAYED if drawing.graphs else 1):
+    for _ in range(REPLAYED if "graphs" in options else 1):
         compare(original, converted, after)
     failures = converted_of(converted).failures
     assert not any("Error" in sentence for sentence in failures), failures
@@ -396,10 +407,12 @@ def as_exact(own: Tensor, found: Tensor, wanted: Tensor) -> None:
 
 
 @contextmanager
-def emulated_graphs() -> Iterator[None]:
-    """CUDA graphs where there is no GPU, see test_replayed.py."""
+def emulated(way: str) -> Iterator[None]:
+    """CUDA graphs without a GPU, and compiling without a compiler, see test_replayed.py, test_compiled.py."""
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch)
+        patch.setattr(compiled, "compile_fx", trace)
+        patch.setattr(limits.at_any_size, "entered", int(way != "few tokens"))
         yield
 
 
@@ -411,21 +424,24 @@ LLAMA = Drawn(
 )  # fmt: skip
 KEPT = {
     "GPT-2": Drawing(Drawn(dropout=0.1, tied=True), "copied", (Call(training=True), Call("twice"))),
-    "Llama": Drawing(LLAMA, "elsewhere", (Call(padding="left"), Call("no_grad", length=5)), graphs=True),
+    "Llama": Drawing(
+        LLAMA, "elsewhere", (Call(padding="left"), Call("no_grad", length=5)), way="CUDA graphs"
+    ),
     "a row that sees nothing": Drawing(
         replace(LLAMA, spelling="in fp32", projections="packed", groups=1),
         "buffer_written", (Call(batch=1, length=7, padding="left"), Call("no_grad")), dtype="float64",
     ),
     "joined after a copy, in inference mode": Drawing(
         replace(LLAMA, mask="causal -inf", branches=True), "copied",
-        (Call("inference_mode", length=10), Call("inference_mode", length=14)), verify=True, graphs=True,
+        (Call("inference_mode", length=10), Call("inference_mode", length=14)),
+        verify=True, way="CUDA graphs",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_drawing_that_is_kept(name: str) -> None:
-    with emulated_graphs():
+    with emulated(KEPT[name].way):
         check(KEPT[name])
 
 
@@ -439,7 +455,7 @@ def test_a_drawn_model_answers_as_the_original(part: int) -> None:
     @given(DRAWING)
     def draw(drawing: Drawing) -> None:
         torch._dynamo.reset()  # what is kept for models that are gone
-        with emulated_graphs():
+        with emulated(drawing.way):
             check(drawing)
 
     draw()
