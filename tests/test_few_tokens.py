@@ -81,8 +81,13 @@ def test_calls_are_counted_with_the_reason() -> None:
     assert te_transform.report(model).plain_calls[why] == 2 * products
 
 
-def test_norms_of_many_operations_are_one(unfused: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = CASES["llama"].build(), CASES["llama"].sample()
+@pytest.mark.parametrize(
+    ("name", "op", "captured"), [("llama", ops.rms_norm, torch.rsqrt), ("gpt2", ops.gelu_tanh, torch.tanh)]
+)
+def test_norms_and_activations_of_many_operations_are_one(
+    name: str, op: Callable, captured: Callable, unfused: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = CASES[name].build(), CASES[name].sample()
     monkeypatch.setattr(limits, "MIN_GEMM_WORK", 1e9)
     fused = te_transform.convert(copy.deepcopy(model), inputs, backend="torch")
     unfused.clear()
@@ -94,9 +99,9 @@ def test_norms_of_many_operations_are_one(unfused: list[bool], monkeypatch: pyte
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
     graph = converted_of(fused).graphs[-1].few_tokens
     called = [node.target for node in graph.run.__self__.graph.nodes]
-    norms = [node for node in graph.plan.before.nodes if node.target is ops.rms_norm]
-    assert called.count(ops.rms_norm) == len(norms) > 0
-    assert torch.rsqrt not in called
+    ones = [node for node in graph.plan.before.nodes if node.target is op]
+    assert called.count(op) == len(ones) > 0
+    assert captured not in called
 
 
 def gradients(model: nn.Module, x: Tensor, call: Callable[..., Tensor]) -> list[Tensor]:

@@ -26,7 +26,7 @@ _KNOWN = 4096  # sizes whose answers are kept: one for each length that a genera
 
 
 class FewTokens:
-    """The graph as it was captured, but for attention and for norms that were captured as many operations.
+    """The graph as it was captured, but for attention, and for norms and activations of many operations.
 
     Args:
         plan: of the captured graph.

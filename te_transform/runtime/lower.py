@@ -33,7 +33,7 @@ from te_transform.graph.nodes import (
 )
 from te_transform.plan.match import Plan, Site
 
-_NORMS = (ops.layer_norm, ops.rms_norm)
+_SINGLE = (ops.layer_norm, ops.rms_norm, *ops.ACTIVATIONS)
 
 Apart = list[tuple[weakref.ref, ...]]  # groups of joined parameters that do not lie next to each other
 
@@ -55,13 +55,13 @@ def lower(plan: Plan, apart: Apart, without: Collection[Site] = ()) -> fx.GraphM
 def lower_unfused(plan: Plan, apart: Apart, without: Collection[Site] = ()) -> fx.GraphModule:
     """The graph with its products as they were captured.
 
-    Attention and what else gains in plain PyTorch is fused, and norms that the fused products begin with are
-    one operation where they were captured as several.
+    Attention and what else gains in plain PyTorch is fused, and so are the norms and activations of these
+    products where they were captured as several operations each.
     """
     lowering = _Lowering(plan, apart)
     for site in _in_order(plan, without):
         if is_product(site):
-            lowering.put_norms(site)
+            lowering.put_parts(site)
         elif not isinstance(site.fused, plain.Rotary):
             lowering.put(site)
     return lowering.finished()
@@ -119,7 +119,7 @@ class _Lowering:
         self.written = {node.name for node in written(plan.captured.graph)}
         self.masks: dict[fx.Node, fx.Node] = {}
         self.shared: dict[tuple, fx.Node] = {}
-        self.put_already: set[str] = set()  # norms that several sites begin with
+        self.put_already: set[str] = set()  # a norm may be part of several sites
 
     def put(self, site: Site) -> None:
         """Call the site's op where the first of its outputs is computed."""
@@ -142,18 +142,18 @@ class _Lowering:
             edit.replace_uses(old, new)
         edit.erase_cascade(self.graph, outputs.values(), self._names_in(site))
 
-    def put_norms(self, site: Site) -> None:
-        """Compute the norms of the site by one operation each."""
+    def put_parts(self, site: Site) -> None:
+        """Compute each norm and activation of the site by one operation."""
         inside = self._names_in(site)
-        for norm in self.plan.before.nodes:
-            name = norm.meta.get("origin")
-            if norm.target in _NORMS and name in inside and name not in self.put_already:
+        for part in self.plan.before.nodes:
+            name = part.meta.get("origin")
+            if part.target in _SINGLE and name in inside and name not in self.put_already:
                 self.put_already.add(name)
-                if len(norm.meta["spelled"]) == 1:
+                if len(part.meta["spelled"]) == 1:
                     continue
                 old = self.stands[name]
-                args = self._inner(norm.args, old, {})
-                self.stands[name] = edit.insert_call(self.graph, old, norm.target, args, like=norm)
+                args = self._inner(part.args, old, {})
+                self.stands[name] = edit.insert_call(self.graph, old, part.target, args, like=part)
                 edit.replace_uses(old, self.stands[name])
                 edit.erase_cascade(self.graph, [old], inside)
 

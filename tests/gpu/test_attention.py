@@ -120,7 +120,7 @@ def test_a_single_query_with_a_mask(batch: int, keys: int, compile: bool) -> Non
         torch.randn(batch, *size, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
         for size in ((8, 1), (2, keys), (2, keys))
     ]
-    core = plain.DotProductAttention()
+    core = plain.DotProductAttention(twice=False)  # as for calls of scaled_dot_product_attention
     kept = torch.arange(keys, device="cuda").expand(batch, 1, 1, keys) < keys // 2
     kept = kept & (torch.arange(batch, device="cuda").view(-1, 1, 1, 1) != 3)  # where a row sees nothing
     options = (0.0, False, None, True)
