@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.backends import limits
 from te_transform.graph import ops
+from te_transform.runtime import few_tokens
 from te_transform.runtime.converted import converted_of
 from te_transform.runtime.few_tokens import FewTokens
 from tests import stand_in
@@ -102,6 +103,17 @@ def test_norms_and_activations_of_many_operations_are_one(
     ones = [node for node in graph.plan.before.nodes if node.target is op]
     assert called.count(op) == len(ones) > 0
     assert captured not in called
+
+
+def test_a_graph_that_cannot_be_made_is_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, x = seeded(Tiny), rows(1, 3)
+    model = converted(original, x)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no such graph")
+
+    monkeypatch.setattr(few_tokens, "lower_unfused", fail)
+    assert torch.equal(model(x), original(x))
 
 
 def gradients(model: nn.Module, x: Tensor, call: Callable[..., Tensor]) -> list[Tensor]:

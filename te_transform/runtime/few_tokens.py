@@ -6,6 +6,7 @@ may do: what was captured is faster.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
@@ -21,6 +22,8 @@ from te_transform.graph.nodes import shape_of, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.runtime.lower import Apart, is_product, lower_unfused
+
+log = logging.getLogger(__name__)
 
 _KNOWN = 4096  # sizes whose answers are kept: one for each length that a generation goes through
 
@@ -58,8 +61,12 @@ class FewTokens:
 
     @cached_property
     def run(self) -> Callable[..., Any]:
-        """The graph, made when it first runs."""
-        return lower_unfused(self.plan, self.apart, self.without).forward
+        """The graph, made when it first runs; one that cannot be made is what was captured."""
+        try:
+            return lower_unfused(self.plan, self.apart, self.without).forward
+        except Exception as error:
+            log.warning("a graph of few tokens runs as it was captured", exc_info=error)
+            return self.plan.captured.forward
 
     def takes(self, arguments: Sequence[Any]) -> bool:
         """Whether a call with these arguments has so few tokens; counts its products as plain calls then.
