@@ -114,6 +114,7 @@ def test_a_graph_that_cannot_be_made_is_what_was_captured(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(few_tokens, "lower_unfused", fail)
     assert torch.equal(model(x), original(x))
+    assert any("RuntimeError: no such graph" in note for note in te_transform.report(model).notes)
 
 
 def gradients(model: nn.Module, x: Tensor, call: Callable[..., Tensor]) -> list[Tensor]:
@@ -141,7 +142,6 @@ def test_a_checkpoint_repeats_what_the_forward_did(
 def test_checkpoints_of_two_lengths_before_a_backward() -> None:
     model = converted(seeded(Tiny), rows(1, 7))
     few, many = rows(1, 3).requires_grad_(), rows(3, 9).requires_grad_()
-
 
     def both(call: Callable[..., Tensor]) -> list[Tensor]:
         return gradients(model, many, lambda model, x: call(model, few).sum() + call(model, x).sum())

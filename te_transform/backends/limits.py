@@ -239,7 +239,7 @@ def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
     if at_any_size:
         return None
     if logits.numel() < MIN_LOGITS and not replayed:
-        return f"{logits.numel():,} logits, too few to be faster in TE's kernel"
+        return f"less than {MIN_LOGITS:,.0f} logits, too few to be faster in TE's kernel"
     if logits.shape[-1] % ALIGNED:
         return f"rows of {logits.shape[-1]:,} logits, no multiple of {ALIGNED}: PyTorch's kernels are faster"
     return None

@@ -65,7 +65,7 @@ class CapturedGraph:
         self.disabled = frozenset(sites)
         apart, options, failures = self.owner.apart, self.owner.options, self.owner.failures
         self.run: Callable[..., Any] = lower(self.plan, apart, self.disabled).forward
-        self.few_tokens = FewTokens(self.plan, apart, self.disabled, options)
+        self.few_tokens = FewTokens(self.plan, apart, self.disabled, options, failures)
         self.compiled: CompiledGraph | None = None
         if options.compile or options.graphs:
             self.compiled = CompiledGraph(self.plan, apart, self.disabled, options, self.run, failures)

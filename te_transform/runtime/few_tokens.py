@@ -36,10 +36,14 @@ class FewTokens:
         apart: where groups are noted that a call finds apart, see Join.
         without: its sites that run as they were captured.
         options: of the conversion.
+        failures: gets a sentence if the graph cannot be made.
     """
 
-    def __init__(self, plan: Plan, apart: Apart, without: Collection[Site], options: Options):
+    def __init__(
+        self, plan: Plan, apart: Apart, without: Collection[Site], options: Options, failures: list[str]
+    ):
         self.plan, self.apart, self.without, self.backend = plan, apart, without, options.backend
+        self.failures = failures
         self.products = [site for site in plan.sites if is_product(site) and site not in without]
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = {node.name: place for place, node in enumerate(placeholders)}
@@ -47,9 +51,10 @@ class FewTokens:
         self.first = names[weights[0].meta["origin"]] if weights else 0
         # the kernels of weights that are held in FP8 alone read bytes, at any size
         self.is_possible = bool(weights) and not any(is_quantized(value(weight)) for weight in weights)
-        symbols = {place: value(node) for place, node in enumerate(placeholders)}
         self.symbols = {
-            place: size.node.expr for place, size in symbols.items() if isinstance(size, torch.SymInt)
+            place: value(node).node.expr
+            for place, node in enumerate(placeholders)
+            if isinstance(value(node), torch.SymInt)
         }
         self.work = {
             (_expression(math.prod(shape_of(site.node.args[0])[:-1])), min(shape_of(site.weights[0][0])))
@@ -66,6 +71,7 @@ class FewTokens:
             return lower_unfused(self.plan, self.apart, self.without).forward
         except Exception as error:
             log.warning("a graph of few tokens runs as it was captured", exc_info=error)
+            self.failures.append(f"{type(error).__name__}: {error}")
             return self.plan.captured.forward
 
     def takes(self, arguments: Sequence[Any]) -> bool:
