@@ -6,6 +6,9 @@ what others do, on a Hopper GPU.
     python benchmarks/grid.py grid.jsonl --table
     python benchmarks/grid.py grid.jsonl --plot docs/grid.svg
 
+The others: the model as it is, eager, compiled, compiled without a mask as CUDA graphs; for Llama, which has
+one, the hand port on TE's layers, and with TE's CUDA graphs; in FP8, torchao, compiled.
+
 One JSON line a point, with the milliseconds of each contender. Points that the file has are not measured
 again: call it until nothing is left. They are prepared in processes of their own, as many at once as there
 are jobs, and timed one after the other when all of these wait; a step is one of several in a row. Nothing is
@@ -160,12 +163,41 @@ def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[
         notes.extend(f"{options}: {note}" for note in without)
         return step
 
+    def ported(recipe: str | None, graphs: bool) -> Callable[[], None]:
+        import hand_port
+        import transformer_engine.common.recipe as recipes
+
+        known = {"fp8-delayed": recipes.DelayedScaling, "fp8-current": recipes.Float8CurrentScaling}
+        way = known[recipe]() if recipe else None
+        with torch.device("cuda"):
+            model, inputs = model_of(point)
+        model = hand_port.llama(model)
+        if graphs:
+            hand_port.graphed(model, *inputs["input_ids"].shape, way)
+        return _step(point, model, inputs, hand_port.within(way))
+
+    def torchao() -> Callable[[], None]:
+        from torchao.float8 import convert_to_float8_training
+
+        with torch.device("cuda"):
+            model, inputs = model_of(point)
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: "lm_head" not in name)
+        model.compile()
+        return _step(point, model, inputs, contextlib.nullcontext)
+
     found: dict[str, Callable[[], Callable[[], None]]] = {
         "eager": lambda: original(None),
         "compile": lambda: original("default"),
         "compile, no mask, CUDA graphs": lambda: original("reduce-overhead", masked=False),
     }
-    for recipe in dict.fromkeys((None, point["recipe"])):
+    chosen = dict.fromkeys((None, point["recipe"]))
+    if point["model"] == "llama":
+        for recipe, graphs in itertools.product(chosen, (False, True)):
+            words = f"hand port {recipe or 'bf16'}{', CUDA graphs' if graphs else ''}"
+            found[words] = lambda recipe=recipe, graphs=graphs: ported(recipe, graphs)
+    if point["recipe"]:
+        found["torchao float8, compile"] = torchao
+    for recipe in chosen:
         words = f"te_transform {recipe or 'bf16'}"
         found[words] = lambda recipe=recipe: converted(recipe=recipe)
         found[f"{words}, compiled"] = lambda recipe=recipe: converted(recipe=recipe, compile=True)
@@ -251,8 +283,9 @@ def _no_mask() -> Iterator[None]:
 
 
 def _complete(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The points at which all contenders ran."""
-    return [row for row in rows if row.get("ms") and not row["errors"]]
+    """The points at which the original and we ran: another's error leaves the point to the rest."""
+    needed = ("eager", "te_transform bf16")
+    return [row for row in rows if all(name in row.get("ms", {}) for name in needed)]
 
 
 def _best(row: dict[str, Any]) -> tuple[str, float, str, float]:

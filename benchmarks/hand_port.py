@@ -86,6 +86,28 @@ def llama(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
+class _Alone(nn.Module):
+    """A layer that is called with its input alone, as TE's graphs are."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return self.layer(hidden_states)
+
+
+def graphed(model: LlamaForCausalLM, rows: int, length: int, recipe: Any) -> LlamaForCausalLM:
+    """The port with each layer as CUDA graphs of TE's, for inputs of (rows, length), in place."""
+    layers = model.model.layers
+    like = torch.randn(rows, length, model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
+    samples = tuple((like.clone().requires_grad_(model.training),) for _ in layers)
+    options = {} if recipe is None else {"enabled": True, "recipe": recipe}
+    made = te.make_graphed_callables(tuple(layers), samples, **options)
+    model.model.layers = nn.ModuleList(map(_Alone, made))
+    return model
+
+
 def within(recipe: Any) -> Context:
     """The context that its forward runs in."""
     return contextlib.nullcontext if recipe is None else lambda: te.autocast(enabled=True, recipe=recipe)

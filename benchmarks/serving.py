@@ -142,9 +142,7 @@ def _contenders(original: nn.Module, what: str, batch: int) -> dict[str, Callabl
     return {"eager": lambda: step(original, batch), **compiled, **ours}
 
 
-def _converted(
-    original: nn.Module, step: Callable[..., Step], batch: int, options: dict[str, Any]
-) -> Step:
+def _converted(original: nn.Module, step: Callable[..., Step], batch: int, options: dict[str, Any]) -> Step:
     asked = {key: value for key, value in options.items() if key != "alone"}
     ids = torch.randint(VOCABULARY, (2, 128), device="cuda")
     model = te_transform.convert(copy.deepcopy(original), ids, verify=False, inplace=True, **asked)
