@@ -196,9 +196,7 @@ def test_bad_input() -> None:
     assert te_transform.inspect(seeded(Attends), X, compile="auto").fused
 
 
-def llama(
-    dtype: torch.dtype = torch.bfloat16, layers: int = 1
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def llama(dtype: torch.dtype = torch.bfloat16, layers: int = 1) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Layers of the 8B shape and 8192 tokens, in no memory."""
     config = shape_of_8b(layers, 32000, length=4096)
     with torch.device("meta"):

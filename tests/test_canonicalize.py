@@ -54,9 +54,7 @@ def test_linear_with_its_weight_transposed() -> None:
 
 
 def test_a_linear_says_that_its_weight_is_computed() -> None:
-    graph = canonical(
-        lambda m, x: F.linear(x, m.w * 2), torch.randn(2, 5, HIDDEN), w=torch.randn(20, HIDDEN)
-    )
+    graph = canonical(lambda m, x: F.linear(x, m.w * 2), torch.randn(2, 5, HIDDEN), w=torch.randn(20, HIDDEN))
     _, weight, _ = the(graph, ops.linear)
     assert weight.target is torch.mul
 
@@ -282,7 +280,9 @@ OTHERS = {
     "quick_gelu": [lambda m, x: x * torch.sigmoid(1.702 * x), lambda m, x: (x * 1.702).sigmoid() * x],
     "silu": [lambda m, x: F.silu(x), lambda m, x: x * x.sigmoid(), lambda m, x: F.sigmoid(x) * x],
     "squared_relu": [
-        lambda m, x: F.relu(x).square(), lambda m, x: torch.relu(x) ** 2, lambda m, x: (y := F.relu(x)) * y
+        lambda m, x: F.relu(x).square(),
+        lambda m, x: torch.relu(x) ** 2,
+        lambda m, x: (y := F.relu(x)) * y,
     ],
     "relu": [lambda m, x: F.relu(x), lambda m, x: torch.relu(x), lambda m, x: (x + 1).relu_()],
     "dropout": [lambda m, x: F.dropout(x, 0.1, True), lambda m, x: torch.dropout(x, 0.1, True)],

@@ -129,9 +129,7 @@ def test_masks_that_are_added() -> None:
     causal = torch.zeros(LENGTH, LENGTH).masked_fill(CAUSAL, -math.inf)
     graph = canonical(lambda m, q, k, v, a: (scores(q, k) + a).softmax(-1) @ v, *QKV, causal)
     assert the(graph, ops.sdpa)[3].op == "placeholder"
-    graph = canonical(
-        lambda m, q, k, v, a, b: (b + scores(q, k) + a).softmax(-1) @ v, *QKV, causal, bias
-    )
+    graph = canonical(lambda m, q, k, v, a, b: (b + scores(q, k) + a).softmax(-1) @ v, *QKV, causal, bias)
     mask = the(graph, ops.sdpa)[3]
     assert (mask.target, shape_of(mask)) == (torch.add, (1, HEADS, LENGTH, LENGTH))
 
@@ -270,5 +268,3 @@ def test_one_key_head_for_all_is_grouped() -> None:
         lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v), QKV[0], QKV[1][:, :1], QKV[2][:, :1]
     )
     assert the(graph, ops.sdpa)[7] is True
-
-

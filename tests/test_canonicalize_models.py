@@ -67,18 +67,14 @@ def test_computes_what_was_captured_and_finds_the_ops(name: str) -> None:
         assert not targets(graph) & WRITTEN
 
 
-@pytest.mark.parametrize(
-    ("name", "dropouts"), {"gpt2": 5, "bert": 5, "torch_encoder_pre": 6}.items()
-)
+@pytest.mark.parametrize(("name", "dropouts"), {"gpt2": 5, "bert": 5, "torch_encoder_pre": 6}.items())
 def test_dropout_is_an_op(name: str, dropouts: int) -> None:
     (captured,) = capture(ALL[name].build(), ALL[name].sample())
     counts = op_counts(canonicalize(captured.module.graph))
     assert counts == FOUND[name] | {"dropout": dropouts}
 
 
-@pytest.mark.parametrize(
-    "name", ["quickstart_mask", "nanogpt_manual", "gemma3_text", "llama_eager"]
-)
+@pytest.mark.parametrize("name", ["quickstart_mask", "nanogpt_manual", "gemma3_text", "llama_eager"])
 def test_finds_the_same_in_bf16(name: str) -> None:
     case = ALL[name]
     sample = {k: v.bfloat16() if v.is_floating_point() else v for k, v in case.sample().items()}
@@ -89,9 +85,7 @@ def test_finds_the_same_in_bf16(name: str) -> None:
     assert error(run(executable(captured, graph), captured.calls[0]), expected) < 0.03
 
 
-@pytest.mark.parametrize(
-    "name", ["quickstart_mask", "gpt2", "llama_eager", "torch_mha_bare"]
-)
+@pytest.mark.parametrize("name", ["quickstart_mask", "gpt2", "llama_eager", "torch_mha_bare"])
 def test_asking_leaves_no_guard(name: str) -> None:
     sample = ALL[name].sample(padded=name == "torch_mha_bare")
     (captured,) = capture(ALL[name].build(), sample, dynamic=True)

@@ -239,9 +239,7 @@ class Terminal(StringIO):
 
 
 @pytest.mark.parametrize("screen", [Terminal, StringIO])
-def test_compiling_shows_on_a_terminal_alone(
-    screen: type[StringIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_shows_on_a_terminal_alone(screen: type[StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", shown := screen())
     compiled_pair(Block).agree()
     assert ("te_transform: compiling a graph of" in shown.getvalue()) == (screen is Terminal)

@@ -246,9 +246,7 @@ def test_training_goes_on_where_inference_mode_began(te: ModuleType) -> None:
     assert not pair.notes
 
 
-def test_what_tes_modules_keep_more_for_runs_uncompiled(
-    te: ModuleType, compilations: Compilations
-) -> None:
+def test_what_tes_modules_keep_more_for_runs_uncompiled(te: ModuleType, compilations: Compilations) -> None:
     pair = of_module(Block)
 
     def accumulated(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -288,9 +286,7 @@ def test_weights_that_are_held_in_fp8_alone_run_uncompiled(
     assert not compilations
 
 
-def test_a_recipe_that_only_tes_modules_have_is_named(
-    te: ModuleType, compilations: Compilations
-) -> None:
+def test_a_recipe_that_only_tes_modules_have_is_named(te: ModuleType, compilations: Compilations) -> None:
     pair = of_module(Block, recipe="fp8-block")
     for _ in range(2):
         pair.hold(trained)

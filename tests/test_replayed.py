@@ -732,9 +732,7 @@ def test_products_in_fp8(te: ModuleType, recipe: str, counts: Counter) -> None:
     assert notes(graphed) == []
 
 
-def test_what_was_compiled_is_replayed(
-    counts: Counter, compilations: test_compiled.Compilations
-) -> None:
+def test_what_was_compiled_is_replayed(counts: Counter, compilations: test_compiled.Compilations) -> None:
     pair = pair_of(Deep, compile=True)
     pair.agree()
     assert len(compilations) == 1

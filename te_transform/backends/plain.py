@@ -40,7 +40,6 @@ GATED_ACTIVATIONS = {op.__name__: name for name, op in _GATED.items()}
 GATES = ("no", "first half", "second half")
 
 
-
 def gated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
     """One half of the columns of `hidden` [..., 2 columns] activated, the first unless `gate` is 1, and
     multiplied with the other."""
@@ -294,9 +293,7 @@ def _ungrouped(
     return attend(query, *(part.repeat_interleave(heads // part.shape[-3], -3) for part in (key, value)))
 
 
-def _in_two_products(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
-) -> Tensor:
+def _in_two_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Attention with scores in fp32, as the fused kernels have them."""
     scores = _multiplied_in_fp32(query.flatten(0, 1), key.flatten(0, 1).transpose(-2, -1))
     scores = scores.unflatten(0, query.shape[:2]) * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -264,9 +264,7 @@ def _input(x: Any) -> tuple:
     return () if x is None else (x,)
 
 
-def find(
-    pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None = None
-) -> Iterator[Match]:
+def find(pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None = None) -> Iterator[Match]:
     """Every match of `pattern`, in the graph's order, each looked for when it is asked for.
 
     So what was rewritten meanwhile is seen as it is now. Misses that fitted at their root go to `misses`.

@@ -92,9 +92,7 @@ class Options:
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
         mode, graphs = flags.get("compile", False), flags.get("graphs", False)
         any_width = recipe is not None or bool(mode) or bool(graphs)
-        chosen, reason = choose(
-            backend, model, planning, any_width=any_width, in_recipe=recipe is not None
-        )
+        chosen, reason = choose(backend, model, planning, any_width=any_width, in_recipe=recipe is not None)
         if passes is not None and not isinstance(passes, (tuple, list)):
             raise OptionError(
                 f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"

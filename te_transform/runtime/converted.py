@@ -347,6 +347,7 @@ def captured_class(kind: type) -> type:
     if kind in _ORIGINALS:
         return kind
     if kind not in _CLASSES:
+
         @functools.wraps(kind.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # dynamo does not guard hooks for all modules

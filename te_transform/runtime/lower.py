@@ -199,9 +199,7 @@ class _Lowering:
             args, lambda arg: self._node(arg, at, made) if isinstance(arg, fx.Node) else arg
         )
 
-    def _node(
-        self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node], new: bool = False
-    ) -> fx.Node:
+    def _node(self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node], new: bool = False) -> fx.Node:
         if node in made:
             return made[node]
         if "origin" in node.meta and not new:

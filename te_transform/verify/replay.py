@@ -148,9 +148,7 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def _cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     noise = Noise(0)
     return {
-        name: noise.of(torch.randn, out).to(out)
-        for name, out in outputs.items()
-        if out.is_floating_point()
+        name: noise.of(torch.randn, out).to(out) for name, out in outputs.items() if out.is_floating_point()
     }
 
 

@@ -1,6 +1,5 @@
 """Tests of real Transformer Engine: everywhere else they are skipped, with what is missing."""
 
-
 import pytest
 import torch._dynamo
 

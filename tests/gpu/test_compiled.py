@@ -30,9 +30,10 @@ def error(actual: list[Tensor], exact: list[Tensor]) -> float:
 def test_is_as_exact_as_the_original(name: str, mode: bool | str) -> None:
     model, inputs = model_of(name), sample(name)
     converted = te_transform.convert(model, inputs, backend="te", compile=mode)
-    wide, wide_inputs = copy.deepcopy(model).double(), {
-        key: value.double() if value.is_floating_point() else value for key, value in inputs.items()
-    }
+    wide, wide_inputs = (
+        copy.deepcopy(model).double(),
+        {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()},
+    )
     for each in range(3):  # CUDA graphs are warmed up, recorded, replayed
         # the next replay of a CUDA graph overwrites what this one returned
         found = [*(out.clone() for out in run(converted, inputs)), *gradients(converted, inputs)]

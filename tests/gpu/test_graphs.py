@@ -50,9 +50,10 @@ def notes(model: nn.Module) -> list[str]:
 def test_is_as_exact_as_the_original(name: str, compile: bool, counts: Counter) -> None:
     model, inputs = model_of(name), sample(name)
     converted = te_transform.convert(model, inputs, backend="te", verify=False, compile=compile, graphs=True)
-    wide, wide_inputs = copy.deepcopy(model).double(), {
-        key: value.double() if value.is_floating_point() else value for key, value in inputs.items()
-    }
+    wide, wide_inputs = (
+        copy.deepcopy(model).double(),
+        {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()},
+    )
     for each in range(5):
         found = [*run(converted, inputs), *gradients(converted, inputs)]
         overwrite_free_memory()
