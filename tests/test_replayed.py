@@ -680,6 +680,32 @@ def test_steps_after_changes(flat: bool, counts: Counter, monkeypatch: pytest.Mo
         assert counts["forward"] > before, change
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["a mask of sizes", "a mask of data"])
+def test_forwards_with_a_mask(padded: bool, counts: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, looks = ALL["llama"], Counter()
+    model = case.build(num_hidden_layers=1).eval()
+    inputs = {"input_ids": case.sample(seq=7)["input_ids"]}
+    masks = [torch.ones_like(inputs["input_ids"])] if padded else []
+    if padded:
+        masks.append(masks[0].clone().index_fill_(1, torch.tensor([0, 1]), 0))
+    given = [{**inputs, "attention_mask": mask} for mask in masks] or [inputs]
+    converted = te_transform.convert(model, given[0], verify=False, graphs=True)
+    look = lowered.Lowered.look
+
+    def counted(self: lowered.Lowered, arguments: Sequence[Any]) -> Any:
+        looks["looks"] += 1
+        return look(self, arguments)
+
+    monkeypatch.setattr(lowered.Lowered, "look", counted)
+    with torch.no_grad():
+        for call in range(9):
+            each = given[call % len(given)]
+            # a mask of sizes is the same in all calls, one of data is looked at in each
+            assert error(converted(**each).logits, model(**each).logits) < EVERYWHERE
+    assert looks["looks"] == 9 if padded else looks["looks"] < 9
+    assert counts["forward"] > 0, notes(converted)
+
+
 def test_steps_of_two_generations_by_turns(counts: Counter) -> None:
     case = ALL["llama"]
     model = case.build(num_hidden_layers=1).eval()

@@ -99,7 +99,10 @@ class Lowered:
         joins = {node for node in nodes if isinstance(self._module(node), Join)}
         self.staying = sorted((read | joins) - {*placeholders})
         self.before = [*masks, *self.staying]
-        self.reads_values = bool(masks)  # of a call, to know what is to run
+        # of a call, to know what is to run: a mask that is made of sizes alone is the same for equal ones
+        self.reads_values = any(
+            isinstance(value(arg), Tensor) for mask in masks for arg in mask.all_input_nodes
+        )
         self.compute, inputs = edit.extract(self.graph, self.before, ())
         self.places = [placeholders.index(node) for node in inputs]
         self.given = {node: placeholders.index(node) for node in read & {*placeholders}}
