@@ -28,11 +28,17 @@ ALIKE = (
     "clip_vision", "bart", "gpt2_eager",
 )  # fmt: skip
 DISTINCT = [name for name in ALL if name not in ALIKE]
+# Conversion compares each of their sites with fp64 (test_models_sites.py), what they are made of the drawn
+# models have too (test_drawn.py): all else that is tested of each model is left to `make integrations`.
+LATER = (
+    *ALIKE, "quickstart_mask", "qwen3", "phi3", "bloom", "falcon", "clip_text", "gpt_neox", "opt", "whisper",
+    "llama_eager", "gemma3_text",
+)  # fmt: skip
 IN_BF16 = ("quickstart", "nanogpt_manual", "llama", "bert", "torch_encoder_pre", "llama_eager")
 EVERYWHERE = 1e-5  # how far a converted model may be off in fp32, relative to the norm of what is compared
 
 
-def each(names: Iterable[str], later: Collection[str] = ()) -> pytest.MarkDecorator:
+def each(names: Iterable[str], later: Collection[str] = LATER) -> pytest.MarkDecorator:
     """A test's `name` is each of `names`; those of one model run in one process, one after the other.
 
     `make integrations` has those that are in `later` too.

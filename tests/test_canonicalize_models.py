@@ -9,9 +9,8 @@ from te_transform.canonicalize import canonicalize
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of, value
 from tests.captures import BOUND, Captured, capture, error, executable, op_counts, run, targets
-from tests.zoo import CASES, EXTRA, zero_dropout
-
-ALL = CASES | EXTRA
+from tests.conversions import ALL, each
+from tests.zoo import zero_dropout
 
 _TWO_GATED = {"linear": 15, "rms_norm": 5, "rope": 4, "sdpa": 2}
 _TWO_GPT = {"linear": 9, "layer_norm": 5, "sdpa": 2}
@@ -52,7 +51,7 @@ def check(captured: Captured) -> None:
         assert error(run(captured.module, call), wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("name", FOUND)
+@each(FOUND)
 def test_computes_what_was_captured_and_finds_the_ops(name: str) -> None:
     """In evaluation at symbolic sizes, with a mask; some in training at fixed sizes, without one."""
     case, train = ALL[name], name in TRAINED
@@ -74,7 +73,7 @@ def test_dropout_is_an_op(name: str, dropouts: int) -> None:
     assert counts == FOUND[name] | {"dropout": dropouts}
 
 
-@pytest.mark.parametrize("name", ["quickstart_mask", "nanogpt_manual", "gemma3_text", "llama_eager"])
+@each(["quickstart_mask", "nanogpt_manual", "gemma3_text", "llama_eager"])
 def test_finds_the_same_in_bf16(name: str) -> None:
     case = ALL[name]
     sample = {k: v.bfloat16() if v.is_floating_point() else v for k, v in case.sample().items()}
@@ -85,7 +84,7 @@ def test_finds_the_same_in_bf16(name: str) -> None:
     assert error(run(executable(captured, graph), captured.calls[0]), expected) < 0.03
 
 
-@pytest.mark.parametrize("name", ["quickstart_mask", "gpt2", "llama_eager", "torch_mha_bare"])
+@each(["quickstart_mask", "gpt2", "llama_eager", "torch_mha_bare"])
 def test_asking_leaves_no_guard(name: str) -> None:
     sample = ALL[name].sample(padded=name == "torch_mha_bare")
     (captured,) = capture(ALL[name].build(), sample, dynamic=True)

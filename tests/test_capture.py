@@ -84,7 +84,7 @@ def test_a_norm_whose_sizes_are_asked_for_is_fused_at_sizes_that_vary() -> None:
     assert graphs(pair.converted) == 2
 
 
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.integration)])
 def test_the_blocks_of_a_deep_model_share_a_graph_for_its_report(verify: bool) -> None:
     pair = Pair.of(seeded(Tiny, DEEP + 2), verify=verify)
     report = te_transform.report(pair.converted)

@@ -66,7 +66,10 @@ def of_module(build: Callable[[], nn.Module], x: Tensor = X, recipe: object = "f
     return Converted(seeded(build), {"x": x}, recipe)
 
 
-@pytest.mark.parametrize(("name", "recipe"), zip(("llama", "gpt2"), RECIPES, strict=True))
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("llama", "fp8-delayed"), pytest.param("gpt2", "fp8-current", marks=pytest.mark.integration)],
+)
 def test_is_as_exact_as_uncompiled(
     te: ModuleType, name: str, recipe: str, compilations: Compilations
 ) -> None:
@@ -108,6 +111,7 @@ def test_scales_are_updated_once_a_step_as_tes_modules_do(te: ModuleType) -> Non
                     parameter.mul_(1.3)  # a history notices at once what is larger than all before
 
 
+@pytest.mark.integration  # in bf16 they are in test_compiled.py
 def test_equal_layers_are_compiled_once_with_scales_of_their_own(
     te: ModuleType, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

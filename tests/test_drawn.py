@@ -39,7 +39,7 @@ from tests.models.drawn import (
 from tests.test_compiled import trace
 from tests.test_replayed import emulate
 
-MODELS, PARTS = int(os.environ.get("TE_TRANSFORM_FUZZ", "16")), 8
+MODELS, PARTS = int(os.environ.get("TE_TRANSFORM_FUZZ", "8")), 8
 BOUND = 1e-5  # how far fp32 may be off, relative to the norm of what is compared
 ULP = 2**-8  # of bf16
 REPLAYED = 4  # calls of a kind: two that warm up, one that is recorded, one that is replayed

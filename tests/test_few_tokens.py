@@ -124,7 +124,9 @@ def gradients(model: nn.Module, x: Tensor, call: Callable[..., Tensor]) -> list[
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("recipe", [None, "fp8-current", "fp8-delayed"])
+@pytest.mark.parametrize(
+    "recipe", [None, "fp8-delayed", pytest.param("fp8-current", marks=pytest.mark.integration)]
+)
 def test_a_checkpoint_repeats_what_the_forward_did(
     recipe: str | None, size: tuple[int, int], unfused: list[bool]
 ) -> None:

@@ -52,9 +52,9 @@ def predicted(
 # peaks beside the weights, MiB, on one H100 (docs/benchmarks.md); four Llamas with transformers' own loss
 MEASURED = [
     (llama, tokens, None, False, 12470),
-    (llama, tokens, None, True, 10285),
+    pytest.param(llama, tokens, None, True, 10285, marks=pytest.mark.integration),
     (llama, tokens, "fp8-current", True, 13285),
-    (llama, tokens, "fp8-block", True, 14034),
+    pytest.param(llama, tokens, "fp8-block", True, 14034, marks=pytest.mark.integration),
     (layer, states, None, False, 1473),
     (layer, states, "fp8-current", False, 2313),
 ]

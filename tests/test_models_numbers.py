@@ -29,10 +29,7 @@ ULP = 2**-8  # of bf16
 FRESH = 1  # the seed of inputs that no model was converted with
 
 NAMES = [name for name in DISTINCT if name in CASES or name == "llama_eager"]  # which looks attention up
-# Conversion compares each of their sites with fp64 (test_models_sites.py), what they are made of the drawn
-# models have too (test_drawn.py): the numbers of the whole are held to the original's by `make integrations`.
-LATER = ("quickstart_mask", "qwen3", "phi3", "bloom", "falcon", "clip_text", "gpt_neox", "opt")
-every_case = each(NAMES, later=LATER)
+every_case = each(NAMES)
 
 
 # Every capture takes its time: of these models all kinds of inputs are tried, of the others the sizes that
@@ -61,7 +58,7 @@ def trained(case: Case) -> list[tuple[str, Inputs]]:
 
 
 # whisper's encoder and decoder are T5's here
-@each([name for name in DISTINCT if name != "whisper"], later=LATER)
+@each([name for name in DISTINCT if name != "whisper"])
 def test_forward_in_evaluation(name: str) -> None:
     pair = as_built(name)
     for label, inputs in samples(pair.case):
@@ -179,7 +176,7 @@ def test_gradients_through_checkpoints(name: str) -> None:
 GENERATING = ["gpt2", "llama", "gpt_neox", "t5"]
 
 
-@each(GENERATING, later=LATER)
+@each(GENERATING)
 def test_generates_the_same_tokens(name: str) -> None:
     pair = as_built(name)
     for batch, cached in ((2, True), (1, False)) if name in WIDE else ((2, True),):

@@ -5,7 +5,7 @@ import torch
 import te_transform
 from te_transform.report.places import gather
 from te_transform.report.report import Report
-from tests.conversions import ALL, IN_BF16, as_built, each, in_bf16, same_bits
+from tests.conversions import ALIKE, ALL, IN_BF16, as_built, each, in_bf16, same_bits
 from tests.zoo import CASES, zero_dropout
 
 # The sentences
@@ -91,7 +91,7 @@ def refused(report: Report) -> dict[tuple[str, ...], list[str]]:
     return {(places.rule, *places.reasons): places.lines for places in gather(report.refused)}
 
 
-@each(ALL)
+@each(ALL, later=ALIKE)
 def test_fuses_and_verification_takes_nothing_back(name: str) -> None:
     assert as_built(name).report.counts == COUNTS[name]
 
@@ -100,7 +100,7 @@ def test_fuses_and_verification_takes_nothing_back(name: str) -> None:
 INSPECTED = {"quickstart", "nanogpt_manual", "llama", "bert", "opt", "t5", "vit", "torch_mha"}
 
 
-@each(CASES)
+@each(CASES, later=ALIKE)
 def test_refuses_with_these_reasons(name: str) -> None:
     assert refused(as_built(name).report) == REFUSED.get(name, {})
 

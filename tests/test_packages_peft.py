@@ -37,7 +37,17 @@ def trained(model: nn.Module) -> Any:
     return train(model, optimizer), {name: t for name, t in weights(model).items() if "lora" in name}
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["gate_proj", "down_proj"], ALL], ids=str)
+@pytest.mark.parametrize(
+    "targets",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.integration)
+            for each in (["q_proj", "v_proj"], ["gate_proj", "down_proj"])
+        ),
+        ALL,
+    ],
+    ids=str,
+)
 def test_adapters_train(targets: list[str]):
     expected = trained(adapted(original(), targets))
     for model in (adapted(converted(), targets), then_converted(targets)):
@@ -54,6 +64,7 @@ EITHER: dict[str, Callable[[], nn.Module]] = {
 in_either_order = pytest.mark.parametrize("make", EITHER.values(), ids=EITHER)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("safe", [True, False], ids=["safe_merge", "in place"])
 @in_either_order
 def test_merged_and_unloaded(make: Callable[[], nn.Module], safe: bool):
@@ -108,6 +119,7 @@ def test_an_adapters_file(make: Callable[[], nn.Module], tmp_path: Path):
 OTHERS = {"a norm too": {"modules_to_save": ["norm2"]}, "biases": {"bias": "all"}}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
 def test_other_settings(settings: dict[str, Any]):
     expected = trained(adapted(original(), **settings))

@@ -72,8 +72,8 @@ def rolled_back(model: nn.Module) -> list[te_transform.Outcome]:
     ("name", "dtype"),
     [
         ("quickstart_mask", torch.bfloat16),
-        ("nanogpt_manual", torch.float32),
-        ("quickstart", torch.float64),
+        pytest.param("nanogpt_manual", torch.float32, marks=pytest.mark.integration),
+        pytest.param("quickstart", torch.float64, marks=pytest.mark.integration),
     ],
 )
 def test_converted_models_verify(name: str, dtype: torch.dtype) -> None:
