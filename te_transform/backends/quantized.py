@@ -189,11 +189,11 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if is_quantized(tensor) else tensor
 
 
-def address(tensor: Tensor) -> Any:
-    """Where its numbers lie."""
-    if is_quantized(tensor):
-        return tensor.held.data_ptr(), tensor.inverse.data_ptr()
-    return tensor.data_ptr()
+def addresses(tensors: Sequence[Tensor]) -> list[Any]:
+    """Where the numbers of each lie, of many at once: each call of a graph asks."""
+    if Quantized not in {*map(type, tensors)}:
+        return [*map(Tensor.data_ptr, tensors)]
+    return [(t.held.data_ptr(), t.inverse.data_ptr()) if is_quantized(t) else t.data_ptr() for t in tensors]
 
 
 def forms_of(arguments: Sequence[Any]) -> dict[int, torch.dtype]:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch._inductor import list_mode_options
 
 from te_transform.backends import limits
 from te_transform.backends.joined import state_of
-from te_transform.backends.quantized import address, closed, forms_of
+from te_transform.backends.quantized import addresses, closed, forms_of
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
@@ -138,7 +139,7 @@ class CompiledGraph:
             self.backend.update_scales_after_backward(outputs)
         if step is not None and not known.states and not lowered.reads_values:
             # what was computed before is the arguments' own memory, not a copy that each call makes anew
-            own = {*map(address, known.tensors)} <= {*step[0]}
+            own = {*addresses(known.tensors)} <= {*step[0]}
             kind = run.kind_of([*arguments, *known.tensors], len(arguments)) if own else None
             self.last = None if kind is None else (step, run, weakref.ref(kind))
         return outputs
@@ -148,17 +149,16 @@ class CompiledGraph:
         at more than the arguments' memory could tell."""
         if not self.graphs or torch.is_grad_enabled():
             return None
-        written = {arguments[place].untyped_storage()._cdata for place in self.writes}
-        where = []
-        for argument, stays in zip(arguments, self.stays, strict=True):
-            if not isinstance(argument, Tensor):
-                where.append(argument)
-            elif stays:
-                where.append(address(argument))
-            elif written and argument.untyped_storage()._cdata in written:
+        others = [argument for argument, stays in zip(arguments, self.stays, strict=True) if not stays]
+        if self.writes:
+            written = {arguments[place].untyped_storage()._cdata for place in self.writes}
+            tensors = (other for other in others if isinstance(other, Tensor))
+            if any(tensor.untyped_storage()._cdata in written for tensor in tensors):
                 return None
+        where = addresses([*compress(arguments, self.stays)])
+        values = [other for other in others if not isinstance(other, Tensor)]
         here = torch.is_inference_mode_enabled(), stream_now()
-        return (*where,), self._sizes(arguments), precision, _attention(), here
+        return where, values, self._sizes(arguments), precision, _attention(), here
 
     def _repeated(self, step: tuple | None, arguments: Sequence[Any]) -> Any:
         """The outputs of a call like the last one, which takes half of the CPU's time so; None of another."""
