@@ -39,6 +39,10 @@ _RECOMPUTES = (
     "with gradients it runs as the user's own code"
 )
 
+_BESIDE = "the model was given a forward that does not call its own, and "
+_IN_BLOCKS = _BESIDE + "its blocks are captured one by one: what is around them runs as the user's own code"
+_NO_BLOCKS = _BESIDE + "has no list of blocks to capture one by one: it runs as the user's own code"
+
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
 
 
@@ -56,6 +60,10 @@ class Converted:
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
     recomputes: bool = False  # whether there are checkpoints in it, and no blocks to capture
     leaving: set[type] = field(default_factory=set)  # the classes whose forward runs as it is in this call
+    # In a call of a forward that somebody has set on the model, and has not called that of the model's class
+    # yet; and weak references to the blocks that are captured one by one until it does.
+    beside: bool = False
+    given: list[Callable[[], nn.Module | None]] | None = None
     # weak references to the model and its first block; None where nobody has looked yet
     model: Callable[[], nn.Module | None] | None = None
     first_block: Callable[[], nn.Module | None] | None = None
@@ -121,6 +129,8 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """A call of the model or of one of its blocks; `forward` is the one of its own class."""
+        if place.is_root and self.beside:
+            self._leave_blocks()
         idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
         if idle or (self.recomputes and torch.is_grad_enabled()):
             return forward(module, *args, **kwargs)
@@ -147,6 +157,39 @@ class Converted:
                 raise
             finally:
                 self.leaving.discard(kind)
+
+    def call_given(self, call: Callable[..., Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """A call of the model whose forward somebody has set on it: accelerate's calls the class's own, TRL's
+        calls the backbone and computes the loss itself.
+
+        Which of them shows in the call. Until then its blocks are captured one by one, and not from the next
+        call on: a checkpoint of this one may be repeated after that.
+        """
+        if self.given is None:
+            self.given = [*map(weakref.ref, blocks(model))]
+        self.beside = not (self.by_block or self.original or self.options.as_it_is)
+        if self.beside:
+            self._enter_blocks()
+        try:
+            with nullcontext() if self.precision is None else self.precision.running(model):
+                out = call(model, *args, **kwargs)
+            if self.beside:
+                self.beside, self.by_block = False, bool(self.given)
+                note = _IN_BLOCKS if self.by_block else _NO_BLOCKS
+                self.failures += [note] if note not in self.failures else []
+            return out
+        finally:
+            if self.beside:
+                self._leave_blocks()
+
+    def _enter_blocks(self) -> None:
+        for block in filter(None, (reference() for reference in self.given)):
+            _enter(block, Place(self, is_root=False))
+
+    def _leave_blocks(self) -> None:
+        self.beside = False
+        for block in filter(None, (reference() for reference in self.given)):
+            _leave(block)
 
     def _decodes(self, args: tuple, kwargs: dict) -> bool:
         """Whether this is a step of a generation that the user's own code runs.
@@ -347,31 +390,9 @@ def captured_class(kind: type) -> type:
     if kind in _ORIGINALS:
         return kind
     if kind not in _CLASSES:
-
-        @functools.wraps(kind.forward)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # dynamo does not guard hooks for all modules
-            if is_capturing() or _has_any_global_hook() or (place := self.__dict__.get(CONVERTED)) is None:
-                if torch.compiler.is_compiling():
-                    _tell_compilers()
-                return kind.forward(self, *args, **kwargs)
-            return place.converted.call(place, kind.forward, self, args, kwargs)
-
-        def train(self: nn.Module, mode: bool = True) -> nn.Module:
-            place = self.__dict__.get(CONVERTED)
-            if place is not None and place.is_root and place.converted.precision is not None:
-                place.converted.precision.forget(self)
-            return kind.train(self, mode)
-
-        own = {
-            "train": functools.wraps(kind.train)(train),
-            "forward": forward,
-            "__reduce_ex__": _reduce,
-            "__module__": kind.__module__,
-            "__doc__": kind.__doc__,
-        }
+        named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
-            made = type(kind.__name__, (kind,), {**own, "__qualname__": kind.__qualname__})
+            made = type(kind.__name__, (kind,), {**_methods(kind), "__reduce_ex__": _reduce, **named})
         except TypeError as error:
             raise ModelError(
                 f"{kind.__name__} refuses to be subclassed, a converted model is an instance of a subclass "
@@ -379,6 +400,34 @@ def captured_class(kind: type) -> type:
             ) from error
         _CLASSES[kind], _ORIGINALS[made] = made, kind
     return _CLASSES[kind]
+
+
+def _methods(kind: type) -> dict[str, Callable[..., Any]]:
+    """What a module of a converted model does otherwise than one of `kind`."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # dynamo does not guard hooks for all modules
+        if is_capturing() or _has_any_global_hook() or (place := self.__dict__.get(CONVERTED)) is None:
+            if torch.compiler.is_compiling():
+                _tell_compilers()
+            return kind.forward(self, *args, **kwargs)
+        return place.converted.call(place, kind.forward, self, args, kwargs)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = is_capturing() or "forward" not in self.__dict__
+        if own or (place := self.__dict__.get(CONVERTED)) is None or not place.is_root:
+            return kind.__call__(self, *args, **kwargs)
+        return place.converted.call_given(kind.__call__, self, args, kwargs)
+
+    @functools.wraps(kind.train)
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        place = self.__dict__.get(CONVERTED)
+        if place is not None and place.is_root and place.converted.precision is not None:
+            place.converted.precision.forget(self)
+        return kind.train(self, mode)
+
+    return {"forward": forward, "__call__": call, "train": train}
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple:
