@@ -117,6 +117,25 @@ def test_what_is_captured_later_is_checked_in_the_models_own_dtype(recipe: str) 
     assert not any("taken back" in note for note in te_transform.report(fused).notes)
 
 
+@each_recipe
+def test_a_forward_that_is_set_on_the_model_and_calls_its_blocks_runs_them_in_the_recipe(recipe: str) -> None:
+    def given(model: nn.Module) -> None:
+        def forward(x: Tensor) -> Tensor:
+            for block in model.blocks:
+                x = block(x)
+            return x
+
+        model.forward = forward
+
+    model, fused = net(), converted(recipe)
+    given(model)
+    given(fused)
+    answer(fused)
+    before = STATE.steps
+    assert 1e-2 < distance(answer(fused), answer(model)) < 0.2
+    assert STATE.steps == before + 1
+
+
 class Adds(nn.Module):
     """Adds to what a product gives, in place, as Falcon does."""
 
