@@ -1,5 +1,6 @@
 """What a forward does besides computing: modes it enters, tensors it writes to, how its parts are called."""
 
+import copy
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from tests.attacks import OTHER, Attends, Block, Pair, X, odd
-from tests.models.tiny import Tiny
+from tests.conversions import calls
+from tests.models.tiny import WIDTH, Tiny
 from tests.test_attacks_reading import Cube, Doubled, Tripled
+from tests.zoo import seeded
 
 # Modes that a forward enters
 
@@ -324,3 +327,62 @@ PARTS: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_parts_that_are_called_from_outside(name: str) -> None:
     """As somebody's own forward of the block does who captures activations, or tries things in a notebook."""
     Pair.shared(Tiny).agree(lambda model, x: PARTS[name](model.blocks[0].attention, x.requires_grad_()))
+
+
+class Recomputed(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class Holds(nn.Module):
+    """A backbone and a head, as models of transformers have them."""
+
+    def __init__(self, kind: type[Tiny] = Tiny):
+        super().__init__()
+        self.backbone, self.head = kind(2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+
+def backbone_alone(model: nn.Module, x: Tensor) -> Tensor:
+    return model.backbone(x.requires_grad_())
+
+
+def a_forward_of_its_own(model: nn.Module) -> None:
+    """As TRL's trainers set one, which calls the backbone and computes the loss itself."""
+    own = model.forward
+    model.forward = lambda x, whole=False: own(x) if whole else model.backbone(x) * 2
+
+
+@pytest.mark.parametrize("kind", [Tiny, Recomputed])
+def test_a_backbone_that_is_called_by_itself_runs_fused(kind: type[Tiny]) -> None:
+    pair = Pair.of(seeded(Holds, kind))
+    pair.agree(backbone_alone)
+    with calls(pair.converted) as found:
+        pair.agree(backbone_alone)
+    assert found["linear"] > 0
+    pair.agree()
+    pair.attack(a_forward_of_its_own)
+    with calls(pair.converted) as found:
+        pair.agree()
+    assert found["linear"] > 0
+    pair.agree(lambda model, x: model(x, whole=True))
+    for model in pair.models:
+        del model.forward
+    Pair(pair.original, copy.deepcopy(pair.converted), X).agree(backbone_alone)
+
+
+def test_a_part_keeps_its_class_and_runs_as_it_is_where_its_class_takes_no_subclass() -> None:
+    class Final(Tiny):
+        def __init_subclass__(cls, **kwargs: Any):
+            raise TypeError("is final")
+
+    model = seeded(Holds)
+    model.backbone.__class__ = Final
+    pair = Pair.of(model)
+    assert type(pair.converted.backbone) is Final
+    pair.agree(backbone_alone)
+    pair.agree()

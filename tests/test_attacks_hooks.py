@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from tests.attacks import Act, Attends, Pair, X, call, named, with_input_gradient
-from tests.conversions import calls
 from tests.models.tiny import Tiny
 from tests.zoo import seeded
 
@@ -246,35 +244,3 @@ def test_a_forward_set_on_an_instance() -> None:
         for model in pair.models:
             del model.get_submodule(path).forward
         pair.agree(call)
-
-
-@pytest.mark.parametrize(("blocks", "checkpointed"), [(2, False), (2, True), (1, False)])
-def test_a_forward_set_on_an_instance_that_does_not_call_the_classes_own(
-    blocks: int, checkpointed: bool
-) -> None:
-    """As TRL's trainers put theirs in its place, which call the backbone and compute the loss themselves."""
-
-    def beside(model: nn.Module) -> None:
-        own = model.forward
-
-        def forward(x: Tensor, whole: bool = False) -> Tensor:
-            if whole:
-                return own(x)
-            for block in model.blocks:
-                x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
-            return x * 3
-
-        model.forward = forward
-
-    pair = Pair.of(seeded(Tiny, blocks))
-    pair.attack(beside)
-    pair.agree(call)
-    notes = [note for note in te_transform.report(pair.converted).notes if "was given a forward" in note]
-    assert ["around them" in note for note in notes] == [blocks > 1]
-    with calls(pair.converted) as found:
-        pair.agree(call)
-    assert (found["linear"] > 0) == (blocks > 1)
-    pair.agree(lambda model, x: model(x, whole=True))
-    for model in pair.models:
-        del model.forward
-    pair.agree(call)

@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -36,6 +37,7 @@ SETTINGS = {
 
 
 _NUMBERS = count(1)
+_ours: ContextVar[bool] = ContextVar("_ours", default=False)  # in a capture of this file's
 
 
 def capture(
@@ -64,8 +66,12 @@ def capture(
         if leaves():
             return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
-        with torch._dynamo.config.patch(SETTINGS):
-            found = traced(*args, **kwargs)
+        token = _ours.set(True)
+        try:
+            with torch._dynamo.config.patch(SETTINGS):
+                found = traced(*args, **kwargs)
+        finally:
+            _ours.reset(token)
         run.turned_off = before or found.guarded_code is None
         return found
 
@@ -104,6 +110,11 @@ def noting_reasons() -> Iterator[list[str]]:
     finally:
         said = [list(Counter(counters[kind]) - known) for kind, known in zip(kinds, before, strict=True)]
         reasons += said[0] or said[1]
+
+
+def is_our_capture() -> bool:
+    """Whether what is traced is traced for capture()."""
+    return _ours.get()
 
 
 def is_capturing() -> bool:

@@ -10,8 +10,10 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends import gradients
 from te_transform.backends.joined import lay
-from te_transform.graph.capture import capture, is_capturing
+from te_transform.graph.capture import capture, is_capturing, is_our_capture
 from te_transform.graph.nodes import called
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
@@ -39,9 +41,7 @@ _RECOMPUTES = (
     "with gradients it runs as the user's own code"
 )
 
-_BESIDE = "the model was given a forward that does not call its own, and "
-_IN_BLOCKS = _BESIDE + "its blocks are captured one by one: what is around them runs as the user's own code"
-_NO_BLOCKS = _BESIDE + "has no list of blocks to capture one by one: it runs as the user's own code"
+_calling: ContextVar[bool] = ContextVar("_calling", default=False)  # in a call of a converted model
 
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
 
@@ -60,10 +60,6 @@ class Converted:
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
     recomputes: bool = False  # whether there are checkpoints in it, and no blocks to capture
     leaving: set[type] = field(default_factory=set)  # the classes whose forward runs as it is in this call
-    # In a call of a forward that somebody has set on the model, and has not called that of the model's class
-    # yet; and weak references to the blocks that are captured one by one until it does.
-    beside: bool = False
-    given: list[Callable[[], nn.Module | None]] | None = None
     # weak references to the model and its first block; None where nobody has looked yet
     model: Callable[[], nn.Module | None] | None = None
     first_block: Callable[[], nn.Module | None] | None = None
@@ -128,16 +124,30 @@ class Converted:
     def call(
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
-        """A call of the model or of one of its blocks; `forward` is the one of its own class."""
-        if place.is_root and self.beside:
-            self._leave_blocks()
+        """A call of the model, of a part of it, or of a block; `forward` is the one of its own class."""
+        if place.role is Role.BLOCK:
+            return self._call(place, forward, module, args, kwargs)
+        if place.role is Role.PART and _calling.get():
+            return forward(module, *args, **kwargs)
+        token = _calling.set(True)
+        try:
+            return self._call(place, forward, module, args, kwargs)
+        finally:
+            _calling.reset(token)
+
+    def _call(
+        self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
         idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
         if idle or (self.recomputes and torch.is_grad_enabled()):
             return forward(module, *args, **kwargs)
-        if place.is_root:
-            self._settle(module)
-        with nullcontext() if self.precision is None or not place.is_root else self.precision.running(module):
-            if place.is_root and self.by_block:
+        is_block = place.role is Role.BLOCK
+        # a copy of which only parts are called, by themselves, knows no model
+        model = None if is_block else module if place.is_root else self.model and self.model()
+        if model is not None:
+            self._settle(model)
+        with nullcontext() if self.precision is None or model is None else self.precision.running(model):
+            if self.by_block and not is_block:
                 return forward(module, *args, **kwargs)
             kind = type(module)
             if kind not in self.runs:
@@ -157,39 +167,6 @@ class Converted:
                 raise
             finally:
                 self.leaving.discard(kind)
-
-    def call_given(self, call: Callable[..., Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """A call of the model whose forward somebody has set on it: accelerate's calls the class's own, TRL's
-        calls the backbone and computes the loss itself.
-
-        Which of them shows in the call. Until then its blocks are captured one by one, and not from the next
-        call on: a checkpoint of this one may be repeated after that.
-        """
-        if self.given is None:
-            self.given = [*map(weakref.ref, blocks(model))]
-        self.beside = not (self.by_block or self.original or self.options.as_it_is)
-        if self.beside:
-            self._enter_blocks()
-        try:
-            with nullcontext() if self.precision is None else self.precision.running(model):
-                out = call(model, *args, **kwargs)
-            if self.beside:
-                self.beside, self.by_block = False, bool(self.given)
-                note = _IN_BLOCKS if self.by_block else _NO_BLOCKS
-                self.failures += [note] if note not in self.failures else []
-            return out
-        finally:
-            if self.beside:
-                self._leave_blocks()
-
-    def _enter_blocks(self) -> None:
-        for block in filter(None, (reference() for reference in self.given)):
-            _enter(block, Place(self, is_root=False))
-
-    def _leave_blocks(self) -> None:
-        self.beside = False
-        for block in filter(None, (reference() for reference in self.given)):
-            _leave(block)
 
     def _decodes(self, args: tuple, kwargs: dict) -> bool:
         """Whether this is a step of a generation that the user's own code runs.
@@ -221,7 +198,7 @@ class Converted:
         self.by_block = one_by_one
         for block in blocks(model):
             if one_by_one:
-                _enter(block, Place(self, is_root=False))
+                _enter(block, Place(self, Role.BLOCK))
             else:
                 _leave(block)
 
@@ -265,13 +242,27 @@ def _restored(
     return Converted(options, by_block, checker, report=report, precision=precision, whole=whole)
 
 
+class Role(Enum):
+    """What a module of a converted model is that is captured for itself.
+
+    A part holds blocks and is captured where it is called by itself: an encoder by generate(), a backbone by
+    the trainers of TRL. A block is captured where blocks are captured one by one.
+    """
+
+    MODEL, PART, BLOCK = range(3)
+
+
 @dataclass(eq=False)
 class Place:
-    """What a module of a converted model knows of it: whether it is the model itself, or one of the blocks
-    that are captured one by one."""
+    """What a module of a converted model knows of it."""
 
     converted: Converted
-    is_root: bool
+    role: Role
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the model itself."""
+        return self.role is Role.MODEL
 
 
 def _is_decoding(args: tuple, kwargs: dict) -> bool:
@@ -291,8 +282,11 @@ def _has_static_cache(args: tuple, kwargs: dict) -> bool:
 
 
 def enter(model: nn.Module, converted: Converted) -> None:
-    """Let `model`, or its blocks, run their captured forward."""
-    _enter(model, Place(converted, is_root=True))
+    """Let `model`, its parts, or its blocks, run their captured forward."""
+    _enter(model, Place(converted, Role.MODEL))
+    for part in parts(model):
+        with suppress(ModelError):  # it runs as it is where it is called by itself
+            _enter(part, Place(converted, Role.PART))
     if converted.by_block:
         converted.capture_blocks(model)
 
@@ -339,6 +333,20 @@ def original_forward(model: nn.Module) -> Iterator[None]:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of a transformer: what stands in the outermost lists of modules of one class."""
+    return list(dict.fromkeys(_blocks(model).values()))
+
+
+def parts(model: nn.Module) -> list[nn.Module]:
+    """What holds the layers, and what holds that: a backbone, an encoder and a decoder; not the model."""
+    found: dict[nn.Module, None] = {}
+    for path in _blocks(model):
+        names = path.split(".")[:-1]
+        found |= dict.fromkeys(model.get_submodule(".".join(names[:last])) for last in range(1, len(names)))
+    return [part for part in found if type(part).forward is not nn.Module.forward]
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers by their names."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)
@@ -346,7 +354,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
             alike = len({type(child) for child in module}) == 1
             if alike and any(True for _ in module[0].children()):
                 found |= {f"{path}.{name}": child for name, child in module.named_children()}
-    return list(dict.fromkeys(found.values()))
+    return found
 
 
 def _forwards(model: nn.Module) -> dict[type, Any]:
@@ -369,10 +377,11 @@ def has_checkpoints(captured: fx.GraphModule) -> bool:
 
 @torch._dynamo.assume_constant_result  # dynamo calls it while tracing, and no call of it is in the graph
 def _tell_compilers() -> bool:
-    log.warning(
-        "a converted model is compiled from outside, which compiles the user's own forward: to compile what "
-        "te_transform made of it, pass compile=True to te_transform.convert()"
-    )
+    if not is_our_capture():
+        log.warning(
+            "a converted model is compiled from outside, which compiles the user's own forward: to compile "
+            "what te_transform made of it, pass compile=True to te_transform.convert()"
+        )
     return True
 
 
@@ -414,12 +423,6 @@ def _methods(kind: type) -> dict[str, Callable[..., Any]]:
             return kind.forward(self, *args, **kwargs)
         return place.converted.call(place, kind.forward, self, args, kwargs)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = is_capturing() or "forward" not in self.__dict__
-        if own or (place := self.__dict__.get(CONVERTED)) is None or not place.is_root:
-            return kind.__call__(self, *args, **kwargs)
-        return place.converted.call_given(kind.__call__, self, args, kwargs)
-
     @functools.wraps(kind.train)
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
         place = self.__dict__.get(CONVERTED)
@@ -427,7 +430,7 @@ def _methods(kind: type) -> dict[str, Callable[..., Any]]:
             place.converted.precision.forget(self)
         return kind.train(self, mode)
 
-    return {"forward": forward, "__call__": call, "train": train}
+    return {"forward": forward, "train": train}
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple:
