@@ -197,6 +197,17 @@ def test_a_prompt_runs_fused_and_a_step_of_decoding_as_it_is(name: str) -> None:
         assert (found["linear"], found["attention"]) == RUN[name]
 
 
+@each(["t5"])
+def test_the_encoder_that_generate_calls_by_itself_runs_fused(name: str) -> None:
+    pair, (linears, attentions) = as_built(name), RUN[name]
+    inputs = pair.case.sample(2, 7)
+    del inputs["decoder_input_ids"]
+    with calls(pair.converted) as found:
+        _generated(pair.converted, inputs, cached=True)
+    assert found["attention"] == attentions // 3  # the decoder's own, and to the encoder, are as many each
+    assert 0 < found["linear"] < linears
+
+
 def _generated(model: nn.Module, inputs: Inputs, cached: bool) -> Tensor:
     # more tokens than the sliding window of Mistral holds; no early end, whatever the weights say
     length = {"max_new_tokens": 10, "min_new_tokens": 10}
