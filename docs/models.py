@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which a
 
 import te_transform
 from te_transform.report.report import Report
+from tests.families import FAMILIES
 from tests.zoo import CASES, EXTRA, Case
 
 RULES = ("merge_siblings", "attention", "layernorm_mlp", "layernorm_linear", "linear")
@@ -27,7 +28,7 @@ WHY = {  # what stands in the way, by words of the reason; "" where it costs not
 def main() -> None:
     logging.disable()
     rows: dict[tuple[str, ...], list[str]] = {}
-    for case in (CASES | EXTRA).values():
+    for case in (CASES | EXTRA | FAMILIES).values():
         rows.setdefault(cells(case), []).append(case.name)
     print(f"| model | {' | '.join(f'`{rule}`' for rule in RULES)} | in the way of more |")
     print(f"| --- |{' ---: |' * len(RULES)} --- |")

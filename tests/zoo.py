@@ -94,7 +94,7 @@ def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Modu
     return model
 
 
-def _hugging_face(model: str, config: str, **settings: Any) -> nn.Module:
+def hugging_face(model: str, config: str, **settings: Any) -> nn.Module:
     import transformers
 
     return getattr(transformers, model)(getattr(transformers, config)(**settings))
@@ -108,7 +108,7 @@ def _torch_encoder(norm_first: bool) -> nn.Module:
 # Inputs
 
 
-def _ids(batch: int, seq: int, generator: Generator) -> Tensor:
+def ids(batch: int, seq: int, generator: Generator) -> Tensor:
     return torch.randint(3, VOCAB, (batch, seq), generator=generator)  # 0 to 2 are the special tokens
 
 
@@ -120,29 +120,29 @@ def left_padding(batch: int, seq: int) -> Tensor:
     return torch.arange(seq) < lengths[:, None]
 
 
-def _text(batch: int, seq: int, generator: Generator, padded: bool = False) -> Inputs:
-    inputs = {"input_ids": _ids(batch, seq, generator)}
+def text(batch: int, seq: int, generator: Generator, padded: bool = False) -> Inputs:
+    inputs = {"input_ids": ids(batch, seq, generator)}
     if padded:
         inputs["attention_mask"] = (~left_padding(batch, seq)).long()
     return inputs
 
 
-def _text_to_text(batch: int, seq: int, generator: Generator, padded: bool = False) -> Inputs:
-    inputs = _text(batch, seq, generator, padded)
-    return inputs | {"decoder_input_ids": _ids(batch, seq // 2 + 1, generator)}
+def text_to_text(batch: int, seq: int, generator: Generator, padded: bool = False) -> Inputs:
+    inputs = text(batch, seq, generator, padded)
+    return inputs | {"decoder_input_ids": ids(batch, seq // 2 + 1, generator)}
 
 
 def _speech(batch: int, seq: int, generator: Generator) -> Inputs:
     features = torch.randn(batch, MELS, 32, generator=generator)
-    return {"input_features": features, "decoder_input_ids": _ids(batch, seq, generator)}
+    return {"input_features": features, "decoder_input_ids": ids(batch, seq, generator)}
 
 
-def _image(batch: int, seq: int, generator: Generator) -> Inputs:
+def image(batch: int, seq: int, generator: Generator) -> Inputs:
     return {"pixel_values": torch.randn(batch, 3, PIXELS, PIXELS, generator=generator)}
 
 
 def _nanogpt(batch: int, seq: int, generator: Generator) -> Inputs:
-    return {"idx": _ids(batch, seq, generator), "targets": _ids(batch, seq, generator)}
+    return {"idx": ids(batch, seq, generator), "targets": ids(batch, seq, generator)}
 
 
 def _embedded(
@@ -181,7 +181,7 @@ _QUICKSTART = partial(seeded, QuickstartModel, HIDDEN, 2 * HIDDEN, HEADS, LAYERS
 _LEFT_MASKED = partial(quickstart_masked, left=True)
 
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_DECODER = {
+DECODER = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "num_hidden_layers": LAYERS,
@@ -189,9 +189,9 @@ _DECODER = {
     "max_position_embeddings": 64,
     **_SPECIAL,
 }
-_ENCODER = _DECODER | {"intermediate_size": 128}
-_LLAMA = _DECODER | {"intermediate_size": 96, "num_key_value_heads": 2}
-_GPT2 = {
+ENCODER = DECODER | {"intermediate_size": 128}
+LLAMA = DECODER | {"intermediate_size": 96, "num_key_value_heads": 2}
+GPT2 = {
     "vocab_size": VOCAB,
     "n_embd": HIDDEN,
     "n_layer": LAYERS,
@@ -199,10 +199,10 @@ _GPT2 = {
     "n_positions": 64,
     **_SPECIAL,
 }
-_GEMMA = _LLAMA | {"num_key_value_heads": 1, "head_dim": 32}
+_GEMMA = LLAMA | {"num_key_value_heads": 1, "head_dim": 32}
 _GEMMA_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-_OPT = _DECODER | {"ffn_dim": 128, "word_embed_proj_dim": HIDDEN}
-_VISION = {
+_OPT = DECODER | {"ffn_dim": 128, "word_embed_proj_dim": HIDDEN}
+VISION = {
     "image_size": PIXELS,
     "patch_size": 4,
     "hidden_size": HIDDEN,
@@ -210,7 +210,7 @@ _VISION = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
 }
-_SEQ2SEQ = {
+SEQ2SEQ = {
     "vocab_size": VOCAB,
     "d_model": HIDDEN,
     "encoder_layers": LAYERS,
@@ -224,18 +224,18 @@ _SEQ2SEQ = {
 }
 
 
-def _hf_case(
+def hf_case(
     name: str,
     model: str,
     config: str,
     settings: dict[str, Any],
-    inputs: Callable[..., Inputs] = _text,
+    inputs: Callable[..., Inputs] = text,
     takes_mask: bool = True,
 ) -> Case:
     """`model` and `config` are names in transformers, which is imported when a model is first built."""
     return Case(
         name,
-        partial(seeded, _hugging_face, model, config, **settings),
+        partial(seeded, hugging_face, model, config, **settings),
         inputs,
         partial(inputs, padded=True) if takes_mask else None,
         causal_lm=model.endswith(("ForCausalLM", "LMHeadModel")),
@@ -249,26 +249,26 @@ def _encoder_case(name: str, norm_first: bool) -> Case:
     return Case(name, partial(seeded, _torch_encoder, norm_first), make, padded)
 
 
-def _by_name(*cases: Case) -> dict[str, Case]:
+def by_name(*cases: Case) -> dict[str, Case]:
     return {case.name: case for case in cases}
 
 
-CASES: dict[str, Case] = _by_name(
+CASES: dict[str, Case] = by_name(
     Case("quickstart", _QUICKSTART, _quickstart, _LEFT_MASKED),
     Case("quickstart_mask", _QUICKSTART, quickstart_masked, _LEFT_MASKED),
     Case("nanogpt_flash", partial(seeded, GPT, GPTConfig(flash=True)), _nanogpt, causal_lm=True),
     Case("nanogpt_manual", partial(seeded, GPT, GPTConfig(flash=False)), _nanogpt, causal_lm=True),
-    _hf_case("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT2),
-    _hf_case("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA),
-    _hf_case("mistral", "MistralForCausalLM", "MistralConfig", _LLAMA | {"sliding_window": WINDOW}),
-    _hf_case("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _LLAMA),
-    _hf_case("qwen3", "Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"head_dim": 32}),
-    _hf_case("gemma", "GemmaForCausalLM", "GemmaConfig", _GEMMA),
-    _hf_case("bert", "BertForMaskedLM", "BertConfig", _ENCODER),
-    _hf_case("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", _ENCODER),
-    _hf_case("opt", "OPTForCausalLM", "OPTConfig", _OPT),
-    _hf_case("vit", "ViTForImageClassification", "ViTConfig", _VISION, _image, takes_mask=False),
-    _hf_case(
+    hf_case("gpt2", "GPT2LMHeadModel", "GPT2Config", GPT2),
+    hf_case("llama", "LlamaForCausalLM", "LlamaConfig", LLAMA),
+    hf_case("mistral", "MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": WINDOW}),
+    hf_case("qwen2", "Qwen2ForCausalLM", "Qwen2Config", LLAMA),
+    hf_case("qwen3", "Qwen3ForCausalLM", "Qwen3Config", LLAMA | {"head_dim": 32}),
+    hf_case("gemma", "GemmaForCausalLM", "GemmaConfig", _GEMMA),
+    hf_case("bert", "BertForMaskedLM", "BertConfig", ENCODER),
+    hf_case("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", ENCODER),
+    hf_case("opt", "OPTForCausalLM", "OPTConfig", _OPT),
+    hf_case("vit", "ViTForImageClassification", "ViTConfig", VISION, image, takes_mask=False),
+    hf_case(
         "t5",
         "T5ForConditionalGeneration",
         "T5Config",
@@ -281,7 +281,7 @@ CASES: dict[str, Case] = _by_name(
             "num_heads": HEADS,
             "decoder_start_token_id": 0,
         },
-        _text_to_text,
+        text_to_text,
     ),
     _encoder_case("torch_encoder_pre", norm_first=True),
     _encoder_case("torch_encoder_post", norm_first=False),
@@ -294,16 +294,16 @@ CASES: dict[str, Case] = _by_name(
     ),
 )
 
-EXTRA: dict[str, Case] = _by_name(
-    _hf_case("llama_eager", "LlamaForCausalLM", "LlamaConfig", _LLAMA | {"attn_implementation": "eager"}),
-    _hf_case("gpt2_eager", "GPT2LMHeadModel", "GPT2Config", _GPT2 | {"attn_implementation": "eager"}),
-    _hf_case("phi3", "Phi3ForCausalLM", "Phi3Config", _LLAMA),
-    _hf_case("falcon", "FalconForCausalLM", "FalconConfig", _DECODER),
-    _hf_case("bloom", "BloomForCausalLM", "BloomConfig", _DECODER | {"n_layer": LAYERS, "n_head": HEADS}),
-    _hf_case("gemma2", "Gemma2ForCausalLM", "Gemma2Config", _GEMMA | _GEMMA_LAYERS),
-    _hf_case("gemma3_text", "Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA | _GEMMA_LAYERS),
-    _hf_case("mixtral", "MixtralForCausalLM", "MixtralConfig", _LLAMA | {"num_local_experts": 4}),
-    _hf_case(
+EXTRA: dict[str, Case] = by_name(
+    hf_case("llama_eager", "LlamaForCausalLM", "LlamaConfig", LLAMA | {"attn_implementation": "eager"}),
+    hf_case("gpt2_eager", "GPT2LMHeadModel", "GPT2Config", GPT2 | {"attn_implementation": "eager"}),
+    hf_case("phi3", "Phi3ForCausalLM", "Phi3Config", LLAMA),
+    hf_case("falcon", "FalconForCausalLM", "FalconConfig", DECODER),
+    hf_case("bloom", "BloomForCausalLM", "BloomConfig", DECODER | {"n_layer": LAYERS, "n_head": HEADS}),
+    hf_case("gemma2", "Gemma2ForCausalLM", "Gemma2Config", _GEMMA | _GEMMA_LAYERS),
+    hf_case("gemma3_text", "Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA | _GEMMA_LAYERS),
+    hf_case("mixtral", "MixtralForCausalLM", "MixtralConfig", LLAMA | {"num_local_experts": 4}),
+    hf_case(
         "distilbert",
         "DistilBertForMaskedLM",
         "DistilBertConfig",
@@ -316,22 +316,22 @@ EXTRA: dict[str, Case] = _by_name(
             "max_position_embeddings": 64,
         },
     ),
-    _hf_case("roberta", "RobertaForMaskedLM", "RobertaConfig", _ENCODER),
-    _hf_case("clip_text", "CLIPTextModel", "CLIPTextConfig", _ENCODER),
-    _hf_case("clip_vision", "CLIPVisionModel", "CLIPVisionConfig", _VISION, _image, takes_mask=False),
-    _hf_case(
+    hf_case("roberta", "RobertaForMaskedLM", "RobertaConfig", ENCODER),
+    hf_case("clip_text", "CLIPTextModel", "CLIPTextConfig", ENCODER),
+    hf_case("clip_vision", "CLIPVisionModel", "CLIPVisionConfig", VISION, image, takes_mask=False),
+    hf_case(
         "whisper",
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        _SEQ2SEQ | {"num_mel_bins": MELS, "max_source_positions": 16, "max_target_positions": 64},
+        SEQ2SEQ | {"num_mel_bins": MELS, "max_source_positions": 16, "max_target_positions": 64},
         _speech,
         takes_mask=False,
     ),
-    _hf_case(
+    hf_case(
         "bart",
         "BartForConditionalGeneration",
         "BartConfig",
-        _SEQ2SEQ | {"max_position_embeddings": 64, "forced_eos_token_id": 2},
-        _text_to_text,
+        SEQ2SEQ | {"max_position_embeddings": 64, "forced_eos_token_id": 2},
+        text_to_text,
     ),
 )

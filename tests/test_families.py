@@ -1,0 +1,82 @@
+"""Hugging Face's families, converted with what they were built with: the numbers are the originals'."""
+
+import copy
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+import te_transform
+from tests.conversions import EVERYWHERE, Pair, each, error, gradients
+from tests.families import FAMILIES
+from tests.zoo import Inputs, zero_dropout
+
+every_family = each(FAMILIES, later=FAMILIES)
+GENERATING = [n for n, case in FAMILIES.items() if case.causal_lm or "decoder_input_ids" in case.sample()]
+FRESH = 1  # the seed of inputs that no model was converted with
+
+
+@cache
+def converted(name: str) -> Pair:
+    """Verified by the conversion, and without dropouts after it."""
+    case = FAMILIES[name]
+    model = case.build()
+    made = te_transform.convert(model, case.sample())
+    return Pair(case, zero_dropout(model), zero_dropout(made))
+
+
+def samples(name: str) -> Iterable[Inputs]:
+    """Of the sizes of the conversion, of others, and padded where the model takes a mask."""
+    case = FAMILIES[name]
+    yield from (case.sample(*size, seed=FRESH) for size in ((2, 12), (3, 7), (1, 16)))
+    if case.padded_inputs is not None:
+        yield case.sample(2, 12, seed=FRESH, padded=True)
+
+
+def off(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """How far outputs are from what they should be; NaN, of rows that see nothing, is where it should be."""
+    assert all(torch.equal(a.isnan(), e.isnan()) for a, e in zip(actual, expected, strict=True))
+    known = [(a.nan_to_num(), e.nan_to_num()) for a, e in zip(actual, expected, strict=True) if e.any()]
+    return error([a for a, _ in known], [e for _, e in known])
+
+
+@every_family
+def test_forward_in_evaluation(name: str) -> None:
+    assert not [note for note in converted(name).report.notes if "taken back" in note]
+    for inputs in samples(name):
+        expected, actual = converted(name).run(inputs)
+        assert off(actual, expected) <= EVERYWHERE, {key: value.shape for key, value in inputs.items()}
+
+
+@every_family
+def test_gradients(name: str) -> None:
+    pair, inputs = converted(name), FAMILIES[name].sample(seed=FRESH)
+    expected, actual = (gradients(model.train(), inputs) for model in (pair.original, pair.converted))
+    known = {name: grad for name, grad in expected.items() if grad is not None}
+    assert known.keys() == {name for name, grad in actual.items() if grad is not None}
+    largest = max(grad.norm() for grad in known.values())
+    for parameter, grad in known.items():  # of a bias before a softmax it is zero, but for rounding
+        assert (actual[parameter] - grad).norm() <= EVERYWHERE * max(grad.norm(), 0.01 * largest), parameter
+
+
+@each(GENERATING, later=GENERATING)
+def test_generated_tokens(name: str) -> None:
+    pair = converted(name)
+    inputs = pair.case.sample(seed=FRESH)
+    inputs.pop("decoder_input_ids", None)
+    how = {"max_new_tokens": 5, "do_sample": False}
+    expected, actual = (m.eval().generate(**inputs, **how) for m in (pair.original, pair.converted))
+    assert torch.equal(actual, expected)
+
+
+@every_family
+def test_state_dict_is_the_originals_and_so_is_the_model_again(name: str) -> None:
+    case = FAMILIES[name]
+    model = case.build()
+    state = copy.deepcopy(model.state_dict())
+    made = te_transform.convert(model, case.sample(), verify=False, inplace=True)
+    found = made.state_dict()
+    assert list(found) == list(state)
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+    assert type(te_transform.revert(made)) is type(case.build())
