@@ -1,6 +1,7 @@
 """Canonical graphs: attention is one op, however it was written out."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -146,6 +147,38 @@ def test_masks_over_heads_and_over_batches_of_heads() -> None:
 
     for mask in (torch.randn(BATCH * HEADS, 1, LENGTH), torch.randn(1, LENGTH, LENGTH), torch.randn(LENGTH)):
         assert op_counts(canonical(together, *QKV, mask)) == {"sdpa": 1}
+
+
+def test_masks_that_are_added_before_the_scores_are_scaled() -> None:
+    mask, bias = torch.zeros(LENGTH, LENGTH).masked_fill(CAUSAL, -math.inf), torch.randn(LENGTH)
+    graph = canonical(lambda m, q, k, v, a, b: ((q @ k.mT + b + a) / 4).softmax(-1) @ v, *QKV, mask, bias)
+    assert the(graph, ops.sdpa)[6] == 0.25
+    filled = lambda m, q, k, v, h: ((q @ k.mT).masked_fill(h, -1e4) / 4).softmax(-1) @ v  # noqa: E731
+    assert ops.sdpa not in targets(canonical(filled, *QKV, CAUSAL))  # what is hidden counts there
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("padding", [CAUSAL[:1] & False, PADDING, FULL_ROW])
+def test_a_mask_that_is_added_to_a_filled_one(kept: bool, padding: Tensor) -> None:
+    least = torch.finfo(torch.float32).min
+
+    def function(m, q, k, v, hidden, later, fill=least):
+        found = scores(q, k)
+        found = torch.where(~hidden, found, fill) if kept else found.masked_fill(hidden, fill)
+        return (found + later).softmax(-1) @ v
+
+    later = torch.zeros(padding.shape).masked_fill(padding, least)
+    assert ops.sdpa in targets(canonical(function, *QKV, CAUSAL, later))
+    assert ops.sdpa not in targets(canonical(partial(function, fill=-1e4), *QKV, CAUSAL, later))
+
+
+def test_scores_in_fp32_of_queries_and_keys_in_16_bits() -> None:
+    narrow = [tensor.bfloat16() for tensor in QKV]
+    wider = lambda m, q, k, v: scores(q.float(), k.float()).softmax(-1).to(v.dtype) @ v  # noqa: E731
+    graph = canonical(wider, *narrow, bound=0.01)
+    assert [dtype_of(node) for node in the(graph, ops.sdpa)[:3]] == [torch.bfloat16] * 3
+    narrower = lambda m, q, k, v: scores(q.bfloat16(), k.bfloat16()).float().softmax(-1) @ v  # noqa: E731
+    assert ops.sdpa not in targets(canonical(narrower, *QKV))
 
 
 @pytest.mark.parametrize("fill", [-1e4, -math.inf])

@@ -15,6 +15,7 @@ from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape
 from te_transform.graph.pattern import Call, Match, Maybe, OneOf, Pattern, Var
 
 HIDES = -1e4  # a score at or below this has, beside any other, a probability of zero
+ABSORBS = -1e30  # to this any score may be added, in fp32, without a difference
 
 # The pattern
 
@@ -44,21 +45,34 @@ def _turned(inner: Pattern) -> Pattern:
     return Call(torch.transpose, inner, -2, -1)
 
 
+def _operand(name: str) -> Pattern:
+    """A query or a key; they may be cast for scores in fp32, which the op has anyway."""
+    return Maybe(ops.cast, _tensor(name))
+
+
 _KEY = OneOf(
-    _turned(_scaled(_tensor("key"), "key")), _scaled(_turned(_tensor("key")), "key"), _tensor("turned_key")
+    _turned(_scaled(_operand("key"), "key")), _scaled(_turned(_operand("key")), "key"), _operand("turned_key")
 )
 _PRODUCTS = (torch.matmul, torch.bmm)
-_SCORES = Call(_PRODUCTS, _scaled(_tensor("query"), "query"), _KEY, role="scores")
+_SCORES = Call(_PRODUCTS, _scaled(_operand("query"), "query"), _KEY, role="scores")
 _SCALED = _within(_scaled(_SCORES, "scores"))
 _BIASED = OneOf(_within(Call(torch.add, _SCALED, _tensor("bias"), role="biased", commute=True)), _SCALED)
-_MASKED = OneOf(
-    Call(torch.add, _BIASED, _tensor("mask"), role="masked", commute=True),
+_FILLED = OneOf(
     Call(torch.masked_fill, _BIASED, _tensor("hidden"), Var("fill"), role="masked"),
     Call(torch.where, _tensor("hidden"), Var("fill"), _BIASED, role="masked"),
     Call(torch.where, _tensor("kept"), _BIASED, Var("fill"), role="masked"),
+)
+_MASKED = OneOf(
+    Call(torch.add, _BIASED, _tensor("mask"), role="masked", commute=True),
+    Call(torch.add, _within(_FILLED), _tensor("later"), role="added", commute=True),
+    _FILLED,
     _BIASED,
 )
-_WEIGHTS = _within(Call(torch.softmax, _within(_MASKED), -1, Var("softmax_dtype"), role="softmax"))
+_WEIGHTS = _within(
+    Call(
+        torch.softmax, _within(_scaled(_within(_MASKED), "masked")), -1, Var("softmax_dtype"), role="softmax"
+    )
+)
 _DROPPED = OneOf(_within(Call(ops.dropout, _WEIGHTS, Var("dropout_p"), True)), _WEIGHTS)
 
 # The op
@@ -99,6 +113,7 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
         and all(same_shape(shape[-2:], shape_of(scores)[-2:]) for shape in shapes)
         and all(user in match.nodes for node in weights for user in node.users)
         and all(dtype_of(node) is dtype_of(query) for node in (root, *operands))
+        and dtype_of(scores).itemsize >= dtype_of(query).itemsize
         and same_shape(shape_of(query)[:-2], shape_of(scores)[:-2])
         and same_shape(shapes[0][:-2], shape_of(root)[:-2])
     )
@@ -115,9 +130,13 @@ def _heads_agree(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
 
 def _scale(found: dict[str, Any]) -> float:
     scale = 1.0
-    for name in ("query", "key", "scores"):
-        scale = scale * found.get(f"{name}_times", 1) / found.get(f"{name}_over", 1)
+    for name in ("query", "key", "scores", "masked"):
+        scale = scale * _factor(found, name)
     return scale
+
+
+def _factor(found: dict[str, Any], name: str) -> float:
+    return found.get(f"{name}_times", 1) / found.get(f"{name}_over", 1)
 
 
 class _Lift:
@@ -150,17 +169,21 @@ class _Lift:
 
 def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
     """The query and the mask of the op; None where the mask is none that it has."""
-    added = [found[name] for name in ("bias", "mask") if name in found]
+    added = [found[name] for name in ("bias", "mask", "later") if name in found]
     if not all(dtype_of(node) in (dtype_of(query), torch.float32) and shape_of(node) for node in added):
         return None
-    bias = lift(found["bias"], found["biased"]) if "bias" in found else None
+    bias, factor = lift(found["bias"], found["biased"]) if "bias" in found else None, _factor(found, "masked")
+    if "fill" in found:
+        if factor != 1:
+            return None
+        fill = _filled_and_added if "later" in found else _filled
+        return fill(lift, query, bias, found)
+    mask = bias
     if "mask" in found:
         mask = lift(found["mask"], found["masked"])
-        both = bias is not None
-        return query, lift.insert(torch.add, (mask, bias)) if both else mask
-    if "fill" not in found:
-        return query, bias
-    return _filled(lift, query, bias, found)
+        mask = mask if bias is None else lift.insert(torch.add, (mask, bias))
+    scaled = mask is not None and factor != 1  # with the scores that it was added to
+    return query, lift.insert(torch.mul, (mask, factor)) if scaled else mask
 
 
 def _filled(lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, Any]) -> tuple | None:
@@ -178,6 +201,21 @@ def _filled(lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, 
     if bias is None:
         return query, keep
     return query, _unless(lift, _unless(lift, bias, hidden, 0), lift.negate(keep), -math.inf)
+
+
+def _filled_and_added(
+    lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, Any]
+) -> tuple | None:
+    """A fill with a mask added to it and to the scores, as GPT-Neo's padding is to its causal one."""
+    condition, fill = found.get("hidden", found.get("kept")), _constant(found["fill"])
+    if fill is None or not fill <= ABSORBS or dtype_of(condition) is not torch.bool:
+        return None
+    condition, later = lift(condition, found["masked"]), lift(found["later"], found["added"])
+    if dtype_of(later) is not torch.float32:  # which has no room for the fill
+        later = lift.insert(ops.cast, (later, torch.float32))
+    kept = later if bias is None else lift.insert(torch.add, (later, bias))
+    pair = kept, lift.insert(torch.add, (later, fill))
+    return query, lift.insert(torch.where, (condition, *(pair if "kept" in found else pair[::-1])))
 
 
 def _unless(lift: _Lift, bias: fx.Node, hidden: fx.Node, fill: float) -> fx.Node:
