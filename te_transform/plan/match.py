@@ -191,8 +191,10 @@ def _near_misses(rule: Rule, misses: list[Miss]) -> list[Outcome]:
     for miss in misses:
         if 2 * len(miss.nodes) > rule.pattern.depth and not any(node._erased for node in miss.nodes):
             readers = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
-            reader = called((readers or miss.nodes)[-1])
-            reason = f"the {reader} reads {_named(miss.found)}, {miss.wanted} is needed"
+            reader = (readers or miss.nodes)[-1]
+            reason = f"the {called(reader)} reads {_named(miss.found)}, {miss.wanted} is needed"
+            if reader.target is ops.columns:  # of a merged linear
+                reason = "the linear is one with others of the same input, one of its own is needed"
             where = path_of(miss.nodes[0])
             outcomes.append(Outcome(rule.name, where, "refused", (reason,), _weights(miss.nodes)))
     return outcomes

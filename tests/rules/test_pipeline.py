@@ -194,3 +194,16 @@ def test_most_of_a_pattern_says_what_stood_in_its_way() -> None:
         fc2=tables.linear(FFN, H),
     )
     assert reasons(sites(make), "layernorm_mlp") == {"the mul reads tanh, columns is needed"}
+
+
+def test_a_linear_that_is_merged_with_others_beside_the_mlp_says_so() -> None:
+    """As in Cohere, whose attention and MLP read one norm."""
+
+    def parallel(m: Any, x: Tensor) -> Tensor:
+        y = m.norm(x)
+        return torch.tanh(m.other(y)) + m.down(F.silu(m.gate(y)) * m.up(y))
+
+    linears = {name: tables.linear() for name in ("gate", "up", "down", "other")}
+    make = written(parallel, norm=lambda: nn.LayerNorm(H), **linears)
+    why = "the linear is one with others of the same input, one of its own is needed"
+    assert why in reasons(sites(make), "layernorm_mlp")
