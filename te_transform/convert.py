@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from te_transform.backends.joined import lay
 from te_transform.graph.capture import noting_reasons, on_fake_tensors
@@ -40,8 +42,10 @@ from te_transform.runtime.converted import (
     converted_of,
     enter,
     leave,
+    original_forward,
 )
 from te_transform.runtime.precision import Precision
+from te_transform.runtime.replayed import distance
 from te_transform.runtime.timing import Timing
 from te_transform.verify.check import check_sites
 
@@ -137,6 +141,13 @@ def _convert(
         seen = _first_calls(made, converted, samples, original)
         if converted.in_pieces:  # which only a first call can show
             seen = _first_calls(made, converted, samples, original)
+        if converted.checker is not None and (
+            why := _traced_otherwise(made, converted, samples[0], original)
+        ):
+            converted.failures.append(why)
+            converted.options = options = replace(options, as_it_is=True)
+            seen.graphs.clear()
+            seen.groups.clear()
         if converted.by_block and not converted.in_pieces:
             converted.whole = []
         converted.capture_blocks(made, one_by_one=converted.in_pieces)
@@ -145,7 +156,7 @@ def _convert(
         joins = not options.compile or options.recipe is not None  # compiled, products in FP8 alone
         for group in progress(tuple(seen.groups) * joins, "laying parameters next to each other"):
             lay(group)
-        if options.recipe is not None:
+        if options.recipe is not None and not options.as_it_is:
             _enter_recipe(made, converted, seen, samples)
         for graph in converted.graphs:
             graph.count_anew()
@@ -239,15 +250,54 @@ def _first_calls(
                 "shares with the original, they would not be the copy's own: pass inplace=True"
             )
 
-    trainable = not any(parameter.is_inference() for parameter in model.parameters())
     with (
         _watched(converted, model, check_own) as seen,
         preserved(model, original),
-        torch.set_grad_enabled(trainable),
+        torch.set_grad_enabled(_is_trainable(model)),
     ):
         for sample in progress(samples, "capturing"):
             _call(model.train(), sample)
     return seen
+
+
+def _is_trainable(model: nn.Module) -> bool:
+    return not any(parameter.is_inference() for parameter in model.parameters())
+
+
+def _traced_otherwise(
+    model: nn.Module, converted: Converted, sample: Inputs, original: nn.Module | None
+) -> str | None:
+    """Why the captured forward is not the model's, or None: code may ask whether it is traced, and do
+    something else then, as transformers does where it makes masks."""
+
+    def outputs() -> list[Tensor]:
+        with preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
+            leaves = tree_leaves(_call(model.train(), sample))
+        return [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+    with _watched(converted, model):
+        found = outputs()
+    with original_forward(model):
+        expected = outputs()
+        off = max(map(_off, found, expected), default=0.0)
+        allowed = 0.01 if all(tensor.dtype.itemsize > 2 for tensor in expected) else 0.3
+        # what draws random numbers of its own tells nothing
+        if off <= allowed or any(map(_off, outputs(), expected)):
+            return None
+    return (
+        f"captured, the forward computes other numbers, off by {off:.2g}: it does something else where it is "
+        "traced, and so the model runs the user's own code"
+    )
+
+
+def _off(one: Tensor, other: Tensor) -> float:
+    """How far a result is from another, relative to the norm of that; logits may not fit twice in fp64."""
+    if one.shape == other.shape:
+        norms = (torch.linalg.vector_norm(t, dtype=torch.float32) for t in (one - other, other))
+        off, norm = (norm.item() for norm in norms)
+        if 0 < norm < math.inf and off < math.inf:
+            return off / norm
+    return distance(one, other)
 
 
 @contextmanager
@@ -275,10 +325,10 @@ def _watched(
         converted.watch, converted.dry = None, False
 
 
-def _call(model: nn.Module, sample: Inputs) -> None:
+def _call(model: nn.Module, sample: Inputs) -> Any:
     args, kwargs = sample.clone()
     try:
-        model(*args, **kwargs)
+        return model(*args, **kwargs)
     except ModelError:
         raise
     except Exception as error:

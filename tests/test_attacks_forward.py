@@ -164,6 +164,15 @@ def activation_in_place(self: Any, x: Tensor) -> Tensor:
     return x + self.mlp.fc2(F.relu_(y)) + y.sum()
 
 
+def what_attention_gives(self: Any, x: Tensor) -> Tensor:
+    """As Nystromformer adds a convolution to it."""
+    a, y = self.attention, self.norm(x)
+    value = a.v_proj(y)
+    out = (a.q_proj(y) @ a.k_proj(y).mT / 4).softmax(-1) @ value
+    out += value
+    return x + a.out_proj(out)
+
+
 def into_a_tensor(self: Any, x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     out[:, ::2] = self.mlp(self.norm(x))[:, ::2]
@@ -178,6 +187,7 @@ WRITES = {
     "a weight's data": weight_written_by_hand,
     "views of the norm": a_view_of_the_norm,
     "an activation": activation_in_place,
+    "what attention gives": what_attention_gives,
 }
 
 
@@ -187,7 +197,7 @@ def test_tensors_that_a_forward_writes_to(name: str) -> None:
         x = x * 1
         return [model(x), x, dict(model.named_parameters())]
 
-    Pair.of(odd(WRITES[name], Attends if "q and k" in name else Block)).agree(act)
+    Pair.of(odd(WRITES[name], Attends if "q and k" in name or "attention" in name else Block)).agree(act)
 
 
 # Ways to call

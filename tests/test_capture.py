@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import random
 import tomllib
 from collections.abc import Callable
 from importlib import import_module
@@ -406,3 +407,32 @@ def test_reverted_is_what_it_was() -> None:
     assert [vars(module).keys() for module in model.modules()] == attributes
     with pytest.raises(te_transform.ModelError, match="Tiny has no report"):
         te_transform.report(model)
+
+
+class AsksWhetherItIsTraced(nn.Module):
+    """As the masks of transformers do; `draws` makes the numbers those of nobody's seed."""
+
+    def __init__(self, draws: bool = False):
+        super().__init__()
+        self.block, self.draws = seeded(Block), draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.draws:
+            x = x * random.SystemRandom().random()
+        return self.block(x) * 2 if torch.compiler.is_compiling() else self.block(x)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_code_that_does_something_else_where_it_is_traced_runs_as_it_is(inplace: bool) -> None:
+    model = AsksWhetherItIsTraced()
+    converted = te_transform.convert(copy.deepcopy(model), X, inplace=inplace)
+    report = te_transform.report(converted)
+    assert not report.fused
+    assert any("computes other numbers, off by 1:" in note for note in report.notes)
+    assert torch.equal(converted(X), model(X))
+    assert torch.equal(copy.deepcopy(converted)(X), model(X))
+
+
+def test_random_numbers_of_nobodys_seed_are_no_difference() -> None:
+    report = te_transform.report(te_transform.convert(AsksWhetherItIsTraced(draws=True), X))
+    assert not any("computes other numbers" in note for note in report.notes)

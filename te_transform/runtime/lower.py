@@ -135,8 +135,9 @@ class _Lowering:
         parts = self._split(site, at, made) if site.is_merged else {}
         for canonical, old in outputs.items():
             new = self._own(old, parts[canonical], at) if parts else self._node(canonical, at, made, new=True)
-            if not parts and site.weights and old.name in self.written:
-                # autograd lets nobody write to a view that comes out of a Function, as kernels return it
+            if not parts and old.name in self.written:
+                # Autograd lets nobody write to a view that comes out of a Function, as kernels return it, and
+                # the backward of attention reads what its forward returned.
                 new = edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
             self.stands[canonical.meta["origin"]] = new
             edit.replace_uses(old, new)

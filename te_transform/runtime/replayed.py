@@ -586,7 +586,7 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
         found = recorded.returned(recorded.forward(arguments), held)
         if kind.trained:
             found += recorded.backward([seeds.get(place) for place in recorded.tensors])
-        off = [*map(_distance, found, expected)]
+        off = [*map(distance, found, expected)]
         del found
     if all(each <= DIFFERENT for each in off):
         return recorded, None
@@ -595,7 +595,7 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
         rounded = {place: _rounded_otherwise(seed) for place, seed in seeds.items()}
         once_more = _with_gradients(outputs, trained, rounded)
     # How far rounding goes: in FP8 far, and kernels that add up in any order round differently in each call.
-    allowed = [max(DIFFERENT, 1.5 * _distance(*pair)) for pair in zip(once_more, expected, strict=True)]
+    allowed = [max(DIFFERENT, 1.5 * distance(*pair)) for pair in zip(once_more, expected, strict=True)]
     if all(each <= most for each, most in zip(off, allowed, strict=True)):
         return recorded, None
     return None, f"what was recorded computes other numbers, off by {max(off):.2g}"
@@ -660,7 +660,7 @@ def noting_waits() -> Iterator[list[str]]:
     found += (str(w.message).splitlines()[0] for w in caught if "synchronizing CUDA" in str(w.message))
 
 
-def _distance(one: Any, other: Any) -> float:
+def distance(one: Any, other: Any) -> float:
     """How far a result is from another, relative to the norm of that."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return 0.0 if one is other or one == other else math.inf
