@@ -1,4 +1,4 @@
-"""Write the table of docs/models.md: convert every model that the tests share, verify it, and count.
+"""Write the tables of docs/models.md: convert every model that the tests share, verify it, and count.
 
     python docs/models.py
 
@@ -7,6 +7,7 @@ Each model has two layers (an encoder-decoder two of each), random weights, and 
 
 import logging
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which are the tests'
@@ -17,23 +18,36 @@ from tests.families import FAMILIES
 from tests.zoo import CASES, EXTRA, Case
 
 RULES = ("merge_siblings", "attention", "layernorm_mlp", "layernorm_linear", "linear")
-WHY = {  # what stands in the way, by words of the reason; "" where it costs nothing
+WHY = {  # what stands in the way, by words of the reason; the first that fit
     "exact (erf) GELU": "exact GELU",
+    "the activation is": "another activation",
     "a dropout of": "dropout inside the MLP",
     "is also read by": "norm read twice",
-    "have a bias and some have none": "q and v have a bias, k has none",
+    "has no bias, the fused": "norm without a bias",
+    "has no scale": "norm without a scale",
+    "have a bias and some have none": "some of q, k and v have a bias",
+    "is computed at every call": "computed weights",
+    "is one with others": "one norm for attention and MLP",
+    "norm is needed": "norm elsewhere",
+    "writes to a tensor": "writes in between",
 }
 
 
 def main() -> None:
     logging.disable()
+    for cases in (CASES | EXTRA, FAMILIES):
+        print("\n".join(table(cases.values())), end="\n\n")
+
+
+def table(cases: Iterable[Case]) -> Iterator[str]:
+    """In Markdown; models that are alike share a line."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for case in (CASES | EXTRA | FAMILIES).values():
+    for case in cases:
         rows.setdefault(cells(case), []).append(case.name)
-    print(f"| model | {' | '.join(f'`{rule}`' for rule in RULES)} | in the way of more |")
-    print(f"| --- |{' ---: |' * len(RULES)} --- |")
+    yield f"| model | {' | '.join(f'`{rule}`' for rule in RULES)} | in the way of more |"
+    yield f"| --- |{' ---: |' * len(RULES)} --- |"
     for found, names in rows.items():
-        print(f"| {', '.join(names)} | {' | '.join(found)} |")
+        yield f"| {', '.join(names)} | {' | '.join(found)} |"
 
 
 def cells(case: Case) -> tuple[str, ...]:
@@ -48,8 +62,11 @@ def cells(case: Case) -> tuple[str, ...]:
 
 def obstacles(report: Report) -> list[str]:
     reasons = {reason for site in report.refused for reason in site.reasons}
-    known = [name for words, name in WHY.items() if name and any(words in reason for reason in reasons)]
-    return known + sorted(reason for reason in reasons if not any(words in reason for words in WHY))
+    return [*dict.fromkeys(map(_obstacle, sorted(reasons)))]
+
+
+def _obstacle(reason: str) -> str:
+    return next((name for words, name in WHY.items() if words in reason), reason)
 
 
 if __name__ == "__main__":
