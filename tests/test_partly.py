@@ -293,6 +293,8 @@ def test_a_model_on_meta_is_converted_without_numbers() -> None:
     assert {name: tensor.shape for name, tensor in converted.state_dict().items()} == {
         name: tensor.shape for name, tensor in model.state_dict().items()
     }
+    converted.to_empty(device="cpu").load_state_dict(seeded(Tiny).state_dict())
+    torch.testing.assert_close(converted(X), seeded(Tiny)(X))
 
 
 def test_hooks_on_the_model_and_on_state_dicts_stay() -> None:
