@@ -333,16 +333,17 @@ def original_forward(model: nn.Module) -> Iterator[None]:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of a transformer: what stands in the outermost lists of modules of one class."""
-    return list(dict.fromkeys(_blocks(model).values()))
+    return [*{id(block): block for block in _blocks(model).values()}.values()]
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
     """What holds the layers, and what holds that: a backbone, an encoder and a decoder; not the model."""
-    found: dict[nn.Module, None] = {}
+    found: dict[int, nn.Module] = {}
     for path in _blocks(model):
         names = path.split(".")[:-1]
-        found |= dict.fromkeys(model.get_submodule(".".join(names[:last])) for last in range(1, len(names)))
-    return [part for part in found if type(part).forward is not nn.Module.forward]
+        holders = (model.get_submodule(".".join(names[:last])) for last in range(1, len(names)))
+        found |= {id(holder): holder for holder in holders}
+    return [part for part in found.values() if type(part).forward is not nn.Module.forward]
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
