@@ -295,9 +295,10 @@ def _traced_otherwise(
 def _off(one: Tensor, other: Tensor) -> float:
     """How far a result is from another, relative to the norm of that; logits may not fit twice in fp64."""
     if one.shape == other.shape:
-        wide = torch.promote_types(other.dtype, torch.float32)
-        norms = (torch.linalg.vector_norm(t, dtype=wide) for t in (one - other, other))
-        off, norm = (norm.item() for norm in norms)
+        off, norm = (
+            torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)).item()
+            for t in (one - other, other)
+        )
         if 0 < norm < math.inf and off < math.inf:
             return off / norm
     return distance(one, other)
