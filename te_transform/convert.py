@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -142,12 +141,13 @@ def _convert(
         if converted.in_pieces:  # which only a first call can show
             seen = _first_calls(made, converted, samples, original)
         if converted.checker is not None and (
-            why := _traced_otherwise(made, converted, samples[0], original)
+            why := _traced_otherwise(made, seen.outputs, samples[0], original)
         ):
             converted.failures.append(why)
             converted.options = options = replace(options, as_it_is=True)
             seen.graphs.clear()
             seen.groups.clear()
+        seen.outputs.clear()
         if converted.by_block and not converted.in_pieces:
             converted.whole = []
         converted.capture_blocks(made, one_by_one=converted.in_pieces)
@@ -225,6 +225,7 @@ class _Seen:
     groups: dict[tuple[nn.Parameter, ...], None] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # of the model's parameters, by their ids
     reasons: list[str] = field(default_factory=list)  # of what dynamo did not capture
+    outputs: list[Tensor] = field(default_factory=list)  # of the first call, those that are floating
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
         """What is fused in each graph, with the path of the module; once for each module that shares a
@@ -256,7 +257,9 @@ def _first_calls(
         torch.set_grad_enabled(_is_trainable(model)),
     ):
         for sample in progress(samples, "capturing"):
-            _call(model.train(), sample)
+            outputs = _call(model.train(), sample)
+            seen.outputs = seen.outputs or _floating(outputs)
+            del outputs  # with what its backward would read
     return seen
 
 
@@ -264,44 +267,34 @@ def _is_trainable(model: nn.Module) -> bool:
     return not any(parameter.is_inference() for parameter in model.parameters())
 
 
+def _floating(outputs: Any) -> list[Tensor]:
+    leaves = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+    return [leaf.detach() for leaf in leaves if leaf.is_floating_point()]
+
+
 def _traced_otherwise(
-    model: nn.Module, converted: Converted, sample: Inputs, original: nn.Module | None
+    model: nn.Module, found: Sequence[Tensor], sample: Inputs, original: nn.Module | None
 ) -> str | None:
-    """Why the captured forward is not the model's, or None: code may ask whether it is traced, and do
-    something else then, as transformers does where it makes masks."""
+    """Why the captured forward, which found these outputs, is not the model's, or None: code may ask whether
+    it is traced, and do something else then, as transformers does where it makes masks."""
 
     def outputs() -> list[Tensor]:
         with preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
-            leaves = tree_leaves(_call(model.train(), sample))
-        return [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            return _floating(_call(model.train(), sample))
 
-    with _watched(converted, model):
-        found = outputs()
     if any(tensor.is_meta for tensor in found):  # which hold no numbers
         return None
     with original_forward(model):
         expected = outputs()
-        off = max(map(_off, found, expected), default=0.0)
+        off = max(map(distance, found, expected), default=0.0)
         allowed = 0.01 if all(tensor.dtype.itemsize > 2 for tensor in expected) else 0.3
         # what draws random numbers of its own tells nothing
-        if off <= allowed or any(map(_off, outputs(), expected)):
+        if off <= allowed or any(map(distance, outputs(), expected)):
             return None
     return (
         f"captured, the forward computes other numbers, off by {off:.2g}: it does something else where it is "
-        "traced, and so the model runs the user's own code"
+        "traced, one that does the same is needed; the model runs the user's own code"
     )
-
-
-def _off(one: Tensor, other: Tensor) -> float:
-    """How far a result is from another, relative to the norm of that; logits may not fit twice in fp64."""
-    if one.shape == other.shape:
-        off, norm = (
-            torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)).item()
-            for t in (one - other, other)
-        )
-        if 0 < norm < math.inf and off < math.inf:
-            return off / norm
-    return distance(one, other)
 
 
 @contextmanager

@@ -668,6 +668,10 @@ def distance(one: Any, other: Any) -> float:
         return math.inf
     if not one.is_floating_point():
         return 0.0 if torch.equal(one, other) else math.inf
+    wide = torch.promote_types(other.dtype, torch.float32)  # fp64 copies of logits may not fit beside them
+    off, norm = (torch.linalg.vector_norm(t, dtype=wide).item() for t in (one - other, other))
+    if off < math.inf and 1e-15 < norm < math.inf:  # all numbers are finite, and their squares not 0
+        return off / norm
     finite = other.isfinite()
     if not torch.equal(one.isfinite(), finite):
         return math.inf
