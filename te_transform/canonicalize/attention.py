@@ -174,10 +174,14 @@ def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, 
         return None
     bias, factor = lift(found["bias"], found["biased"]) if "bias" in found else None, _factor(found, "masked")
     if "fill" in found:
-        if factor != 1:
+        fill, condition = _constant(found["fill"]), found.get("hidden", found.get("kept"))
+        least = ABSORBS if "later" in found else HIDES
+        if factor != 1 or fill is None or not fill <= least or dtype_of(condition) is not torch.bool:
             return None
-        fill = _filled_and_added if "later" in found else _filled
-        return fill(lift, query, bias, found)
+        condition = lift(condition, found["masked"])
+        if "later" in found:
+            return query, _filled_and_added(lift, condition, fill, bias, found)
+        return _filled(lift, query, condition, fill, bias, found)
     mask = bias
     if "mask" in found:
         mask = lift(found["mask"], found["masked"])
@@ -186,11 +190,9 @@ def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, 
     return query, lift.insert(torch.mul, (mask, factor)) if scaled else mask
 
 
-def _filled(lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, Any]) -> tuple | None:
-    condition, fill = found.get("hidden", found.get("kept")), _constant(found["fill"])
-    if fill is None or not fill <= HIDES or dtype_of(condition) is not torch.bool:
-        return None
-    condition = lift(condition, found["masked"])
+def _filled(
+    lift: _Lift, query: fx.Node, condition: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
+) -> tuple[fx.Node, fx.Node]:
     if fill == -math.inf:
         keep = condition if "kept" in found else lift.negate(condition)
         return query, keep if bias is None else _unless(lift, bias, lift.negate(keep), -math.inf)
@@ -204,18 +206,15 @@ def _filled(lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, 
 
 
 def _filled_and_added(
-    lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, Any]
-) -> tuple | None:
+    lift: _Lift, condition: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
+) -> fx.Node:
     """A fill with a mask added to it and to the scores, as GPT-Neo's padding is to its causal one."""
-    condition, fill = found.get("hidden", found.get("kept")), _constant(found["fill"])
-    if fill is None or not fill <= ABSORBS or dtype_of(condition) is not torch.bool:
-        return None
-    condition, later = lift(condition, found["masked"]), lift(found["later"], found["added"])
+    later = lift(found["later"], found["added"])
     if dtype_of(later) is not torch.float32:  # which has no room for the fill
         later = lift.insert(ops.cast, (later, torch.float32))
     kept = later if bias is None else lift.insert(torch.add, (later, bias))
     pair = kept, lift.insert(torch.add, (later, fill))
-    return query, lift.insert(torch.where, (condition, *(pair if "kept" in found else pair[::-1])))
+    return lift.insert(torch.where, (condition, *(pair if "kept" in found else pair[::-1])))
 
 
 def _unless(lift: _Lift, bias: fx.Node, hidden: fx.Node, fill: float) -> fx.Node:
