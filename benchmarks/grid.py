@@ -165,10 +165,8 @@ def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[
 
     def ported(recipe: str | None, graphs: bool) -> Callable[[], None]:
         import hand_port
-        import transformer_engine.common.recipe as recipes
 
-        known = {"fp8-delayed": recipes.DelayedScaling, "fp8-current": recipes.Float8CurrentScaling}
-        way = known[recipe]() if recipe else None
+        way = hand_port.RECIPES[recipe or "bf16"]
         with torch.device("cuda"):
             model, inputs = model_of(point)
         model = hand_port.llama(model)
@@ -177,13 +175,11 @@ def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[
         return _step(point, model, inputs, hand_port.within(way))
 
     def torchao() -> Callable[[], None]:
-        from torchao.float8 import convert_to_float8_training
+        import hand_port
 
         with torch.device("cuda"):
             model, inputs = model_of(point)
-        convert_to_float8_training(model, module_filter_fn=lambda _, name: "lm_head" not in name)
-        model.compile()
-        return _step(point, model, inputs, contextlib.nullcontext)
+        return _step(point, hand_port.torchao(model), inputs, contextlib.nullcontext)
 
     found: dict[str, Callable[[], Callable[[], None]]] = {
         "eager": lambda: original(None),

@@ -7,12 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformer_engine.common.recipe as recipes
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 Context = Callable[[], contextlib.AbstractContextManager]
+RECIPES = {
+    "bf16": None,
+    "fp8-delayed": recipes.DelayedScaling(),
+    "fp8-current": recipes.Float8CurrentScaling(),
+}
 
 
 def layer(hidden: int, ffn: int, heads: int) -> nn.Module:
@@ -105,6 +111,15 @@ def graphed(model: LlamaForCausalLM, rows: int, length: int, recipe: Any) -> Lla
     options = {} if recipe is None else {"enabled": True, "recipe": recipe}
     made = te.make_graphed_callables(tuple(layers), samples, **options)
     model.model.layers = nn.ModuleList(map(_Alone, made))
+    return model
+
+
+def torchao(model: nn.Module) -> nn.Module:
+    """Not on TE: the model in torchao's float8 but for its head, compiled, in place."""
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: "lm_head" not in name)
+    model.compile()
     return model
 
 

@@ -34,7 +34,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformer_engine.common import recipe as recipes
 from transformers import LlamaForCausalLM
 
 import te_transform
@@ -131,11 +130,6 @@ def llama() -> Subject:
 
 
 SUBJECTS = {"layer": layer, "llama": llama}
-_HAND_RECIPES = {
-    "bf16": None,
-    "fp8-delayed": recipes.DelayedScaling(),
-    "fp8-current": recipes.Float8CurrentScaling(),
-}
 
 
 def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Module, hand_port.Context]]]:
@@ -149,10 +143,7 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
         return model, contextlib.nullcontext
 
     def torchao(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
-        from torchao.float8 import convert_to_float8_training
-
-        convert_to_float8_training(model, module_filter_fn=lambda _, name: "lm_head" not in name)
-        return compiled(model)
+        return hand_port.torchao(model), contextlib.nullcontext
 
     def accelerate(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
         from accelerate import Accelerator
@@ -161,7 +152,7 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
         Accelerator()  # which convert_model asks for its settings
         with torch.no_grad():  # it writes into the weights
             convert_model(model)
-        return model.to(torch.bfloat16), hand_port.within(recipes.DelayedScaling())
+        return model.to(torch.bfloat16), hand_port.within(hand_port.RECIPES["fp8-delayed"])
 
     def ported(recipe: Any) -> Callable:
         return lambda model: (subject.port(model), hand_port.within(recipe))
@@ -179,8 +170,8 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
         "torchao float8 + torch.compile": torchao,
         "accelerate convert_model fp8-delayed": accelerate,
     }
-    found |= {f"{HAND} {name}": ported(recipe) for name, recipe in _HAND_RECIPES.items()}
-    found |= {f"te_transform {name}": ours(None if name == "bf16" else name) for name in _HAND_RECIPES}
+    found |= {f"{HAND} {name}": ported(recipe) for name, recipe in hand_port.RECIPES.items()}
+    found |= {f"te_transform {name}": ours(None if name == "bf16" else name) for name in hand_port.RECIPES}
     if subject.head:
         too = te_transform.PrecisionPlan("fp8-delayed", {subject.head: None})
         found["te_transform fp8-delayed with its head"] = ours(too)
