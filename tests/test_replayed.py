@@ -644,21 +644,27 @@ def a_hook(model: nn.Module) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 2)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["own memory", "one memory for all"])
-def test_steps_after_changes(flat: bool, counts: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, looks = ALL["llama"], Counter()
-    model = case.build(num_hidden_layers=1).eval()
-    if flat:  # joined weights are copies then, which each call makes anew
-        parameters = [*model.parameters()]
-        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters), parameters)
-    models = te_transform.convert(model, case.sample(), verify=False, graphs=True), model
-    look = lowered.Lowered.look
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """How often calls are looked at before they run."""
+    looks, look = Counter(), lowered.Lowered.look
 
     def counted(self: lowered.Lowered, arguments: Sequence[Any]) -> Any:
         looks["looks"] += 1
         return look(self, arguments)
 
     monkeypatch.setattr(lowered.Lowered, "look", counted)
+    return looks
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["own memory", "one memory for all"])
+def test_steps_after_changes(flat: bool, counts: Counter, looks: Counter) -> None:
+    case = ALL["llama"]
+    model = case.build(num_hidden_layers=1).eval()
+    if flat:  # joined weights are copies then, which each call makes anew
+        parameters = [*model.parameters()]
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters), parameters)
+    models = te_transform.convert(model, case.sample(), verify=False, graphs=True), model
     token, cache_of = case.sample(seq=1)["input_ids"], partial(StaticCache, config=model.config)
     caches = [cache_of(max_cache_len=64) for _ in models]
 
@@ -681,8 +687,8 @@ def test_steps_after_changes(flat: bool, counts: Counter, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["a mask of sizes", "a mask of data"])
-def test_forwards_with_a_mask(padded: bool, counts: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, looks = ALL["llama"], Counter()
+def test_forwards_with_a_mask(padded: bool, counts: Counter, looks: Counter) -> None:
+    case = ALL["llama"]
     model = case.build(num_hidden_layers=1).eval()
     inputs = {"input_ids": case.sample(seq=7)["input_ids"]}
     masks = [torch.ones_like(inputs["input_ids"])] if padded else []
@@ -690,13 +696,6 @@ def test_forwards_with_a_mask(padded: bool, counts: Counter, monkeypatch: pytest
         masks.append(masks[0].clone().index_fill_(1, torch.tensor([0, 1]), 0))
     given = [{**inputs, "attention_mask": mask} for mask in masks] or [inputs]
     converted = te_transform.convert(model, given[0], verify=False, graphs=True)
-    look = lowered.Lowered.look
-
-    def counted(self: lowered.Lowered, arguments: Sequence[Any]) -> Any:
-        looks["looks"] += 1
-        return look(self, arguments)
-
-    monkeypatch.setattr(lowered.Lowered, "look", counted)
     with torch.no_grad():
         for call in range(9):
             each = given[call % len(given)]

@@ -125,8 +125,6 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """A call of the model, of a part of it, or of a block; `forward` is the one of its own class."""
-        if place.role is Role.BLOCK:
-            return self._call(place, forward, module, args, kwargs)
         if place.role is Role.PART and _calling.get():
             return forward(module, *args, **kwargs)
         token = _calling.set(True)
