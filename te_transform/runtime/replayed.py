@@ -36,6 +36,7 @@ MOST_CHANGES = 2  # of which outputs get gradients, each of which is recorded an
 MOST = 8  # kinds that are kept, each of which holds all memory of a step
 # What a replay may differ by from the function itself, relative to the norm: some kernels add up in any order
 DIFFERENT = 0.02
+REPEATS = 3  # of the function itself, where a replay differs by more, to see how far rounding takes that
 
 Run = Callable[..., Sequence[Any]]
 _RECORDING = threading.RLock()  # PyTorch records in one stream that all threads share
@@ -590,15 +591,26 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
         del found
     if all(each <= DIFFERENT for each in off):
         return recorded, None
+    # In FP8 rounding goes far, and kernels that add up in any order round differently in each call: thousands
+    # of numbers in bf16 that are added to one row, as an embedding's gradients are, by several percent.
+    allowed = [DIFFERENT] * len(off)
+    for _ in range(REPEATS):
+        again = [2 * each for each in _distances(owner, kind, held, seeds, expected)]
+        allowed = [*map(max, allowed, again)]
+        if all(each <= most for each, most in zip(off, allowed, strict=True)):
+            return recorded, None
+    each, most = max(zip(off, allowed, strict=True), key=lambda pair: pair[0] / pair[1])
+    return None, f"what was recorded computes other numbers, off by {each:.2g} where rounding is {most:.2g}"
+
+
+def _distances(
+    owner: Replayed, kind: Kind, held: list[Any], seeds: Mapping[int, Tensor], expected: Sequence[Any]
+) -> list[float]:
+    """How far the function itself is from what it computed, called again with gradients rounded otherwise."""
     with _as_it_was(held, owner.changes):
         outputs, trained = _call(owner.run, held, kind.trained)
         rounded = {place: _rounded_otherwise(seed) for place, seed in seeds.items()}
-        once_more = _with_gradients(outputs, trained, rounded)
-    # How far rounding goes: in FP8 far, and kernels that add up in any order round differently in each call.
-    allowed = [max(DIFFERENT, 1.5 * distance(*pair)) for pair in zip(once_more, expected, strict=True)]
-    if all(each <= most for each, most in zip(off, allowed, strict=True)):
-        return recorded, None
-    return None, f"what was recorded computes other numbers, off by {max(off):.2g}"
+        return [*map(distance, _with_gradients(outputs, trained, rounded), expected)]
 
 
 def _rounded_otherwise(seed: Tensor) -> Tensor:
