@@ -2,15 +2,22 @@
 
 from collections.abc import Iterator
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.pattern import Call
+from te_transform.graph.pattern import Call, OneOf
+from te_transform.plan import scores
 from te_transform.plan.rule import Operation, Rule
 
 
-def refuse(backend, attention: Operation) -> Iterator[str | None]:
+def refuse(
+    backend, attention: Operation | None = None, softmax: fx.Node | None = None
+) -> Iterator[str | None]:
     """Every reason why there is no core for it; None where it calls the core that there is already."""
+    if attention is None:  # a softmax that is left is of no attention, or of one of a kind of its own
+        yield from scores.obstacles(softmax) or [None]
+        return
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:
         yield None
@@ -26,7 +33,7 @@ def build(backend, attention: Operation) -> nn.Module:
 
 RULE = Rule(
     name="attention",
-    pattern=Call(ops.sdpa, role="attention"),
+    pattern=OneOf(Call(ops.sdpa, role="attention"), Call(torch.softmax, role="softmax")),
     refuse=refuse,
     build=build,
     reads=tuple(

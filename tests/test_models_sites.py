@@ -14,6 +14,9 @@ ERF = (
     "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow approximate=True"
 )
 DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has none there: set it to 0"
+HANDED_OUT = (
+    "the attention's scores or probabilities are also read by reshape, fused attention does not hand them out"
+)
 POST = "the output of the layer_norm is also read by add, the fused module does not hand it out"
 
 # The tables: how many sites of each rule are fused, and (rule, reasons ...) -> where it is refused
@@ -83,7 +86,7 @@ REFUSED = {
         ("layernorm_linear", POST): ["layers.{0,1}.linear1  x2"],
     },
     "torch_mha": {},
-    "torch_mha_bare": {},
+    "torch_mha_bare": {("attention", HANDED_OUT): ["(the model itself)  x1"]},
 }
 
 

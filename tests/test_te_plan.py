@@ -86,6 +86,9 @@ ERF = (
 )
 DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has none there: set it to 0"
 BIAS = "the attention adds a bias to its scores, TE's fast cores have none"
+HANDED_OUT = (
+    "the attention's scores or probabilities are also read by reshape, fused attention does not hand them out"
+)
 
 
 ONE_BIAS = (
@@ -135,6 +138,7 @@ REFUSED = {
         ],
     },
     "torch_encoder_pre": {("layernorm_mlp", DROPPED): ["layers.{0,1}  x2"]},
+    "torch_mha_bare": {("attention", HANDED_OUT): ["(the model itself)  x1"]},
 }
 
 

@@ -51,6 +51,18 @@ def _keeps_shape(x: fx.Node, sizes: Any, node: fx.Node) -> bool:
     return same_shape(shape_of(x), shape_of(node))
 
 
+def _is_broadcast_anyway(x: fx.Node, sizes: Any, node: fx.Node) -> bool:
+    """It has the shape already, or its readers broadcast it to that of another operand."""
+    return _keeps_shape(x, sizes, node) or all(
+        user.target in _BROADCAST
+        and any(
+            is_tensor_node(other) and other is not node and same_shape(shape_of(other), shape_of(user))
+            for other in user.args
+        )
+        for user in node.users
+    )
+
+
 def _is_contiguous_for_nobody(x: fx.Node, node: fx.Node) -> bool:
     """Its argument is laid out so, or its readers take any layout."""
     return x.target is torch.Tensor.contiguous or all(user.target in _ANY_LAYOUT for user in node.users)
@@ -81,13 +93,15 @@ _OPS = {op for op in vars(ops).values() if getattr(op, "__module__", "") == ops.
 _ANY_LAYOUT = _OPS | {
     torch.reshape, torch.transpose, torch.t, operator.getitem, torch.matmul, torch.bmm, F.linear
 }  # fmt: skip
+_BROADCAST = (torch.add, torch.sub, torch.mul, torch.div, torch.masked_fill, torch.where)
 
 # target -> the argument that a call of it hands on, given its arguments and the node; None where it does more
 _NOISE: dict[Any, Callable[..., fx.Node | None]] = {
     ops.cast: _if(lambda x, dtype, node: _same_dtype(x, node)),
     ops.dropout: _if(lambda x, p, training, node: training is False or _is_number(p, 0)),
     torch.Tensor.contiguous: _if(_is_contiguous_for_nobody),
-    torch.Tensor.expand: _if(_keeps_shape),
+    torch.Tensor.expand: _if(_is_broadcast_anyway),
+    torch.Tensor.expand_as: _if(_is_broadcast_anyway),
     torch.reshape: _before_reshapes,
     torch.permute: _if(lambda x, dims, node: list(dims) == list(range(len(dims)))),
     torch.add: _if(_adds_nothing),

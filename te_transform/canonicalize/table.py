@@ -215,6 +215,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "reshape": _view,
     "expand": _expand,
     "broadcast_to": _expand,
+    "expand_as": lambda input, other: (torch.Tensor.expand_as, (input, other)),
     "unsqueeze": lambda input, dim: (torch.unsqueeze, (input, back(input, dim, extra=1))),
     "cat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),
     "concat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),

@@ -64,7 +64,7 @@ def _mixed(operations: list[Operation]) -> Iterator[str]:
 def _read_elsewhere(match: Match) -> Iterator[str]:
     own = set(match.nodes)
     for node in () if any(isinstance(bound, tuple) for bound in match.bound.values()) else match.nodes[1:]:
-        readers = sorted({_reader(user) for user in node.users if user not in own})
+        readers = sorted({reader(user) for user in node.users if user not in own})
         if readers:
             yield (
                 f"the output of the {called(node)} is also read by {', '.join(readers)}, the fused module "
@@ -72,7 +72,8 @@ def _read_elsewhere(match: Match) -> Iterator[str]:
             )
 
 
-def _reader(user: fx.Node) -> str:
+def reader(user: fx.Node) -> str:
+    """What reads a value, in words."""
     return "the model's output" if user.op == "output" else called(user)
 
 

@@ -59,6 +59,13 @@ def in_fp32(model, q, k, v):
     return scores(q, k).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
+def expanded(model, q, k, v):
+    weights = scores(q, k)
+    length = q.shape[-2]
+    hidden = (model.mask[:length, :length] == 0).view(1, 1, length, length).expand_as(weights)
+    return weights.masked_fill_(hidden, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
 def grouped(model, q, k, v):
     k, v = (x[:, :1].repeat_interleave(HEADS, dim=1) for x in (k, v))
     return written_out(model, q, k, v)
@@ -78,6 +85,7 @@ FUSES = {
     "written out": attends(written_out),
     "causal": attends(causal),
     "a mask in a buffer": attends(of_a_buffer, mask=buffer(LOWER)),
+    "a mask of their shape": attends(expanded, mask=buffer(LOWER)),
     "a mask that is added": attends(added, mask=buffer(LOWER.log())),
     "softmax in fp32": attends(in_fp32),
     "heads that share keys": attends(grouped),
@@ -120,13 +128,79 @@ def weights_read(model, q, k, v):
     return weights @ v + weights.sum(-1, keepdim=True)
 
 
+def scaled_by_a_tensor(model, q, k, v):
+    return (scores(q, k) * model.mask[:HEADS, :1, None]).softmax(-1) @ v
+
+
+def held(model, q, k, v):
+    return torch.max(scores(q, k) + model.mask[0, 0], torch.tensor(-1.0)).softmax(-1) @ v
+
+
+def with_a_sink(model, q, k, v):
+    sink = model.mask[:HEADS, :1, None].expand(*q.shape[:-1], 1)
+    return torch.cat((scores(q, k), sink), -1).softmax(-1)[..., :-1] @ v
+
+
+def written_in_between(model, q, k, v):
+    weights = scores(q, k)
+    weights[..., 0] = 0.0
+    return weights.softmax(-1) @ v
+
+
+def barely_filled(model, q, k, v):
+    length = q.shape[-2]
+    return scores(q, k).masked_fill(model.mask[:length, :length] == 0, -5.0).softmax(-1) @ v
+
+
+BETWEEN = (
+    "the attention has {} between its two products, fused attention has a scale, a mask that is added or "
+    "filled in, a softmax and a dropout there"
+)
+REFUSES = {
+    "weights that are read": (
+        weights_read,
+        "the attention's scores or probabilities are also read by sum, fused attention does not hand them "
+        "out",
+    ),
+    "a scale for each head": (
+        scaled_by_a_tensor,
+        "the attention's scores are multiplied by a tensor, fused attention's scale is a number",
+    ),
+    "a least score": (held, BETWEEN.format("max")),
+    "a sink": (with_a_sink, BETWEEN.format("cat, columns")),
+    "scores that are written": (
+        written_in_between,
+        "the model writes to a tensor in the middle of the attention, the fused one is computed at once",
+    ),
+    "a fill that hides nothing": (
+        barely_filled,
+        "the attention's shapes, dtypes or mask are not those of scaled_dot_product_attention, which takes "
+        "[batch, heads, length, width] of one dtype and a mask that is added, or filled with -1e4 or less",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSES)
+def test_refuses(name: str) -> None:
+    core, sentence = REFUSES[name]
+    report = fused(attends(core, mask=buffer(LOWER)))
+    assert report.counts == {"linear": 2}
+    assert reasons(report, "attention") == {sentence}
+
+
 def normalized_otherwise(model, q, k, v):
     return scores(q, k).sigmoid() @ v
 
 
-@pytest.mark.parametrize("core", [weights_read, normalized_otherwise])
+def routed(model, q, k, v):
+    """Experts that are weighted have a softmax, and no attention."""
+    return q * model.router(q).softmax(-1)[..., :1] + k + v
+
+
+@pytest.mark.parametrize("core", [normalized_otherwise, routed])
 def test_what_is_no_attention_stays(core) -> None:
-    assert fused(attends(core)).counts == {"linear": 2}
+    report = fused(attends(core, router=linear(WIDTH, 2)))
+    assert not any(site.rule == "attention" for site in report.sites)
 
 
 def test_is_reported_at_the_module_around_it() -> None:
