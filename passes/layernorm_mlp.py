@@ -32,7 +32,6 @@ _DROPPED = OneOf(_HIDDEN, Call(ops.dropout, _HIDDEN, role="dropout"))
 def refuse(
     backend,
     approximate: bool,
-    norm: Operation,
     fc1: Operation,
     activation: Operation,
     fc2: Operation,
@@ -42,7 +41,6 @@ def refuse(
     dropout: Operation | None = None,
 ) -> Iterator[str]:
     """Every reason why this MLP is none that LayerNormMLP computes."""
-    yield from layernorm_linear.refuse(norm)
     known = _activations(backend, gated)
     if activation.op == "gelu" and not approximate:
         yield (

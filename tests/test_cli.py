@@ -170,9 +170,9 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", rule]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"{rule}: ")
-    if rule == "layernorm_linear":
-        assert "Saves writing the normalized tensor" in told
-        assert "- the norm has no scale, the fused module always has one" in told
+    if rule == "layernorm_mlp":
+        assert "Saves the normalized tensor's round trip" in told
+        assert "- one of the two linears has a bias and one has none, LayerNormMLP has both or none" in told
 
 
 def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ STYLES = {
     "minGPT": style(mingpt.MinGPT, ids, attention=1, layernorm_mlp=1, layernorm_linear=2, linear=1),
     "whisper": style(whisper.Whisper, speech, **_WHISPER),
     "whisper, written out": style(partial(whisper.Whisper, use_sdpa=False), speech, attention=3, **_WHISPER),
-    "nanochat": style(nanochat.NanoChat, ids, merge_siblings=1, linear=5),  # its norms have no weight
+    "nanochat": style(nanochat.NanoChat, ids, merge_siblings=1, layernorm_linear=3, linear=2),
     "x-transformers": style(xtransformers.XTransformer, padded, merge_siblings=1, attention=1, linear=5),
     "attention and MLP in one forward": style(Together, hidden, **_BLOCK),
     "fc1 and fc2 in the block": style(FlatBlock, hidden, **_BLOCK),

@@ -21,7 +21,11 @@ from tests import stand_in
 te = stand_in.te  # a fixture
 
 ROWS, WIDTH, INNER = 32, 32, 48
-NORMS = {"layer": ("LayerNorm", False), "rms": ("RMSNorm", False), "rms, zero-centred": ("RMSNorm", True)}
+NORMS = {
+    **dict.fromkeys(("layer", "layer, no bias", "layer, bare"), ("LayerNorm", False)),
+    **dict.fromkeys(("rms", "rms, bare"), ("RMSNorm", False)),
+    "rms, zero-centred": ("RMSNorm", True),
+}
 BF16 = torch.bfloat16
 
 
@@ -41,7 +45,10 @@ class Case:
         norms = {"eps": 1e-5, "normalization": normalization, "zero_centered_gamma": centred}
         options = {**({} if op == "Linear" else norms), **options}
         self.op, self.plain = getattr(te, op)(**options), getattr(plain, op)(**options)
-        gamma = [parameter(WIDTH, seed=1), parameter(WIDTH, seed=2) if norm == "layer" else None]
+        gamma = [
+            None if "bare" in norm else parameter(WIDTH, seed=1),
+            parameter(WIDTH, seed=2) if norm == "layer" else None,
+        ]
         outs = 2 * INNER if options.get("gated") == "first half" else INNER
         weights = [parameter(outs, WIDTH, seed=3), parameter(outs, seed=4) if bias else None]
         if op == "LayerNormMLP":
@@ -69,7 +76,10 @@ CASES = {
     "linear without bias": {"op": "Linear", "bias": False},
     "norm linear": {"op": "LayerNormLinear"},
     "rms linear": {"op": "LayerNormLinear", "norm": "rms, zero-centred", "bias": False},
+    "norm without a bias": {"op": "LayerNormLinear", "norm": "layer, no bias"},
+    "bare norm linear": {"op": "LayerNormLinear", "norm": "layer, bare"},
     "mlp": {"op": "LayerNormMLP", "activation": "gelu", "gated": "no"},
+    "bare rms mlp": {"op": "LayerNormMLP", "norm": "rms, bare", "activation": "silu", "gated": "no"},
     "gated mlp": {
         "op": "LayerNormMLP", "norm": "rms", "bias": False, "activation": "swiglu", "gated": "first half",
     },

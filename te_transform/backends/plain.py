@@ -114,7 +114,12 @@ class LayerNormLinear(FusedOp):
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
 
     def forward(
-        self, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None
+        self,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         """x [..., in] -> [..., out]."""
         return self.plain(product, x, norm_weight, norm_bias, weight, bias)
@@ -123,7 +128,7 @@ class LayerNormLinear(FusedOp):
         self,
         product: Product,
         x: Tensor,
-        norm_weight: Tensor,
+        norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
@@ -131,7 +136,7 @@ class LayerNormLinear(FusedOp):
         """The op in plain PyTorch, its matrix products computed by `product`."""
         return product(self.norm(x, norm_weight, norm_bias), weight, bias)
 
-    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm alone."""
         if self.normalization == "RMSNorm":
             return ops.rms_norm(x, weight, self.eps, self.zero_centered_gamma)
@@ -162,7 +167,7 @@ class LayerNormMLP(LayerNormLinear):
     def forward(
         self,
         x: Tensor,
-        norm_weight: Tensor,
+        norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         fc1_weight: Tensor,
         fc1_bias: Tensor | None,
@@ -176,7 +181,7 @@ class LayerNormMLP(LayerNormLinear):
         self,
         product: Product,
         x: Tensor,
-        norm_weight: Tensor,
+        norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         fc1_weight: Tensor,
         fc1_bias: Tensor | None,

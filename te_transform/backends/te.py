@@ -219,6 +219,7 @@ class _Kernel:
         self.kept: fp8.State | None = None  # of compiled calls, with quantized weights
         self.scaled = fp8.State()  # of compiled calls, without weights
         self.tensors: dict[int, tuple[Stamp, Tensor]] = {}  # TE's, of weights that are held in FP8 alone
+        self.vectors: dict[tuple[float, torch.device], Tensor] = {}  # for norms without a scale or a bias
 
     @property
     def module(self) -> nn.Module:
@@ -290,6 +291,15 @@ class _Kernel:
             )
             self.tensors[number] = stamp, made
         return self.tensors[number][1]
+
+    def vector(self, number: float, weight: Tensor) -> Tensor:
+        """A vector of one number, for each column of a weight."""
+        key = number, weight.device
+        if key not in self.vectors:
+            with torch.inference_mode(False):  # later calls without it read it
+                size = weight.shape[-1:]
+                self.vectors[key] = torch.full(size, number, dtype=weight.dtype, device=weight.device)
+        return self.vectors[key]
 
     def _init_scales(self) -> None:
         """Let the module have tensors for scales, if it has none."""
@@ -627,6 +637,14 @@ class LayerNormLinear(_Product, plain.LayerNormLinear):
             "normalization": self.normalization,
             "zero_centered_gamma": self.zero_centered_gamma,
         }
+
+    def _by_rows(self, kernel: _Kernel, given: Sequence[Tensor | None], *rest: Any) -> list[Tensor | None]:
+        scale, bias, weight, *others = super()._by_rows(kernel, given, *rest)
+        if scale is None:  # TE's norms always have one
+            scale = kernel.vector(0.0 if self.zero_centered_gamma else 1.0, weight)
+        if bias is None and self.normalization == "LayerNorm":
+            bias = kernel.vector(0.0, weight)
+        return [scale, bias, weight, *others]
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> _Kernel:
         (outs, ins), options = weights[0].shape, {**options, **self._norm}

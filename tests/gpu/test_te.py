@@ -19,9 +19,11 @@ ROWS, WIDTH, INNER = 64, 256, 384
 BF16 = torch.bfloat16
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+LAYER = {"eps": 1e-5, "normalization": "LayerNorm", "zero_centered_gamma": False}
+RMS = {"eps": 1e-6, "normalization": "RMSNorm", "zero_centered_gamma": False}
 NORMS = {
-    "layer": {"eps": 1e-5, "normalization": "LayerNorm", "zero_centered_gamma": False},
-    "rms": {"eps": 1e-6, "normalization": "RMSNorm", "zero_centered_gamma": False},
+    **dict.fromkeys(("layer", "layer, no bias", "layer, bare"), LAYER),
+    **dict.fromkeys(("rms", "rms, bare"), RMS),
     "rms, zero-centred": {"eps": 1e-6, "normalization": "RMSNorm", "zero_centered_gamma": True},
 }
 MLPS = [("no", name) for name in plain.ACTIVATIONS.values()]
@@ -47,7 +49,7 @@ class Case:
         outs = 2 * INNER if options.get("gated") == "first half" else INNER
         shapes: list[tuple[int, ...] | None] = [(outs, WIDTH), (outs,) if bias else None]
         if name != "Linear":
-            shapes = [(WIDTH,), (WIDTH,) if norm == "layer" else None, *shapes]
+            shapes = [None if "bare" in norm else (WIDTH,), (WIDTH,) if norm == "layer" else None, *shapes]
         if name == "LayerNormMLP":
             shapes += [(WIDTH, INNER), (WIDTH,) if bias else None]
         self.tensors = [
@@ -94,6 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
     "linear without bias": {"name": "Linear", "bias": False},
     **{f"{norm} linear": {"name": "LayerNormLinear", "norm": norm} for norm in NORMS},
     "rms linear without bias": {"name": "LayerNormLinear", "norm": "rms", "bias": False},
+    "bare mlp": {"name": "LayerNormMLP", "norm": "layer, bare", "gated": "no", "activation": "gelu"},
     **{
         f"{norm} mlp, {activation}, bias {bias}": {
             "name": "LayerNormMLP", "norm": norm, "bias": bias, "gated": gated, "activation": activation,
