@@ -38,6 +38,7 @@ WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 MODELS = ("llama", "gpt2", "bert", "vit")
 MODES = ("training", "inference")
+MEMORY = 72e9  # bytes that the points which are prepared at once may take
 ROUNDS, SAMPLE = 15, 0.03  # samples of each contender, by turns, and seconds in each
 
 
@@ -71,11 +72,13 @@ def main() -> None:
     points = [point | {"recipe": asked.recipe} for point in points]
     points = [point for point in points if _key(point) not in keys]
     end = time.monotonic() + 60 * asked.minutes
-    for first in range(0, len(points), asked.jobs):
+    for batch in _batches(points, asked.jobs):
         if time.monotonic() > end:
             break
-        for row in _measured(points[first : first + asked.jobs]):
+        for row in _measured(batch):
             print(json.dumps(row), flush=True)
+            if any("OutOfMemory" in error for error in row.get("errors", {}).values()):
+                continue  # it is no fault of the contender's, which had others beside it
             with asked.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -86,6 +89,37 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 def _key(point: dict[str, Any]) -> tuple:
     return tuple(point[name] for name in ("model", "mode", "width", "tokens", "recipe"))
+
+
+def _batches(points: Sequence[dict[str, Any]], jobs: int) -> Iterator[list[dict[str, Any]]]:
+    """The points in their order, so many at once as fit into the GPU's memory, `jobs` at most."""
+    batch: list[dict[str, Any]] = []
+    for point in points:
+        if batch and (len(batch) == jobs or sum(map(_bytes, [*batch, point])) > MEMORY):
+            yield batch
+            batch = []
+        batch.append(point)
+    if batch:
+        yield batch
+
+
+def _bytes(point: dict[str, Any]) -> float:
+    """About what all contenders of a point hold: their weights and gradients, the logits in CUDA graphs."""
+    width, layers = point["width"], _layers(point["width"])
+    training, recipes = point["mode"] == "training", 2 if point["recipe"] else 1
+    weights = 12 * layers * width**2 + (2 if point["model"] == "llama" else 1) * VOCABULARY * width
+    contenders = 3 + 3 * recipes + (2 * recipes + recipes - 1 if point["model"] == "llama" else 0)
+    in_graphs = 1 + recipes * (2 if point["model"] == "llama" else 1)
+    logits = 10 if training else 4  # bytes for each, with what is computed of them
+    return (
+        1e9
+        + contenders * weights * (4 if training else 2)
+        + in_graphs * point["tokens"] * (VOCABULARY * logits + layers * width * (60 if training else 8))
+    )
+
+
+def _layers(width: int) -> int:
+    return 4 if width < 4096 else 2 if width < 8192 else 1
 
 
 def _measured(points: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -204,12 +238,12 @@ def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[
 
 
 def model_of(point: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Four layers, two from a width of 4096 on, on the current device; weights in bf16."""
+    """Four layers, two from a width of 4096 on, one at 8192, on the current device; weights in bf16."""
     import torch
     import transformers as hf
 
     width, tokens = point["width"], point["tokens"]
-    layers, heads = 4 if width < 4096 else 2, max(4, width // 128)
+    layers, heads = _layers(width), max(4, width // 128)
     rows, length = max(1, tokens // LENGTH), min(tokens, LENGTH)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
