@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
+import te_transform
 from tests.attacks import Act, Pair, named
 from tests.zoo import seeded
 
@@ -85,6 +86,17 @@ LOSSES: dict[str, dict[str, Any]] = {
 def test_losses(name: str) -> None:
     found = shared().agree(lambda model, ids: model(input_ids=ids, use_cache=False, **LOSSES[name]).loss)
     assert ("error" in found) == (name == "no such word")
+
+
+def test_what_is_logged_once_ends_no_graph() -> None:
+    """GPT-2 logs which loss it takes, before it takes it."""
+    sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 32}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    inputs = {"input_ids": IDS, "labels": IDS}
+    pair = Pair.of(seeded(transformers.GPT2LMHeadModel, config).eval(), inputs, rules="layernorm_mlp")
+    assert te_transform.report(pair.converted).breaks == ()
+    found = Pair(*pair.models, IDS).agree(lambda model, ids: model(input_ids=ids, labels=ids).loss)
+    assert "error" not in found
 
 
 def test_a_loss_of_the_users_own() -> None:

@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,7 +69,7 @@ def capture(
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         token = _ours.set(True)
         try:
-            with torch._dynamo.config.patch(SETTINGS):
+            with torch._dynamo.config.patch({**SETTINGS, "ignore_logging_functions": _logging_once()}):
                 found = traced(*args, **kwargs)
         finally:
             _ours.reset(token)
@@ -79,6 +80,13 @@ def capture(
     run = context(forward)
     run.turned_off = False
     return run
+
+
+def _logging_once() -> set[Callable[..., Any]]:
+    """The methods of loggers that captured code leaves out, where others would end a graph: beside those that
+    are set already the ones that log a sentence once, as transformers' GPT-2 does before its loss."""
+    once = {method for name, method in vars(logging.Logger).items() if name.endswith("_once")}
+    return torch._dynamo.config.ignore_logging_functions | once
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
