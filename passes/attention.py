@@ -16,7 +16,7 @@ def refuse(
 ) -> Iterator[str | None]:
     """Every reason why there is no core for it; None where it calls the core that there is already."""
     if attention is None:  # a softmax that is left is of no attention, or of one of a kind of its own
-        yield from scores.obstacles(softmax) or [None]
+        yield from [*scores.obstacles(softmax)] or [None]
         return
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:

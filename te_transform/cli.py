@@ -36,6 +36,7 @@ from te_transform.verify.verify import verify
 
 BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, PrecisionError, TraceError)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PLAN = "te_transform.plan"  # where rules ask for reasons
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # whose labels are their ids
 
 
@@ -212,13 +213,16 @@ def _explain(asked: argparse.Namespace) -> int:
 
 
 def _explanation(rule: Rule) -> Iterator[str]:
-    """What the file of a rule says of it, and the sentences that its `refuse` yields."""
+    """What the file of a rule says of it, and the sentences that its `refuse` yields, or a module that it
+    asks."""
     home = python.getmodule(rule.refuse)
-    tree = ast.parse(python.getsource(home))
+    asked = [held for held in vars(home).values() if python.ismodule(held) and held.__package__ == PLAN]
+    trees = [ast.parse(python.getsource(module)) for module in (home, *asked)]
     yield f"{rule.name}: {home.__doc__.strip()}"
-    told = [node.value.value for node in tree.body[1:] if _is_text(node)]
+    told = [node.value.value for node in trees[0].body[1:] if _is_text(node)]
     yield from (f"\n{python.cleandoc(text)}" for text in told)
-    sentences = [_sentence(node.value) for node in ast.walk(tree) if isinstance(node, ast.Yield)]
+    yielded = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Yield)]
+    sentences = [_sentence(node.value) for node in yielded]
     if found := list(dict.fromkeys(filter(None, sentences))):
         yield "\nnot where"
         yield from (f"- {sentence}" for sentence in found)

@@ -170,6 +170,9 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", rule]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"{rule}: ")
+    if rule == "attention":
+        assert "- the attention adds a bias to its scores, TE's fast cores have none" in told
+        assert "- the model writes to a tensor in the middle of the attention, the fused one is " in told
     if rule == "layernorm_mlp":
         assert "Saves the normalized tensor's round trip" in told
         assert "- one of the two linears has a bias and one has none, LayerNormMLP has both or none" in told

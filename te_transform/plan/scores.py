@@ -20,17 +20,21 @@ PLAIN = {
 ENDS = {ops.linear, ops.layer_norm, ops.rms_norm, ops.sdpa}
 
 
-def obstacles(softmax: fx.Node) -> list[str]:
+def obstacles(softmax: fx.Node) -> Iterator[str]:
     """Every reason why a softmax and the products around it are no fused attention, as a clause of what the
     model has, a comma, and one of what is needed; none where there is no product before it or behind it."""
     before = _towards(softmax, lambda node: node.all_input_nodes, last=False)
     behind = _towards(softmax, lambda node: node.users, last=True)
     if not before or not behind:
-        return []
-    return [*_reasons([*before, softmax, *behind])] or [
-        "the attention's shapes, dtypes or mask are not those of scaled_dot_product_attention, which takes "
-        "[batch, heads, length, width] of one dtype and a mask that is added, or filled with -1e4 or less"
-    ]
+        return
+    reasons = [*_reasons([*before, softmax, *behind])]
+    yield from reasons
+    if not reasons:
+        yield (
+            "the attention's shapes, dtypes or mask are not those of scaled_dot_product_attention, which "
+            "takes [batch, heads, length, width] of one dtype and a mask that is added, or filled with -1e4 "
+            "or less"
+        )
 
 
 def _reasons(path: list[fx.Node]) -> Iterator[str]:
