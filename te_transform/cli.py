@@ -13,10 +13,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from importlib import resources
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from te_transform.backends import BackendError
@@ -37,6 +40,7 @@ from te_transform.verify.verify import verify
 BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, PrecisionError, TraceError)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PLAN = "te_transform.plan"  # where rules ask for reasons
+WIDTH = 140  # of a table where there is no terminal
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # whose labels are their ids
 
 
@@ -84,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     explained = commands.add_parser("explain", help="what a rule rewrites, and when it does not")
     explained.add_argument("rule", nargs="?", choices=[rule.name for rule in PIPELINE], metavar="RULE")
     explained.set_defaults(run=_explain)
+
+    tried = commands.add_parser("models", help="what was converted and compared, and what is fused in it")
+    tried.add_argument("name", nargs="?", default="", help="a part of a model's name")
+    tried.set_defaults(run=_models)
     return parser
 
 
@@ -209,6 +217,22 @@ def _explain(asked: argparse.Namespace) -> int:
             _show(f"{rule.name}: {python.getmodule(rule.refuse).__doc__.strip()}")
         elif rule.name == asked.rule:
             _show("\n".join(_explanation(rule)))
+    return 0
+
+
+def _models(asked: argparse.Namespace) -> int:
+    """The lines of docs/models.md's tables, with the counts of each rule."""
+    page = resources.files("te_transform").joinpath("models.md").read_text("utf-8")
+    tables = [line.strip("| ") for line in page.splitlines() if line.startswith("|")]
+    head, _, *rows = ([cell.strip(" `") for cell in line.split("|")] for line in tables)
+    table = Table(*head, box=box.SIMPLE_HEAD)
+    for names, *counts in rows:
+        found = [name for name in names.split(", ") if asked.name.lower() in name]
+        if found and counts[0].isdigit():  # no head of another table
+            table.add_row(", ".join(found), *counts)
+    if not table.row_count:
+        raise LoadError(f"no model of {asked.name!r} was tried, te-transform inspect says what is fused")
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
     return 0
 
 

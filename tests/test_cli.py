@@ -178,6 +178,17 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert "- one of the two linears has a bias and one has none, LayerNormMLP has both or none" in told
 
 
+def test_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "olmo2"]) == 0
+    head, _, line = (line for line in capsys.readouterr().out.splitlines() if line.strip())
+    assert head.split()[:3] == ["model", "merge_siblings", "attention"]
+    assert line.split()[:3] == ["olmo2", "4", "2"]
+    assert main(["models"]) == 0
+    assert "gpt2_eager" in capsys.readouterr().out
+    assert main(["models", "gpt17"]) == 2
+    assert capsys.readouterr().err.startswith("te-transform: no model of 'gpt17' was tried")
+
+
 def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
