@@ -98,7 +98,7 @@ def canonical(
     """
     graphs = []
     for dynamic in (True, False):
-        for wide in (arg for arg in args if arg.shape[-1] >= 8):
+        for wide in (arg for arg in args if arg.dim() and arg.shape[-1] >= 8):
             torch._dynamo.mark_static(wide, wide.dim() - 1)
         (captured,) = capture(Model(function, **parameters).train(train), args, dynamic=dynamic)
         expected = [run(captured.module, call) for call in captured.calls]

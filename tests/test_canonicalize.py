@@ -382,6 +382,20 @@ def test_an_empty_cache_and_a_whole_slice_are_noise() -> None:
     assert torch.cat in targets(graph)
 
 
+def test_what_is_broadcast_anyway_is_not_expanded() -> None:
+    x, row, number = torch.randn(2, 5), torch.randn(5), torch.tensor(2.0, dtype=torch.float64)
+    assert targets(canonical(lambda m, x, row: x + row.expand_as(x), x, row)) == {torch.add}
+    assert targets(canonical(lambda m, x, row: row.expand(2, -1) * x, x, row)) == {torch.mul}
+    # without another operand of that shape, or where the sum is in fp64 for it alone
+    for spelling, other in (
+        (lambda m, x, row: row.expand_as(x) + row, row),
+        (lambda m, x, row: row.expand_as(x), row),
+        (lambda m, x, number: x + number.expand_as(x), number),
+    ):
+        found = targets(canonical(spelling, x, other))
+        assert found & {torch.Tensor.expand, torch.Tensor.expand_as}
+
+
 def test_what_does_something_stays() -> None:
     graph = canonical(lambda m, x: x[:, :] * F.dropout(x, 0.5, True), torch.randn(2, 5))
     assert targets(graph) == {ops.dropout, torch.mul}

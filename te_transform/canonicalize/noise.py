@@ -52,9 +52,11 @@ def _keeps_shape(x: fx.Node, sizes: Any, node: fx.Node) -> bool:
 
 
 def _is_broadcast_anyway(x: fx.Node, sizes: Any, node: fx.Node) -> bool:
-    """It has the shape already, or its readers broadcast it to that of another operand."""
+    """It has the shape already, or its readers broadcast it to that of another operand; a single number
+    would count for less there, where dtypes are promoted."""
     return _keeps_shape(x, sizes, node) or all(
-        user.target in _BROADCAST
+        len(shape_of(x)) > 0
+        and user.target in _BROADCAST
         and any(
             is_tensor_node(other) and other is not node and same_shape(shape_of(other), shape_of(user))
             for other in user.args

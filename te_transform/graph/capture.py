@@ -85,8 +85,8 @@ def capture(
 def _logging_once() -> set[Callable[..., Any]]:
     """The methods of loggers that captured code leaves out, where others would end a graph: beside those that
     are set already the ones that log a sentence once, as transformers' GPT-2 does before its loss."""
-    once = {method for name, method in vars(logging.Logger).items() if name.endswith("_once")}
-    return torch._dynamo.config.ignore_logging_functions | once
+    once = (method for name, method in vars(logging.Logger).items() if name.endswith("_once"))
+    return {*torch._dynamo.config.ignore_logging_functions, *once}
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
