@@ -57,8 +57,8 @@ def cells(case: Case) -> tuple[str, ...]:
     """How many sites of each rule were fused, and what stands in the way of more."""
     model, sample = case.build(), case.sample()
     converted = te_transform.convert(model, sample)
-    if not te_transform.verify(model, converted, sample):
-        raise SystemExit(f"{case.name} is not verified")
+    if not (found := te_transform.verify(model, converted, sample)):
+        raise SystemExit(f"{case.name}: {found}")
     report = te_transform.report(converted)
     return *(str(report.counts[rule]) for rule in RULES), ", ".join(obstacles(report))
 
