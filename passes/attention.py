@@ -15,7 +15,7 @@ def refuse(
     backend, attention: Operation | None = None, softmax: fx.Node | None = None
 ) -> Iterator[str | None]:
     """Every reason why there is no core for it; None where it calls the core that there is already."""
-    if attention is None:  # a softmax that is left is of no attention, or of one of a kind of its own
+    if attention is None:  # no spelling fitted: the softmax of something else, or attention of its own kind
         yield from [*scores.obstacles(softmax)] or [None]
         return
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask

@@ -639,8 +639,9 @@ class LayerNormLinear(_Product, plain.LayerNormLinear):
         }
 
     def _by_rows(self, kernel: _Kernel, given: Sequence[Tensor | None], *rest: Any) -> list[Tensor | None]:
+        """With vectors for a scale or a bias that the norm has not: TE's always have them."""
         scale, bias, weight, *others = super()._by_rows(kernel, given, *rest)
-        if scale is None:  # TE's norms always have one
+        if scale is None:
             scale = kernel.vector(0.0 if self.zero_centered_gamma else 1.0, weight)
         if bias is None and self.normalization == "LayerNorm":
             bias = kernel.vector(0.0, weight)

@@ -53,8 +53,8 @@ def _operand(name: str) -> Pattern:
 _KEY = OneOf(
     _turned(_scaled(_operand("key"), "key")), _scaled(_turned(_operand("key")), "key"), _operand("turned_key")
 )
-_PRODUCTS = (torch.matmul, torch.bmm)
-_SCORES = Call(_PRODUCTS, _scaled(_operand("query"), "query"), _KEY, role="scores")
+PRODUCTS = (torch.matmul, torch.bmm)
+_SCORES = Call(PRODUCTS, _scaled(_operand("query"), "query"), _KEY, role="scores")
 _SCALED = _within(_scaled(_SCORES, "scores"))
 _BIASED = OneOf(_within(Call(torch.add, _SCALED, _tensor("bias"), role="biased", commute=True)), _SCALED)
 _FILLED = OneOf(
@@ -228,4 +228,4 @@ def _constant(fill: Any) -> float | None:
     return float(fill) if _number(fill) else None
 
 
-ATTENTION = (Spelling(Call(_PRODUCTS, _DROPPED, _tensor("value")), _attention),)
+ATTENTION = (Spelling(Call(PRODUCTS, _DROPPED, _tensor("value")), _attention),)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import fx
 
+from te_transform.canonicalize.attention import PRODUCTS
 from te_transform.graph import ops
 from te_transform.graph.nodes import called, dtype_of, is_tensor_node
 from te_transform.plan.refusals import reader
 
-PRODUCTS = (torch.matmul, torch.bmm)
 # what may stand between the two products of fused attention, with them
 PLAIN = {
     *PRODUCTS, torch.mul, torch.div, torch.add, torch.masked_fill, torch.where, torch.softmax, torch.reshape,

@@ -104,12 +104,19 @@ def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
     # The head runs after all that stays: what comes later in the graph may not write, nor change the mode.
     if any(node >= nodes[0] and (writes(node) or changes_state(node)) for node in graph.graph.nodes):
         return None
-    logits = sum(map(bytes_of, heads))
-    if logits < 2 * COPIED if torch.is_grad_enabled() else logits < COPIED and _work(graph, heads[0]) < PACED:
+    if _are_copied(graph, heads):
         return None
     if nodes == heads:
         return Head(graph, nodes, reads, None)
     return None if compile is None else Head(graph, nodes, reads, compile)
+
+
+def _are_copied(graph: fx.GraphModule, heads: Sequence[fx.Node]) -> bool:
+    """Whether the logits are few enough to stay in the graph, out of whose memory they are copied."""
+    logits = sum(map(bytes_of, heads))
+    if torch.is_grad_enabled():
+        return logits < 2 * COPIED
+    return logits < COPIED and _work(graph, heads[0]) < PACED
 
 
 def _work(graph: fx.GraphModule, head: fx.Node) -> int:
