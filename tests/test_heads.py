@@ -12,6 +12,7 @@ import te_transform
 from te_transform.runtime import heads
 from tests import stand_in, test_compiled, test_replayed
 from tests.attacks import WIDTH, Block, Pair, X
+from tests.test_compiled import Compilations
 from tests.test_replayed import Emulated
 from tests.zoo import seeded
 
@@ -93,6 +94,45 @@ def test_runs_beside_the_graph(compile: bool, loss: bool) -> None:
     assert (COLUMNS in in_graphs()) == (not compile)  # in training
     agree_in_evaluation(pair)
     assert not any("a graph" in note for note in te_transform.report(pair.converted).notes)
+
+
+def loss_and_logits(model: nn.Module, x: Tensor) -> Any:
+    """All that is returned, each with a gradient."""
+    loss, logits, hidden = model(x)
+    return [1e3 * loss, logits, hidden.detach()]
+
+
+def logits_alone(model: nn.Module, x: Tensor) -> Any:
+    return model(x)[1]
+
+
+@pytest.mark.parametrize("of", [loss_and_logits, logits_alone])
+def test_a_gradient_of_the_logits_beside_the_loss(of: Any, compilations: Compilations) -> None:
+    pair = Pair.of(words(), graphs=True, compile=True, backend="te")
+    agree_in_training(pair)
+    compiled = len(compilations)
+    for scale in range(1, 4):
+        pair.x = X * scale
+        pair.agree(of)
+    assert len(compilations) == compiled + 1  # the head, with a gradient of all that it returns
+    agree_in_training(pair)
+    assert len(compilations) == compiled + 1
+    assert COLUMNS not in in_graphs()
+
+
+def write_to_logits(model: nn.Module, x: Tensor) -> Any:
+    """Before the loss is differentiated, of which the compiler may have saved the logits."""
+    loss, logits, _ = model(x)
+    assert logits.requires_grad
+    assert not logits.is_leaf
+    logits.mul_(2)
+    return 1e3 * loss
+
+
+def test_a_write_to_the_logits() -> None:
+    pair = Pair.of(words(), graphs=True, compile=True, backend="te")
+    agree_in_training(pair)
+    pair.agree(write_to_logits)
 
 
 @pytest.mark.parametrize("paced", [0, 2**30])

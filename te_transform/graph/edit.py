@@ -356,6 +356,16 @@ def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.N
     return fx.GraphModule(gm, graph)
 
 
+def detached(gm: fx.GraphModule, place: int) -> fx.GraphModule:
+    """A copy of a module that returns a sequence; to its output at this place no gradient leads."""
+    graph, _ = copy_by_name(gm.graph)
+    output, outputs = graph.output_node(), [*known.returned(graph)]
+    node = outputs[place]
+    outputs[place] = insert_call(graph, output, torch.detach, (node,), like=node)
+    output.args = (tuple(outputs),)
+    return fx.GraphModule(gm, graph)
+
+
 def with_known(
     gm: fx.GraphModule,
     values: Mapping[fx.Node, Any],

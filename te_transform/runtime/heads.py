@@ -2,15 +2,19 @@
 
 What CUDA graphs return is copied, for the next call writes to the same memory. Many logits take longer to
 copy than the CPU takes to launch the head and its loss, while the GPU still computes the layers.
+
+Beside a loss the logits are compiled without a gradient. A compiled backward takes one for each output, and
+where only the loss is differentiated that is as many zeros as there are logits, to write and to add.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 
 from te_transform.backends import plain
@@ -24,15 +28,17 @@ from te_transform.graph.nodes import (
     returned,
     shape_of,
     storages,
+    value,
     writes,
 )
 from te_transform.runtime.regions import as_leaf
+from te_transform.runtime.replayed import autocast_now, call, gradients_of, trained_among
 
 COLUMNS = 4096  # from which on a linear is a head
-# Fewer bytes of logits are copied, on an H100 in 0.05 ms at most: to launch another forward takes its CPU as
-# long. That is no loss where the GPU has more to do than the CPU: from so many rows times numbers in weights
-# on, a third of a millisecond. With a backward it takes 0.4 to 0.9 ms, and twice as many bytes are copied.
-COPIED, PACED = 2**26, 10**11
+# Fewer bytes of logits are copied, on an H100 in 0.09 ms at most. To launch another forward takes 0.05 to 0.2
+# ms of the CPU, by how fast it is, and a backward 0.4 to 0.9. Where the GPU has more to do than the CPU that
+# is no loss: in a forward from so many rows times numbers in weights on, a third of a millisecond.
+COPIED, PACED = 2**27, 10**11
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any] | None]
 
@@ -66,21 +72,84 @@ class Head:
         self.rest = edit.without(graph, nodes, self.passed)
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self.places = {node: place for place, node in enumerate(placeholders)}
-        self.compile, self.run = compile, self.module.forward
+        self.compile = compile
+        self.run: Callable[..., Sequence[Any]] | None = None if compile else self.module.forward
+        self.logits = None if compile is None else _beside_a_loss(self.own, reads)
 
     def __call__(self, rest: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
         """What the graph returns, by a function that computes `rest`."""
         values = dict(zip(self.passed, rest(*arguments), strict=True))
         given = [values[node] if node in values else arguments[self.places[node]] for node in self.inputs]
-        if self.compile is not None:
-            self._compile([*map(as_leaf, given)])
-        values.update(zip(self.own, self.run(*given), strict=True))
+        run = self.run or self._compiled([*map(as_leaf, given)])
+        values.update(zip(self.own, run(*given), strict=True))
         return [values[node] if isinstance(node, fx.Node) else node for node in self.outputs]
 
-    def _compile(self, given: list[Any]) -> None:
+    def compile_with_gradient(self) -> None:
+        """Compile the logits with their gradient, from the next call on."""
         with compile_lock:
-            if self.compile is not None:  # another thread may have
-                self.run, self.compile = self.compile(self.module, given) or self.run, None
+            if self.logits is not None:  # else another backward has
+                self.run = self.logits = None
+
+    def _compiled(self, given: list[Any]) -> Callable[..., Sequence[Any]]:
+        with compile_lock:
+            if self.run is None:  # else another thread has
+                place = self.logits
+                module = self.module if place is None else edit.detached(self.module, place)
+                run = self.compile(module, given)
+                if run is None:
+                    self.run = self.module.forward
+                else:
+                    self.run = run if place is None else partial(self._run_without_gradient, run, place)
+            return self.run
+
+    def _run_without_gradient(self, run: Callable[..., Sequence[Any]], place: int, *given: Any) -> list[Any]:
+        """The outputs of the function, that at this place with what computes its gradient by itself."""
+        outputs, trained = [*run(*given)], trained_among(given)
+        # nothing is written: what the function itself saved is as it was
+        with torch.autograd._unsafe_preserve_version_counter(outputs[place]):
+            tensors = [given[number] for number in trained]
+            outputs[place] = _Logits.apply(outputs[place], self, place, given, trained, *tensors)
+        return outputs
+
+
+class _Logits(torch.autograd.Function):
+    """Logits that were computed without a gradient; should they get one, the head is called again for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        head: Head,
+        place: int,
+        given: Sequence[Any],
+        trained: Sequence[int],
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.mark_dirty(logits)  # else they would be a view, which nobody could write to
+        ctx.save_for_backward(*(each for each in given if isinstance(each, Tensor)))
+        ctx.others = [None if isinstance(each, Tensor) else each for each in given]
+        ctx.head, ctx.place, ctx.trained = head, place, trained
+        ctx.autocast = autocast_now(logits.device.type)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        saved, recorded = iter(ctx.saved_tensors), torch.is_grad_enabled()
+        given = [next(saved) if each is None else each for each in ctx.others]
+        ctx.head.compile_with_gradient()
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            outputs, views = call(ctx.head.module.forward, given, ctx.trained)
+        found = gradients_of([outputs[ctx.place]], views, [grad], create_graph=recorded)
+        return None, None, None, None, None, *found
+
+
+def _beside_a_loss(outputs: Sequence[fx.Node], reads: Sequence[fx.Node]) -> int | None:
+    """The place of the logits, the one output larger than what the head reads, in memory of their own, if
+    another output is differentiated too."""
+    large = [place for place, node in enumerate(outputs) if numel_of(node) > max(map(numel_of, reads))]
+    trained = [place for place, node in enumerate(outputs) if value(node).requires_grad]
+    apart = len({*storages(outputs)}) == len(outputs)
+    return large[0] if apart and len(large) == 1 and len(trained) > 1 and large[0] in trained else None
 
 
 def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
@@ -113,10 +182,8 @@ def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
 
 def _are_copied(graph: fx.GraphModule, heads: Sequence[fx.Node]) -> bool:
     """Whether the logits are few enough to stay in the graph, out of whose memory they are copied."""
-    logits = sum(map(bytes_of, heads))
-    if torch.is_grad_enabled():
-        return logits < 2 * COPIED
-    return logits < COPIED and _work(graph, heads[0]) < PACED
+    few = sum(map(bytes_of, heads)) < COPIED
+    return few and (torch.is_grad_enabled() or _work(graph, heads[0]) < PACED)
 
 
 def _work(graph: fx.GraphModule, head: fx.Node) -> int:

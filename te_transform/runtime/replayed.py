@@ -106,8 +106,7 @@ class Replayed:
         key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), stream_now(), told
         kind = self.kinds.pop(key, None)
         if kind is None:
-            distinct = {id(a): place for place, a in enumerate(arguments) if _is_trained(a)}
-            kind = Kind([*distinct.values()])
+            kind = Kind(trained_among(arguments))
             while len(self.kinds) >= MOST:
                 del self.kinds[next(iter(self.kinds))]
         self.kinds[key] = kind  # as the last, the one to let go of is that of the longest ago
@@ -143,19 +142,26 @@ _ALL: weakref.WeakSet[Replayed] = weakref.WeakSet()
 
 
 def stream_now() -> int:
-    """The CUDA stream that is on; 0 where there is no GPU."""
-    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+    """The CUDA stream that is on; 0 where there is none."""
+    # torch.cuda.current_stream() takes ten times as long, of each call that is replayed
+    on = torch.cuda.is_initialized()
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on else 0
 
 
 def _is_recorded_by_others() -> bool:
     """Whether the call is a part of what somebody else records or repeats: a CUDA graph, a checkpoint."""
-    recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    recording = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return recording or saving_hooks() or in_backward()
 
 
 def _versions(arguments: Sequence[Any]) -> dict[int, int]:
     tensors = ((place, a) for place, a in enumerate(arguments) if isinstance(a, Tensor))
     return {place: a._version for place, a in tensors if not a.is_inference()}
+
+
+def trained_among(arguments: Sequence[Any]) -> list[int]:
+    """The places of the arguments that need a gradient, one for each tensor."""
+    return [*{id(a): place for place, a in enumerate(arguments) if _is_trained(a)}.values()]
 
 
 def _is_trained(argument: Any) -> bool:
@@ -326,12 +332,12 @@ class _Recorded:
         trained: list[Tensor] = []
 
         def forward() -> list[Tensor]:
-            found, trained[:] = _call(owner.run, arguments, kind.trained)
+            found, trained[:] = call(owner.run, arguments, kind.trained)
             return [found[place] for place in self.tensors]
 
         def backward(found: list[Tensor]) -> list[Tensor | None]:
             used = [found[number] for number in self.wanted]
-            return list(_gradients(used, trained, self.seeds))
+            return list(gradients_of(used, trained, self.seeds))
 
         with _casting_anew():
             self.graphs = Graphs(forward, backward if kind.trained else None, returned[0].device)
@@ -429,7 +435,7 @@ class _Replay(torch.autograd.Function):
         ctx.owner, ctx.before = owner, [arguments[place].clone() for place in owner.writes]
         ctx.forward = _Forward()
         kind.waiting = weakref.ref(ctx.forward)
-        ctx.random, ctx.autocast = _random_state(trained[0].device), _autocast_now(trained[0].device.type)
+        ctx.random, ctx.autocast = _random_state(trained[0].device), autocast_now(trained[0].device.type)
         ctx.read = _noted([arguments[place] for place in graphs.read])
         outputs = graphs.forward(arguments)
         ctx.watched = _noted([arguments[place] for place in graphs.watched])
@@ -481,17 +487,17 @@ def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor
         _set_random_state(ctx.arguments[ctx.kind.trained[0]].device, ctx.random)
         _put_back([ctx.arguments[place] for place in writes], ctx.before)
         with torch.autocast(**ctx.autocast):
-            outputs, trained = _call(ctx.owner.run, ctx.arguments, ctx.kind.trained)
+            outputs, trained = call(ctx.owner.run, ctx.arguments, ctx.kind.trained)
         pairs = [
             (outputs[place], grad)
             for place, grad in zip(ctx.graphs.tensors, grads, strict=True)
             if grad is not None
         ]
         used, given = zip(*pairs, strict=True)
-        return _gradients(used, trained, given, create_graph=recorded)
+        return gradients_of(used, trained, given, create_graph=recorded)
 
 
-def _call(run: Run, arguments: Sequence[Any], trained: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
+def call(run: Run, arguments: Sequence[Any], trained: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
     """What the function returns, and views of these arguments, to which gradients lead and no further.
 
     Some arguments are computed from others, and each gets its own part. Hooks of parameters see what leaves a
@@ -511,7 +517,7 @@ def _view(argument: Tensor) -> Tensor:
     return view
 
 
-def _autocast_now(device: str) -> dict[str, Any]:
+def autocast_now(device: str) -> dict[str, Any]:
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return {"device_type": device, "dtype": dtype, "enabled": enabled, "cache_enabled": False}
 
@@ -571,7 +577,7 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
     saved: list[Tensor] = []
     with _as_it_was(held, owner.changes), noting_waits() as waits:
         with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
-            outputs, trained = _call(owner.run, held, kind.trained)
+            outputs, trained = call(owner.run, held, kind.trained)
         if why := _unfit_outputs(outputs, held):
             return None, why
         seeds = {place: torch.randn_like(outputs[place]) for place in sorted(kind.wanted)}
@@ -608,7 +614,7 @@ def _distances(
 ) -> list[float]:
     """How far the function itself is from what it computed, called again with gradients rounded otherwise."""
     with _as_it_was(held, owner.changes):
-        outputs, trained = _call(owner.run, held, kind.trained)
+        outputs, trained = call(owner.run, held, kind.trained)
         rounded = {place: _rounded_otherwise(seed) for place, seed in seeds.items()}
         return [*map(distance, _with_gradients(outputs, trained, rounded), expected)]
 
@@ -631,10 +637,10 @@ def _with_gradients(
     if not trained:
         return found
     used, given = [outputs[place] for place in seeds], [*seeds.values()]
-    return [*found, *_gradients(used, trained, given)]
+    return [*found, *gradients_of(used, trained, given)]
 
 
-def _gradients(
+def gradients_of(
     outputs: Sequence[Tensor], arguments: Sequence[Tensor], grads: Sequence[Tensor], **how: bool
 ) -> tuple[Tensor | None, ...]:
     """Of the arguments; without autocast, which a backward is called outside of."""
