@@ -17,7 +17,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import te_transform
 from te_transform.graph.capture import capture
 from te_transform.graph.edit import copy_graph, snapshot
+from te_transform.graph.nodes import name_in_model
 from te_transform.plan.rule import Outcome
+from te_transform.report.blocks import blocks_of
 from te_transform.report.explain import explain_graphs
 from te_transform.report.places import collapse, gather, most_valuable_first
 from te_transform.report.report import ExpectationError, Report
@@ -253,7 +255,7 @@ class _Balanced(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -286,7 +288,7 @@ def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
     full.to_html(tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert html.startswith("<!doctype html>")
-    assert not re.search(r"https?:|src=|<script|<link", html)
+    assert not re.search(r"https?:|src=|<link|@import|url\(", html)
     assert "<b>" not in html
     assert full._repr_html_() in html
     text = parsed(html)
@@ -502,3 +504,44 @@ def test_says_which_code_kept_dynamo_from_capturing_more() -> None:
 def test_a_reason_without_a_place_is_said_too() -> None:
     (only,) = explain_graphs([("", captured(Block(), torch.zeros(2, 8))[0])], ["Some reason.\n  Hint: none"])
     assert only == "dynamo does not capture a piece of the forward (Some reason): it runs as it is"
+
+
+class Layer(nn.Linear):
+    def __init__(self, slope: float, bias: bool):
+        super().__init__(8, 8, bias)
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.leaky_relu(super().forward(x), self.slope)
+
+
+class Layers(nn.Module):
+    """Two layers that compute the same, one by another number, and one without a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(slope, bias=slope != 0.3) for slope in (0.1, 0.1, 0.2, 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_equal_blocks_are_one() -> None:
+    graph = te_transform.inspect(Layers(), torch.ones(2, 8)).before
+    found = blocks_of(graph)
+    counts = {block.name: block.count for block in found}
+    assert {"layers.{0,1}": 2, "layers.2": 1, "layers.3": 1}.items() <= counts.items()
+    assert sum(block.count * len(block.operations) for block in found) == sum(
+        1 for node in graph.nodes if node.op != "output" and not name_in_model(node)
+    )
+
+
+def test_an_operation_stands_below_what_it_reads() -> None:
+    for which in ("before", "after"):
+        for block in blocks_of(getattr(report(), which)):
+            taken = [(each.row, each.column) for each in block.operations]
+            assert len({*taken}) == len(taken)
+            for each in block.operations:
+                assert all(block.operations[source].row < each.row for source in each.reads)

@@ -21,7 +21,7 @@ _COLORS = ("#dbe9f6", "#fde8d3", "#e2f0d9", "#efe0f2", "#fbf3c4", "#d9f0ee", "#f
 def listing(graph: fx.Graph) -> list[tuple[str, bool]]:
     """A line for each node (name, dtype and shape, module path, operation), and whether it is a fusion."""
     nodes = [node for node in graph.nodes if not name_in_model(node)]
-    rows = [(node.name, _described(node), _path(node), _call(node)) for node in nodes]
+    rows = [(node.name, described(node), module_of(node), _call(node)) for node in nodes]
     widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return list(zip(lines, map(is_fused, nodes), strict=True))
@@ -32,7 +32,7 @@ def dot(graph: fx.Graph) -> str:
     nodes = [node for node in graph.nodes if not name_in_model(node)]
     blocks: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        blocks.setdefault(_block(_path(node)), []).append(node)
+        blocks.setdefault(block_of(module_of(node)), []).append(node)
     lines = ["digraph model {", '  node [shape=box, style="rounded,filled", fontname="sans-serif"];']
     for number, (block, members) in enumerate(blocks.items()):
         boxes = [_box(node, _COLORS[number % len(_COLORS)] if block else "white") for node in members]
@@ -44,12 +44,12 @@ def dot(graph: fx.Graph) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _path(node: fx.Node) -> str:
+def module_of(node: fx.Node) -> str:
     """Whose forward made the call; an input is nobody's, dynamo gives it to its first reader."""
     return "" if node.op == "placeholder" else path_of(node)
 
 
-def _block(path: str) -> str:
+def block_of(path: str) -> str:
     """The part of the model a path belongs to: `h.3` of h.3.mlp.fc1, `model` of model.norm."""
     parts = path.split(".")
     depth = next((depth for depth, part in enumerate(parts, 1) if part.isdecimal()), 1)
@@ -57,7 +57,7 @@ def _block(path: str) -> str:
 
 
 def _box(node: fx.Node, color: str) -> str:
-    label = _quoted("\n".join(filter(None, (called(node), _described(node)))))
+    label = _quoted("\n".join(filter(None, (called(node), described(node)))))
     frame = ', penwidth=3, color="#76b900"' if is_fused(node) else ""
     return f'    {_quoted(node.name)} [label={label}, fillcolor="{color}"{frame}];'
 
@@ -80,9 +80,23 @@ def shape_and_dtype(node: fx.Node) -> tuple[tuple[int | str, ...] | None, str | 
     return tuple(size if type(size) is int else str(size) for size in held.shape), dtype_name(held.dtype)
 
 
-def _described(node: fx.Node) -> str:
+def described(node: fx.Node) -> str:
+    """dtype and shape, "" of what is no tensor."""
     shape, dtype = shape_and_dtype(node)
     return "" if shape is None else f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def detail(node: fx.Node) -> str:
+    """The operation in lines: its name, what it returns, whose it is, the call, and the model's tensors."""
+    tensors = [
+        f"{name_in_model(source)}: {described(source)}"
+        for source in node.all_input_nodes
+        if name_in_model(source)
+    ]
+    lines = [node.name, described(node), module_of(node), _call(node), *tensors]
+    spelled = node.meta.get("spelled", ())
+    captured = [f"captured as: {', '.join(map(str, spelled))}"] if len(spelled) > 1 else []
+    return "\n".join(filter(None, [*lines, *captured]))
 
 
 def _call(node: fx.Node) -> str:

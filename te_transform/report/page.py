@@ -1,15 +1,24 @@
-"""A report as a page of HTML."""
+"""A report as a page of HTML: one file, which asks nobody for anything.
+
+The model is drawn block by block, as it was captured and as it is now. What a click, a key or a search does
+is a script of the page; without it all is there to be read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import chain
 
+from te_transform.report.blocks import Block, Operation
 from te_transform.report.places import Places
+
+_WIDE, _HIGH, _GAP = 130, 38, 14  # of the box of an operation, in pixels, and between two
+_LETTERS = 19  # that fit into one
 
 _STYLE = """
 :root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 100rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; margin: 1rem 0 2rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8886; }
@@ -17,6 +26,65 @@ td { overflow-wrap: anywhere; }
 .count { text-align: right; white-space: nowrap; }
 pre { overflow-x: auto; font-size: 12.5px; line-height: 1.4; }
 mark { background: #76b90055; color: inherit; }
+#search { font: inherit; width: min(24rem, 100%); padding: .3rem .6rem; }
+.pair { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1rem; }
+figure { margin: 0 0 1rem; overflow-x: auto; border: 1px solid #8886; border-radius: .5rem; }
+figcaption { position: sticky; left: 0; padding: .4rem .7rem; overflow-wrap: anywhere; }
+svg { display: block; margin: 0 auto; font: 11.5px system-ui, sans-serif; }
+svg text { fill: currentColor; text-anchor: middle; }
+svg .value { opacity: .65; font-size: 10px; }
+svg path { fill: none; stroke: #888; }
+svg rect { fill: color-mix(in srgb, Canvas 88%, gray); stroke: #8888; }
+.fused rect { --color: hsl(var(--hue) 70% 50%);
+  fill: color-mix(in srgb, Canvas 65%, var(--color)); stroke: var(--color); }
+.operation { cursor: pointer; }
+.operation:focus { outline: none; }
+.operation:focus rect, .operation.open rect { stroke: currentColor; stroke-width: 2.5; }
+.searching .operation:not(.found), .searching tr.row:not(.found) { opacity: .2; }
+.key i { background: hsl(var(--hue) 70% 50% / .6); display: inline-block; width: .8em; height: .8em; }
+.key span { margin-right: 1.2rem; white-space: nowrap; }
+#detail { position: fixed; right: 1rem; bottom: 1rem; max-width: min(44rem, 100% - 4rem); max-height: 45vh;
+  overflow: auto; padding: .8rem 1rem; border: 1px solid #888; border-radius: .5rem; background: Canvas;
+  white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.5 ui-monospace, monospace; }
+@media (max-width: 48rem) { .pair { grid-template-columns: minmax(0, 1fr); } }
+"""
+
+# Text goes into the page as text alone: what a model calls its modules cannot become a part of the page.
+_SCRIPT = """
+const all = [...document.querySelectorAll(".operation, tr.row")];
+const detail = document.getElementById("detail"), search = document.getElementById("search");
+function close() {
+  detail.hidden = true;
+  document.querySelectorAll(".open").forEach(each => each.classList.remove("open"));
+}
+function open(operation) {
+  close();
+  operation.classList.add("open");
+  detail.textContent = operation.dataset.detail;
+  detail.hidden = false;
+}
+document.addEventListener("click", event => {
+  const operation = event.target.closest(".operation");
+  operation ? open(operation) : detail.contains(event.target) || close();
+});
+document.addEventListener("keydown", event => {
+  if (event.key === "Escape") { close(); search.value = ""; find(); }
+  else if (event.target === search) return;
+  else if (event.key === "/") { search.focus(); event.preventDefault(); }
+  else if ((event.key === "Enter" || event.key === " ") && event.target.matches(".operation")) {
+    open(event.target);
+    event.preventDefault();
+  }
+});
+function find() {
+  const words = search.value.toLowerCase().split(" ").filter(Boolean);
+  document.body.classList.toggle("searching", words.length > 0);
+  for (const each of all) {
+    const text = (each.dataset.detail || each.textContent).toLowerCase();
+    each.classList.toggle("found", words.every(word => text.includes(word)));
+  }
+}
+search.addEventListener("input", find);
 """
 
 
@@ -34,16 +102,96 @@ def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
         where = "<br>".join(f"<code>{escape(path)}</code> x{count}" for path, count in places.patterns)
         cells = f'<td>{escape(places.rule)}</td><td class="count">{places.count}</td><td>{where}</td>'
         why = "<br>".join(map(escape, places.reasons))
-        lines.append(f"<tr>{cells}<td>{why}</td></tr>" if "why not" in head else f"<tr>{cells}</tr>")
+        why = f"<td>{why}</td>" if "why not" in head else ""
+        lines.append(f'<tr class="row">{cells}{why}</tr>')
     return "\n".join([*lines, "</table>"])
 
 
-def whole(title: str, body: str, listings: dict[str, list[tuple[str, bool]]]) -> str:
-    """A page of `body` and of drawing's listings, which unfold; the marked lines stand out."""
-    parts = [body]
+def whole(
+    title: str,
+    body: str,
+    drawn: tuple[Sequence[Block], Sequence[Block]],
+    listings: dict[str, list[tuple[str, bool]]],
+) -> str:
+    """A page of `body`, of the blocks before and after, and of drawing's listings, which unfold.
+
+    The marked lines of a listing stand out.
+    """
+    parts = [body, *_drawing(*drawn)]
     for name, lines in listings.items():
         text = "\n".join(f"<mark>{escape(line)}</mark>" if marked else escape(line) for line, marked in lines)
         parts.append(f"<details><summary>{escape(name)}</summary><pre><code>{text}</code></pre></details>")
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    named = f'<meta charset="utf-8"><title>{escape(title)}</title>'
+    fitting = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f"{named}{fitting}<style>{_STYLE}</style>"
     opening = f'<!doctype html>\n<html lang="en"><head>{head}</head><body>'
-    return "\n".join([opening, *parts, "</body></html>\n"])
+    return "\n".join([opening, *parts, f"<script>{_SCRIPT}</script></body></html>\n"])
+
+
+def _drawing(before: Sequence[Block], after: Sequence[Block]) -> list[str]:
+    """The blocks side by side, those of one name in one row."""
+    rules = sorted({each.rule for block in chain(before, after) for each in block.operations} - {""})
+    hues = {rule: 360 * number // len(rules) for number, rule in enumerate(rules)}
+    key = "".join(f'<span style="--hue:{hues[rule]}"><i></i> {escape(rule)}</span>' for rule in rules)
+    pairs = [
+        '<div class="pair">'
+        + "".join(
+            _figures(name, which, blocks, hues) for which, blocks in (("before", before), ("after", after))
+        )
+        + "</div>"
+        for name in dict.fromkeys(block.name for block in chain(before, after))
+    ]
+    asked = '<input id="search" type="search" placeholder="search: / " aria-label="search the operations">'
+    return [
+        f'<p class="key">{key}</p>',
+        f"<p>{asked}</p>",
+        *pairs,
+        '<div id="detail" role="status" hidden></div>',
+    ]
+
+
+def _figures(name: str, which: str, blocks: Sequence[Block], hues: dict[str, int]) -> str:
+    return "<div>" + "".join(_figure(each, which, hues) for each in blocks if each.name == name) + "</div>"
+
+
+def _figure(block: Block, which: str, hues: dict[str, int]) -> str:
+    times = f" x{block.count}" if block.count > 1 else ""
+    caption = f"<code>{escape(block.name)}</code>{times}, {which}: {len(block.operations)} operations"
+    left = -min(each.column for each in block.operations)
+    right = max(each.column for each in block.operations)
+    width = round((left + right + 1) * (_WIDE + _GAP))
+    height = (max(each.row for each in block.operations) + 1) * (_HIGH + _GAP) + _GAP
+    places = [
+        (round((each.column + left) * (_WIDE + _GAP)) + _GAP // 2, each.row * (_HIGH + _GAP) + _GAP)
+        for each in block.operations
+    ]
+    lines = [
+        _line(places[source], place)
+        for each, place in zip(block.operations, places, strict=True)
+        for source in each.reads
+    ]
+    boxes = [_box(each, *place, hues) for each, place in zip(block.operations, places, strict=True)]
+    sizes = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    drawn = f"<svg {sizes}>{''.join(lines + boxes)}</svg>"
+    return f"<figure><figcaption>{caption}</figcaption>{drawn}</figure>"
+
+
+def _line(source: tuple[int, int], target: tuple[int, int]) -> str:
+    (x, y), (to_x, to_y) = source, target
+    x, y, to_x = x + _WIDE // 2, y + _HIGH, to_x + _WIDE // 2
+    return f'<path d="M{x} {y}C{x} {y + _GAP} {to_x} {to_y - _GAP} {to_x} {to_y}"></path>'
+
+
+def _box(operation: Operation, x: int, y: int, hues: dict[str, int]) -> str:
+    fused = f' fused" style="--hue:{hues[operation.rule]}' if operation.rule else ""
+    told = f'class="operation{fused}" tabindex="0" role="button" data-detail="{escape(operation.detail)}"'
+    middle = x + _WIDE // 2
+    return (
+        f'<g {told}><rect x="{x}" y="{y}" width="{_WIDE}" height="{_HIGH}" rx="6"></rect>'
+        f'<text x="{middle}" y="{y + 16}">{escape(_cut(operation.title))}</text>'
+        f'<text class="value" x="{middle}" y="{y + 30}">{escape(_cut(operation.value, 4))}</text></g>'
+    )
+
+
+def _cut(text: str, more: int = 0) -> str:
+    return text if len(text) <= _LETTERS + more else f"{text[: _LETTERS + more - 1]}\u2026"

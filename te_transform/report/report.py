@@ -147,11 +147,15 @@ class Report:
         return page.summary(self.title, gather(self.fused), refused, self.all_notes())
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write the report and both graphs to `path`, as one page that needs nothing else."""
+        """Write the report and both graphs, drawn block by block, to `path`, as one page that needs nothing
+        else."""
+        from te_transform.report.blocks import blocks_of  # networkx takes a while to import
+
         listings = {
             f"the graph {which}": drawing.listing(self._graph(which)) for which in ("before", "after")
         }
-        Path(path).write_text(page.whole(self.title, self._repr_html_(), listings), encoding="utf-8")
+        drawn = blocks_of(self.before), blocks_of(self.after)
+        Path(path).write_text(page.whole(self.title, self._repr_html_(), drawn, listings), encoding="utf-8")
 
     def graph_text(self, which: Which = "after") -> str:
         """The graph line by line: name, dtype and shape, path of the module, operation with its arguments."""

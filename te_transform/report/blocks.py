@@ -1,0 +1,120 @@
+"""The blocks of a model as they are drawn: repeated ones once, each operation above those that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import networkx
+from torch import fx
+
+from te_transform.graph.nodes import called, name_in_model
+from te_transform.report.drawing import block_of, described, detail, module_of
+from te_transform.report.places import collapse
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation, drawn in a row and a column of its block.
+
+    `rule` is the fusion whose call it is, "" for what was captured; `reads` are the places, in the block, of
+    the operations it reads.
+    """
+
+    title: str
+    value: str
+    path: str
+    rule: str
+    detail: str
+    reads: tuple[int, ...]
+    row: int
+    column: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """Operations of one part of the model; `name` stands for `count` parts that compute the same."""
+
+    name: str
+    count: int
+    operations: tuple[Operation, ...]
+
+
+def blocks_of(graph: fx.Graph) -> list[Block]:
+    """The blocks in the order of the graph; equal ones, as the layers of a model are, become one.
+
+    A graph without numbered parts, as that of a layer which all layers share, is one block.
+    """
+    nodes = [node for node in graph.nodes if not name_in_model(node) and node.op != "output"]
+    numbered = any(part.isdecimal() for node in nodes for part in module_of(node).split("."))
+    members: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        members.setdefault(block_of(module_of(node)) if numbered else "", []).append(node)
+    alike: dict[tuple, list[str]] = {}
+    for path, nodes in members.items():
+        alike.setdefault(_kind(path, nodes), []).append(path)
+    return [
+        Block(_named(paths) if numbered else "the graph", len(paths), _laid_out(members[paths[0]]))
+        for paths in alike.values()
+    ]
+
+
+def _named(paths: Sequence[str]) -> str:
+    return ", ".join(pattern for pattern, _ in collapse(paths))
+
+
+def _kind(path: str, nodes: Sequence[fx.Node]) -> tuple:
+    """What two blocks have in common that are drawn as one."""
+    places = {node: place for place, node in enumerate(nodes)}
+
+    def told(argument: fx.Node) -> str:
+        return f"%{places[argument]}" if argument in places else described(argument)
+
+    operations = (
+        (
+            _rule(node) or called(node),
+            described(node),
+            module_of(node).removeprefix(path),
+            str(fx.node.map_arg((node.args, node.kwargs), told)),
+        )
+        for node in nodes
+    )
+    return _unnumbered(path), tuple(operations)
+
+
+def _unnumbered(path: str) -> tuple[str, ...]:
+    return tuple("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def _rule(node: fx.Node) -> str:
+    return node.meta.get("fused", "")
+
+
+def _reads(node: fx.Node, places: dict[fx.Node, int]) -> tuple[int, ...]:
+    return tuple(places[source] for source in node.all_input_nodes if source in places)
+
+
+def _laid_out(nodes: Sequence[fx.Node]) -> tuple[Operation, ...]:
+    """Each node in the row above the first that reads it, in the order of the columns that it reads."""
+    places = {node: place for place, node in enumerate(nodes)}
+    reads = [_reads(node, places) for node in nodes]
+    graph = networkx.DiGraph((place, source) for place, sources in enumerate(reads) for source in sources)
+    graph.add_nodes_from(range(len(nodes)))
+    rows, columns = [0] * len(nodes), [0.0] * len(nodes)
+    from_below = [*networkx.topological_generations(graph)]
+    for row, generation in enumerate(reversed(from_below)):
+        wanted = {place: _mean(columns[source] for source in reads[place]) for place in generation}
+        ordered = sorted(generation, key=lambda place: (wanted[place], place))
+        for column, place in enumerate(ordered):
+            rows[place], columns[place] = row, column - (len(ordered) - 1) / 2
+    return tuple(
+        Operation(
+            _rule(node) or called(node), described(node), module_of(node), _rule(node), detail(node), *laid
+        )
+        for node, laid in zip(nodes, zip(reads, rows, columns, strict=True), strict=True)
+    )
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    found = list(numbers)
+    return sum(found) / len(found) if found else 0.0
