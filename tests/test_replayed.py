@@ -89,6 +89,7 @@ def emulate(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often something was recorded, and replayed."""
+    torch._dynamo.reset()  # captures of other tests count toward dynamo's limit for a forward
     emulate(monkeypatch)
     return Emulated.counts
 
