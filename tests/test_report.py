@@ -530,18 +530,30 @@ class Layers(nn.Module):
 
 def test_equal_blocks_are_one() -> None:
     graph = te_transform.inspect(Layers(), torch.ones(2, 8)).before
-    found = blocks_of(graph)
+    found = blocks_of(graph, graph)
     counts = {block.name: block.count for block in found}
     assert {"layers.{0,1}": 2, "layers.2": 1, "layers.3": 1}.items() <= counts.items()
-    assert sum(block.count * len(block.operations) for block in found) == sum(
-        1 for node in graph.nodes if node.op != "output" and not name_in_model(node)
-    )
+    operations = sum(1 for node in graph.nodes if node.op != "output" and not name_in_model(node))
+    for which in ("before", "after"):
+        assert sum(block.count * len(getattr(block, which)) for block in found) == operations
 
 
 def test_an_operation_stands_below_what_it_reads() -> None:
-    for which in ("before", "after"):
-        for block in blocks_of(getattr(report(), which)):
-            taken = [(each.row, each.column) for each in block.operations]
+    some = report()
+    for block in blocks_of(some.before, some.after):
+        for operations in (block.before, block.after):
+            taken = [(each.row, each.column) for each in operations]
             assert len({*taken}) == len(taken)
-            for each in block.operations:
-                assert all(block.operations[source].row < each.row for source in each.reads)
+            for each in operations:
+                assert all(operations[source].row < each.row for source in each.reads)
+
+
+def test_a_block_has_its_refused_sites(tmp_path: Path) -> None:
+    some = te_transform.inspect(Layers(), torch.ones(2, 8))
+    sites = [Outcome("linear", f"layers.{place}.fc", "refused", ("it is <odd>",)) for place in (1, 2)]
+    found = {block.name: block.refused for block in blocks_of(some.before, some.after, sites)}
+    assert found["layers.0"] == ()  # equal to layers.1 otherwise
+    assert [(site.rule, site.path) for site in found["layers.1"]] == [("linear", "fc")]
+    replace(some, sites=tuple(sites)).to_html(tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert html.count("refused: linear at <code>fc</code></summary><ul><li>it is &lt;odd&gt;</li></ul>") == 2

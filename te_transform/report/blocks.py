@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import networkx
 from torch import fx
 
 from te_transform.graph.nodes import called, name_in_model
+from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import block_of, described, detail, module_of
 from te_transform.report.places import collapse
+
+_WHOLE = "the graph"
 
 
 @dataclass(frozen=True)
@@ -33,34 +37,49 @@ class Operation:
 
 @dataclass(frozen=True)
 class Block:
-    """Operations of one part of the model; `name` stands for `count` parts that compute the same."""
+    """One part of the model, before and after; `name` stands for `count` parts that are the same in both.
+
+    `refused` are the sites in it that were, by their paths in the part.
+    """
 
     name: str
     count: int
-    operations: tuple[Operation, ...]
+    before: tuple[Operation, ...]
+    after: tuple[Operation, ...]
+    refused: tuple[Outcome, ...]
 
 
-def blocks_of(graph: fx.Graph) -> list[Block]:
+def blocks_of(before: fx.Graph, after: fx.Graph, refused: Iterable[Outcome] = ()) -> list[Block]:
     """The blocks in the order of the graph; equal ones, as the layers of a model are, become one.
 
     A graph without numbered parts, as that of a layer which all layers share, is one block.
     """
-    nodes = [node for node in graph.nodes if not name_in_model(node) and node.op != "output"]
-    numbered = any(part.isdecimal() for node in nodes for part in module_of(node).split("."))
-    members: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        members.setdefault(block_of(module_of(node)) if numbered else "", []).append(node)
+    sites: dict[str, list[Outcome]] = {}
+    for site in refused:
+        block = block_of(site.path)
+        sites.setdefault(block, []).append(replace(site, path=site.path.removeprefix(block).strip(".")))
+    members = [_members(graph) for graph in (before, after)]
     alike: dict[tuple, list[str]] = {}
-    for path, nodes in members.items():
-        alike.setdefault(_kind(path, nodes), []).append(path)
+    for path in dict.fromkeys(chain(*members)):
+        kinds = [_kind(path, nodes.get(path, ())) for nodes in members]
+        alike.setdefault((*kinds, tuple(sites.get(path, ()))), []).append(path)
     return [
-        Block(_named(paths) if numbered else "the graph", len(paths), _laid_out(members[paths[0]]))
-        for paths in alike.values()
+        Block(_named(paths), len(paths), *(_laid_out(nodes.get(paths[0], ())) for nodes in members), told)
+        for (*_, told), paths in alike.items()
     ]
 
 
+def _members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    nodes = [node for node in graph.nodes if not name_in_model(node) and node.op != "output"]
+    numbered = any(part.isdecimal() for node in nodes for part in module_of(node).split("."))
+    found: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        found.setdefault(block_of(module_of(node)) if numbered else _WHOLE, []).append(node)
+    return found
+
+
 def _named(paths: Sequence[str]) -> str:
-    return ", ".join(pattern for pattern, _ in collapse(paths))
+    return _WHOLE if paths == [_WHOLE] else ", ".join(pattern for pattern, _ in collapse(paths))
 
 
 def _kind(path: str, nodes: Sequence[fx.Node]) -> tuple:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import chain
 
+from te_transform.plan.rule import Outcome
 from te_transform.report.blocks import Block, Operation
 from te_transform.report.places import Places
 
@@ -110,14 +110,14 @@ def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
 def whole(
     title: str,
     body: str,
-    drawn: tuple[Sequence[Block], Sequence[Block]],
+    drawn: Sequence[Block],
     listings: dict[str, list[tuple[str, bool]]],
 ) -> str:
-    """A page of `body`, of the blocks before and after, and of drawing's listings, which unfold.
+    """A page of `body`, of the blocks that are drawn, and of drawing's listings, which unfold.
 
     The marked lines of a listing stand out.
     """
-    parts = [body, *_drawing(*drawn)]
+    parts = [body, *_drawing(drawn)]
     for name, lines in listings.items():
         text = "\n".join(f"<mark>{escape(line)}</mark>" if marked else escape(line) for line, marked in lines)
         parts.append(f"<details><summary>{escape(name)}</summary><pre><code>{text}</code></pre></details>")
@@ -128,52 +128,51 @@ def whole(
     return "\n".join([opening, *parts, f"<script>{_SCRIPT}</script></body></html>\n"])
 
 
-def _drawing(before: Sequence[Block], after: Sequence[Block]) -> list[str]:
-    """The blocks side by side, those of one name in one row."""
-    rules = sorted({each.rule for block in chain(before, after) for each in block.operations} - {""})
+def _drawing(blocks: Sequence[Block]) -> list[str]:
+    """Each block before and after, side by side."""
+    rules = sorted({each.rule for block in blocks for each in block.after} - {""})
     hues = {rule: 360 * number // len(rules) for number, rule in enumerate(rules)}
     key = "".join(f'<span style="--hue:{hues[rule]}"><i></i> {escape(rule)}</span>' for rule in rules)
-    pairs = [
-        '<div class="pair">'
-        + "".join(
-            _figures(name, which, blocks, hues) for which, blocks in (("before", before), ("after", after))
-        )
-        + "</div>"
-        for name in dict.fromkeys(block.name for block in chain(before, after))
-    ]
     asked = '<input id="search" type="search" placeholder="search: / " aria-label="search the operations">'
-    return [
-        f'<p class="key">{key}</p>',
-        f"<p>{asked}</p>",
-        *pairs,
-        '<div id="detail" role="status" hidden></div>',
-    ]
+    pairs = [f'<div class="pair">{_figures(block, hues)}</div>' for block in blocks]
+    detail = '<div id="detail" role="status" hidden></div>'
+    return [f'<p class="key">{key}</p>', f"<p>{asked}</p>", *pairs, detail]
 
 
-def _figures(name: str, which: str, blocks: Sequence[Block], hues: dict[str, int]) -> str:
-    return "<div>" + "".join(_figure(each, which, hues) for each in blocks if each.name == name) + "</div>"
+def _figures(block: Block, hues: dict[str, int]) -> str:
+    name = f"<code>{escape(block.name)}</code>{f' x{block.count}' if block.count > 1 else ''}"
+    refused = "".join(map(_refusal, block.refused))
+    before = _figure(f"{name}, before: {len(block.before)} operations", block.before, hues)
+    after = _figure(f"{name}, after: {len(block.after)} operations{refused}", block.after, hues)
+    return before + after
 
 
-def _figure(block: Block, which: str, hues: dict[str, int]) -> str:
-    times = f" x{block.count}" if block.count > 1 else ""
-    caption = f"<code>{escape(block.name)}</code>{times}, {which}: {len(block.operations)} operations"
-    left = -min(each.column for each in block.operations)
-    right = max(each.column for each in block.operations)
+def _figure(caption: str, operations: Sequence[Operation], hues: dict[str, int]) -> str:
+    if not operations:
+        return f"<figure><figcaption>{caption}</figcaption></figure>"
+    left = -min(each.column for each in operations)
+    right = max(each.column for each in operations)
     width = round((left + right + 1) * (_WIDE + _GAP))
-    height = (max(each.row for each in block.operations) + 1) * (_HIGH + _GAP) + _GAP
+    height = (max(each.row for each in operations) + 1) * (_HIGH + _GAP) + _GAP
     places = [
         (round((each.column + left) * (_WIDE + _GAP)) + _GAP // 2, each.row * (_HIGH + _GAP) + _GAP)
-        for each in block.operations
+        for each in operations
     ]
     lines = [
         _line(places[source], place)
-        for each, place in zip(block.operations, places, strict=True)
+        for each, place in zip(operations, places, strict=True)
         for source in each.reads
     ]
-    boxes = [_box(each, *place, hues) for each, place in zip(block.operations, places, strict=True)]
+    boxes = [_box(each, *place, hues) for each, place in zip(operations, places, strict=True)]
     sizes = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     drawn = f"<svg {sizes}>{''.join(lines + boxes)}</svg>"
     return f"<figure><figcaption>{caption}</figcaption>{drawn}</figure>"
+
+
+def _refusal(site: Outcome) -> str:
+    where = f" at <code>{escape(site.path)}</code>" if site.path else ""
+    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in site.reasons)
+    return f"<details><summary>refused: {escape(site.rule)}{where}</summary><ul>{reasons}</ul></details>"
 
 
 def _line(source: tuple[int, int], target: tuple[int, int]) -> str:

@@ -154,7 +154,7 @@ class Report:
         listings = {
             f"the graph {which}": drawing.listing(self._graph(which)) for which in ("before", "after")
         }
-        drawn = blocks_of(self.before), blocks_of(self.after)
+        drawn = blocks_of(self.before, self.after, self.refused)
         Path(path).write_text(page.whole(self.title, self._repr_html_(), drawn, listings), encoding="utf-8")
 
     def graph_text(self, which: Which = "after") -> str:
