@@ -291,6 +291,7 @@ def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
     assert not re.search(r"https?:|src=|<link|@import|url\(", html)
     assert "<b>" not in html
     assert full._repr_html_() in html
+    assert f"torch {torch.__version__}" in html
     text = parsed(html)
     for which in ("before", "after"):
         assert f"the graph {which}" in text

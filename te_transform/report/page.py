@@ -12,9 +12,11 @@ from html import escape
 from te_transform.plan.rule import Outcome
 from te_transform.report.blocks import Block, Operation
 from te_transform.report.places import Places
+from te_transform.runtime.timing import version_of
 
 _WIDE, _HIGH, _GAP = 130, 38, 14  # of the box of an operation, in pixels, and between two
 _LETTERS = 19  # that fit into one
+_PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")  # whose versions are shown
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -117,7 +119,8 @@ def whole(
 
     The marked lines of a listing stand out.
     """
-    parts = [body, *_drawing(drawn)]
+    versions = [f"{name} {version_of(name)}" for name in _PACKAGES if version_of(name)]
+    parts = [body, f"<p>{escape(', '.join(versions))}</p>", *_drawing(drawn)]
     for name, lines in listings.items():
         text = "\n".join(f"<mark>{escape(line)}</mark>" if marked else escape(line) for line, marked in lines)
         parts.append(f"<details><summary>{escape(name)}</summary><pre><code>{text}</code></pre></details>")

@@ -118,12 +118,13 @@ def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
         for name, t in model.named_parameters()
     ]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    versions = [torch.__version__, *map(_version_of, ("te_transform", "transformer_engine"))]
+    versions = [torch.__version__, *map(version_of, ("te_transform", "transformer_engine"))]
     told = device, versions, kind, model.training, repr(model), tensors, str(sample), more
     return re.sub(r" at 0x[0-9a-f]+", "", repr(told))  # where functions lie
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
+    """What is installed of it, "" where nothing is."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
