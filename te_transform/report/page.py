@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from te_transform.plan.rule import Outcome
-from te_transform.report.blocks import Block, Operation
 from te_transform.report.places import Places
 from te_transform.runtime.timing import version_of
+
+if TYPE_CHECKING:
+    from te_transform.report.blocks import Block, Operation
 
 _WIDE, _HIGH, _GAP = 130, 38, 14  # of the box of an operation, in pixels, and between two
 _LETTERS = 19  # that fit into one
