@@ -289,6 +289,7 @@ def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert html.startswith("<!doctype html>")
     assert not re.search(r"https?:|src=|<link|@import|url\(", html)
+    assert html.count("<script") == 1  # the page's own
     assert "<b>" not in html
     assert full._repr_html_() in html
     assert f"torch {torch.__version__}" in html

@@ -11,7 +11,7 @@ from torch import fx
 
 from te_transform.graph.nodes import called, name_in_model
 from te_transform.plan.rule import Outcome
-from te_transform.report.drawing import block_of, described, detail, module_of
+from te_transform.report.drawing import block_of, by_block, described, detail, module_of
 from te_transform.report.places import collapse
 
 _WHOLE = "the graph"
@@ -27,7 +27,6 @@ class Operation:
 
     title: str
     value: str
-    path: str
     rule: str
     detail: str
     reads: tuple[int, ...]
@@ -72,10 +71,7 @@ def blocks_of(before: fx.Graph, after: fx.Graph, refused: Iterable[Outcome] = ()
 def _members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     nodes = [node for node in graph.nodes if not name_in_model(node) and node.op != "output"]
     numbered = any(part.isdecimal() for node in nodes for part in module_of(node).split("."))
-    found: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        found.setdefault(block_of(module_of(node)) if numbered else _WHOLE, []).append(node)
-    return found
+    return by_block(nodes) if numbered or not nodes else {_WHOLE: nodes}
 
 
 def _named(paths: Sequence[str]) -> str:
@@ -127,9 +123,7 @@ def _laid_out(nodes: Sequence[fx.Node]) -> tuple[Operation, ...]:
         for column, place in enumerate(ordered):
             rows[place], columns[place] = row, column - (len(ordered) - 1) / 2
     return tuple(
-        Operation(
-            _rule(node) or called(node), described(node), module_of(node), _rule(node), detail(node), *laid
-        )
+        Operation(_rule(node) or called(node), described(node), _rule(node), detail(node), *laid)
         for node, laid in zip(nodes, zip(reads, rows, columns, strict=True), strict=True)
     )
 

@@ -5,6 +5,7 @@ The model's own tensors are no lines of a listing and no boxes of a drawing: cal
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -30,9 +31,7 @@ def listing(graph: fx.Graph) -> list[tuple[str, bool]]:
 def dot(graph: fx.Graph) -> str:
     """Graphviz text: a cluster and a color for each block of the model, fusions framed."""
     nodes = [node for node in graph.nodes if not name_in_model(node)]
-    blocks: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        blocks.setdefault(block_of(module_of(node)), []).append(node)
+    blocks = by_block(nodes)
     lines = ["digraph model {", '  node [shape=box, style="rounded,filled", fontname="sans-serif"];']
     for number, (block, members) in enumerate(blocks.items()):
         boxes = [_box(node, _COLORS[number % len(_COLORS)] if block else "white") for node in members]
@@ -47,6 +46,14 @@ def dot(graph: fx.Graph) -> str:
 def module_of(node: fx.Node) -> str:
     """Whose forward made the call; an input is nobody's, dynamo gives it to its first reader."""
     return "" if node.op == "placeholder" else path_of(node)
+
+
+def by_block(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
+    """The nodes of each block, in the order in which blocks first come."""
+    blocks: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        blocks.setdefault(block_of(module_of(node)), []).append(node)
+    return blocks
 
 
 def block_of(path: str) -> str:

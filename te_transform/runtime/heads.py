@@ -32,7 +32,7 @@ from te_transform.graph.nodes import (
     writes,
 )
 from te_transform.runtime.regions import as_leaf
-from te_transform.runtime.replayed import autocast_now, call, gradients_of, trained_among
+from te_transform.runtime.replayed import autocast_now, call_on_views, gradients_of, trained_among
 
 COLUMNS = 4096  # from which on a linear is a head
 # Fewer bytes of logits are copied, on an H100 in 0.09 ms at most. To launch another forward takes 0.05 to 0.2
@@ -138,7 +138,7 @@ class _Logits(torch.autograd.Function):
         given = [next(saved) if each is None else each for each in ctx.others]
         ctx.head.compile_with_gradient()
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
-            outputs, views = call(ctx.head.module.forward, given, ctx.trained)
+            outputs, views = call_on_views(ctx.head.module.forward, given, ctx.trained)
         found = gradients_of([outputs[ctx.place]], views, [grad], create_graph=recorded)
         return None, None, None, None, None, *found
 

@@ -332,7 +332,7 @@ class _Recorded:
         trained: list[Tensor] = []
 
         def forward() -> list[Tensor]:
-            found, trained[:] = call(owner.run, arguments, kind.trained)
+            found, trained[:] = call_on_views(owner.run, arguments, kind.trained)
             return [found[place] for place in self.tensors]
 
         def backward(found: list[Tensor]) -> list[Tensor | None]:
@@ -487,7 +487,7 @@ def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor
         _set_random_state(ctx.arguments[ctx.kind.trained[0]].device, ctx.random)
         _put_back([ctx.arguments[place] for place in writes], ctx.before)
         with torch.autocast(**ctx.autocast):
-            outputs, trained = call(ctx.owner.run, ctx.arguments, ctx.kind.trained)
+            outputs, trained = call_on_views(ctx.owner.run, ctx.arguments, ctx.kind.trained)
         pairs = [
             (outputs[place], grad)
             for place, grad in zip(ctx.graphs.tensors, grads, strict=True)
@@ -497,7 +497,9 @@ def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor
         return gradients_of(used, trained, given, create_graph=recorded)
 
 
-def call(run: Run, arguments: Sequence[Any], trained: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
+def call_on_views(
+    run: Run, arguments: Sequence[Any], trained: Sequence[int]
+) -> tuple[list[Any], list[Tensor]]:
     """What the function returns, and views of these arguments, to which gradients lead and no further.
 
     Some arguments are computed from others, and each gets its own part. Hooks of parameters see what leaves a
@@ -518,6 +520,7 @@ def _view(argument: Tensor) -> Tensor:
 
 
 def autocast_now(device: str) -> dict[str, Any]:
+    """What torch.autocast is to be called with for the precision that is on, in a backward outside of it."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return {"device_type": device, "dtype": dtype, "enabled": enabled, "cache_enabled": False}
 
@@ -577,7 +580,7 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
     saved: list[Tensor] = []
     with _as_it_was(held, owner.changes), noting_waits() as waits:
         with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
-            outputs, trained = call(owner.run, held, kind.trained)
+            outputs, trained = call_on_views(owner.run, held, kind.trained)
         if why := _unfit_outputs(outputs, held):
             return None, why
         seeds = {place: torch.randn_like(outputs[place]) for place in sorted(kind.wanted)}
@@ -614,7 +617,7 @@ def _distances(
 ) -> list[float]:
     """How far the function itself is from what it computed, called again with gradients rounded otherwise."""
     with _as_it_was(held, owner.changes):
-        outputs, trained = call(owner.run, held, kind.trained)
+        outputs, trained = call_on_views(owner.run, held, kind.trained)
         rounded = {place: _rounded_otherwise(seed) for place, seed in seeds.items()}
         return [*map(distance, _with_gradients(outputs, trained, rounded), expected)]
 
