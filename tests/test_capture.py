@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import pickle
 import random
 import tomllib
@@ -278,6 +279,20 @@ def test_settings_are_those_of_our_captures_alone() -> None:
     with pytest.raises(te_transform.TraceError):
         te_transform.convert(seeded(Tiny), X[..., :3])
     assert settings() == before
+
+
+def test_a_capture_logs_no_error() -> None:
+    """PyTorch 2.11 writes the settings of each capture as JSON, and logs an error where that fails."""
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._dynamo")
+    logger.addHandler(handler)
+    try:
+        te_transform.convert(Tiny().train(), X)(X)
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in logged] == []
 
 
 def test_a_limit_on_graphs_is_kept_and_beyond_it_the_users_own_code_runs(

@@ -69,7 +69,7 @@ def capture(
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         token = _ours.set(True)
         try:
-            with torch._dynamo.config.patch({**SETTINGS, "ignore_logging_functions": _logging_once()}):
+            with torch._dynamo.config.patch({**SETTINGS, "ignore_logging_functions": _left_out()}):
                 found = traced(*args, **kwargs)
         finally:
             _ours.reset(token)
@@ -82,11 +82,19 @@ def capture(
     return run
 
 
-def _logging_once() -> set[Callable[..., Any]]:
+class _Methods(set[Callable[..., Any]]):
+    """A set that is empty where it is copied: PyTorch 2.11 writes a copy of all settings as JSON at each
+    capture, and where functions are among them it logs that it could not."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> set[Callable[..., Any]]:
+        return set()
+
+
+def _left_out() -> _Methods:
     """The methods of loggers that captured code leaves out, where others would end a graph: beside those that
     are set already the ones that log a sentence once, as transformers' GPT-2 does before its loss."""
     once = (method for name, method in vars(logging.Logger).items() if name.endswith("_once"))
-    return {*torch._dynamo.config.ignore_logging_functions, *once}
+    return _Methods({*torch._dynamo.config.ignore_logging_functions, *once})
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
