@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from torch import fx, nn
 
-from te_transform.graph.capture import capture
+from te_transform.graph.capture import capture, on_fake_tensors
 from te_transform.graph.edit import name_model_tensors
 from te_transform.graph.inputs import TraceError, as_inputs
 from te_transform.graph.preserve import preserved
@@ -37,10 +38,11 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
         found.append(name_model_tensors(captured, arguments))
         return captured.forward
 
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
     with preserved(model):
-        args, kwargs = inputs.clone()
         try:
-            capture(type(model).forward, keep)(model.train(train), *args, **kwargs)
+            with on_fake_tensors(model, inputs) if on_meta else nullcontext(inputs.clone()) as (args, kwargs):
+                capture(type(model).forward, keep)(model.train(train), *args, **kwargs)
         except Exception as error:
             raise TraceError.of(model, inputs, error) from error
     if len(found) != 1:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, replace
 from html.parser import HTMLParser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -292,7 +293,7 @@ def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
     assert html.count("<script") == 1  # the page's own
     assert "<b>" not in html
     assert full._repr_html_() in html
-    assert f"torch {torch.__version__}" in html
+    assert f"torch {metadata.version('torch')}" in html
     text = parsed(html)
     for which in ("before", "after"):
         assert f"the graph {which}" in text
@@ -496,10 +497,14 @@ class Dropping(nn.Module):
 def test_says_which_code_kept_dynamo_from_capturing_more() -> None:
     report = te_transform.inspect(Dropping(), torch.ones(2, 8))
     line = Dropping.forward.__code__.co_firstlineno + 2
+    if torch.__version__ < (2, 13):  # where dynamo does not say which line it was
+        code = "dynamo does not capture a piece of the forward (Data-dependent branching)"
+    else:
+        code = f'test_report.py:{line} has "if torch.rand([]) < 0:", which dynamo does not capture'
+        code += " (Data-dependent branching)"
     assert report.breaks == (
         "the forward was captured as 2 graphs, the largest is the one shown",
-        f'test_report.py:{line} has "if torch.rand([]) < 0:", which dynamo does not capture (Data-dependent '
-        "branching): it runs as it is",
+        f"{code}: it runs as it is",
     )
 
 

@@ -30,6 +30,11 @@ Backend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 SETTINGS = {
     "specialize_float": True,  # else every eps and scale becomes an input of the graph
     "skip_nnmodule_hook_guards": False,  # else hooks that are added later are not seen
+    # PyTorch 2.11 takes a module for unchanged while its dict is: keys that come into a dict which it holds,
+    # attributes of its class and of its parameters, and another class of its own were not seen
+    "use_recursive_dict_tags_for_guards": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "skip_guards_on_constant_func_defaults": False,  # else default arguments that change are not seen
     "recompile_limit": 64,  # training, evaluation and generation, at their sizes, with a graph each
     "optimize_ddp": False,  # a graph that runs eagerly needs no cuts at DDP's buckets
     "suppress_errors": True,  # code that dynamo fails on runs as it is

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -267,8 +267,10 @@ class CompiledGraph:
                 run = compiled_in_pieces(graph, arguments, compile) if by_layer else None
                 return compile(graph, arguments) if run is None else run
         except Exception as error:
-            # transforms of torch.func are entered and left by operations of the graph
-            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+            # transforms of torch.func are entered and left by operations of the graph; when PyTorch 2.11 has
+            # left the last one it raises
+            with suppress(RuntimeError):
+                functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
             said = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
             log.warning("a graph runs uncompiled, %s", said)
             log.debug("where that came from", exc_info=error)

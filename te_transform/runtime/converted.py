@@ -23,6 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends import gradients
 from te_transform.backends.joined import lay
+from te_transform.canonicalize import functions
 from te_transform.graph.capture import capture, is_capturing, is_our_capture
 from te_transform.graph.nodes import called
 from te_transform.plan.assign import put_in_recipe
@@ -39,6 +40,11 @@ log = logging.getLogger(__name__)
 _RECOMPUTES = (
     "activation checkpoints are on in the forward and the model has no list of blocks to capture one by one: "
     "with gradients it runs as the user's own code"
+)
+
+_WRITES = (
+    "an autograd.Function in the forward writes in place to its argument, whose gradients dynamo captures as "
+    "if it had not: it runs as the user's own code"
 )
 
 _calling: ContextVar[bool] = ContextVar("_calling", default=False)  # in a call of a converted model
@@ -92,6 +98,9 @@ class Converted:
             if self.recomputes and _RECOMPUTES not in self.failures:
                 self.failures.append(_RECOMPUTES)
             raise SkipFrame(_RECOMPUTES)
+        if functions.write_to_what_they_are_given(captured):
+            self.failures += [_WRITES] * (_WRITES not in self.failures)
+            raise SkipFrame(_WRITES)
         if self.recomputes and torch.is_grad_enabled():
             # torch.compile goes on to capture functions that the forward calls: where they run unfused, a
             # checkpoint finds as many saved tensors when it repeats them
