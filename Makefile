@@ -6,7 +6,7 @@ READY := .venv/.ready
 # them ten seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test integrations fuzz lint benchmarks clean
+.PHONY: quickstart test integrations fuzz site lint benchmarks clean
 
 quickstart: $(READY)
 	$(BIN)/python examples/quickstart.py
@@ -14,13 +14,17 @@ quickstart: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m "not integration"
 
-integrations: $(READY)
+integrations: .venv/.integrations
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m integration
 
 # Ten thousand models that are drawn: hours on two cores, `make fuzz MODELS=500` minutes.
 MODELS ?= 10000
 fuzz: $(READY)
 	TE_TRANSFORM_FUZZ=$(MODELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/test_drawn.py
+
+# the pages of docs/, as a site in site/
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -29,7 +33,7 @@ benchmarks: $(READY)
 	$(BIN)/python benchmarks/convert_speed.py
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist site *.egg-info
 
 # torch comes first and alone: the build that the package index in use offers is the one that everything else
 # then finds installed, so that no extra pulls in another. Without byte code, which is made of all modules
@@ -38,4 +42,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test,demo]'
+	touch $@
+
+.venv/.integrations: $(READY)
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[integrations]'
 	touch $@

@@ -7,11 +7,10 @@ cannot be used, and a sentence on stderr says why.
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect as python
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
@@ -31,15 +30,14 @@ from te_transform.passes import PIPELINE
 from te_transform.plan.model import ModelError
 from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError
-from te_transform.plan.rule import Rule
 from te_transform.report.report import ExpectationError, Report
+from te_transform.report.sentences import explanation
 from te_transform.runtime import timing
 from te_transform.runtime.console import status
 from te_transform.verify.verify import verify
 
 BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, PrecisionError, TraceError)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-PLAN = "te_transform.plan"  # where rules ask for reasons
 WIDTH = 140  # of a table where there is no terminal
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # whose labels are their ids
 
@@ -216,7 +214,7 @@ def _explain(asked: argparse.Namespace) -> int:
         if asked.rule is None:
             _show(f"{rule.name}: {python.getmodule(rule.refuse).__doc__.strip()}")
         elif rule.name == asked.rule:
-            _show("\n".join(_explanation(rule)))
+            _show("\n".join(explanation(rule)))
     return 0
 
 
@@ -234,37 +232,6 @@ def _models(asked: argparse.Namespace) -> int:
         raise LoadError(f"no model of {asked.name!r} was tried, te-transform inspect says what is fused")
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
     return 0
-
-
-def _explanation(rule: Rule) -> Iterator[str]:
-    """What the file of a rule says of it, and the sentences that its `refuse` yields, or a module that it
-    asks."""
-    home = python.getmodule(rule.refuse)
-    asked = [held for held in vars(home).values() if python.ismodule(held) and held.__package__ == PLAN]
-    trees = [ast.parse(python.getsource(module)) for module in (home, *asked)]
-    yield f"{rule.name}: {home.__doc__.strip()}"
-    told = [node.value.value for node in trees[0].body[1:] if _is_text(node)]
-    yield from (f"\n{python.cleandoc(text)}" for text in told)
-    yielded = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Yield)]
-    sentences = [_sentence(node.value) for node in yielded]
-    if found := list(dict.fromkeys(filter(None, sentences))):
-        yield "\nnot where"
-        yield from (f"- {sentence}" for sentence in found)
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-
-
-def _sentence(node: ast.expr | None) -> str:
-    """What is yielded, with "..." for what is only known of a model; "" where that is no text."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(each.value if isinstance(each, ast.Constant) else "..." for each in node.values)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def _show(what: Any) -> None:

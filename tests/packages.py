@@ -63,6 +63,15 @@ def llama(layers: int = 1) -> nn.Module:
     return seeded(transformers.LlamaForCausalLM, config).train()
 
 
+def tokenizer() -> Any:
+    """One whose words are the numbers of the ids."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(VOCAB)}, "0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
+
+
 def converted_llama(layers: int = 1, **sample: Any) -> nn.Module:
     """The same Llama, converted for a step of training, or for what `sample` calls it with."""
     sample = sample or {"input_ids": LLAMA_IDS[:2], "labels": LLAMA_IDS[:2]}

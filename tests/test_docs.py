@@ -1,13 +1,22 @@
 """The Python in the README and in docs/ runs as it stands there; scripts import what there is."""
 
 import ast
+import os
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+
+import te_transform
+from tests.packages import LLAMA_IDS, llama, tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,6 +34,65 @@ def test_examples_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     for block in blocks(file):
         exec(compile(block, file, "exec"), page.__dict__)
+
+
+RECIPES = dict(
+    re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/recipes.md").read_text("utf-8"), re.M | re.S)
+)
+PACKAGES = {"TRL": ["trl", "datasets"], "Lightning": ["lightning"], "torchao beside it": ["torchao"]}
+OF_PACKAGES = "Trainer of transformers", "accelerate", "PEFT", *PACKAGES
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What the recipes start from, in a folder and a process group of their own."""
+    monkeypatch.chdir(tmp_path)
+    ids = LLAMA_IDS[:2]
+    batch = {"input_ids": ids, "labels": ids}
+    dataset = [dict.fromkeys(batch, row) for row in LLAMA_IDS]
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    model = llama(2)
+    yield {"torch": torch, "te_transform": te_transform, "model": model, "batch": batch, "dataset": dataset}
+    torch.distributed.destroy_process_group()
+
+
+def marked(title: str) -> Any:
+    return pytest.param(title, marks=pytest.mark.integration if title in OF_PACKAGES else ())
+
+
+@pytest.mark.parametrize("title", [marked(title) for title in RECIPES])
+def test_recipes_run_and_have_ten_lines_at_most(title: str, given: dict[str, Any]) -> None:
+    for package in PACKAGES.get(title, []):
+        pytest.importorskip(package)
+    (code,) = re.findall(r"```python\n(.*?)```", RECIPES[title], re.DOTALL)
+    if title == "TRL":
+        import datasets
+
+        given["sentences"] = datasets.Dataset.from_dict({"input_ids": LLAMA_IDS.tolist()})
+        given["tokenizer"] = tokenizer()
+    if "graphs=True" in code and not torch.cuda.is_available():
+        with pytest.raises(te_transform.OptionError, match="graphs is True, CUDA graphs need a GPU"):
+            exec(compile(code, title, "exec"), given)
+    else:
+        exec(compile(code, title, "exec"), given)
+    assert len([line for line in code.splitlines() if line]) <= 10
+
+
+def test_the_index_of_errors_is_what_the_code_says() -> None:
+    spec = spec_from_file_location("errors", ROOT / "docs/errors.py")
+    errors = module_from_spec(spec)
+    spec.loader.exec_module(errors)
+    assert errors.page() == (ROOT / "docs/errors.md").read_text(encoding="utf-8"), "run docs/errors.py"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
+    assert (built.returncode, built.stderr) == (0, "")
+    interface = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    shown = {name.rpartition(".")[2] for name in re.findall(r'id="(te_transform\.[\w.]+)"', interface)}
+    assert set(te_transform.__all__) - {"PIPELINE"} <= shown
 
 
 @pytest.mark.parametrize(

@@ -385,7 +385,7 @@ def has_checkpoints(captured: fx.GraphModule) -> bool:
 
 @torch._dynamo.assume_constant_result  # dynamo calls it while tracing, and no call of it is in the graph
 def _tell_compilers() -> bool:
-    if not is_our_capture():
+    if not is_our_capture() and not torch.compiler.is_exporting():
         log.warning(
             "a converted model is compiled from outside, which compiles the user's own forward: to compile "
             "what te_transform made of it, pass compile=True to te_transform.convert()"

@@ -1,0 +1,63 @@
+"""The sentences that the code refuses with and raises, read from the code itself."""
+
+from __future__ import annotations
+
+import ast
+import inspect as python
+from collections.abc import Iterator
+from types import ModuleType
+
+from te_transform.plan.rule import Rule
+
+PLAN = "te_transform.plan"  # where rules ask for reasons
+
+
+def explanation(rule: Rule) -> Iterator[str]:
+    """What the file of a rule says of it, and the sentences that it refuses with."""
+    home = python.getmodule(rule.refuse)
+    yield f"{rule.name}: {home.__doc__.strip()}"
+    told = [node.value.value for node in _tree(home).body[1:] if _is_text(node)]
+    yield from (f"\n{python.cleandoc(text)}" for text in told)
+    if found := refused(rule):
+        yield "\nnot where"
+        yield from (f"- {sentence}" for sentence in found)
+
+
+def refused(rule: Rule) -> list[str]:
+    """The sentences that the `refuse` of a rule yields, or a module that it asks."""
+    home = python.getmodule(rule.refuse)
+    asked = [held for held in vars(home).values() if python.ismodule(held) and held.__package__ == PLAN]
+    return yielded(home, *asked)
+
+
+def yielded(*modules: ModuleType) -> list[str]:
+    """The texts that functions of the modules yield, "..." for what is only known of a model."""
+    nodes = (node for module in modules for node in ast.walk(_tree(module)))
+    found = (_text(node.value) for node in nodes if isinstance(node, ast.Yield))
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def raised(source: str) -> Iterator[tuple[str, str]]:
+    """The errors that a file raises: the name of the class, and the sentence where it is written there."""
+    for node in ast.walk(ast.parse(source)):
+        error = node.exc if isinstance(node, ast.Raise) else None
+        sentence = _text(error.args[0]) if isinstance(error, ast.Call) and error.args else ""
+        if any(map(str.isalpha, sentence)):
+            yield ast.unparse(error.func), sentence
+
+
+def _tree(module: ModuleType) -> ast.Module:
+    return ast.parse(python.getsource(module))
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and bool(_text(node.value))
+
+
+def _text(node: ast.expr | None) -> str:
+    """A text with "..." for what is only known later; "" where that is none."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(each.value if isinstance(each, ast.Constant) else "..." for each in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + (_text(node.right) or "...")
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
