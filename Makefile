@@ -28,6 +28,7 @@ site: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python tests/interface.py
 
 benchmarks: $(READY)
 	$(BIN)/python benchmarks/convert_speed.py

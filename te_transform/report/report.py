@@ -168,7 +168,7 @@ class Report:
         """
         return drawing.dot(self._graph(which))
 
-    def to_networkx(self, which: Which = "after") -> networkx.DiGraph:
+    def to_networkx(self, which: Which = "after") -> networkx.DiGraph[str]:
         """The graph for analysis: nodes by fx name, with op, target, path, shape, dtype; edges are the data.
 
         `shape` is a tuple of ints, of text where a size is symbolic; it and `dtype` are None where unknown.

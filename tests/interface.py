@@ -1,0 +1,47 @@
+# pyright: strict
+"""The interface as a type checker sees it, in its strictest mode: `make lint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import assert_type
+
+import networkx
+import torch
+from torch import fx, nn
+
+import te_transform
+
+model: nn.Module = nn.Linear(2, 2)
+batch = {"input": torch.ones(2, 2)}
+
+converted = te_transform.convert(
+    model, batch, backend="torch", recipe=None, passes=te_transform.PIPELINE, skip=("head",), compile="auto"
+)
+assert_type(converted, nn.Module)
+te_transform.revert(converted)
+assert_type(te_transform.trace(model, batch, train=False), fx.GraphModule)
+te_transform.quantize_weights(converted)
+with te_transform.accumulate(converted, steps=2):
+    pass
+
+report = te_transform.report(converted)
+assert_type(report.counts["linear"], int)
+assert_type([site.path for site in report.fused], list[str])
+assert_type([reason for site in report.refused for reason in site.reasons], list[str])
+report.expect(linear=1)
+report.to_html("report.html")
+assert_type(report.graph_text("after"), str)
+assert_type(report.to_dot(), str)
+graph: networkx.DiGraph[str] = report.to_networkx("before")
+report = te_transform.inspect(model, batch, backend="te", recipe="fp8-delayed")
+assert report.precision is not None
+assert_type(report.precision, te_transform.PrecisionPlan)
+
+verification = te_transform.verify(model, converted, batch)
+assert_type(verification, te_transform.Verification)
+assert_type(verification.title, str)
+assert_type(bool(verification), bool)
+
+plan = te_transform.PrecisionPlan.read(Path("precision.toml"))
+plan.write("precision.toml")
