@@ -6,7 +6,7 @@ READY := .venv/.ready
 # them ten seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test integrations fuzz site lint benchmarks clean
+.PHONY: quickstart test integrations fuzz against site lint benchmarks clean
 
 quickstart: $(READY)
 	$(BIN)/python examples/quickstart.py
@@ -22,6 +22,15 @@ MODELS ?= 10000
 fuzz: $(READY)
 	TE_TRANSFORM_FUZZ=$(MODELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/test_drawn.py
 
+# What other versions change: `make against TORCH=2.11.0 TRANSFORMERS=5.0.0`, the newest of what is not named. Where
+# there are a GPU and TE, python -m pytest tests/gpu tests/te_contract in there says it of them.
+against:
+	$(PYTHON) -m venv .venv-against
+	.venv-against/bin/python -m pip install -q --no-compile torch$(TORCH:%===%)
+	.venv-against/bin/python -m pip install -q --no-compile transformers$(TRANSFORMERS:%===%) -e '.[test,demo]'
+	.venv-against/bin/python -m pip list
+	OMP_NUM_THREADS=1 .venv-against/bin/python -m pytest -n auto --dist loadgroup -m "not integration"
+
 # the pages of docs/, as a site in site/
 site: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -34,7 +43,7 @@ benchmarks: $(READY)
 	$(BIN)/python benchmarks/convert_speed.py
 
 clean:
-	rm -rf .venv build dist site *.egg-info
+	rm -rf .venv .venv-against build dist site *.egg-info
 
 # torch comes first and alone: the build that the package index in use offers is the one that everything else
 # then finds installed, so that no extra pulls in another. Without byte code, which is made of all modules
