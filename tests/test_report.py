@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, replace
+from html import escape
 from html.parser import HTMLParser
 from importlib import metadata
 from pathlib import Path
@@ -284,6 +285,23 @@ def test_html_has_the_same_tables_escaped() -> None:
     assert f"(the model itself) x1{SHAPE}" in parsed(html)
 
 
+def test_a_notebook_shows_the_tables_and_the_page_in_a_frame(tmp_path: Path) -> None:
+    full = report(*FULL)
+    full.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    tables, _, frame = full._repr_html_().partition("<details>")
+    assert tables.strip() in page
+    assert f'srcdoc="{escape(page)}"' in frame
+
+
+def test_html_says_what_was_asked_of_which_inputs() -> None:
+    options = {"backend": "torch", "skip": ["fc1"], "compile": True}
+    html = te_transform.inspect(Block(), torch.zeros(2, 8), **options)._repr_html_()
+    shown = parsed(html.partition("<details>")[0])
+    assert "inputsx float32[2, 8]" in shown
+    assert "optionsbackend='torch', skip=('fc1',), compile=True" in shown
+
+
 def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
     full = report(*FULL, model="<b>GPT")
     full.to_html(tmp_path / "report.html")
@@ -292,7 +310,6 @@ def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
     assert not re.search(r"https?:|src=|<link|@import|url\(", html)
     assert html.count("<script") == 1  # the page's own
     assert "<b>" not in html
-    assert full._repr_html_() in html
     assert f"torch {metadata.version('torch')}" in html
     text = parsed(html)
     for which in ("before", "after"):

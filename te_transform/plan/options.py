@@ -59,6 +59,14 @@ class Options:
                     found[name] = replace(self, compile=compiled, graphs=replayed, recipe=recipe)
         return found
 
+    def asked(self) -> tuple[str, ...]:
+        """What differs from the defaults of convert(), and the backend, as it would be written in a call."""
+        others = ("skip", "approximate", "pad_vocabulary", "compile", "graphs", "inplace", "verify")
+        differing = [name for name in others if getattr(self, name) != getattr(Options, name)]
+        found = [f"{name}={getattr(self, name)!r}" for name in differing]
+        recipe = [f"recipe={_name_of(self.recipe)!r}"] if self.recipe is not None else []
+        return f"backend={self.backend.NAME!r}", *recipe, *found
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "backend": self.backend.__name__}  # a module, which a pickle names
 

@@ -67,6 +67,7 @@ def compose(
         tuple(explain_graphs(((path, plan.captured) for path, plan in plans), reasons)),
         precision,
         memory=predict(plans, model.parameters(), inputs, None if wide else precision) if predicted else None,
+        options=options.asked(),
     )
 
 

@@ -5,6 +5,7 @@ The model's own tensors are no lines of a listing and no boxes of a drawing: cal
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -16,6 +17,7 @@ from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of,
 
 _ITEMS = 6  # of a list or a dictionary that are shown
 _CALL = 120  # characters of one call that are shown
+_ARGUMENT = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # what dynamo puts around names
 _COLORS = ("#dbe9f6", "#fde8d3", "#e2f0d9", "#efe0f2", "#fbf3c4", "#d9f0ee", "#f8dede", "#e6e6ee")
 
 
@@ -46,6 +48,11 @@ def dot(graph: fx.Graph) -> str:
 def module_of(node: fx.Node) -> str:
     """Whose forward made the call; an input is nobody's, dynamo gives it to its first reader."""
     return "" if node.op == "placeholder" else path_of(node)
+
+
+def argument(node: fx.Node) -> str:
+    """The name that an input of the graph has in a call of the model."""
+    return _ARGUMENT.sub("", node.name)
 
 
 def by_block(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:

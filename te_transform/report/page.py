@@ -6,7 +6,7 @@ is a script of the page; without it all is there to be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,8 @@ h1 { font-size: 1.3rem; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; margin: 1rem 0 2rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8886; }
 td { overflow-wrap: anywhere; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .9rem; }
+dd { margin: 0; overflow-wrap: anywhere; }
 .count { text-align: right; white-space: nowrap; }
 pre { overflow-x: auto; font-size: 12.5px; line-height: 1.4; }
 mark { background: #76b90055; color: inherit; }
@@ -93,12 +95,27 @@ search.addEventListener("input", find);
 """
 
 
-def summary(title: str, fused: list[Places], refused: list[Places], notes: Iterable[str]) -> str:
-    """The tables and the notes, as a piece of HTML."""
+def summary(
+    title: str, about: Mapping[str, str], fused: list[Places], refused: list[Places], notes: Iterable[str]
+) -> str:
+    """What the report is about, the tables and the notes, as a piece of HTML."""
+    told = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in about.items() if text)
     tables = [_table("fused", ("rule", "fused", "where"), fused)] if fused else []
     tables += [_table("refused", ("rule", "refused", "where", "why not"), refused)] if refused else []
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return "\n".join([f"<h1>{escape(title)}</h1>", *tables, *([f"<ul>{listed}</ul>"] if listed else [])])
+    head = [f"<h1>{escape(title)}</h1>", f"<dl>{told}</dl>"]
+    return "\n".join([*head, *tables, *([f"<ul>{listed}</ul>"] if listed else [])])
+
+
+def versions() -> str:
+    """Those of the packages that a report depends on, as they are installed."""
+    return ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES if version_of(name))
+
+
+def in_notebook(body: str, whole_page: str) -> str:
+    """A summary, under which the whole page unfolds in a frame: its style and script stay in there."""
+    frame = f'<iframe srcdoc="{escape(whole_page)}" style="width: 100%; height: 45rem; border: 0"></iframe>'
+    return f"{body}\n<details><summary>before and after, block by block</summary>{frame}</details>"
 
 
 def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
@@ -122,8 +139,7 @@ def whole(
 
     The marked lines of a listing stand out.
     """
-    versions = [f"{name} {version_of(name)}" for name in _PACKAGES if version_of(name)]
-    parts = [body, f"<p>{escape(', '.join(versions))}</p>", *_drawing(drawn)]
+    parts = [body, *_drawing(drawn)]
     for name, lines in listings.items():
         text = "\n".join(f"<mark>{escape(line)}</mark>" if marked else escape(line) for line, marked in lines)
         parts.append(f"<details><summary>{escape(name)}</summary><pre><code>{text}</code></pre></details>")

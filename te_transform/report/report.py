@@ -46,7 +46,7 @@ class Report:
     what was not captured, `precision` says what runs in FP8, `plain_calls` why and how often fused ops ran in
     plain PyTorch, and `memory` what a training step is predicted to take, on TE. With compile="auto",
     `timings` are what a call took in each way to run the model, and `chosen` is the name of the one that it
-    runs in.
+    runs in. `options` are those of the conversion.
     """
 
     model: str
@@ -60,6 +60,7 @@ class Report:
     memory: Memory | None = None
     timings: tuple[Timing, ...] = ()
     chosen: str = ""
+    options: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict) -> Report:
         return self  # frozen: copies of a converted model share it
@@ -143,19 +144,31 @@ class Report:
         return f"Report({self.title})"
 
     def _repr_html_(self) -> str:
-        refused = most_valuable_first(gather(self.refused))
-        return page.summary(self.title, gather(self.fused), refused, self.all_notes())
+        return page.in_notebook(self._summary(), self._page())
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write the report and both graphs, drawn block by block, to `path`, as one page that needs nothing
         else."""
+        Path(path).write_text(self._page(), encoding="utf-8")
+
+    def _summary(self) -> str:
+        inputs = [node for node in self.before.nodes if node.op == "placeholder" and not name_in_model(node)]
+        about = {
+            "inputs": "; ".join(f"{drawing.argument(node)} {drawing.described(node)}" for node in inputs),
+            "options": ", ".join(self.options),
+            "versions": page.versions(),
+        }
+        refused = most_valuable_first(gather(self.refused))
+        return page.summary(self.title, about, gather(self.fused), refused, self.all_notes())
+
+    def _page(self) -> str:
         from te_transform.report.blocks import blocks_of  # networkx takes a while to import
 
         listings = {
             f"the graph {which}": drawing.listing(self._graph(which)) for which in ("before", "after")
         }
         drawn = blocks_of(self.before, self.after, self.refused)
-        Path(path).write_text(page.whole(self.title, self._repr_html_(), drawn, listings), encoding="utf-8")
+        return page.whole(self.title, self._summary(), drawn, listings)
 
     def graph_text(self, which: Which = "after") -> str:
         """The graph line by line: name, dtype and shape, path of the module, operation with its arguments."""
