@@ -11,7 +11,7 @@ from torch import fx
 
 from te_transform.graph.nodes import called, name_in_model
 from te_transform.plan.rule import Outcome
-from te_transform.report.drawing import block_of, by_block, described, detail, module_of
+from te_transform.report.drawing import argument, block_of, by_block, described, detail, module_of
 from te_transform.report.places import collapse
 
 _WHOLE = "the graph"
@@ -105,6 +105,10 @@ def _rule(node: fx.Node) -> str:
     return node.meta.get("fused", "")
 
 
+def _title(node: fx.Node) -> str:
+    return _rule(node) or (argument(node) if node.op == "placeholder" else called(node))
+
+
 def _reads(node: fx.Node, places: dict[fx.Node, int]) -> tuple[int, ...]:
     return tuple(places[source] for source in node.all_input_nodes if source in places)
 
@@ -123,7 +127,7 @@ def _laid_out(nodes: Sequence[fx.Node]) -> tuple[Operation, ...]:
         for column, place in enumerate(ordered):
             rows[place], columns[place] = row, column - (len(ordered) - 1) / 2
     return tuple(
-        Operation(_rule(node) or called(node), described(node), _rule(node), detail(node), *laid)
+        Operation(_title(node), described(node), _rule(node), detail(node), *laid)
         for node, laid in zip(nodes, zip(reads, rows, columns, strict=True), strict=True)
     )
 
