@@ -5,6 +5,7 @@ import io
 import logging
 import pickle
 import random
+import threading
 import tomllib
 from collections.abc import Callable
 from importlib import import_module
@@ -279,6 +280,22 @@ def test_settings_are_those_of_our_captures_alone() -> None:
     with pytest.raises(te_transform.TraceError):
         te_transform.convert(seeded(Tiny), X[..., :3])
     assert settings() == before
+
+
+def test_settings_are_put_back_by_threads_that_capture_at_once() -> None:
+    before, models, ready = settings(), [seeded(Tiny) for _ in range(4)], threading.Barrier(4)
+
+    def convert(model: nn.Module) -> None:
+        ready.wait()
+        te_transform.convert(model, X, inplace=True)(LONGER)
+
+    threads = [threading.Thread(target=convert, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert settings() == before
+    assert {te_transform.report(model).counts["layernorm_mlp"] for model in models} == {1}
 
 
 def test_a_capture_logs_no_error() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,7 +75,10 @@ def capture(
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         token = _ours.set(True)
         try:
-            with torch._dynamo.config.patch({**SETTINGS, "ignore_logging_functions": _left_out()}):
+            settings = {**SETTINGS, "ignore_logging_functions": _left_out()}
+            # PyTorch 2.11 has one value of a setting for all threads: two that traced at once would each put
+            # back what they found, the later one the settings of the other
+            with compile_lock, torch._dynamo.config.patch(settings):
                 found = traced(*args, **kwargs)
         finally:
             _ours.reset(token)
