@@ -108,10 +108,15 @@ def graphed(model: LlamaForCausalLM, rows: int, length: int, recipe: Any) -> Lla
     layers = model.model.layers
     like = torch.randn(rows, length, model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
     samples = tuple((like.clone().requires_grad_(model.training),) for _ in layers)
-    options = {} if recipe is None else {"enabled": True, "recipe": recipe}
-    made = te.make_graphed_callables(tuple(layers), samples, **options)
+    made = in_graphs(tuple(layers), samples, recipe)
     model.model.layers = nn.ModuleList(map(_Alone, made))
     return model
+
+
+def in_graphs(layers: tuple[nn.Module, ...], samples: tuple[tuple[Tensor, ...], ...], recipe: Any) -> Any:
+    """The layers as CUDA graphs of TE's, for inputs like these."""
+    options = {} if recipe is None else {"enabled": True, "recipe": recipe}
+    return te.make_graphed_callables(layers, samples, **options)
 
 
 def torchao(model: nn.Module) -> nn.Module:

@@ -41,6 +41,8 @@ from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
 
 HAND = "hand port"  # what ratios are relative to, of the same precision
+IN_GRAPHS = {"compile": True, "graphs": True}
+STEPS = 6  # before the first that counts: delayed scaling finds its scales, CUDA graphs are recorded
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Subject:
     inputs: dict[str, Tensor]
     example: dict[str, Tensor]
     port: Callable[[nn.Module], nn.Module]
+    graphed: Callable[[nn.Module, Any], nn.Module]  # of the port, in a recipe: as CUDA graphs of TE's
     output: Callable[[Any], Tensor]  # what errors are measured on
     loss: Callable[[Any], Tensor]
     head: str = ""  # the path of the linear that te_transform keeps out of FP8
@@ -94,11 +97,16 @@ def layer() -> Subject:
                 target.copy_(value)
         return _Named(made, "x")
 
+    def graphed(port: nn.Module, recipe: Any) -> nn.Module:
+        sample = (x.detach().clone().requires_grad_(),)
+        return _Named(hand_port.in_graphs((port.layer,), (sample,), recipe)[0], "x")
+
     return Subject(
         build=lambda: BasicLayer(4096, 16384, 32, attention_dropout=0.0, hidden_dropout=0.0),
         inputs={"x": x},
         example={"x": x[:128, :2].detach()},
         port=port,
+        graphed=graphed,
         output=lambda out: out,
         loss=lambda out: (out * cotangent).sum(),
     )
@@ -123,6 +131,7 @@ def llama() -> Subject:
         inputs={"input_ids": ids, "labels": ids},
         example={"input_ids": ids[:, :256], "labels": ids[:, :256]},
         port=hand_port.llama,
+        graphed=lambda port, recipe: hand_port.graphed(port, *ids.shape, recipe),
         output=lambda out: out.logits,
         loss=lambda out: out.loss,
         head="lm_head",
@@ -157,10 +166,15 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
     def ported(recipe: Any) -> Callable:
         return lambda model: (subject.port(model), hand_port.within(recipe))
 
-    def ours(recipe: Any) -> Callable:
+    def in_graphs(recipe: Any) -> Callable:
+        return lambda model: (subject.graphed(subject.port(model), recipe), hand_port.within(recipe))
+
+    def ours(recipe: Any, **ways: Any) -> Callable:
         def converted(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
-            options = {"backend": "te", "recipe": recipe, "inplace": True, "verify": False}
-            return te_transform.convert(model, subject.example, **options), contextlib.nullcontext
+            options = {"backend": "te", "recipe": recipe, "inplace": True, "verify": False, **ways}
+            # what is compiled or recorded is of one size
+            sample = {k: v.detach() for k, v in subject.inputs.items()} if ways else subject.example
+            return te_transform.convert(model, sample, **options), contextlib.nullcontext
 
         return converted
 
@@ -175,7 +189,13 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
     if subject.head:
         too = te_transform.PrecisionPlan("fp8-delayed", {subject.head: None})
         found["te_transform fp8-delayed with its head"] = ours(too)
-    return found | {"te_transform fp8-block": ours("fp8-block")}
+        found["te_transform fp8-delayed with its head, compiled, CUDA graphs"] = ours(too, **IN_GRAPHS)
+    found["te_transform fp8-block"] = ours("fp8-block")
+    found[f"{HAND} fp8-delayed, CUDA graphs"] = in_graphs(hand_port.RECIPES["fp8-delayed"])
+    found["te_transform fp8-delayed, compiled"] = ours("fp8-delayed", compile=True)
+    found["te_transform fp8-delayed, CUDA graphs"] = ours("fp8-delayed", graphs=True)
+    found["te_transform fp8-delayed, compiled, CUDA graphs"] = ours("fp8-delayed", **IN_GRAPHS)
+    return found
 
 
 def main() -> None:
@@ -246,7 +266,7 @@ def _prepared(
         for tensor in (*model.parameters(), *subject.inputs.values()):
             tensor.grad = None
 
-    for _ in range(3):  # in which delayed scaling finds its scales
+    for _ in range(STEPS):
         step()
     with context():  # as it runs in a step: a compiler would make another graph of anything else
         out = subject.output(model(**subject.inputs))
@@ -323,7 +343,7 @@ def _table(subject: str, rows: list[Row]) -> Table:
         table.add_column(column)
     hand = {row.name.removeprefix(f"{HAND} "): row for row in rows if row.name.startswith(HAND)}
     for row in rows:
-        own = hand.get(row.name.rpartition(" ")[2])
+        own = hand.get(row.name.partition(",")[0].rpartition(" ")[2])
         ratios = ["", ""] if own is None else [f"{row.median / own.median:.3f}", f"{row.peak / own.peak:.3f}"]
         times = (f"{row.median:.2f}", f"{row.low:.2f} to {row.high:.2f}", ratios[0])
         table.add_row(row.name, *times, f"{row.peak:.0f}", ratios[1], f"{row.error:.1e}")
