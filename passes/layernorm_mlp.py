@@ -42,10 +42,10 @@ def refuse(
 ) -> Iterator[str]:
     """Every reason why this MLP is none that LayerNormMLP computes."""
     known = _activations(backend, gated)
-    if activation.op == "gelu" and not approximate:
+    if activation.op == "gelu" and gated != "no" and not approximate:
         yield (
-            "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow "
-            "approximate=True"
+            "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation behind a gate: "
+            "allow approximate=True"
         )
     elif activation.op != "gelu" and activation.op not in known:
         yield f"the activation is {activation.op}, LayerNormMLP has {', '.join(sorted(known))}"
@@ -77,12 +77,13 @@ def _of_shapes(fc1: Operation, fc2: Operation, dropout: Operation | None) -> Ite
         )
 
 
-def build(backend, norm: Operation, activation: Operation, gated: str) -> nn.Module:
+def build(backend, approximate: bool, norm: Operation, activation: Operation, gated: str) -> nn.Module:
     """The fused op."""
+    op = "gelu_tanh" if approximate and activation.op == "gelu" else activation.op
     return backend.LayerNormMLP(
         eps=norm.eps,
         normalization=layernorm_linear.NORMALIZATION[norm.op],
-        activation=_activations(backend, gated)["gelu_tanh" if activation.op == "gelu" else activation.op],
+        activation=_activations(backend, gated)[op],
         zero_centered_gamma=norm.zero_centered_gamma,
         gated=gated,
     )

@@ -315,7 +315,9 @@ def test_the_operations_are_such_as_a_compiler_expects(dtype: torch.dtype, turne
         (ops.quantize, (x, *rest)),
         (ops.quantize, (x, scales_of, None, *rest[2:])),
         (ops.activate, (x, "swiglu", *rest)),
-        (ops.activate_backward, (torch.randn(16, 16), x, "swiglu", *rest)),
+        (ops.activate, (x, "gelu", *rest)),
+        (ops.activate_backward, (torch.randn(16, 16), x, "swiglu", False, *rest)),
+        (ops.activate_backward, (torch.randn(16, 32), x, "gelu", True, *rest)),
         (ops.cat, ([x, x[:, :5]],)),
     ):
         torch.library.opcheck(op, arguments)
@@ -333,16 +335,22 @@ def test_quantizing_saturates_and_notes_the_largest_value() -> None:
     assert history[0, 1] == 1000.0
 
 
-@pytest.mark.parametrize("activation", plain.GATED_ACTIVATIONS.values())
-def test_a_gated_activation_and_its_gradient(activation: str) -> None:
-    x, grad = torch.randn(8, 12, requires_grad=True), torch.randn(8, 6)
-    out = plain.gated(activation, x)
+@pytest.mark.parametrize("activation", ["gelu", "qgelu", "silu", "relu", *plain.GATED_ACTIVATIONS.values()])
+def test_an_activation_and_its_gradient(activation: str) -> None:
+    x = torch.randn(8, 12, requires_grad=True)
+    out = plain.activated(activation, x)
+    grad = torch.randn_like(out)
     (expected,) = torch.autograd.grad(out, x, grad)
+    ops, rest = torch.ops.te_transform, (torch.float8_e4m3fn, False)
+    *_, total = ops.activate_backward(
+        grad, x.detach(), activation, True, torch.ones(1), torch.zeros(1, 1), 0, *rest
+    )
+    torch.testing.assert_close(total, expected.sum(0))
     for computed, wide in (
-        (partial(torch.ops.te_transform.activate, x.detach()), out),
-        (partial(torch.ops.te_transform.activate_backward, grad, x.detach()), expected),
+        (partial(ops.activate, x.detach(), activation), out),
+        (partial(ops.activate_backward, grad, x.detach(), activation, False), expected),
     ):
         history = torch.zeros(1, 1)
-        held, *_ = computed(activation, torch.ones(1), history, 0, torch.float8_e4m3fn, False)
+        held, *_ = computed(torch.ones(1), history, 0, *rest)
         assert torch.equal(held.float(), wide.detach().to(torch.float8_e4m3fn).float())
         torch.testing.assert_close(history[0, 0], wide.abs().amax())

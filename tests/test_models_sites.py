@@ -10,9 +10,6 @@ from tests.zoo import CASES, zero_dropout
 
 # The sentences
 
-ERF = (
-    "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow approximate=True"
-)
 DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has none there: set it to 0"
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by reshape, fused attention does not hand them out"
@@ -26,18 +23,18 @@ GPT2 = {"attention": 2, "layernorm_mlp": 2, "layernorm_linear": 3, "linear": 2}
 ENCODER = {"merge_siblings": 2, "attention": 2, "layernorm_linear": 2, "linear": 8}
 QUICKSTART = {"attention": 2, "layernorm_mlp": 2, "layernorm_linear": 2, "linear": 2}
 CLIP = {"merge_siblings": 2, "layernorm_mlp": 2, "layernorm_linear": 2, "linear": 2}
+VISION = CLIP | {"linear": 3}  # and its patches
 COUNTS = {
     "quickstart": QUICKSTART,
     "quickstart_mask": QUICKSTART,
-    "nanogpt_flash": {"layernorm_linear": 5, "linear": 4},
-    "nanogpt_manual": {"attention": 2, "layernorm_linear": 5, "linear": 4},
-    "gpt2": GPT2,
+    "nanogpt_flash": {"layernorm_mlp": 2, "layernorm_linear": 3, "linear": 2},
+    **dict.fromkeys(("nanogpt_manual", "gpt2"), GPT2),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), LLAMA),
     "bert": ENCODER,
-    "gpt_neox": {"attention": 2, "layernorm_linear": 5, "linear": 4},
+    "gpt_neox": GPT2,
     # the forward of its decoder runs as it is: dynamo does not take a loop that drops layers at random
     "opt": {"merge_siblings": 2, "attention": 2, "layernorm_mlp": 2, "layernorm_linear": 2, "linear": 3},
-    "vit": {"merge_siblings": 2, "attention": 2, "layernorm_linear": 4, "linear": 5},
+    "vit": {"attention": 2} | VISION,
     # keys and values for both layers of the decoder are one product of what the encoder gives
     "t5": {"merge_siblings": 5, "attention": 6, "layernorm_linear": 10, "linear": 12},
     "torch_encoder_pre": {"layernorm_linear": 2, "linear": 6},
@@ -54,24 +51,18 @@ COUNTS = {
     **dict.fromkeys(("distilbert", "roberta"), ENCODER),
     "clip_text": {"attention": 2} | CLIP,
     "clip_vision": CLIP,
-    "whisper": {"attention": 2, "layernorm_linear": 6, "linear": 27},
+    "whisper": {"attention": 2, "layernorm_mlp": 4, "layernorm_linear": 2, "linear": 23},
     "bart": {"merge_siblings": 6, "attention": 6, "linear": 23},
 }
 
 REFUSED = {
-    "nanogpt_flash": {
-        ("layernorm_mlp", ERF): ["transformer.h.{0,1}.mlp  x2"],
-    },
-    "nanogpt_manual": {("layernorm_mlp", ERF): ["transformer.h.{0,1}.mlp  x2"]},
     "bert": {
-        ("layernorm_mlp", POST, ERF): ["bert.encoder.layer.{0,1}  x2"],
+        ("layernorm_mlp", POST): ["bert.encoder.layer.{0,1}  x2"],
         ("layernorm_linear", POST): [
             "bert.encoder.layer.{0,1}.intermediate.dense  x2",
             "bert.encoder.layer.1.attention.self  x1",
         ],
     },
-    "gpt_neox": {("layernorm_mlp", ERF): ["gpt_neox.layers.{0,1}.mlp  x2"]},
-    "vit": {("layernorm_mlp", ERF): ["vit.layers.{0,1}.mlp  x2"]},
     "t5": {
         ("layernorm_mlp", DROPPED): [
             "encoder.block.{0,1}.layer.1.DenseReluDense  x2",
@@ -146,11 +137,4 @@ WITHOUT_DROPOUT = {"t5": 4, "torch_encoder_pre": 2}
 def test_a_dropout_set_to_0_is_all_that_its_reason_asks_for(name: str) -> None:
     report = te_transform.inspect(zero_dropout(CASES[name].build()), CASES[name].sample())
     assert report.counts["layernorm_mlp"] == WITHOUT_DROPOUT[name]
-    assert "layernorm_mlp" not in {rule for rule, *_ in refused(report)}
-
-
-@each(["nanogpt_flash", "gpt_neox", "vit"])
-def test_approximate_is_all_that_its_reason_asks_for(name: str) -> None:
-    report = te_transform.inspect(as_built(name).original, CASES[name].sample(), approximate=True)
-    assert report.counts["layernorm_mlp"] == 2
     assert "layernorm_mlp" not in {rule for rule, *_ in refused(report)}

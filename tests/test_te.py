@@ -594,5 +594,5 @@ def test_the_cast_of_a_gated_activations_gradient_is_put_in_once_and_only_where_
         is None
     )
     monkeypatch.setattr(layernorm_mlp, "_act_func", lambda *_: ("forward", "backward", "with its cast"))
-    te._cast_in_backward.cache_clear()
+    te._with_own_activations.cache_clear()
     assert type(te.activation_of("swiglu", bias=False)) is str

@@ -66,16 +66,21 @@ class Scaling:
 
         return product
 
-    def gated_mlp(
-        self, state: State, activation: str, x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor
+    def mlp(
+        self,
+        state: State,
+        activation: str,
+        x: Tensor,
+        fc1_weight: Tensor,
+        fc1_bias: Tensor | None,
+        fc2_weight: Tensor,
+        fc2_bias: Tensor | None,
     ) -> Tensor:
-        """Two products without biases, x [..., in] -> [..., out], with a gated activation between them, by
-        TE's name for it, that is quantized where it is computed, and its gradient too; in delayed scaling
-        alone."""
-        (x,) = as_autocast(x)
-        return _as_matrix(
-            lambda rows: _GatedMlp.apply(self, state, activation, rows, fc1_weight, fc2_weight), x
-        )
+        """Two products, x [..., in] -> [..., out], with an activation between them, by TE's name for it, that
+        is quantized where it is computed, and its gradient too; in delayed scaling alone."""
+        x, fc1_bias, fc2_bias = as_autocast(x, fc1_bias, fc2_bias)
+        rest = fc1_weight, fc1_bias, fc2_weight, fc2_bias
+        return _as_matrix(lambda rows: _Mlp.apply(self, state, activation, rows, *rest), x)
 
     def weight(self, state: State, number: int, weight: Tensor, with_transpose: bool) -> Sequence[Tensor]:
         """A product's weight as quantized() gives it, or as it was kept."""
@@ -156,8 +161,8 @@ class _Product(torch.autograd.Function):
         return None, None, None, dx, dw, grad.sum(0) if of_bias else None
 
 
-class _GatedMlp(torch.autograd.Function):
-    """y = a(x W1^T) W2^T; see _Product for what is kept."""
+class _Mlp(torch.autograd.Function):
+    """y = a(x W1^T + b1) W2^T + b2; see _Product for what is kept."""
 
     @staticmethod
     def forward(
@@ -167,19 +172,21 @@ class _GatedMlp(torch.autograd.Function):
         activation: str,
         x: Tensor,
         fc1: Tensor,
+        fc1_bias: Tensor | None,
         fc2: Tensor,
+        fc2_bias: Tensor | None,
     ) -> Tensor:
-        of_x, of_fc1, of_fc2 = ctx.needs_input_grad[3:]
+        of_x, of_fc1, of_fc1_bias, of_fc2, _ = ctx.needs_input_grad[3:]
         x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 0, of_fc1)
         fc1_8, fc1_8_t, fc1_inverse = how.weight(state, 0, fc1, of_x)
-        hidden = _multiplied(x8, fc1_8, x_inverse, fc1_inverse, None, x.dtype, how.fast[0])
+        hidden = _multiplied(x8, fc1_8, x_inverse, fc1_inverse, fc1_bias, x.dtype, how.fast[0])
         a8, a8_t, a_inverse = ops.activate(hidden, activation, *state.forward, 3, how.forward, of_fc2)
-        fc2_8, fc2_8_t, fc2_inverse = how.weight(state, 1, fc2, of_x or of_fc1)
+        fc2_8, fc2_8_t, fc2_inverse = how.weight(state, 1, fc2, of_x or of_fc1 or of_fc1_bias)
         ctx.save_for_backward(
             x8_t, x_inverse, fc1_8_t, fc1_inverse, hidden, a8_t, a_inverse, fc2_8_t, fc2_inverse
         )
         ctx.how, ctx.scales, ctx.activation = how, state.backward, activation
-        return _multiplied(a8, fc2_8, a_inverse, fc2_inverse, None, x.dtype, how.fast[0])
+        return _multiplied(a8, fc2_8, a_inverse, fc2_inverse, fc2_bias, x.dtype, how.fast[0])
 
     @staticmethod
     @once_differentiable
@@ -187,22 +194,23 @@ class _GatedMlp(torch.autograd.Function):
         x8_t, x_inverse, fc1_8_t, fc1_inverse, hidden, a8_t, a_inverse, fc2_8_t, fc2_inverse = (
             ctx.saved_tensors
         )
-        of_x, of_fc1, of_fc2 = ctx.needs_input_grad[3:]
+        of_x, of_fc1, of_fc1_bias, of_fc2, of_fc2_bias = ctx.needs_input_grad[3:]
         how, dtype = ctx.how, grad.dtype
-        dx = dfc1 = dfc2 = None
+        dx = dfc1 = dfc1_bias = dfc2 = None
         g8, g8_t, g_inverse = how.quantized(grad, how.backward, ctx.scales, 2, of_fc2)
         if of_fc2:
             dfc2 = _multiplied(g8_t, a8_t, g_inverse, a_inverse, None, dtype, how.fast[2])
-        if of_x or of_fc1:
+        if of_x or of_fc1 or of_fc1_bias:
             da = _multiplied(g8, fc2_8_t, g_inverse, fc2_inverse, None, dtype, how.fast[1])
-            h8, h8_t, h_inverse = ops.activate_backward(
-                da, hidden, ctx.activation, *ctx.scales, 0, how.backward, of_fc1
+            h8, h8_t, h_inverse, total = ops.activate_backward(
+                da, hidden, ctx.activation, of_fc1_bias, *ctx.scales, 0, how.backward, of_fc1
             )
+            dfc1_bias = total if of_fc1_bias else None
         if of_x:
             dx = _multiplied(h8, fc1_8_t, h_inverse, fc1_inverse, None, dtype, how.fast[1])
         if of_fc1:
             dfc1 = _multiplied(h8_t, x8_t, h_inverse, x_inverse, None, dtype, how.fast[2])
-        return None, None, None, dx, dfc1, dfc2
+        return None, None, None, dx, dfc1, dfc1_bias, dfc2, grad.sum(0) if of_fc2_bias else None
 
 
 def _multiplied(

@@ -16,7 +16,7 @@ from te_transform.backends import plain
 
 InFP8 = tuple[Tensor, Tensor, Tensor]  # in FP8, its transpose or nothing, what both are multiplied by
 
-KERNELS: dict[str, Callable[..., InFP8]] = {}
+KERNELS: dict[str, Callable[..., Any]] = {}
 """A backend's kernels for GPUs, by the names of the functions of this file."""
 
 
@@ -48,51 +48,68 @@ def quantize(
 
 
 def activate(x: Tensor, activation: str, *where: Any) -> InFP8:
-    """quantize() of a gated activation of x [rows, 2 columns], by TE's name for it: [rows, columns]; `where`
-    are its other arguments."""
-    return quantize(plain.gated(activation, x.float()), *where)
+    """quantize() of an activation of x [rows, columns], by TE's name for it, of a gated one of [rows, 2
+    columns]; `where` are its other arguments."""
+    return quantize(plain.activated(activation, x.float()), *where)
 
 
-def activate_backward(grad: Tensor, x: Tensor, activation: str, *where: Any) -> InFP8:
-    """quantize() of the gradient of x [rows, 2 columns], from that of its gated activation; `where` are its
-    other arguments."""
-    gate, other = x.float().chunk(2, -1)
-    activated = plain.gated(activation, torch.cat([gate, torch.ones_like(gate)], -1))
-    halves = grad.float() * _SLOPES[activation](gate) * other, grad.float() * activated
-    return quantize(torch.cat(halves, -1), *where)
+def activate_backward(
+    grad: Tensor, x: Tensor, activation: str, with_sum: bool, *where: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """quantize() of the gradient of x, from that of its activation; `where` are its other arguments.
+
+    Args:
+        with_sum: whether the sum over its rows, which is a bias's gradient, is wanted too.
+
+    Returns:
+        What quantize() does, and the sum in the dtype of `grad` or nothing [0].
+    """
+    found = _gradient(grad.float(), x.float(), activation)
+    total = found.sum(0).to(grad.dtype) if with_sum else grad.new_empty(0)
+    return (*quantize(found, *where), total)
+
+
+def _gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    """Written out, for autograd is off inside an operation of a library."""
+    if activation not in _GATED:
+        return grad * _SLOPES[activation](x)
+    gate, other = x.chunk(2, -1)
+    activated = plain.activated(activation, torch.cat([gate, torch.ones_like(gate)], -1))
+    return torch.cat([grad * _SLOPES[_GATED[activation]](gate) * other, grad * activated], -1)
 
 
 def _sigmoids_slope(x: Tensor) -> Tensor:
     return x.sigmoid() * (1 - x.sigmoid())
 
 
-# The derivatives of gated activations: autograd is off inside an operation of a library.
+_GATED = {"geglu": "gelu", "qgeglu": "qgelu", "swiglu": "silu", "reglu": "relu", "glu": "sigmoid"}
 _SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh"),
-    "qgeglu": lambda x: (1.702 * x).sigmoid() + 1.702 * x * _sigmoids_slope(1.702 * x),
-    "swiglu": lambda x: x.sigmoid() + x * _sigmoids_slope(x),
-    "reglu": lambda x: (x > 0).float(),
-    "glu": _sigmoids_slope,
+    "gelu": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh"),
+    "qgelu": lambda x: (1.702 * x).sigmoid() + 1.702 * x * _sigmoids_slope(1.702 * x),
+    "silu": lambda x: x.sigmoid() + x * _sigmoids_slope(x),
+    "relu": lambda x: (x > 0).float(),
+    "sigmoid": _sigmoids_slope,
 }
 
 
-def _by_kernel(function: Callable[..., InFP8]) -> Callable[..., InFP8]:
+def _by_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, or the backend's kernel for it, if there is one by the time of a call."""
 
-    def run(*arguments: Any) -> InFP8:
+    def run(*arguments: Any) -> Any:
         return KERNELS.get(function.__name__, function)(*arguments)
 
     return run
 
 
-_REST = (
-    "Tensor scales, Tensor(a!){} history, int index, ScalarType dtype, bool with_transpose) "
-    "-> (Tensor, Tensor, Tensor)"
-)
+_REST = "Tensor scales, Tensor(a!){} history, int index, ScalarType dtype, bool with_transpose) -> "
+_IN_FP8 = "Tensor, Tensor, Tensor"
 _LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
-_LIBRARY.define("quantize(Tensor x, " + _REST.format("?"))
-_LIBRARY.define("activate(Tensor x, str activation, " + _REST.format(""))
-_LIBRARY.define("activate_backward(Tensor grad, Tensor x, str activation, " + _REST.format(""))
+_LIBRARY.define(f"quantize(Tensor x, {_REST.format('?')} ({_IN_FP8})")
+_LIBRARY.define(f"activate(Tensor x, str activation, {_REST.format('')} ({_IN_FP8})")
+_LIBRARY.define(
+    "activate_backward(Tensor grad, Tensor x, str activation, bool with_sum, "
+    f"{_REST.format('')} ({_IN_FP8}, Tensor)"
+)
 for _function in (quantize, activate, activate_backward):
     _LIBRARY.impl(_function.__name__, _function, "CPU")
     _LIBRARY.impl(_function.__name__, _by_kernel(_function), "CUDA")
@@ -109,9 +126,11 @@ def _quantized(
 
 @torch.library.register_fake("te_transform::activate")
 def _activated(x: Tensor, activation: str, *where: Any) -> InFP8:
-    return _quantized(x.new_empty(x.shape[0], x.shape[1] // 2), *where)
+    return _quantized(x.chunk(2, -1)[0] if activation in _GATED else x, *where)
 
 
 @torch.library.register_fake("te_transform::activate_backward")
-def _activated_backward(grad: Tensor, x: Tensor, activation: str, *where: Any) -> InFP8:
-    return _quantized(x, *where)
+def _activated_backward(
+    grad: Tensor, x: Tensor, activation: str, with_sum: bool, *where: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*_quantized(x, *where), grad.new_empty(x.shape[1] if with_sum else 0))

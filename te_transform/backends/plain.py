@@ -26,8 +26,15 @@ NAME = "torch"
 HAS_KERNELS = False
 HAS_BIAS = True
 
+EXACT_GELU = "gelu_erf"  # a name of our own: TE has no kernel of it
 # TE's names: its gelu is the tanh approximation, and X-glu activates the first half of fc1's output
-_PLAIN = {"gelu": ops.gelu_tanh, "qgelu": ops.quick_gelu, "silu": ops.silu, "relu": ops.relu}
+_PLAIN = {
+    "gelu": ops.gelu_tanh,
+    "qgelu": ops.quick_gelu,
+    "silu": ops.silu,
+    "relu": ops.relu,
+    EXACT_GELU: ops.gelu,
+}
 _GATED = {
     "geglu": ops.gelu_tanh,
     "qgeglu": ops.quick_gelu,
@@ -40,9 +47,14 @@ GATED_ACTIVATIONS = {op.__name__: name for name, op in _GATED.items()}
 GATES = ("no", "first half", "second half")
 
 
-def gated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
-    """One half of the columns of `hidden` [..., 2 columns] activated, the first unless `gate` is 1, and
-    multiplied with the other."""
+def activated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
+    """`hidden` [..., columns] activated, by TE's name for it.
+
+    Of a gated activation one half of [..., 2 columns], the first unless `gate` is 1, multiplied with the
+    other.
+    """
+    if activation in _PLAIN:
+        return _PLAIN[activation](hidden)
     halves = hidden.chunk(2, dim=-1)
     return _GATED[activation](halves[gate]) * halves[1 - gate]
 
@@ -190,10 +202,7 @@ class LayerNormMLP(LayerNormLinear):
     ) -> Tensor:
         """The op in plain PyTorch, its matrix products computed by `product`."""
         hidden = super().plain(product, x, norm_weight, norm_bias, fc1_weight, fc1_bias)
-        if self.gated == "no":
-            hidden = _PLAIN[self.activation](hidden)
-        else:
-            hidden = gated(self.activation, hidden, GATES.index(self.gated) - 1)
+        hidden = activated(self.activation, hidden, gate=int(self.gated == GATES[2]))
         return product(hidden, fc2_weight, fc2_bias)
 
     def extra_repr(self) -> str:

@@ -100,7 +100,7 @@ def overwrite_free_memory() -> None:
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
 @pytest.mark.parametrize("mode", [True, "reduce-overhead"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 def test_is_as_exact_as_uncompiled_in_fp8(name: str, mode: bool | str, recipe: str) -> None:
     hold_in_fp8(name, recipe, compile=mode)
 

@@ -102,7 +102,8 @@ def llama(up_first: bool, act: Act = F.silu) -> Make:
 
 
 FUSES = {
-    "gelu": mlp(tanh_gelu),
+    "gelu": mlp(F.gelu),
+    "tanh gelu": mlp(tanh_gelu),
     "relu": mlp(F.relu),
     "silu": mlp(F.silu),
     "quick gelu": mlp(quick_gelu),
@@ -128,14 +129,14 @@ def test_fuses(name: str) -> None:
 
 
 ERF = (
-    "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation: allow approximate=True"
+    "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation behind a gate: allow "
+    "approximate=True"
 )
 REFUSES: dict[str, tuple[Make, str]] = {
-    "exact gelu": (mlp(F.gelu), ERF),
     "exact gelu, gated": (gated(F.gelu), ERF),
     "another activation": (
         mlp(squared_relu),
-        "the activation is squared_relu, LayerNormMLP has gelu_tanh, quick_gelu, relu, silu",
+        "the activation is squared_relu, LayerNormMLP has gelu, gelu_tanh, quick_gelu, relu, silu",
     ),
     "an uneven gate": (
         mlp(lambda x: F.relu(x[..., :8]) * x[..., 8:16], widths=(FFN, 8)),
@@ -162,7 +163,7 @@ def test_refuses(name: str) -> None:
     assert_refused(sites(make), "layernorm_mlp", sentence)
 
 
-@pytest.mark.parametrize("name", ["exact gelu", "an uneven gate", "dropout", "one bias"])
+@pytest.mark.parametrize("name", ["exact gelu, gated", "an uneven gate", "dropout", "one bias"])
 def test_what_is_refused_stays_right(name: str) -> None:
     report = fused(REFUSES[name][0])
     report.expect(layernorm_mlp=0)
@@ -189,11 +190,12 @@ def test_a_result_that_is_read_elsewhere_is_refused() -> None:
     assert reasons(sites(make), "layernorm_mlp") == {sentence}
 
 
-def test_approximate_allows_the_tanh_gelu() -> None:
-    model = seeded(mlp(F.gelu))
+@pytest.mark.parametrize(("make", "combine"), [(mlp(F.gelu), tanh_gelu), (gated(F.gelu), halves(tanh_gelu))])
+def test_approximate_allows_the_tanh_gelu(make: Make, combine: Act) -> None:
+    model = seeded(make)
     converted = te_transform.convert(model, X, approximate=True, verify=False)
     te_transform.report(converted).expect(layernorm_mlp=1)
-    expected = model.fc2(tanh_gelu(model.fc1(model.norm(X))))
+    expected = model.fc2(combine(model.fc1(model.norm(X))))
     torch.testing.assert_close(converted(X), expected)
 
 
