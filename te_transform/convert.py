@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -286,15 +287,22 @@ def _traced_otherwise(
         return None
     with original_forward(model):
         expected = outputs()
-        off = max(map(distance, found, expected), default=0.0)
+        off = _off(found, expected)
         allowed = 0.01 if all(tensor.dtype.itemsize > 2 for tensor in expected) else 0.3
         # what draws random numbers of its own tells nothing
-        if off <= allowed or any(map(distance, outputs(), expected)):
+        if off <= allowed or _off(outputs(), expected):
             return None
     return (
         f"captured, the forward computes other numbers, off by {off:.2g}: it does something else where it is "
         "traced, one that does the same is needed; the model runs the user's own code"
     )
+
+
+def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest distance between outputs; infinity where there are more of one than of the other."""
+    if len(found) != len(expected):
+        return math.inf
+    return max(map(distance, found, expected), default=0.0)
 
 
 @contextmanager

@@ -465,6 +465,19 @@ def test_code_that_does_something_else_where_it_is_traced_runs_as_it_is(inplace:
     assert torch.equal(copy.deepcopy(converted)(X), model(X))
 
 
+class ReturnsLessWhereItIsTraced(AsksWhetherItIsTraced):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        out = self.block(x)
+        return (out,) if torch.compiler.is_compiling() else (out, out * 2)
+
+
+def test_an_output_that_is_missing_where_it_is_traced_is_noticed() -> None:
+    model = ReturnsLessWhereItIsTraced()
+    converted = te_transform.convert(model, X)
+    assert any("off by inf" in note for note in te_transform.report(converted).notes)
+    assert len(converted(X)) == 2
+
+
 def test_random_numbers_of_nobodys_seed_are_no_difference() -> None:
     report = te_transform.report(te_transform.convert(AsksWhetherItIsTraced(draws=True), X))
     assert not any("computes other numbers" in note for note in report.notes)

@@ -91,7 +91,8 @@ def test_every_form_is_recorded_and_every_activation_is_one_that_te_has() -> Non
     assert CONTRACT["parameters"].keys() == FORMS.keys(), AGAIN
     ours = {*plain.ACTIVATIONS.values(), *plain.GATED_ACTIVATIONS.values()}
     assert {given.get("activation") for _, given in FORMS.values()} - {None} == ours
-    assert ours - {plain.EXACT_GELU} <= set(CONTRACT["activations"])  # TE itself looks at the name at the first call only
+    # TE itself looks at the name at the first call only
+    assert ours - {plain.EXACT_GELU} <= set(CONTRACT["activations"])
 
 
 @pytest.mark.parametrize("name", record.FUSED)
