@@ -2,6 +2,7 @@
 
 from te_transform.passes import (
     attention,
+    chunked_loss,
     cross_entropy,
     layernorm_linear,
     layernorm_mlp,
@@ -16,6 +17,7 @@ PIPELINE = (
     merge_siblings.RULE,
     attention.RULE,  # reads no linear, any place would do: next to the projections it belongs to
     rotary.RULE,  # stands in front of attention, reads nothing that another rule takes
+    chunked_loss.RULE,  # before those that would take its linear away; off unless it is asked for
     pad_vocabulary.RULE,  # before those that would take its linear away; off unless it is asked for
     layernorm_mlp.RULE,  # before layernorm_linear, which would take its norm and first linear away
     layernorm_linear.RULE,  # before linear, which would take its linear away

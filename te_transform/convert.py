@@ -68,6 +68,7 @@ def convert(
     skip: Any = (),
     approximate: bool = False,
     pad_vocabulary: bool = False,
+    chunked_loss: bool = False,
     compile: bool | str = False,
     graphs: bool = False,
     inplace: bool = False,
@@ -86,6 +87,9 @@ def convert(
         approximate: allow rules that change the numbers (the exact GELU becomes the tanh one).
         pad_vocabulary: on a GPU, compute the product of a head whose vocabulary is no multiple of 8 with rows
             of zeros, up to a multiple of 64, several times as fast; logits and parameters keep their sizes.
+        chunked_loss: where a loss with gradients is computed, never hold its logits in memory, nor their
+            gradient: head and loss are computed for a part of the vocabulary at a time, the head a second
+            time in the backward. The logits that the model returns beside such a loss are NaN.
         compile: False, True or a torch.compile mode: inductor compiles the fused graphs, each at its first
             call. "auto" takes the fastest way on the first example inputs, in the mode that the model is in:
             its own code, fused, compiled, as CUDA graphs, each with the recipe, if one is given, and without.
@@ -115,6 +119,7 @@ def convert(
         skip=skip,
         approximate=approximate,
         pad_vocabulary=pad_vocabulary,
+        chunked_loss=chunked_loss,
         compile=compile,
         graphs=graphs,
         inplace=inplace,

@@ -63,6 +63,8 @@ at_any_size = Switch()
 """Kernels take calls that are too small to gain from them: to check what they compute."""
 replayed = Switch()
 """Calls run as CUDA graphs, or show what is going to: kernels are chosen by what the GPU takes alone."""
+whole_logits = Switch()
+"""Logits that are withheld are computed all the same: to check what reads them."""
 small_calls_in_fp8 = Switch()
 """Calls that are too small to gain from FP8 run in it too."""
 

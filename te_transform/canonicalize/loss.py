@@ -24,6 +24,7 @@ def _cross_entropy(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | No
         for logits in _by_rows(found["logits"], root)
         for targets in _above(found["targets"], root)
         if same_shape(shape_of(logits)[:-1], shape_of(targets))
+        and (found["reduction"] != "none" or same_shape(shape_of(targets), shape_of(root)))
     ]
     if not pairs:
         return None

@@ -7,6 +7,7 @@ its `origin`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import count
@@ -268,6 +269,23 @@ def call_fused(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, args: tuple
     replace_uses(nodes[0], node)
     erase_unread(graph, nodes)
     return node
+
+
+def hand_out(graph: fx.Graph, call: fx.Node, others: Sequence[fx.Node]) -> None:
+    """Let a call return a tuple, of what it has returned and of what `others` compute, which it replaces as
+    far as that is still read."""
+    values, at = [call, *others], call.next
+    for index, before in enumerate(values):
+        if before._erased:
+            continue
+        readers = set(before.users)
+        with graph.inserting_before(at):
+            item = graph.call_function(operator.getitem, (call, index))
+        item.meta = dict(before.meta)
+        before.replace_all_uses_with(item, delete_user_cb=readers.__contains__)
+    call.meta["example_value"] = tuple(map(known.value, values))
+    call.meta.pop("origin", None)
+    erase_unread(graph, [node for node in others if not node._erased])
 
 
 def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:

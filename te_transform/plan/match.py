@@ -46,14 +46,19 @@ class Site:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """The canonical nodes that stand for captured ones: the call itself, or the columns of merged
-        linears."""
-        return [self.node] if "origin" in self.node.meta else sorted(self.node.users)
+        """The canonical nodes that stand for captured ones: the call itself, the columns of merged linears,
+        or the items of what is handed out."""
+        return _standing(self.node)
 
     @property
     def weights(self) -> list[tuple[fx.Node, ...]]:
         """The parameters [out, in] of each matrix product, several where they are joined."""
         return [stored_in(self.node.args[place]) for place in self.fused.PRODUCTS]
+
+
+def _standing(node: fx.Node) -> list[fx.Node]:
+    """The node, or the first that read it, that stand for captured ones."""
+    return [node] if "origin" in node.meta else [n for user in sorted(node.users) for n in _standing(user)]
 
 
 @dataclass(eq=False)
@@ -109,7 +114,7 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
     known = {**vars(options), **bound}
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
-    reasons = [*refusals(match, operations, options.skip), *ask(rule.refuse, known)]
+    reasons = [*refusals(match, operations, options.skip, rule.hands_out), *ask(rule.refuse, known)]
     path = _place(match, operations)
     if None in reasons:  # there is nothing to gain, and nobody needs to hear of it
         return []
@@ -147,7 +152,9 @@ def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str
     # a gated MLP's match has its first linear twice, once for each half
     absorbed = list(dict.fromkeys(node.meta["merged"] for node in match.nodes if "merged" in node.meta))
     args = tuple(_read(name, bound) for name in rule.reads)
-    _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)])
+    node = _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)])
+    if rule.hands_out:
+        edit.hand_out(made.canonical, node, [bound[role].node for role in rule.hands_out])
 
 
 def _call(
@@ -157,7 +164,7 @@ def _call(
     fused: nn.Module,
     args: tuple,
     rules: list[tuple[str, str]],
-) -> None:
+) -> fx.Node:
     """Call the fused op in the canonical graph, in the place of `nodes`."""
     stem = f"{rules[-1][1]}.{what}".lstrip(".")
     taken = {site.name for site in made.sites}
@@ -165,6 +172,7 @@ def _call(
     node = edit.call_fused(made.canonical, nodes, name, args)
     node.meta["fused"] = what
     made.sites.append(Site(rules, fused, node))
+    return node
 
 
 def _read(name: str, bound: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from te_transform.backends import plain
+from te_transform.backends.chunked_loss import NUMBERS, ChunkedLoss
 from te_transform.graph import ops
 from te_transform.graph.nodes import (
     bytes_of,
@@ -186,6 +187,8 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
         return _of_attention(node, data)
     if isinstance(site.fused, plain.CrossEntropy):
         return _Step(node, data)
+    if isinstance(site.fused, ChunkedLoss):
+        return _of_chunked_loss(node, data)
     if not site.weights:
         return _Step(node)  # a rotation
     weights = [value(node.args[place]) for place in site.fused.PRODUCTS]
@@ -202,6 +205,15 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
     if len(weights) == 2:
         _add_mlp(step, rows, outs, weights[1].shape[1], each, delayed)
     return step
+
+
+def _of_chunked_loss(node: fx.Node, data: list[fx.Node]) -> _Step:
+    """A part of the logits in fp32 and their gradient, and the input's gradient, which is summed up in
+    fp32."""
+    x, weight = node.args[:2]
+    part = min(NUMBERS, numel_of(x) // shape_of(x)[-1] * shape_of(weight)[0])
+    transient = part * (4 + dtype_of(x).itemsize) + 4 * numel_of(x)
+    return _Step(node, data, transient=transient, gradients=bytes_of(weight))
 
 
 def _of_attention(node: fx.Node, data: list[fx.Node]) -> _Step:

@@ -34,6 +34,7 @@ class Options:
     skip: tuple[str, ...] = ()
     approximate: bool = False
     pad_vocabulary: bool = False
+    chunked_loss: bool = False
     compile: bool | str = False
     graphs: bool = False
     inplace: bool = False
@@ -61,7 +62,8 @@ class Options:
 
     def asked(self) -> tuple[str, ...]:
         """What differs from the defaults of convert(), and the backend, as it would be written in a call."""
-        others = ("skip", "approximate", "pad_vocabulary", "compile", "graphs", "inplace", "verify")
+        others = ("skip", "approximate", "pad_vocabulary", "chunked_loss", "compile", "graphs", "inplace")
+        others += ("verify",)
         differing = [name for name in others if getattr(self, name) != getattr(Options, name)]
         found = [f"{name}={getattr(self, name)!r}" for name in differing]
         recipe = [f"recipe={_name_of(self.recipe)!r}"] if self.recipe is not None else []
@@ -121,11 +123,16 @@ class Options:
         if not isinstance(mode, bool) and mode not in (*COMPILE_MODES, "auto"):
             known = ", ".join((*COMPILE_MODES, "auto"))
             raise OptionError(f"compile is {mode!r}, a bool or one of {known} is needed")
-        for name in ("approximate", "pad_vocabulary", "graphs", "inplace", "verify"):
+        for name in ("approximate", "pad_vocabulary", "chunked_loss", "graphs", "inplace", "verify"):
             if not isinstance(flags.get(name, False), bool):
                 raise OptionError(f"{name} is {flags[name]!r}, True or False is needed")
         if graphs:
             cls._check_graphs(mode, planning)
+        if flags.get("chunked_loss") and (mode or graphs):
+            raise OptionError(
+                f"chunked_loss is True, which runs uncompiled, next to compile={mode!r}, graphs={graphs}: "
+                "leave these two False"
+            )
         return cls(chosen, reason, rules, recipe, globs, **flags)
 
     @staticmethod

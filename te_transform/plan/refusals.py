@@ -16,7 +16,9 @@ from te_transform.plan.rule import Operation
 WEIGHTED = ("linear", "layer_norm", "rms_norm")
 
 
-def refusals(match: Match, operations: list[Operation], skip: tuple[str, ...]) -> Iterator[str]:
+def refusals(
+    match: Match, operations: list[Operation], skip: tuple[str, ...], hands_out: tuple[str, ...] = ()
+) -> Iterator[str]:
     """Every generic reason, as a clause of what the model has, a comma, and one of what is needed."""
     weighted = [operation for operation in operations if operation.op in WEIGHTED]
     for operation in operations:
@@ -25,7 +27,7 @@ def refusals(match: Match, operations: list[Operation], skip: tuple[str, ...]) -
         for name in ("weight", "bias"):
             yield from _of_weight(operation, name)
     yield from _mixed(weighted)
-    yield from _read_elsewhere(match)
+    yield from _read_elsewhere(match, {match.bound[role] for role in hands_out})
     yield from _cut(match)
 
 
@@ -61,10 +63,13 @@ def _mixed(operations: list[Operation]) -> Iterator[str]:
         yield f"the parameters are of several dtypes ({found}), a fused module has one"
 
 
-def _read_elsewhere(match: Match) -> Iterator[str]:
+def _read_elsewhere(match: Match, handed_out: set[fx.Node]) -> Iterator[str]:
     own = set(match.nodes)
     for node in () if any(isinstance(bound, tuple) for bound in match.bound.values()) else match.nodes[1:]:
-        readers = sorted({reader(user) for user in node.users if user not in own})
+        others = [user for user in node.users if user not in own]
+        if node in handed_out:
+            others = [user for user in others if user.op != "output"]
+        readers = sorted(map(reader, others))
         if readers:
             yield (
                 f"the output of the {called(node)} is also read by {', '.join(readers)}, the fused module "

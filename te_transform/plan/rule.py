@@ -31,6 +31,8 @@ class Rule:
     `build` returns the fused op: a module without parameters. `reads` names the arguments of its call, in
     order: "x" is what the pattern's Var of that name found, "norm.weight" an argument of the operation in a
         role.
+    `hands_out` names operations whose values the model may return too: the op returns a tuple of what the
+    match computes and of these.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Rule:
     refuse: Callable[..., Iterator[str | None]]
     build: Callable[..., nn.Module] | None = None
     reads: tuple[str, ...] = ()
+    hands_out: tuple[str, ...] = ()
     needs_kernels: bool = False  # whether only a backend with kernels of its own gains from it
 
     def __reduce__(self) -> tuple:
@@ -90,6 +93,11 @@ class Operation:
         found = argument(self.node, name)
         held = value(found)
         return held if isinstance(held, Tensor) else found
+
+    @property
+    def value(self) -> Any:
+        """What it computes: a fake tensor."""
+        return value(self.node)
 
     @property
     def op(self) -> str:

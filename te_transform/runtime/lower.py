@@ -124,7 +124,7 @@ class _Lowering:
     def put(self, site: Site) -> None:
         """Call the site's op where the first of its outputs is computed."""
         outputs = {node: self.stands[node.meta["origin"]] for node in site.outputs}
-        at = min(outputs.values())
+        at = self._place_of(site, outputs.values())
         made: dict[fx.Node, fx.Node] = {}
         args = self._inner(site.node.args, at, made)
         if isinstance(site.fused, plain.DotProductAttention):
@@ -142,6 +142,13 @@ class _Lowering:
             self.stands[canonical.meta["origin"]] = new
             edit.replace_uses(old, new)
         edit.erase_cascade(self.graph, outputs.values(), self._names_in(site))
+
+    def _place_of(self, site: Site, outputs: Collection[fx.Node]) -> fx.Node:
+        """The first of the outputs; the last of them where something that the op reads comes after the
+        first."""
+        read = [self.stands[name] for name in _inputs(site)]
+        first = min(outputs)
+        return first if all(node < first for node in read) else max(outputs)
 
     def put_parts(self, site: Site) -> None:
         """Compute each norm and activation of the site by one operation."""

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from te_transform.backends.limits import at_any_size
+from te_transform.backends.limits import at_any_size, whole_logits
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import dtype_name
 from te_transform.verify.replay import Run, Subject, run
@@ -133,7 +133,7 @@ def _run_original(
 
 
 def _run_converted(contenders: Contenders, inputs: Inputs, own: Run) -> Run:
-    with at_any_size:
+    with at_any_size, whole_logits:
         for _ in range(contenders.rehearsals):
             run(contenders.converted, inputs, cotangents=own.cotangents)
         return run(contenders.converted, inputs, cotangents=own.cotangents)

@@ -30,11 +30,16 @@ def summed(model: Written, x: Tensor) -> Tensor:
     return F.cross_entropy(model.head(x).transpose(1, 2), model.targets, reduction="sum") / 7
 
 
+def each(model: Written, x: Tensor) -> Tensor:
+    losses = F.cross_entropy(model.head(x).view(-1, WORDS), model.targets.view(-1), reduction="none")
+    return (losses * torch.arange(10)).sum() / 45
+
+
 def of(function) -> Make:
     return written(function, head=linear(H, WORDS), targets=lambda: nn.Buffer(TARGETS))
 
 
-FUSES = {"flattened": of(flattened), "in fp32": of(in_fp32), "summed": of(summed)}
+FUSES = {"flattened": of(flattened), "in fp32": of(in_fp32), "summed": of(summed), "each": of(each)}
 
 
 @pytest.mark.parametrize("name", FUSES)

@@ -1,0 +1,36 @@
+"""The head of a language model and its loss, computed for a part of the vocabulary at a time."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from te_transform.backends.chunked_loss import ChunkedLoss
+from te_transform.graph import ops
+from te_transform.graph.pattern import Call, Linear, Maybe
+from te_transform.plan.rule import Operation, Rule
+
+
+def refuse(loss: Operation, head: Operation, chunked_loss: bool) -> Iterator[str | None]:
+    """Whether it is wanted, and the loss has a gradient: without one, logits are what the model computes."""
+    if not chunked_loss or not head.value.requires_grad or loss.logits.shape[-1] != head.width:
+        yield None
+    if loss.reduction not in ("mean", "sum", "none"):
+        yield f"the loss is reduced by {loss.reduction!r}, 'mean', 'sum' or 'none' is needed"
+
+
+def build(backend) -> nn.Module:
+    """The fused op, the same for each backend: its products are PyTorch's."""
+    return ChunkedLoss()
+
+
+RULE = Rule(
+    name="chunked_loss",
+    pattern=Call(ops.cross_entropy, Maybe(torch.reshape, Linear(role="head")), role="loss"),
+    refuse=refuse,
+    build=build,
+    reads=("head.x", "head.weight", "head.bias", "loss.targets", "loss.ignore_index", "loss.reduction"),
+    hands_out=("head",),
+)
+"""Saves the logits and their gradient, which are as many numbers as there are tokens times words; the head's
+product is computed a second time in the backward. What the model returns for its logits is NaN."""
