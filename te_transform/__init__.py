@@ -2,6 +2,7 @@
 
 from te_transform.accumulate import AccumulationError, accumulate
 from te_transform.backends import BackendError
+from te_transform.check_ranks import RanksError, check_ranks
 from te_transform.convert import convert, inspect, report, revert
 from te_transform.graph.inputs import InputError, TraceError
 from te_transform.passes import PIPELINE
@@ -10,6 +11,7 @@ from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 from te_transform.plan.rule import Outcome, Rule
 from te_transform.quantize import QuantizationError, quantize_weights
+from te_transform.scaling_state import load_scaling_state, scaling_state
 from te_transform.trace import trace
 from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify
@@ -25,15 +27,19 @@ __all__ = [
     "PrecisionError",
     "PrecisionPlan",
     "QuantizationError",
+    "RanksError",
     "Rule",
     "TraceError",
     "Verification",
     "accumulate",
+    "check_ranks",
     "convert",
     "inspect",
+    "load_scaling_state",
     "quantize_weights",
     "report",
     "revert",
+    "scaling_state",
     "trace",
     "verify",
 ]

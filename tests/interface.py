@@ -25,6 +25,9 @@ te_transform.quantize_weights(converted)
 with te_transform.accumulate(converted, steps=2):
     pass
 
+te_transform.check_ranks(converted)
+te_transform.load_scaling_state(converted, te_transform.scaling_state(converted))
+
 report = te_transform.report(converted)
 assert_type(report.counts["linear"], int)
 assert_type([site.path for site in report.fused], list[str])

@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,8 +36,9 @@ class Recipe:
     fp8_format = FORMAT
 
 
+@dataclass
 class DelayedScaling(Recipe):
-    pass
+    amax_history_len: int = 4
 
 
 class Float8CurrentScaling(Recipe):
@@ -115,8 +117,8 @@ class autocast:
 class Scales:
     """A state of delayed scaling, as TE's: row 0 of the history is the step that runs."""
 
-    def __init__(self, count: int, forward: bool):
-        self.scale, self.amax_history, self.forward = torch.ones(count), torch.zeros(4, count), forward
+    def __init__(self, count: int, forward: bool, length: int):
+        self.scale, self.amax_history, self.forward = torch.ones(count), torch.zeros(length, count), forward
 
     def rounded(self, x: Tensor, index: int) -> Tensor:
         self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], x.detach().abs().amax())
@@ -194,7 +196,9 @@ class Base(nn.Module):
             return
         self.fp8_meta.update(recipe=recipe, scaling_fwd=None, scaling_bwd=None)
         if isinstance(recipe, DelayedScaling):
-            fwd, bwd = Scales(3 * num_gemms, forward=True), Scales(2 * num_gemms, forward=False)
+            length = recipe.amax_history_len
+            fwd = Scales(3 * num_gemms, forward=True, length=length)
+            bwd = Scales(2 * num_gemms, forward=False, length=length)
             self.fp8_meta.update(scaling_fwd=fwd, scaling_bwd=bwd)
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
 
@@ -228,7 +232,9 @@ class Base(nn.Module):
             return run(x, *tensors)
         adds = self.fuse_wgrad_accumulation
         first = in_fp8 and FP8GlobalStateManager.is_first_fp8_module()
-        return Run.apply(run, adds, first, [n in self.weight_names for n in self.names], x, *tensors)
+        state = self.fp8_meta.get("scaling_fwd") if in_fp8 else None
+        weights = [n in self.weight_names for n in self.names]
+        return Run.apply(partial(run_again, state, run), run, adds, first, weights, x, *tensors)
 
     def quantize(self, index: int, x: Tensor) -> Tensor:
         state = self.fp8_meta["scaling_fwd"]
@@ -271,14 +277,39 @@ class Product(torch.autograd.Function):
         return None, None, None, held @ weight, dw, db
 
 
+def run_again(state: Scales | None, run: Callable) -> Callable[..., Tensor]:
+    """What computes a call once more as it was: by its own scales, whatever became of them, and noting
+    nothing."""
+    if state is None:
+        return run
+    then = state.scale.clone()
+
+    def again(*tensors: Tensor | None) -> Tensor:
+        now = state.scale.clone(), state.amax_history.clone()
+        state.scale.copy_(then)
+        out = run(*tensors)
+        state.scale.copy_(now[0])
+        state.amax_history.copy_(now[1])
+        return out
+
+    return again
+
+
 class Run(torch.autograd.Function):
     """A module's call, whose backward runs once, and is not recorded whatever the gradient mode is."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable, adds: bool, first: bool, weights: list[bool], *tensors: Tensor | None
-    ) -> Tensor:
-        ctx.run, ctx.adds, ctx.weights, ctx.tensors, ctx.ran = run, adds, [False, *weights], tensors, False
+        ctx: Any, again: Callable, run: Callable, adds: bool, first: bool, weights: list[bool],
+        *tensors: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.run, ctx.adds, ctx.weights, ctx.tensors, ctx.ran = (
+            again(),
+            adds,
+            [False, *weights],
+            tensors,
+            False,
+        )
         ctx.first = first
         with torch.no_grad():
             out = run(*tensors)
@@ -300,7 +331,7 @@ class Run(torch.autograd.Function):
                 grads[place] = None
         if ctx.first:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-        return None, None, None, None, *(None if g is None else g.detach() for g in grads)
+        return *(None,) * 5, *(None if g is None else g.detach() for g in grads)
 
 
 class Linear(Base):
@@ -409,8 +440,7 @@ def modules() -> dict[str, ModuleType]:
     return made
 
 
-@pytest.fixture
-def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """te_transform.backends.te, imported on the stand-in; kernels run on the CPU, at any size."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -424,5 +454,11 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     state = FP8GlobalStateManager.quantization_state
     state.global_scale_buffer, state.steps = {"all": []}, 0
     monkeypatch.setattr(Base, "quantized", 0)
-    yield imported
+    return imported
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """What install() returns."""
+    yield install(monkeypatch)
     torch._dynamo.reset()  # all models of a class share dynamo's cache, which has its limit

@@ -33,6 +33,8 @@ class State:
         self.kernels: dict[Any, Any] = {}  # what a backend keeps for a product that begins with it
         self.in_fp8: bool | None = None  # whether such a product runs in FP8; None: as the op says
         self.told = False  # whether its model has said so
+        self.name = ""  # of the parameter in its model, which says it then
+        self.saved: Any = None  # the scales that products with it begin with, see scale_rows.py
         self.gradients: Any = None  # where its gradients are summed up for the time being, see gradients.py
 
     def __reduce__(self) -> tuple:

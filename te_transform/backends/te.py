@@ -25,7 +25,7 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.module import layernorm_mlp
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
-from te_transform.backends import few_rows, fp8, plain
+from te_transform.backends import few_rows, fp8, plain, scale_rows
 from te_transform.backends.cudnn import DotProductAttention
 from te_transform.backends.fp8_ops import KERNELS, InFP8
 from te_transform.backends.gradients import Gradients, gradients_of
@@ -63,7 +63,8 @@ HAS_BIAS = False
 GATES = ("no", "first half")
 
 _RECIPES = {
-    # each process scales by what it saw itself: to reduce, all would have to run the same products
+    # TE would reduce what all modules of a process saw, twice a step, which have to be the same ones in all
+    # processes: runtime/precision.py lets them agree in one collective, whatever ran
     "fp8-delayed": lambda: recipes.DelayedScaling(reduce_amax=False),
     "fp8-current": recipes.Float8CurrentScaling,
     "fp8-block": recipes.Float8BlockScaling,
@@ -323,6 +324,18 @@ class _Kernel:
         with torch.inference_mode(False) if inference else contextlib.nullcontext():
             self.module.init_fp8_metadata(num_gemms=len(self.weights))
 
+    def delayed(self) -> dict[str, Any]:
+        """Its states of delayed scaling, "forward" and "backward"; none before there are any."""
+        meta = {} if self.made is None else self.made.fp8_meta
+        states = {"forward": meta.get("scaling_fwd"), "backward": meta.get("scaling_bwd")}
+        return states if all(hasattr(state, "amax_history") for state in states.values()) else {}
+
+    def take_saved(self) -> None:
+        """Begin with the scales that were loaded for its weights, if there are any."""
+        if not self.seen.used and (saved := scale_rows.taken(self)) is not None:
+            self._init_scales()
+            scale_rows.restore(self, saved, self.delayed())
+
     def give_scales(self, recipe: Any, gradients: bool) -> None:
         """Give the module its first scales of delayed scaling, in TE's order.
 
@@ -528,6 +541,7 @@ class _Product(FusedOp):
         """Whether the kernel has the scales that the recipe needs for a call; gives it the first ones."""
         if not is_delayed(recipe):
             return True
+        kernel.take_saved()
         if not kernel.seen.knows(trained):
             return False
         kernel.give_scales(recipe, trained)

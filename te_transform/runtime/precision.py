@@ -8,13 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import nn
 
-from te_transform.backends.joined import state_of
+from te_transform.backends import scale_rows
+from te_transform.backends.joined import State, state_of
 from te_transform.backends.limits import small_calls_in_fp8
 from te_transform.backends.running import forget_weights, running
 from te_transform.backends.tracing import in_backward, transformed
+from te_transform.runtime.ranks import groups_of, maximum
 
 
 @dataclass(eq=False)
@@ -36,6 +40,10 @@ class Precision:
     products: Mapping[str, bool] = field(default_factory=dict)
     small_calls: bool = False
     entered: bool = False
+    states: WeakSet[State] = field(default_factory=WeakSet)  # of the parameters that ran
+    groups: tuple[Any, ...] = ()  # of the processes that the last training forward shared its weights with
+    loaded: Mapping[str, scale_rows.Row] = field(default_factory=dict)  # by the weights' names
+    shared: scale_rows.Shared | None = None  # what the last training forward had of the rows
 
     @contextlib.contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
@@ -54,6 +62,8 @@ class Precision:
         small = small_calls_in_fp8 if self.small_calls else contextlib.nullcontext()
         if not state_of(next(model.parameters())).told:
             self._tell(model)
+        if torch.is_grad_enabled() and self.is_delayed:
+            self._agree(model)
         self.entered = True
         try:
             with te.autocast(self.recipe), small, running(weights_stay, partial(self._tell, model)):
@@ -73,11 +83,61 @@ class Precision:
             yield
 
     def _tell(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        self.shared = None
+        for name, parameter in _named(model):
             state = state_of(parameter)
-            state.told = True
+            self.states.add(state)
+            state.told, state.name = True, name
+            state.saved = self.loaded.get(name)
             if name in self.products:  # a tied parameter comes by each of its names, `products` has one
                 state.in_fp8 = self.products[name]
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the recipe scales by what was seen in earlier steps."""
+        from te_transform.backends import te
+
+        return te.is_delayed(self.recipe)
+
+    def _agree(self, model: nn.Module) -> None:
+        """Let the processes that share the weights of `model` quantize by the same scales in this step."""
+        self.groups = groups_of(model)
+        if not self.groups:
+            return
+        kernels = self._kernels()
+        if self.shared is None or not self.shared.holds(kernels):
+            numbers = {name: number for number, name in enumerate(matrices(model))}
+            self.shared = scale_rows.Shared(kernels, numbers, next(model.parameters()).device)
+        self.shared.agree(partial(maximum, groups=self.groups))
+
+    def _kernels(self) -> list[Any]:
+        return [kernel for state in self.states for kernel in state.kernels.values()]
+
+    def scales(self, model: nn.Module) -> dict[str, scale_rows.Row]:
+        """What delayed scaling keeps from step to step, by the names of the weights; of all processes that
+        share the model, which have to call this together."""
+        saved = self.template(model)
+        kernels = self._kernels()
+        ran = {name for kernel in kernels for name in scale_rows.names_of(kernel)}
+        for name in (self.loaded.keys() & saved.keys()) - ran:
+            saved[name] = {key: value.clone() for key, value in self.loaded[name].items()}
+        scale_rows.save(kernels, saved)
+        if self.groups and saved:
+            together = partial(maximum, groups=self.groups)
+            scale_rows.combine(saved, together, next(model.parameters()).device)
+        return saved
+
+    def template(self, model: nn.Module) -> dict[str, scale_rows.Row]:
+        """What scales() returns before anything has run."""
+        names = [name for name in matrices(model) if self.products.get(name, True)]
+        return scale_rows.template(names, self.recipe.amax_history_len)
+
+    def load_scales(self, saved: Mapping[str, scale_rows.Row]) -> None:
+        """Begin the next call with what scales() has returned."""
+        self.loaded = saved
+        for state in self.states:
+            state.kernels.clear()
+            state.told = False
 
     def forget(self, model: nn.Module) -> None:
         """Free the quantized weights that are kept; whatever was done to the model before, they are made
@@ -85,7 +145,22 @@ class Precision:
         forget_weights(model.parameters())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "entered": False}
+        kept = {name: value for name, value in vars(self).items() if name != "states"}
+        return {**kept, "entered": False, "groups": (), "loaded": {}, "shared": None}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        vars(self).update(kept, states=WeakSet())
+
+
+def matrices(model: nn.Module) -> list[str]:
+    """The names of the parameters that products may begin with."""
+    return [name for name, parameter in _named(model) if parameter.dim() >= 2]
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters by the names that they had before blocks were wrapped for activation checkpoints."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
 def _is_sharded(model: nn.Module) -> bool:

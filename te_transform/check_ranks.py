@@ -1,0 +1,81 @@
+"""Processes that disagree get an error, where a collective would wait for ever."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from te_transform.convert import report
+from te_transform.runtime.converted import converted_of
+
+_PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")
+
+
+class RanksError(RuntimeError):
+    """The processes of a group have not made the same model; the message names them."""
+
+
+def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any = None) -> None:
+    """Raise in every process of the group unless all have converted the same model in the same way.
+
+    One small collective, before the first large one: processes whose models, recipes, meshes or packages
+    differ would wait for each other for ever in it, or mix up numbers. Call it after convert(), before the
+    model is wrapped or sharded.
+
+    Args:
+        converted: what te_transform.convert() returned.
+        mesh: that the model is going to be sharded over, if it is.
+        group: the processes; None is all of them.
+
+    Raises:
+        RanksError: no process group is there, or processes differ from the first one; the message says in
+            what, and what each has.
+        ModelError: `converted` does not come from te_transform.convert().
+    """
+    own = _fingerprint(converted, mesh)
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RanksError(
+            "no process group is there, one is needed: call torch.distributed.init_process_group() first"
+        )
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group)
+    differ = [
+        f"rank {rank} has {what} {its[what]}, rank 0 has {found[0][what]}"
+        for rank, its in enumerate(found)
+        for what in own
+        if its[what] != found[0][what]
+    ]
+    if differ:
+        raise RanksError(f"{'; '.join(differ)}: all have to convert the same model in the same way")
+
+
+def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str]:
+    """What has to be the same in all processes, in words or as digests."""
+    made, carried = report(converted), converted_of(converted)
+    named = converted.named_parameters(remove_duplicate=False)
+    parameters = [f"{name} {[*p.shape]} {p.dtype} {p.requires_grad}" for name, p in named]
+    options, precision = carried.options, made.precision
+    return {
+        "the model": f"{type(converted).__name__} of {len(parameters)} parameters ({_digest(parameters)})",
+        "the plan": f"{len(made.fused)} fused sites ({_digest(f'{s.rule} {s.path}' for s in made.fused)})",
+        "the recipe": "none" if precision is None else f"{precision.recipe} ({_digest([precision.sites])})",
+        "the options": f"backend={options.backend.NAME} compile={options.compile} graphs={options.graphs}",
+        "the mesh": "none" if mesh is None else f"{mesh.mesh.tolist()} {mesh.mesh_dim_names}",
+        **{f"the version of {name}": _version(name) for name in _PACKAGES},
+    }
+
+
+def _digest(lines: Any) -> str:
+    return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()[:12]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
