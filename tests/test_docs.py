@@ -40,7 +40,10 @@ RECIPES = dict(
     re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/recipes.md").read_text("utf-8"), re.M | re.S)
 )
 PACKAGES = {"TRL": ["trl", "datasets"], "Lightning": ["lightning"], "torchao beside it": ["torchao"]}
-OF_PACKAGES = "Trainer of transformers", "accelerate", "PEFT", *PACKAGES
+OF_PACKAGES = (
+    "Trainer of transformers", "Trainer under torchrun", "accelerate", "accelerate with FSDP2", "PEFT",
+    *PACKAGES,
+)  # fmt: skip
 
 
 @pytest.fixture
