@@ -5,6 +5,7 @@ from te_transform.backends import BackendError
 from te_transform.check_ranks import RanksError, check_ranks
 from te_transform.convert import convert, inspect, report, revert
 from te_transform.graph.inputs import InputError, TraceError
+from te_transform.parallelize import parallelize
 from te_transform.passes import PIPELINE
 from te_transform.plan.model import ModelError
 from te_transform.plan.options import OptionError
@@ -12,6 +13,7 @@ from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 from te_transform.plan.rule import Outcome, Rule
 from te_transform.quantize import QuantizationError, quantize_weights
 from te_transform.scaling_state import load_scaling_state, scaling_state
+from te_transform.runtime.parallel import ParallelError
 from te_transform.trace import trace
 from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify
@@ -24,6 +26,7 @@ __all__ = [
     "ModelError",
     "OptionError",
     "Outcome",
+    "ParallelError",
     "PrecisionError",
     "PrecisionPlan",
     "QuantizationError",
@@ -36,6 +39,7 @@ __all__ = [
     "convert",
     "inspect",
     "load_scaling_state",
+    "parallelize",
     "quantize_weights",
     "report",
     "revert",

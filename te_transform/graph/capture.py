@@ -48,7 +48,10 @@ _ours: ContextVar[bool] = ContextVar("_ours", default=False)  # in a capture of 
 
 
 def capture(
-    forward: Callable[..., Any], backend: Backend, leaves: Callable[[], bool] = lambda: False
+    forward: Callable[..., Any],
+    backend: Backend,
+    leaves: Callable[[], bool] = lambda: False,
+    dynamic: bool | None = None,
 ) -> Callable[..., Any]:
     """`forward`, run through the callables that `backend` makes of its graphs.
 
@@ -58,12 +61,13 @@ def capture(
             place with dynamo off. What it raises is no reason for the forward to fail: that runs as it is.
         leaves: whether functions that are called now run as they are, where they would be captured for
             themselves because `forward` cannot be.
+        dynamic: as torch.compile's: with False each size has a graph of its own.
 
     Returns:
         A function, whose `turned_off` is true once dynamo has given up on code that it was to trace: such
         code is never traced again.
     """
-    context = torch._dynamo.optimize(backend, dynamic=None)
+    context = torch._dynamo.optimize(backend, dynamic=dynamic)
     forward, traced = _alone(forward), context.callback
 
     # The callback runs only where a frame has to be traced: the settings hold for our captures and nobody

@@ -210,6 +210,32 @@ def replace_later_uses(value: fx.Node, write: fx.Node) -> None:
     value.replace_all_uses_with(write, delete_user_cb=lambda user: user > write)
 
 
+def read_shards(node: fx.Node, args: tuple, target: str | None = None) -> None:
+    """Let a call have other arguments, or be one of the submodule of the name `target`; what it computes is
+    put where its value is noted, with the sizes that it has now.
+    """
+    if target is not None:
+        node.op, node.target, node.kwargs = "call_module", target, {}
+    node.args = args
+    if node.op == "call_function":
+        node.meta["example_value"] = tree_map_only(torch.Tensor, _as_before(node), evaluate(node))
+
+
+def _as_before(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor]:
+    before = next(held for held in _leaves(known.value(node)) if isinstance(held, torch.Tensor))
+    return lambda made: made.detach().requires_grad_(before.requires_grad)
+
+
+def with_shape(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A fake tensor as `held`, a parameter if that is one, of another shape."""
+    mode = held.fake_mode if isinstance(held, FakeTensor) else nullcontext()
+    with unset_fake_temporarily(), mode, torch.no_grad():
+        made = torch.empty(tuple(shape), dtype=held.dtype, device=held.device)
+    if isinstance(held, torch.nn.Parameter):
+        return torch.nn.Parameter(made, held.requires_grad)
+    return made.requires_grad_(held.requires_grad)
+
+
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Drop those of `nodes` that nothing reads any more; writes in place stay."""
     for node in sorted(set(nodes), reverse=True):

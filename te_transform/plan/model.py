@@ -38,7 +38,7 @@ def check_model(model: Any) -> None:
             )
         if module._compiled_call_impl is not None or _is_compiled(module.forward):
             raise ModelError(f"{where} is compiled, the plain module is needed: convert first, then compile")
-    if wrapped := _wrapped_by(model):
+    if wrapped := wrapped_by(model):
         raise ModelError(
             f"the model is wrapped by {wrapped}, the plain model is needed: convert first, then wrap"
         )
@@ -69,7 +69,7 @@ def _is_compiled(forward: Any) -> bool:
     )
 
 
-def _wrapped_by(model: nn.Module) -> str | None:
+def wrapped_by(model: nn.Module) -> str | None:
     """The name of the distributed wrapper around the model or a part of it."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 

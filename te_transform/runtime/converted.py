@@ -10,7 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,6 +33,7 @@ from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import is_foreign_mode_on, set_aside
+from te_transform.runtime.parallel import Parallel
 from te_transform.runtime.precision import Precision
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Converted:
     # graphs of the first call of the whole, where the report is of blocks; None where it is not
     whole: list[CapturedGraph] | None = None
     precision: Precision | None = None
+    parallel: Parallel | None = None
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
     forwards: dict[type, Any] = field(default_factory=dict)  # those that the model's classes had meanwhile
 
@@ -105,6 +107,11 @@ class Converted:
             # torch.compile goes on to capture functions that the forward calls: where they run unfused, a
             # checkpoint finds as many saved tensors when it repeats them
             return captured.forward
+        if (model := self.model and self.model()) is not None:
+            self.forwards |= _forwards(model)
+        return self._fused(captured) if self.parallel is None else self.parallel.graph(captured, self._fused)
+
+    def _fused(self, captured: fx.GraphModule) -> Callable[..., Any]:
         try:
             made = plan(captured, self.options)
             if self.options.recipe is not None:
@@ -115,8 +122,6 @@ class Converted:
             self.failures.append(f"{type(error).__name__}: {error}")
             return captured.forward
         self.graphs.append(graph)
-        if (model := self.model and self.model()) is not None:
-            self.forwards |= _forwards(model)
         return graph
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
@@ -147,7 +152,8 @@ class Converted:
     ) -> Any:
         idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
         if idle or (self.recomputes and torch.is_grad_enabled()):
-            return forward(module, *args, **kwargs)
+            with self._with_whole_parameters(module):
+                return forward(module, *args, **kwargs)
         is_block = place.role is Role.BLOCK
         # a copy of which only parts are called, by themselves, knows no model
         model = None if is_block else module if place.is_root else self.model and self.model()
@@ -155,16 +161,22 @@ class Converted:
             self._settle(model)
         with nullcontext() if self.precision is None or model is None else self.precision.running(model):
             if self.by_block and not is_block:
-                return forward(module, *args, **kwargs)
+                with self._with_whole_parameters(module, blocks(module)):
+                    return forward(module, *args, **kwargs)
             kind = type(module)
             if kind not in self.runs:
                 backend = functools.partial(self.backend, kind=kind)
-                self.runs[kind] = capture(forward, backend, lambda: kind in self.leaving)
+                dynamic = None if self.parallel is None else False  # shards are of sizes that are known
+                self.runs[kind] = capture(forward, backend, lambda: kind in self.leaving, dynamic)
             run, before = self.runs[kind], len(self.graphs)
             run.turned_off = False
             try:
-                with set_aside():
+                with set_aside(), self._with_stand_ins(module):
                     out = run(module, *args, **kwargs)
+                if self.parallel is not None and (run.turned_off or kind in self.leaving):
+                    # its code ran on stand-ins, in part at least
+                    with self._with_whole_parameters(module):
+                        out = forward(module, *args, **kwargs)
                 if place.is_root and self.whole == []:
                     self.whole = self.graphs[before:]
                 return out
@@ -174,6 +186,19 @@ class Converted:
                 raise
             finally:
                 self.leaving.discard(kind)
+
+    def _with_stand_ins(self, module: nn.Module) -> AbstractContextManager[None]:
+        """For a call that is captured: the stand-ins of the parameters of a divided model."""
+        return nullcontext() if self.parallel is None else self.parallel.standing_in(module.modules())
+
+    def _with_whole_parameters(
+        self, module: nn.Module, without: Sequence[nn.Module] = ()
+    ) -> AbstractContextManager[None]:
+        """For a call of the user's own code: the parameters of a divided model as a whole."""
+        if self.parallel is None:
+            return nullcontext()
+        inside = {id(part) for block in without for part in block.modules()}
+        return self.parallel.whole(part for part in module.modules() if id(part) not in inside)
 
     def _decodes(self, args: tuple, kwargs: dict) -> bool:
         """Whether this is a step of a generation that the user's own code runs.
@@ -209,6 +234,13 @@ class Converted:
             else:
                 _leave(block)
 
+    def divide(self, parallel: Parallel | None) -> None:
+        """Run on shards of the parameters from now on, or, with None, on whole ones."""
+        self.parallel = parallel
+        self.release()
+        self.graphs.clear()
+        self.apart.clear()
+
     def release(self) -> None:
         """Free what was compiled and recorded, whoever still holds the graphs: dynamo may."""
         self.runs.clear()
@@ -226,11 +258,14 @@ class Converted:
 
     def __deepcopy__(self, memo: dict) -> Converted:
         twin = memo[id(self)] = Converted(self.options, self.by_block, self.checker, report=self.report)
+        twin.parallel = copy.deepcopy(self.parallel, memo)
         twin.precision, twin.whole = copy.deepcopy(self.precision, memo), self._no_graphs()
         return twin
 
     def __reduce__(self) -> tuple:
         held = self.options, self.by_block, self.checker, self.report, self.precision
+        if self.parallel is not None:
+            return self.parallel.__reduce__()
         return _restored, (*held, self._no_graphs())
 
     def _no_graphs(self) -> list[CapturedGraph] | None:
@@ -307,6 +342,9 @@ def leave(model: nn.Module) -> None:
     """Give every module in `model` its own class and forward back; nothing else was ever changed."""
     if (converted := converted_of(model)) is not None:
         converted.release()
+        if converted.parallel is not None:
+            converted.parallel.collect()
+            converted.parallel = None
     for module in model.modules():
         _leave(module)
     for parameter in model.parameters():

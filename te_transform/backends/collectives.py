@@ -1,0 +1,301 @@
+"""How values lie on the ranks of a tensor-parallel group, and the calls that bring them from one placement to
+another, on PyTorch's functional collectives.
+
+A value is whole, the same on each rank; or a shard of it along one dimension is on each; or each rank has a
+term of its sum. Gradients go the same ways backwards. Of a whole value each rank has the whole gradient, but
+where it is `entered`, as what a column-parallel linear reads is: there each rank has a term of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Each rank has its share of one dimension.
+
+    Args:
+        dim: the dimension, counted from the end: -1 is the last.
+        parts: sizes that make the dimension, each of which is divided among the ranks by itself: (h, h, h)
+            for q, k and v of one product. Where the ranks do not divide a part, the last ones have less of
+            it.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Of the whole dimension."""
+        return sum(self.parts)
+
+    def bounds(self, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """Where a rank's share of each part begins and ends in the whole dimension."""
+        starts, found = accumulate(self.parts, initial=0), []
+        for start, part in zip(starts, self.parts, strict=False):
+            share = -(-part // ranks)
+            found.append((start + min(rank * share, part), start + min((rank + 1) * share, part)))
+        return found
+
+    def length(self, rank: int, ranks: int) -> int:
+        """How much of the dimension a rank has."""
+        return sum(stop - start for start, stop in self.bounds(rank, ranks))
+
+    def is_even(self, ranks: int) -> bool:
+        """Whether the ranks divide each part."""
+        return all(part % ranks == 0 for part in self.parts)
+
+    def on(self, dim: int) -> Shards:
+        """The same shares of another dimension."""
+        return Shards(dim, self.parts)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a group: a mesh of one dimension, seen from this process."""
+
+    mesh: DeviceMesh
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.mesh.size()
+
+    @property
+    def own(self) -> int:
+        """This one's number among them."""
+        return self.mesh.get_local_rank()
+
+    def shape(self, whole: torch.Size, shards: Shards | None) -> tuple[int, ...]:
+        """Of what this rank has of a tensor."""
+        if shards is None:
+            return tuple(whole)
+        local = list(whole)
+        local[shards.dim] = shards.length(self.own, self.count)
+        return tuple(local)
+
+    def summed(self, x: Tensor, op: str = "sum") -> Tensor:
+        """The sum, or the maximum, of all ranks' `x`."""
+        return _waited(funcol.all_reduce(x.contiguous(), op, self.mesh))
+
+    def gathered(self, x: Tensor, shards: Shards) -> Tensor:
+        """The whole tensor of all ranks' shards of it."""
+        dim = x.dim() + shards.dim
+        if len(shards.parts) == 1 and shards.is_even(self.count):
+            return _waited(funcol.all_gather_tensor(x.contiguous(), dim, self.mesh))
+        longest = shards.length(0, self.count)
+        padded = x.new_zeros((longest, *x.shape[:dim], *x.shape[dim + 1 :]))
+        padded[: x.shape[dim]] = x.movedim(dim, 0)
+        blocks = _waited(funcol.all_gather_tensor(padded, 0, self.mesh)).split(longest)
+        pieces = [list(self._pieces(block, shards, rank)) for rank, block in enumerate(blocks)]
+        whole = torch.cat([piece for part in zip(*pieces, strict=True) for piece in part])
+        return whole.movedim(0, dim).contiguous()
+
+    def _pieces(self, block: Tensor, shards: Shards, rank: int) -> Iterator[Tensor]:
+        lengths = [stop - start for start, stop in shards.bounds(rank, self.count)]
+        yield from block[: sum(lengths)].split(lengths)
+
+    def share(self, x: Tensor, shards: Shards) -> Tensor:
+        """This rank's shard of a whole tensor."""
+        dim = x.dim() + shards.dim
+        bounds = shards.bounds(self.own, self.count)
+        pieces = [x.narrow(dim, start, stop - start) for start, stop in bounds]
+        return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].contiguous()
+
+    def summed_share(self, x: Tensor, shards: Shards) -> Tensor:
+        """This rank's shard of the sum of all ranks' `x`."""
+        if len(shards.parts) == 1 and shards.is_even(self.count):
+            dim = x.dim() + shards.dim
+            return _waited(funcol.reduce_scatter_tensor(x.contiguous(), "sum", dim, self.mesh))
+        return self.share(self.summed(x), shards)
+
+
+def _waited(x: Tensor) -> Tensor:
+    return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
+
+
+class Way(Enum):
+    """From one placement to another: what is done in the forward, and what with the gradient."""
+
+    ENTER = ("same", "sum")  # a whole value for what gives each rank a term of its gradient
+    SUM = ("sum", "same")  # terms to the whole
+    GATHER = ("gather", "share")  # shards to the whole
+    SHARE = ("share", "gather")  # the whole to shards
+    GATHER_ENTER = ("gather", "sum_share")
+    SUM_SHARE = ("sum_share", "gather")
+    LEAD = ("lead", "same")  # a whole value to terms of it, of which all but the first rank's are zeros
+
+    def backwards(self) -> Way:
+        """The way that the gradient goes, as a way of its own."""
+        return Way((self.value[1], self.value[0]))
+
+
+def _done(what: str, x: Tensor, ranks: Ranks, shards: Shards | None) -> Tensor:
+    if what == "same":
+        return x.view_as(x)
+    if what == "sum":
+        return ranks.summed(x)
+    if what == "lead":
+        return x.view_as(x) if ranks.own == 0 else torch.zeros_like(x)
+    assert shards is not None
+    does = {"gather": ranks.gathered, "share": ranks.share, "sum_share": ranks.summed_share}[what]
+    return does(x, shards)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Way, ranks: Ranks, shards: Shards | None) -> Tensor:
+        ctx.way, ctx.ranks, ctx.shards = way, ranks, shards
+        return _done(way.value[0], x, ranks, shards)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.way is Way.LEAD:
+            return grad, None, None, None
+        return _Moved.apply(grad, ctx.way.backwards(), ctx.ranks, ctx.shards), None, None, None
+
+
+def moved(x: Tensor, way: Way, ranks: Ranks, shards: Shards | None = None) -> Tensor:
+    """`x` in another placement; differentiable, any number of times."""
+    return _Moved.apply(x, way, ranks, shards)
+
+
+class Move(nn.Module):
+    """The op of a captured graph that brings a value from one placement to another."""
+
+    def __init__(self, way: Way, ranks: Ranks, shards: Shards | None = None):
+        super().__init__()
+        self.way, self.ranks, self.shards = way, ranks, shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The value in its new placement."""
+        return moved(x, self.way, self.ranks, self.shards)
+
+
+class ShardedEmbedding(nn.Module):
+    """F.embedding with a share of the table's rows on each rank: a term of the result, zeros for ids of other
+    ranks' rows."""
+
+    def __init__(self, ranks: Ranks, shards: Shards, padding_idx: int | None):
+        super().__init__()
+        self.ranks, self.shards, self.padding_idx = ranks, shards, padding_idx
+
+    def forward(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """ids [...], weight [own rows, width] -> [..., width].
+
+        Raises:
+            RuntimeError: an id is in no rank's rows.
+        """
+        own, outside = _own_rows(ids, self.shards, self.ranks, "id")
+        start, stop = self.shards.bounds(self.ranks.own, self.ranks.count)[0]
+        padding = self.padding_idx
+        padding = None if padding is None or not start <= padding < stop else padding - start
+        return F.embedding(own, weight, padding).masked_fill(outside[..., None], 0)
+
+
+def _own_rows(ids: Tensor, shards: Shards, ranks: Ranks, what: str) -> tuple[Tensor, Tensor]:
+    """The ids as numbers of this rank's rows, the first for those of other ranks; and which are of others."""
+    is_known = ((ids >= 0) & (ids < shards.size)).all()
+    torch._assert_async(is_known, f"{what}s from 0 to {shards.size - 1} are needed, there is another")
+    start, stop = shards.bounds(ranks.own, ranks.count)[0]
+    outside = (ids < start) | (ids >= stop)
+    return (ids - start).masked_fill(outside, 0).long(), outside
+
+
+class ShardedCrossEntropy(nn.Module):
+    """ops.cross_entropy of logits of which each rank has those of its own classes.
+
+    With m the largest logit of a row, s = sum(exp(x - m)) and t = x[target] - m, the loss is log(s) - t: the
+    ranks exchange m, s and t, three numbers a row.
+    """
+
+    def __init__(self, ranks: Ranks, shards: Shards):
+        super().__init__()
+        self.ranks, self.shards = ranks, shards
+
+    def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        """logits [..., own classes], targets [...]; returns what ops.cross_entropy does, on each rank.
+
+        Raises:
+            RuntimeError: a target is no class, and not `ignore_index`.
+        """
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        counts = targets != ignore_index
+        own, outside = _own_rows(targets.masked_fill(~counts, 0), self.shards, self.ranks, "target")
+        with torch.no_grad():
+            largest = self.ranks.summed(wide.amax(-1), "max")
+        wide = wide - largest[..., None]
+        of_target = wide.gather(-1, own[..., None]).squeeze(-1).masked_fill(outside, 0)
+        total, of_target = moved(torch.stack((wide.exp().sum(-1), of_target)), Way.SUM, self.ranks).unbind()
+        losses = (total.log() - of_target).masked_fill(~counts, 0)
+        if reduction == "none":
+            return losses
+        return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+
+
+class OwnRandom(nn.Module):
+    """The op of a captured graph after which each rank draws random numbers of its own, for a shard, until
+    `CommonRandom`.
+
+    They follow from the numbers that the ranks have in common: a checkpoint that repeats the call draws the
+    same ones.
+    """
+
+    def __init__(self, ranks: Ranks):
+        super().__init__()
+        self.ranks = ranks
+        self.common: tuple[Any, ...] = ()  # the state to go on from
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        generator = _generator(x.device)
+        if x.is_cuda:
+            seed, offset = generator.initial_seed(), generator.get_offset()
+            self.common = seed, offset
+            generator.manual_seed(self._seed(seed))
+            generator.set_offset(offset)
+        else:
+            seed = int(torch.randint(2**62, ()).item())
+            self.common = (generator.get_state(),)
+            generator.manual_seed(self._seed(seed))
+        return x
+
+    def _seed(self, seed: int) -> int:
+        return (seed + (self.ranks.own + 1) * _SPREAD) % 2**63
+
+
+class CommonRandom(nn.Module):
+    """The op of a captured graph after which the ranks draw the same random numbers again."""
+
+    def __init__(self, own: OwnRandom):
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        generator = _generator(x.device)
+        if x.is_cuda:
+            drawn = generator.get_offset()
+            generator.manual_seed(self.own.common[0])
+            generator.set_offset(drawn)
+        else:
+            generator.set_state(self.own.common[0])
+        return x
+
+
+_SPREAD = 0x9E3779B97F4A7C15  # of splitmix64: seeds that differ by multiples of it are far apart
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator

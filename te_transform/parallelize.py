@@ -1,0 +1,254 @@
+"""parallelize(): tensor and sequence parallelism of a converted model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from te_transform.backends.collectives import Ranks, Shards
+from te_transform.canonicalize import canonicalize
+from te_transform.graph.capture import capture, on_fake_tensors
+from te_transform.graph.inputs import Inputs, TraceError, as_inputs
+from te_transform.graph.preserve import preserved
+from te_transform.plan.layout import Place, lay_out
+from te_transform.plan.model import wrapped_by
+from te_transform.plan.options import Options
+from te_transform.runtime.converted import Converted, converted_of
+from te_transform.runtime.parallel import Parallel, ParallelError
+from te_transform.runtime.replayed import distance
+
+
+def parallelize(
+    converted: nn.Module,
+    mesh: DeviceMesh,
+    example_inputs: Any = None,
+    *,
+    sequence_parallel: bool = False,
+    skip: str | Sequence[str] = (),
+) -> nn.Module:
+    """Divide a converted model among the ranks of a mesh: q, k and v, gates and ups by columns, what reads
+    them by rows, heads and tables of a vocabulary by classes.
+
+    What is divided follows from the operations of the forward, not from names. Every parameter becomes a
+    DTensor on the mesh, under its name, with what the mesh's first rank has in it: make the optimizer, and
+    apply fully_shard(), afterwards. All ranks of the mesh are to be given the same inputs, and return the
+    same outputs.
+
+    Args:
+        converted: what te_transform.convert() returned; it is changed in place.
+        mesh: of one dimension, mesh["tp"] of a larger one.
+        example_inputs: as for convert(); None: invented where the model says what it reads.
+        sequence_parallel: shard residuals, norms and dropouts between the divided products by tokens.
+        skip: module paths or globs whose linears stay whole.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ParallelError: the model, the mesh or both do not fit; nothing has been changed then.
+        InputError, TraceError: as convert() does.
+    """
+    state, ranks = _checked(converted, mesh)
+    sample = as_inputs(converted, example_inputs)[0]
+    found = _laid_out(converted, sample, ranks, (skip,) if isinstance(skip, str) else tuple(skip))
+    _check_found(converted, found, ranks)
+    before = _outputs(converted, sample, ranks)
+    parallel = Parallel(ranks, sequence_parallel, tuple(found.places))
+    parallel.distribute(converted, found.shards)
+    state.divide(parallel)
+    try:
+        _check_outputs(converted, before, _outputs(converted, sample, ranks), ranks)
+    except BaseException:
+        parallel.collect()
+        state.divide(None)
+        raise
+    return converted
+
+
+def _checked(converted: Any, mesh: Any) -> tuple[Converted, Ranks]:
+    kind = type(converted).__name__
+    if not isinstance(converted, nn.Module):
+        raise ParallelError(f"parallelize() was given a {kind}, a converted model is needed")
+    if wrapped := wrapped_by(converted):
+        raise ParallelError(
+            f"the model is wrapped by {wrapped}, the converted model itself is needed: parallelize() it "
+            "first, then wrap"
+        )
+    state = converted_of(converted)
+    if state is None:
+        raise ParallelError(
+            f"{kind} is not converted, a converted model is needed: pass what te_transform.convert() returns"
+        )
+    if state.parallel is not None:
+        raise ParallelError(
+            f"{kind} is divided among {state.parallel.ranks.count} ranks already, a whole one is needed: "
+            "te_transform.revert() and convert() it first"
+        )
+    _check_mesh(mesh)
+    _check_options(state.options)
+    _check_parameters(converted, mesh)
+    return state, Ranks(mesh)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ParallelError(
+            f"the mesh is a {type(mesh).__name__}, a DeviceMesh is needed: pass "
+            'torch.distributed.init_device_mesh("cuda", (ranks,))'
+        )
+    if not dist.is_available() or not dist.is_initialized():
+        raise ParallelError(
+            "there is no process group, one is needed: start the script by torchrun and call "
+            "torch.distributed.init_process_group()"
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        raise ParallelError(
+            f"the mesh has {mesh.ndim} dimensions {names}, one is needed: pass a part of it, such as "
+            f"mesh[{names[-1] if names else 'tp'!r}]"
+        )
+    if mesh.get_coordinate() is None:
+        raise ParallelError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, one of its ranks is needed"
+        )
+
+
+def _check_options(options: Options) -> None:
+    for name, held in (("compile", options.compile), ("graphs", options.graphs), ("recipe", options.recipe)):
+        if held:
+            raise ParallelError(
+                f"the model was converted with {name}={held!r}, a model that is divided among ranks runs "
+                f"without today: leave {name}= out of convert()"
+            )
+    if options.as_it_is:
+        raise ParallelError(
+            "the model runs its own code, see te_transform.report(); a captured forward is needed"
+        )
+
+
+def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in model.named_parameters():
+        if is_traceable_wrapper_subclass(parameter.data) or type(parameter) is not nn.Parameter:
+            raise ParallelError(
+                f"the parameter {name} is a {type(parameter.data).__name__}, a plain tensor is needed: "
+                "parallelize() the model first"
+            )
+        if parameter.device.type != mesh.device_type:
+            raise ParallelError(
+                f"the parameter {name} is on {parameter.device}, the mesh is of {mesh.device_type} devices: "
+                f'move the model by model.to("{mesh.device_type}") first'
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter.grad is not None:
+            raise ParallelError(
+                f"the parameter {name} has a gradient or hooks, which would be lost: divide the model before "
+                "it is trained, and register hooks afterwards"
+            )
+
+
+@dataclass
+class _Found:
+    """The shards of parameters, by their names in the model, and the places of the report."""
+
+    shards: dict[str, Shards] = field(default_factory=dict)
+    places: dict[Place, None] = field(default_factory=dict)
+
+
+def _laid_out(model: nn.Module, sample: Inputs, ranks: Ranks, skip: tuple[str, ...]) -> _Found:
+    """What the ranks divide of the forward, which is captured on tensors without memory if that is
+    possible."""
+    ways = [on_fake_tensors] + [_on_its_own_tensors] * (not any(p.is_meta for p in model.parameters()))
+    for tensors in ways:
+        found = _Found()
+        try:
+            with preserved(model), tensors(model, sample) as (args, kwargs):
+                names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+                run = capture(type(model).forward, _laying_out(found, names, ranks, skip), dynamic=False)
+                run(model.train(), *args, **kwargs)
+            return found
+        except Exception as error:
+            failed = error
+    raise TraceError.of(model, sample, failed) from failed
+
+
+def _laying_out(
+    found: _Found, names: dict[int, str], ranks: Ranks, skip: tuple[str, ...]
+) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+    def backend(captured: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        layout = lay_out(canonicalize(captured.graph), ranks.count, skip)
+        shards = {node.name: held for node, held in layout.shards.items()}
+        placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
+
+        def run(*arguments: Any) -> Any:
+            for name, argument in zip(placeholders, arguments, strict=True):
+                if name in shards and id(argument) in names:
+                    found.shards.setdefault(names[id(argument)], shards[name])
+            found.places.update(dict.fromkeys(layout.places))
+            return captured.forward(*arguments)
+
+        return run
+
+    return backend
+
+
+@contextmanager
+def _on_its_own_tensors(model: nn.Module, sample: Inputs) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    yield sample.clone()
+
+
+def _check_found(model: nn.Module, found: _Found, ranks: Ranks) -> None:
+    if ranks.count == 1:
+        return
+    indivisible = [place for place in found.places if place.indivisible]
+    if indivisible:
+        said = "; ".join(f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in indivisible)
+        raise ParallelError(
+            f"a mesh of {ranks.count} ranks does not divide {type(model).__name__} ({said}): pass a mesh of "
+            "a size that does, or leave these whole by skip="
+        )
+    if not found.shards:
+        said = "; ".join(f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in found.places)
+        raise ParallelError(
+            f"nothing of {type(model).__name__} can be divided among ranks ({said or 'it has no linears'}), "
+            "linears between which columns or heads are apart are needed: use DDP or fully_shard()"
+        )
+
+
+def _outputs(model: nn.Module, sample: Inputs, ranks: Ranks) -> list[Tensor]:
+    """The floating outputs of an evaluation on the first rank's sample; none on the meta device."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return []
+
+    def common(tensor: Tensor) -> Tensor:
+        shared = tensor.to(ranks.mesh.device_type, copy=True)
+        dist.broadcast(shared, group_src=0, group=ranks.mesh.get_group())
+        return shared.to(tensor.device)
+
+    args, kwargs = tree_map_only(Tensor, common, sample.clone())
+    with preserved(model), torch.no_grad():
+        try:
+            outputs = model.eval()(*args, **kwargs)
+        except Exception as error:
+            raise TraceError.of(model, sample, error) from error
+    return [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _check_outputs(model: nn.Module, before: list[Tensor], after: list[Tensor], ranks: Ranks) -> None:
+    """Hold the divided model to what the first rank's whole one returned."""
+    off = max(map(distance, after, before), default=0.0)
+    found = [off]
+    dist.broadcast_object_list(found, group_src=0, group=ranks.mesh.get_group())
+    allowed = 0.01 if all(tensor.dtype.itemsize > 2 for tensor in before) else 0.3
+    if not found[0] <= allowed:
+        raise ParallelError(
+            f"divided among {ranks.count} ranks, {type(model).__name__} returns other numbers, off by "
+            f"{found[0]:.2g}: code that is not captured reads its parameters, see te_transform.report()"
+        )

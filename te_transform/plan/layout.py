@@ -1,0 +1,292 @@
+"""Which parameters are divided among the ranks of a tensor-parallel group, and why not more.
+
+Linears that read one value are divided by their columns (the rows of the weight), and what they make is
+followed through the canonical graph to the linears that read it, which are divided by their rows: between the
+two each rank computes with its own columns or heads, and only what the last ones make is summed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform.backends.collectives import Shards
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import is_parameter, path_of, shape_of, writes
+from te_transform.plan.sharding import Refusal, step
+
+_SAME_COLUMNS = (ops.cast, torch.Tensor.contiguous, torch.transpose, torch.reshape)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of the model that is divided among the ranks or, for these reasons, is not.
+
+    `what` is "attention", "mlp", "head" or "embedding"; it is `indivisible` if a mesh of another size would
+    do.
+    """
+
+    what: str
+    path: str
+    reasons: tuple[str, ...] = ()
+    indivisible: bool = False
+
+
+@dataclass
+class Layout:
+    """The placeholders of a graph that are sharded, and the places of the report."""
+
+    shards: dict[fx.Node, Shards] = field(default_factory=dict)
+    places: list[Place] = field(default_factory=list)
+
+
+@dataclass
+class _Region:
+    """Linears that are divided by columns, those that read what they make, and what lies between."""
+
+    columns: dict[fx.Node, Shards]
+    rows: dict[fx.Node, Shards] = field(default_factory=dict)
+    held: dict[fx.Node, Shards] = field(default_factory=dict)
+    leaves: bool = False  # whether something in it is an output of the model, or goes into the loss
+
+    @property
+    def what(self) -> str:
+        if any(node.target is ops.sdpa for node in self.held):
+            return "attention"
+        return "mlp" if self.rows else "head"
+
+
+def lay_out(graph: fx.Graph, ranks: int, skip: tuple[str, ...] = ()) -> Layout:
+    """Find what can be divided among so many ranks in a canonical graph."""
+    made = _LayingOut(graph, ranks, skip)
+    for node in graph.nodes:
+        if node.target is ops.linear and made.stored(node.args[1]) not in made.layout.shards:
+            made.try_region(node)
+    for node in graph.nodes:
+        if node.target is F.embedding:
+            made.try_embedding(node)
+    return made.layout
+
+
+class _LayingOut:
+    def __init__(self, graph: fx.Graph, ranks: int, skip: tuple[str, ...]):
+        self.graph, self.ranks, self.skip, self.layout = graph, ranks, skip, Layout()
+        self.tried: set[fx.Node] = set()  # linears of regions that were refused
+
+    def stored(self, weight: fx.Node) -> fx.Node | None:
+        """The parameter that is the weight of a linear, or that is its transpose."""
+        source = weight.args[0] if weight.target is torch.t else weight
+        return source if is_parameter(source) else None
+
+    def try_region(self, linear: fx.Node) -> None:
+        """Divide the linear by its columns, and all that has to be with it."""
+        if linear in self.tried:
+            return
+        refused, seeds = None, {linear}
+        for pieces in (1, 3, 2):  # of a product for q, k and v that is not cut by columns
+            try:
+                region = self._closed({linear}, pieces)
+                self._accept(region)
+                return
+            except Refusal as refusal:
+                refused = refused or refusal
+                seeds |= set(refusal.whole)
+        path, attention = edit.innermost(path_of(node) for node in seeds), self._attention(linear)
+        if attention is None:
+            self.tried |= seeds
+            self.layout.places.append(Place("linear", path, (refused.reason,), refused.indivisible))
+            return
+        self.tried |= seeds | self._readers(attention)
+        reason = self._indivisible_heads(attention) or refused.reason
+        self.layout.places.append(Place("attention", path, (reason,), reason != refused.reason))
+
+    def _closed(self, seeds: set[fx.Node], pieces: int) -> _Region:
+        """The region that begins with these linears, and with others whose results it needs in shards."""
+        while True:
+            try:
+                return self._region({node: self._parts(node, pieces) for node in seeds})
+            except Refusal as refusal:
+                more = {node for value in refusal.whole for node in self._makers(value)} - seeds
+                if not more:
+                    refusal.whole = tuple(seeds)
+                    raise
+                seeds |= more
+
+    def _region(self, columns: dict[fx.Node, Shards]) -> _Region:
+        """
+        Raises:
+            Refusal: something between the linears cannot be computed on shards.
+        """
+        region = _Region(columns)
+        for node in columns:
+            self._check_own(node)
+        for node in self.graph.nodes:
+            if node in columns:
+                region.held[node] = columns[node]
+            elif any(argument in region.held for argument in node.all_input_nodes):
+                self._take(node, region)
+        self._check_ends(region)
+        return region
+
+    def _take(self, node: fx.Node, region: _Region) -> None:
+        if node.op == "output":
+            region.leaves = True
+        elif node.target is ops.linear and node.args[0] in region.held:
+            self._check_own(node)
+            if region.held[node.args[0]].dim != -1:
+                raise Refusal("a linear reads them otherwise than as columns, columns are needed")
+            region.rows[node] = region.held[node.args[0]]
+        elif writes(node):
+            raise Refusal("the model writes in place to them, values that stay are needed")
+        else:
+            found = step(node, region.held, self.ranks)
+            needed = tuple(arg for arg in found.share if any(True for _ in self._makers(arg)))
+            if needed or found.gather:
+                raise Refusal(
+                    f"a {node.target.__name__} reads a whole value too, shards are needed", whole=needed
+                )
+            if found.shards is None:
+                region.leaves = True
+            else:
+                region.held[node] = found.shards
+
+    def _check_ends(self, region: _Region) -> None:
+        for node, shards in region.columns.items():
+            if region.rows and not shards.is_even(self.ranks):
+                raise Refusal(
+                    f"a linear makes {shards.size} columns, a number that {self.ranks} ranks divide is "
+                    "needed",
+                    indivisible=True,
+                )
+            if not region.rows:
+                width = shape_of(node.args[0])[-1]
+                if shards.size <= width:
+                    raise Refusal(
+                        f"{shards.size} columns leave the model, a linear that reads them is needed or more "
+                        f"columns than the {width} that it reads"
+                    )
+                if shards.length(self.ranks - 1, self.ranks) == 0:
+                    raise Refusal(
+                        f"a linear makes {shards.size} columns, one for each of {self.ranks} ranks is needed",
+                        indivisible=True,
+                    )
+
+    def _check_own(self, linear: fx.Node) -> None:
+        weight = self.stored(linear.args[1])
+        if weight is None:
+            raise Refusal("the weight of a linear is computed, a parameter is needed")
+        if weight in self.layout.shards:
+            raise Refusal("a linear is divided with others already, one of its own is needed")
+        for glob in self.skip:
+            parts = path_of(linear).split(".")
+            if any(fnmatchcase(".".join(parts[:depth]), glob) for depth in range(1, len(parts) + 1)):
+                raise Refusal(
+                    f"a linear is skipped by skip={glob!r}, leave it out of skip= to have it divided"
+                )
+
+    def _makers(self, value: fx.Node) -> Iterator[fx.Node]:
+        """The linears that are not divided yet and whose results lead to `value` without another linear."""
+        waiting, seen = [value], set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.target is not ops.linear:
+                waiting += node.all_input_nodes
+            elif self.stored(node.args[1]) not in (None, *self.layout.shards):
+                yield node
+
+    def _attention(self, linear: fx.Node) -> fx.Node | None:
+        """The attention that reads what a linear makes, without another linear between."""
+        return next((node for node in _reached(linear) if node.target is ops.sdpa), None)
+
+    def _readers(self, attention: fx.Node) -> set[fx.Node]:
+        """The linears that read what an attention makes."""
+        return {node for node in _reached(attention) if node.target is ops.linear}
+
+    def _indivisible_heads(self, attention: fx.Node) -> str:
+        query, key = attention.args[:2]
+        for node, kind in ((query, ""), (key, "key/value ")):
+            heads = shape_of(node)[-3]
+            if heads % self.ranks:
+                many = f"{heads} {kind}head" + "s" * (heads != 1)
+                return f"attention has {many}, a number that {self.ranks} ranks divide is needed"
+        return ""
+
+    def _parts(self, linear: fx.Node, pieces: int) -> Shards:
+        """The parts of what the linear makes: those that columns are cut into, or equal ones."""
+        size = shape_of(linear)[-1]
+        cuts = sorted({0, size, *self._cuts(linear)})
+        if len(cuts) > 2:
+            return Shards(-1, tuple(stop - start for start, stop in pairwise(cuts)))
+        if size % pieces:
+            raise Refusal(f"a linear makes {size} columns, {pieces} equal parts are needed")
+        return Shards(-1, (size // pieces,) * pieces)
+
+    def _cuts(self, node: fx.Node) -> Iterator[int]:
+        for user in node.users:
+            if user.target is ops.columns:
+                yield from user.args[1:]
+            elif user.target in _SAME_COLUMNS and shape_of(user)[-1] == shape_of(node)[-1]:
+                yield from self._cuts(user)
+
+    def _accept(self, region: _Region) -> None:
+        for node, shards in region.columns.items():
+            self._put(node.args[1], shards.on(-2))
+            bias = node.args[2] if len(node.args) > 2 else None
+            if is_parameter(bias):
+                self.layout.shards[bias] = shards
+        for node, shards in region.rows.items():
+            self._put(node.args[1], shards)
+        path = edit.innermost(path_of(node) for node in (*region.columns, *region.rows))
+        self.layout.places.append(Place(region.what, path))
+
+    def _put(self, weight: fx.Node, shards: Shards) -> None:
+        """Shard the parameter that a linear's weight [out, in] is, or is the transpose of."""
+        if weight.target is torch.t:
+            weight, shards = weight.args[0], shards.on(-3 - shards.dim)
+        self.layout.shards[weight] = shards
+
+    def try_embedding(self, node: fx.Node) -> None:
+        """Divide a table that is longer than it is wide, and that the model's input is looked up in, by its
+        rows."""
+        ids, table = node.args[:2]
+        if not is_parameter(table) or not _is_input(ids):
+            return
+        rows, width = shape_of(table)
+        if table not in self.layout.shards and rows <= width:
+            return
+        shards = self.layout.shards.get(table, Shards(-2, (rows,)))
+        try:
+            step(node, {table: shards}, self.ranks)
+            if shards.length(self.ranks - 1, self.ranks) == 0:
+                raise Refusal(f"there are {rows} rows, one for each of {self.ranks} ranks is needed")
+        except Refusal as refusal:
+            self.layout.places.append(Place("embedding", path_of(node), (refusal.reason,)))
+            return
+        self.layout.shards[table] = shards
+        self.layout.places.append(Place("embedding", path_of(node)))
+
+
+def _reached(node: fx.Node) -> Iterator[fx.Node]:
+    """What a value leads to, up to the next linears."""
+    waiting, seen = [*node.users], set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += () if node.target is ops.linear else node.users
+
+
+def _is_input(ids: fx.Node) -> bool:
+    while ids.op in ("call_function", "call_method") and len(ids.all_input_nodes) == 1:
+        (ids,) = ids.all_input_nodes
+    return ids.op == "placeholder" and not is_parameter(ids)

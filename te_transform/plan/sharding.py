@@ -1,0 +1,369 @@
+"""How each operation of the canonical graph is computed on shards, if it can be.
+
+Dimensions are counted from the end, as the canonical graph counts them. What has no rule here is computed on
+whole values, which are gathered for it: that is never wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_transform.backends.collectives import Shards
+from te_transform.graph import ops
+from te_transform.graph.nodes import called, is_tensor_node, shape_of, value
+
+Held = Mapping[fx.Node, Shards]  # the values that are sharded, each of a tuple of tensors alike
+
+
+class Refusal(Exception):
+    """Why an operation cannot be computed on shards: what the model has, a comma, what is needed.
+
+    Args:
+        reason: that sentence.
+        indivisible: whether a mesh of another size would do.
+        whole: the values that would have to be sharded as well.
+    """
+
+    def __init__(self, reason: str, *, indivisible: bool = False, whole: tuple[fx.Node, ...] = ()):
+        super().__init__(reason)
+        self.reason, self.indivisible, self.whole = reason, indivisible, whole
+
+
+@dataclass
+class Step:
+    """One operation on shards.
+
+    Args:
+        shards: of its result; None: the result is whole, or, if `is_term`, one of the terms of its sum.
+        gather: sharded arguments that it reads whole.
+        share: whole arguments that it reads a shard of.
+        lead: whole arguments that it reads on the first rank, and zeros elsewhere.
+        args: those of its arguments, by position, that are other numbers on shards.
+    """
+
+    shards: Shards | None
+    is_term: bool = False
+    gather: tuple[fx.Node, ...] = ()
+    share: dict[fx.Node, Shards] = field(default_factory=dict)
+    lead: tuple[fx.Node, ...] = ()
+    args: dict[int, Any] = field(default_factory=dict)
+
+
+Rule = Callable[[fx.Node, Held, int], Step]
+
+
+def step(node: fx.Node, held: Held, ranks: int) -> Step | None:
+    """How the node is computed where these values are sharded over so many ranks; None: none of them is
+    read.
+
+    Raises:
+        Refusal: it cannot be.
+    """
+    sharded = [argument for argument in node.all_input_nodes if argument in held]
+    if not sharded:
+        return None
+    rule = RULES.get(node.target)
+    if rule is None:
+        raise Refusal(f"{_the(node)} reads them, an operation that is known to work on shards is needed")
+    return rule(node, held, ranks)
+
+
+def _the(node: fx.Node) -> str:
+    return "the model's output" if node.op == "output" else f"the {called(node)}"
+
+
+def _linear(node: fx.Node, held: Held, ranks: int) -> Step:
+    x, weight, bias = (*node.args, None)[:3]
+    of_x, of_weight = held.get(x), held.get(weight)
+    if of_weight is None:
+        if of_x.dim == -1:
+            raise Refusal("a linear reads columns of its input, its weight in the same shards is needed")
+        return Step(of_x)
+    if of_weight.dim == -2:
+        shards = of_weight.on(-1)
+        share = {bias: shards} if isinstance(bias, fx.Node) and bias not in held else {}
+        return Step(shards, gather=(x,) * (x in held), share=share)
+    lead = (bias,) if isinstance(bias, fx.Node) else ()
+    if of_x is not None and of_x != of_weight:
+        raise Refusal("a linear reads other columns than its weight has, the same shards are needed")
+    return Step(None, is_term=True, share={} if x in held else {x: of_weight}, lead=lead)
+
+
+def _embedding(node: fx.Node, held: Held, ranks: int) -> Step:
+    ids, weight, _, max_norm, _, by_frequency, sparse = (*node.args, None, None, 2.0, False, False)[:7]
+    if held[weight].dim != -2 or max_norm is not None or by_frequency or sparse or ids in held:
+        raise Refusal("an embedding looks up what a shard of its table does not tell, a plain one is needed")
+    return Step(None, is_term=True)
+
+
+def _elementwise(node: fx.Node, held: Held, ranks: int) -> Step:
+    """Broadcasting: a whole argument is read as it is where it has no such dimension, or one of size 1."""
+    given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
+    return _aligned(node, given, held)
+
+
+def _aligned(node: fx.Node, given: list[fx.Node], held: Held) -> Step:
+    found = {held[arg] for arg in given if arg in held}
+    if len(found) > 1:
+        raise Refusal(f"{_the(node)} reads values in different shards, the same ones are needed")
+    (shards,) = found
+    if shape_of(node)[shards.dim] != shards.size:
+        raise Refusal(f"{_the(node)} repeats shards, a dimension that stays is needed")
+    full = [arg for arg in given if arg not in held and _size(arg, shards.dim) == shards.size]
+    alone = [arg for arg in given if arg in held and _size(arg, shards.dim) != shards.size]
+    if alone:
+        raise Refusal(f"{_the(node)} reads shards of another size, equal ones are needed")
+    return Step(shards, share=dict.fromkeys(full, shards) if shards.size > 1 else {})
+
+
+def _size(node: fx.Node, dim: int) -> int:
+    shape = shape_of(node)
+    return shape[dim] if len(shape) >= -dim else 1
+
+
+def _over_last(node: fx.Node, held: Held, ranks: int) -> Step:
+    """What reads all of the last dimension of its first argument, and else one row at a time."""
+    x = node.args[0]
+    if x not in held:
+        raise Refusal(f"{_the(node)} reads a sharded weight, a whole one is needed")
+    if held[x].dim == -1:
+        raise Refusal(f"{_the(node)} reads whole rows, columns that are not sharded are needed")
+    return Step(held[x])
+
+
+def _rope(node: fx.Node, held: Held, ranks: int) -> Step:
+    _over_last(node, held, ranks)
+    return _elementwise(node, held, ranks)
+
+
+def _softmax(node: fx.Node, held: Held, ranks: int) -> Step:
+    shards = held[node.args[0]]
+    if node.args[1] % -len(shape_of(node)) == shards.dim:
+        raise Refusal("a softmax reads all of a dimension, one that is not sharded is needed")
+    return Step(shards)
+
+
+def _sdpa(node: fx.Node, held: Held, ranks: int) -> Step:
+    query, key, value_, mask = node.args[:4]
+    found = [held.get(x) for x in (query, key, value_)]
+    whole = tuple(x for x in (query, key, value_) if x not in held)
+    if whole:
+        raise Refusal("not all of query, key and value are sharded, linears that make them are needed",
+                      whole=whole)  # fmt: skip
+    if any(shards.dim not in (-3, -4) or len(shards.parts) > 1 for shards in found):
+        raise Refusal("attention is sharded otherwise than by heads, whole heads are needed")
+    if found[1] != found[2] or held.get(mask, found[0]) != found[0]:
+        raise Refusal("query, keys and mask are in different shards, the same ones are needed")
+    same = isinstance(mask, fx.Node) and _size(mask, found[0].dim) == found[0].size > 1
+    return Step(found[0], share={mask: found[0]} if same and mask not in held else {})
+
+
+def _product(node: fx.Node, held: Held, ranks: int) -> Step:
+    """A matrix product that is sharded by its batches."""
+    given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
+    if any(held[arg].dim > -3 for arg in given if arg in held):
+        raise Refusal(f"{_the(node)} reads rows or columns, batches that are sharded are needed")
+    return _aligned(node, given, held)
+
+
+def _reshape(node: fx.Node, held: Held, ranks: int) -> Step:
+    x = node.args[0]
+    shards = _reshaped(tuple(shape_of(x)), tuple(shape_of(node)), held[x], ranks)
+    return Step(shards, args={1: Local(shards)})
+
+
+def _reshaped(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, ranks: int) -> Shards:
+    """The shards of a tensor of the shape `after`, that was one of the shape `before`."""
+    at = len(before) + shards.dim
+    old, new = next((old, new) for old, new in _groups(before, after) if at in old)
+    sizes = [size for size in (after[i] for i in new) if size != 1]
+    if sizes == [shards.size] and [before[i] for i in old if before[i] != 1] == sizes:  # it stays as it is
+        return shards.on(next(i for i in new if after[i] == shards.size) - len(after))
+    many, part = len(shards.parts), shards.parts[0]
+    if len(set(shards.parts)) > 1:
+        raise Refusal("unequal parts of a product are reshaped together, equal ones are needed")
+    outer = math.prod(before[i] for i in old if i < at) * many
+    inner = math.prod(before[i] for i in old if i > at)
+    for i in new:
+        lead, size = math.prod(after[j] for j in new if j < i), after[i]
+        rest = math.prod(after[j] for j in new if j > i)
+        repeats, remainder = divmod(outer, lead)
+        if remainder or size % repeats or size // repeats * rest != part * inner or size == repeats:
+            continue
+        if size // repeats % ranks:
+            raise Refusal(
+                f"a dimension of {size // repeats} is to be divided, a number that {ranks} ranks divide is "
+                "needed", indivisible=True)  # fmt: skip
+        return Shards(i - len(after), (size // repeats,) * repeats)
+    raise Refusal("a reshape mixes shards, one that keeps them apart is needed")
+
+
+def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """The dimensions of two shapes of one tensor that hold the same numbers, in order."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        old, new, a, b = [], [], 1, 1
+        while not old or not new or a != b:
+            if (a <= b and i < len(before)) or j == len(after):
+                a, i = a * before[i], i + 1
+                old.append(i - 1)
+            else:
+                b, j = b * after[j], j + 1
+                new.append(j - 1)
+            if i == len(before) and j == len(after):
+                break
+        while i < len(before) and before[i] == 1:
+            old, i = [*old, i], i + 1
+        while j < len(after) and after[j] == 1:
+            new, j = [*new, j], j + 1
+        yield old, new
+
+
+@dataclass(frozen=True)
+class Local:
+    """An argument that is the shape of the result on this rank."""
+
+    shards: Shards
+
+
+def _transpose(node: fx.Node, held: Held, ranks: int) -> Step:
+    x, (a, b) = node.args[0], node.args[1:3] if len(node.args) > 1 else (-2, -1)
+    return Step(held[x].on({a: b, b: a}.get(held[x].dim, held[x].dim)))
+
+
+def _permute(node: fx.Node, held: Held, ranks: int) -> Step:
+    x, order = node.args[:2]
+    return Step(held[x].on([d % len(order) for d in order].index(len(order) + held[x].dim) - len(order)))
+
+
+def _unsqueeze(node: fx.Node, held: Held, ranks: int) -> Step:
+    x, dim = node.args
+    return Step(held[x].on(held[x].dim - (held[x].dim <= dim)))
+
+
+def _expand(node: fx.Node, held: Held, ranks: int) -> Step:
+    shards = held[node.args[0]]
+    if shape_of(node)[shards.dim] != shards.size:
+        raise Refusal("an expand repeats shards, a dimension that stays is needed")
+    return Step(shards, args={1: Local(shards)})
+
+
+def _columns(node: fx.Node, held: Held, ranks: int) -> Step:
+    x, start, stop = node.args
+    shards = held[x]
+    if shards.dim != -1:
+        return Step(shards)
+    at, places = 0, []
+    for part in (*shards.parts, 0):
+        places.append(at)
+        at += part
+    if start not in places or stop not in places or start >= stop:
+        raise Refusal("columns are cut out of shards, whole parts of what a linear makes are needed")
+    first, last = places.index(start), places.index(stop)
+    if any(part % ranks for part in shards.parts):
+        raise Refusal("parts of a product are cut out of unequal shards, equal ones are needed",
+                      indivisible=True)  # fmt: skip
+    return Step(Shards(-1, shards.parts[first:last]), args={1: start // ranks, 2: stop // ranks})
+
+
+def _getitem(node: fx.Node, held: Held, ranks: int) -> Step:
+    x, index = node.args
+    if isinstance(value(x), (tuple, list)):
+        return Step(held[x])
+    index = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, (fx.Node, list)) for i in index):
+        raise Refusal("an index looks up shards, slices are needed")
+    at, rank = len(shape_of(x)) + held[x].dim, len(shape_of(x))
+    there = [i for i in index if i is not None]
+    if Ellipsis in index:
+        dots = there.index(Ellipsis)
+        there[dots : dots + 1] = [slice(None)] * (rank - len(there) + 1)
+        dots = index.index(Ellipsis)
+        index = (*index[:dots], *[slice(None)] * (rank - sum(i is not None for i in index) + 1),
+                 *index[dots + 1 :])  # fmt: skip
+    there += [slice(None)] * (rank - len(there))
+    index = (*index, *[slice(None)] * (rank - sum(i is not None for i in index)))
+    if there[at] != slice(None):
+        raise Refusal("an index cuts shards, whole ones are needed")
+    seen, out = -1, []
+    for i in index:
+        seen += i is not None
+        if i is None or isinstance(i, slice):
+            out.append(seen if i is not None else None)
+    return Step(held[x].on(out.index(at) - len(out)))
+
+
+def _pieces(node: fx.Node, held: Held, ranks: int) -> Step:
+    """torch.split and torch.chunk of another dimension than the sharded one."""
+    x, dim = node.args[0], node.args[2]
+    if held[x].dim == dim:
+        raise Refusal(f"a {called(node)} cuts shards, whole ones are needed")
+    return Step(held[x])
+
+
+def _unbind(node: fx.Node, held: Held, ranks: int) -> Step:
+    x, dim = node.args
+    if held[x].dim == dim:
+        raise Refusal("an unbind cuts shards, whole ones are needed")
+    return Step(held[x].on(held[x].dim + (held[x].dim < dim)))
+
+
+def _cat(node: fx.Node, held: Held, ranks: int) -> Step:
+    found = _aligned(node, list(node.args[0]), held)
+    if found.shards.dim == node.args[1]:
+        raise Refusal("a cat joins shards along their dimension, another one is needed")
+    return found
+
+
+def _repeat_interleave(node: fx.Node, held: Held, ranks: int) -> Step:
+    x, repeats, dim = node.args
+    shards = held[x]
+    if not isinstance(repeats, int):
+        raise Refusal("shards are repeated by numbers that are computed, a constant is needed")
+    return Step(Shards(dim, tuple(p * repeats for p in shards.parts)) if shards.dim == dim else shards)
+
+
+def _cross_entropy(node: fx.Node, held: Held, ranks: int) -> Step:
+    logits, targets = node.args[:2]
+    if logits not in held or held[logits].dim != -1 or len(held[logits].parts) > 1 or targets in held:
+        raise Refusal("a cross entropy reads shards of rows, shards of the classes are needed")
+    return Step(None)
+
+
+_ELEMENTWISE = (
+    torch.add, torch.sub, torch.mul, torch.div, operator.truediv, torch.pow, torch.neg, torch.sqrt,
+    torch.rsqrt, torch.square, torch.reciprocal, torch.tanh, torch.erf, torch.exp, torch.cos, torch.sin,
+    torch.logical_not, torch.masked_fill, torch.where, torch.eq, torch.ne, torch.lt, torch.le, torch.gt,
+    torch.ge, ops.cast, ops.dropout, ops.zero_hidden, torch.Tensor.contiguous, *ops.ACTIVATIONS,
+)  # fmt: skip
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys((ops.layer_norm, ops.rms_norm), _over_last),
+    **dict.fromkeys((torch.matmul, torch.bmm), _product),
+    **dict.fromkeys((torch.transpose, torch.t), _transpose),
+    **dict.fromkeys((torch.split, torch.chunk), _pieces),
+    ops.linear: _linear,
+    ops.rope: _rope,
+    ops.sdpa: _sdpa,
+    ops.columns: _columns,
+    ops.cross_entropy: _cross_entropy,
+    F.embedding: _embedding,
+    torch.softmax: _softmax,
+    torch.reshape: _reshape,
+    torch.permute: _permute,
+    torch.unsqueeze: _unsqueeze,
+    torch.Tensor.expand: _expand,
+    torch.unbind: _unbind,
+    torch.cat: _cat,
+    torch.repeat_interleave: _repeat_interleave,
+    operator.getitem: _getitem,
+}
