@@ -31,6 +31,7 @@ from te_transform.plan.options import OptionError, Options
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.quantize import dequantize_weights
 from te_transform.report.compose import compose
+from te_transform.report.explain import divided
 from te_transform.report.report import Report
 from te_transform.runtime import timing
 from te_transform.runtime.calibrate import calibrate
@@ -485,6 +486,8 @@ def report(converted: nn.Module) -> Report:
     later = [note for note in found.failures if note not in told]
     if found.whole is not None and not found.in_pieces:
         later.append(_LATER)
+    if found.parallel is not None:
+        later += divided(found.parallel.places, found.parallel.ranks.count)
     return replace(found.report, plain_calls=plain, notes=(*told, *later))
 
 

@@ -89,15 +89,23 @@ class Ranks:
         """The sum, or the maximum, of all ranks' `x`."""
         return _waited(funcol.all_reduce(x.contiguous(), op, self.mesh))
 
+    def joined(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' `x` behind each other."""
+        return _waited(funcol.all_gather_tensor(x.contiguous(), dim, self.mesh))
+
+    def summed_block(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's one of equal blocks of the sum of all ranks' `x`."""
+        return _waited(funcol.reduce_scatter_tensor(x.contiguous(), "sum", dim, self.mesh))
+
     def gathered(self, x: Tensor, shards: Shards) -> Tensor:
         """The whole tensor of all ranks' shards of it."""
         dim = x.dim() + shards.dim
         if len(shards.parts) == 1 and shards.is_even(self.count):
-            return _waited(funcol.all_gather_tensor(x.contiguous(), dim, self.mesh))
+            return self.joined(x, dim)
         longest = shards.length(0, self.count)
         padded = x.new_zeros((longest, *x.shape[:dim], *x.shape[dim + 1 :]))
         padded[: x.shape[dim]] = x.movedim(dim, 0)
-        blocks = _waited(funcol.all_gather_tensor(padded, 0, self.mesh)).split(longest)
+        blocks = self.joined(padded, 0).split(longest)
         pieces = [list(self._pieces(block, shards, rank)) for rank, block in enumerate(blocks)]
         whole = torch.cat([piece for part in zip(*pieces, strict=True) for piece in part])
         return whole.movedim(0, dim).contiguous()
@@ -116,8 +124,7 @@ class Ranks:
     def summed_share(self, x: Tensor, shards: Shards) -> Tensor:
         """This rank's shard of the sum of all ranks' `x`."""
         if len(shards.parts) == 1 and shards.is_even(self.count):
-            dim = x.dim() + shards.dim
-            return _waited(funcol.reduce_scatter_tensor(x.contiguous(), "sum", dim, self.mesh))
+            return self.summed_block(x, x.dim() + shards.dim)
         return self.share(self.summed(x), shards)
 
 

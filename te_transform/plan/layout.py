@@ -102,9 +102,11 @@ class _LayingOut:
             self.tried |= seeds
             self.layout.places.append(Place("linear", path, (refused.reason,), refused.indivisible))
             return
+        seeds = {node for argument in attention.args[:3] for node in self._makers(argument)} | seeds
         self.tried |= seeds | self._readers(attention)
-        reason = self._indivisible_heads(attention) or refused.reason
-        self.layout.places.append(Place("attention", path, (reason,), reason != refused.reason))
+        path = edit.innermost(path_of(node) for node in seeds)
+        heads = "" if self._skipped(linear) else self._indivisible_heads(attention)
+        self.layout.places.append(Place("attention", path, (heads or refused.reason,), bool(heads)))
 
     def _closed(self, seeds: set[fx.Node], pieces: int) -> _Region:
         """The region that begins with these linears, and with others whose results it needs in shards."""
@@ -183,12 +185,14 @@ class _LayingOut:
             raise Refusal("the weight of a linear is computed, a parameter is needed")
         if weight in self.layout.shards:
             raise Refusal("a linear is divided with others already, one of its own is needed")
-        for glob in self.skip:
-            parts = path_of(linear).split(".")
-            if any(fnmatchcase(".".join(parts[:depth]), glob) for depth in range(1, len(parts) + 1)):
-                raise Refusal(
-                    f"a linear is skipped by skip={glob!r}, leave it out of skip= to have it divided"
-                )
+        if (glob := self._skipped(linear)) is not None:
+            raise Refusal(f"a linear is skipped by skip={glob!r}, leave it out of skip= to have it divided")
+
+    def _skipped(self, linear: fx.Node) -> str | None:
+        """The glob by which the linear, or a module that holds it, is skipped."""
+        parts = path_of(linear).split(".")
+        holders = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+        return next((glob for glob in self.skip if any(fnmatchcase(path, glob) for path in holders)), None)
 
     def _makers(self, value: fx.Node) -> Iterator[fx.Node]:
         """The linears that are not divided yet and whose results lead to `value` without another linear."""

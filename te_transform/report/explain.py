@@ -1,4 +1,4 @@
-"""Sentences on how a forward was captured, where that is not as one graph."""
+"""Sentences on how a forward was captured, where that is not as one graph, and on how it is divided."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 from torch import fx
 
-from te_transform.report.places import listed
+from te_transform.plan.layout import Place
+from te_transform.plan.rule import Outcome
+from te_transform.report.places import gather, listed
 
 _CODE = re.compile(r'File "([^"]+)", line (\d+), in \S+, code: (.+)')
 
@@ -66,3 +68,14 @@ def _title(reason: str) -> str:
     if reason.startswith("generic_jump"):
         return "Data-dependent branching"
     return reason.strip().splitlines()[0].rstrip(".")
+
+
+def divided(places: Iterable[Place], ranks: int) -> Iterator[str]:
+    """What is divided among the ranks of a tensor-parallel group, and why not more."""
+    outcomes = [Outcome(place.what, place.path, "refused", place.reasons) for place in places]
+    for found in gather(outcomes):
+        where = f"{found.rule}: {', '.join(found.lines)}"
+        if found.reasons:
+            yield f"whole on each of {ranks} ranks is {where}, because {', '.join(found.reasons)}"
+        else:
+            yield f"divided among {ranks} ranks is {where}"

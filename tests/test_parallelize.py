@@ -1,0 +1,283 @@
+"""Tensor and sequence parallelism: one rank, two and four give the same losses and gradients."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import te_transform
+from te_transform import ParallelError
+from tests.ranks import mesh, on_ranks
+from tests.zoo import CASES, EXTRA, LLAMA, Case, hf_case, tensors, zero_dropout
+
+distributed = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
+
+# as LLAMA, with a head of keys for each of four ranks
+LLAMA_4 = hf_case("llama_4", "LlamaForCausalLM", "LlamaConfig", LLAMA | {"num_key_value_heads": 4})
+ALL: dict[str, Case] = {**CASES, **EXTRA, "llama_4": LLAMA_4}
+MULTI_QUERY = ("*self_attn", "*self_attention")  # one head of keys and values, which nothing divides
+SKIP = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "falcon"), MULTI_QUERY)
+BARE = "torch_mha_bare"  # returns its weights too: nothing of it is divided
+
+
+def sample_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    sample = case.sample(batch=2, seq=12)
+    if case.causal_lm and case.hf:
+        sample |= {"labels": sample["input_ids"], "use_cache": False}
+    return {
+        k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in sample.items()
+    }
+
+
+def loss_of(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    return loss if loss is not None else sum(t.square().mean() for t in tensors(output))
+
+
+def gradients(model: nn.Module, sample: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss, and the whole gradient of each parameter, by names."""
+    loss = loss_of(model(**sample))
+    loss.backward()
+    found = {"the loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        found[name] = torch.zeros(parameter.shape) if grad is None else whole(grad)
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Of the loss relative to itself, of gradients to the largest of them: they are sums that may cancel."""
+    scale = max(grad.norm().item() for name, grad in exact.items() if name != "the loss")
+    return {
+        name: (
+            (found[name].double() - exact[name]).norm() / (abs(exact[name]) if grad.dim() == 0 else scale)
+        ).item()
+        for name, grad in exact.items()
+    }
+
+
+def compared(name: str, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:
+    """The errors of the original and of the divided model against the original in fp64."""
+    case = ALL[name]
+    model, sample = zero_dropout(case.build()).to(dtype).train(), sample_of(case, dtype)
+    exact = gradients(copy.deepcopy(model).double(), sample_of(case, torch.float64))
+    original = gradients(copy.deepcopy(model), sample)
+    converted = te_transform.convert(model, sample, verify=False)
+    skip = SKIP.get(name, ())
+    te_transform.parallelize(converted, mesh(), sample, sequence_parallel=sequence_parallel, skip=skip)
+    divided = gradients(converted, sample)
+    return {
+        "original": errors(original, exact),
+        "divided": errors(divided, exact),
+        "shards": {name for name, p in converted.named_parameters() if isinstance(p.placements[0], Shard)},
+        "same": {name: grad.sum().item() for name, grad in divided.items()},
+    }
+
+
+def check(results: list[dict[str, Any]], dtype: torch.dtype) -> None:
+    """No error is more than twice the original's own and four ulp: sums over shards round otherwise."""
+    ulp = torch.finfo(dtype).eps
+    for found in results:
+        worst = max(found["original"].values())
+        wrong = {n: e for n, e in found["divided"].items() if not e <= 2 * worst + 4 * ulp}
+        assert not wrong, f"the original is off by {worst:.2g} at most, here are {wrong}"
+        assert found["shards"]
+        assert found["same"] == results[0]["same"]  # on each rank
+
+
+def cases(
+    *names: str, dtype: torch.dtype = torch.float32, sequence_parallel: bool = True
+) -> dict[str, dict[str, Any]]:
+    return {name: compared(name, dtype, sequence_parallel) for name in names}
+
+
+def test_two_ranks_train_a_gpt(tmp_path: Path) -> None:
+    results = on_ranks(2, tmp_path, partial(cases, "nanogpt_flash"))
+    check([found["nanogpt_flash"] for found in results], torch.float32)
+
+
+DECODERS = ("llama_4", "gpt2", "quickstart")
+
+
+class TestParity:
+    pytestmark = distributed
+
+    @pytest.mark.parametrize("ranks", [1, 2, 4])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    def test_decoders(self, ranks: int, dtype: torch.dtype, sequence_parallel: bool, tmp_path: Path) -> None:
+        work = partial(cases, *DECODERS, dtype=dtype, sequence_parallel=sequence_parallel)
+        results = on_ranks(ranks, tmp_path, work)
+        for name in DECODERS:
+            check([found[name] for found in results], dtype)
+
+    @pytest.mark.parametrize("name", [name for name in {**CASES, **EXTRA} if name != BARE])
+    def test_the_test_list(self, name: str, tmp_path: Path) -> None:
+        results = on_ranks(2, tmp_path, partial(cases, name))
+        check([found[name] for found in results], torch.float32)
+
+
+def trained(name: str, folder: Path) -> dict[str, Tensor]:
+    """A step of AdamW on the ranks, whose state is then saved; returns the whole weights."""
+    model = divided(ALL[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model(**sample_of(ALL[name]))).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    saved = {"model": model.state_dict(), "steps": optimizer.state_dict()["state"]}
+    dcp.save(saved, checkpoint_id=folder)
+    return {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}
+
+
+def loaded(name: str, folder: Path) -> dict[str, Tensor]:
+    """The whole weights of a model of other numbers that has loaded the checkpoint, and its next loss."""
+    model = divided(ALL[name])
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder)
+    model.load_state_dict(state)
+    loss = loss_of(model(**sample_of(ALL[name]))).detach()
+    return {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()} | {"the loss": loss}
+
+
+def divided(case: Case, **options: Any) -> nn.Module:
+    sample = sample_of(case)
+    converted = te_transform.convert(zero_dropout(case.build()).train(), sample, verify=False)
+    return te_transform.parallelize(converted, mesh(), sample, **options)
+
+
+class TestCheckpoints:
+    pytestmark = distributed
+
+    @pytest.mark.parametrize("name", ["llama_4", "gpt2"])
+    def test_written_on_two_ranks(self, name: str, tmp_path: Path) -> None:
+        for folder in ("two", "four", "one", "saved"):
+            (tmp_path / folder).mkdir()
+        expected, again = on_ranks(2, tmp_path / "two", partial(trained, name, tmp_path / "saved"))
+        vanilla = zero_dropout(ALL[name].build()).train()
+        state = vanilla.state_dict()
+        dcp.load({"model": state}, checkpoint_id=tmp_path / "saved", no_dist=True)
+        vanilla.load_state_dict(state)
+        equal(vanilla.state_dict(), expected)
+        equal(again, expected)
+        loss = loss_of(vanilla(**sample_of(ALL[name])))
+        for ranks, folder in ((4, "four"), (1, "one")):
+            for found in on_ranks(ranks, tmp_path / folder, partial(loaded, name, tmp_path / "saved")):
+                assert found.pop("the loss").item() == pytest.approx(loss.item(), rel=1e-6)
+                equal(found, expected)
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+class Dropped(nn.Module):
+    """Shows its dropouts: of a vector that is divided by columns, and of the sum behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16, bias=False)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.dropout(torch.relu(self.up(x)))
+        out = self.down(hidden)
+        return out, self.dropout(out * 0 + 1)
+
+
+def dropouts(sequence_parallel: bool) -> dict[str, Any]:
+    """Columns that the first half of the hidden dropout kept, those of the second, and the dropout of what
+    is common."""
+    model, x = Dropped(), torch.zeros(2, 8, 16)
+    with torch.no_grad():
+        model.up.bias.fill_(1.0)
+        model.down.weight.zero_()
+        for half in (0, 1):  # each half of the hidden columns is shown by a half of the output's
+            for column in range(8):
+                model.down.weight[8 * half + column, 32 * half + column] = 1.0
+    converted = te_transform.convert(model.train(), x, verify=False)
+    te_transform.parallelize(converted, mesh(), x, sequence_parallel=sequence_parallel)
+    torch.manual_seed(1)
+    shown, common = converted(x)
+    torch.manual_seed(1)
+    again, _ = converted(x)
+    converted(x)[0].sum().backward()
+    return {"hidden": shown, "common": common, "again": again, "state": torch.get_rng_state()}
+
+
+def seeded_apart() -> str:
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(2, 8, 16)
+    model = te_transform.convert(Dropped().train(), x, verify=False)
+    te_transform.parallelize(model, mesh(), x)
+    with pytest.raises(ParallelError, match="random generators differ"):
+        model(x)
+    return ""
+
+
+class TestDropout:
+    pytestmark = distributed
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    def test_shards_draw_their_own_numbers(self, sequence_parallel: bool, tmp_path: Path) -> None:
+        first, second = on_ranks(2, tmp_path, partial(dropouts, sequence_parallel))
+        for name in ("hidden", "common", "state"):
+            assert torch.equal(first[name], second[name])  # on both ranks
+        assert torch.equal(first["hidden"], first["again"])  # from one seed
+        hidden = first["hidden"].view(-1, 2, 8)
+        assert not torch.equal(hidden[:, 0], hidden[:, 1])
+        assert 0.3 < (hidden != 0).float().mean() < 0.7
+        halves = first["common"].chunk(2, 1)
+        assert not torch.equal(*halves)
+
+    def test_ranks_with_other_seeds_are_told(self, tmp_path: Path) -> None:
+        on_ranks(2, tmp_path, seeded_apart)
+
+
+def sharded_twice() -> dict[str, Any]:
+    """Two ranks of data by two of tensors: the gradient of each half of a batch, averaged."""
+    from torch.distributed.fsdp import fully_shard
+
+    case = LLAMA_4
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, sample = zero_dropout(case.build()).train(), sample_of(case)
+    alone = gradients(copy.deepcopy(model), sample)
+    converted = te_transform.convert(model, sample, verify=False)
+    te_transform.parallelize(converted, both["tp"], sample, sequence_parallel=True)
+    for layer in converted.model.layers:
+        fully_shard(layer, mesh=both["dp"])
+    fully_shard(converted, mesh=both["dp"])
+    half = {
+        k: v[both["dp"].get_local_rank() :][:1] if isinstance(v, Tensor) else v for k, v in sample.items()
+    }
+    found = gradients(converted, half)
+    dist.all_reduce(found["the loss"], op=dist.ReduceOp.SUM)
+    found["the loss"] /= 4
+    placements = {str(p.placements) for p in converted.parameters()}
+    optimizer = torch.optim.AdamW(converted.parameters())
+    nn.utils.clip_grad_norm_(converted.parameters(), 1.0)
+    optimizer.step()
+    return {"errors": errors(found, {k: v.double() for k, v in alone.items()}), "placements": placements}
+
+
+class TestBesideFSDP2:
+    pytestmark = distributed
+
+    def test_a_mesh_of_two_dimensions(self, tmp_path: Path) -> None:
+        for found in on_ranks(4, tmp_path, sharded_twice):
+            assert max(found["errors"].values()) < 1e-5
+            assert any("Shard" in placement for placement in found["placements"])
