@@ -1,0 +1,150 @@
+"""What parallelize() says of models and meshes that do not fit, before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import te_transform
+from te_transform import ParallelError
+from tests.models.quickstart import QuickstartModel
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+HEADS = 6
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A process group of so many ranks, of which this is the first and the others answer nothing."""
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+def mesh(*sizes: int) -> Any:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
+
+
+def original(ffn: int = 48) -> nn.Module:
+    torch.manual_seed(0)
+    return QuickstartModel(24, ffn, HEADS, 2).eval()
+
+
+def sample() -> Tensor:
+    return torch.randn(8, 2, 24)
+
+
+def converted(**options: Any) -> nn.Module:
+    return te_transform.convert(original(options.pop("ffn", 48)), sample(), verify=False, **options)
+
+
+def unchanged(model: nn.Module, given: nn.Module, *args: Any, match: str, **options: Any) -> None:
+    """parallelize() raises, and `model`, which may lie in what it is given, is bitwise what it was."""
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    with pytest.raises(ParallelError, match=re.escape(match)):
+        te_transform.parallelize(given, *args, **options)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        if not isinstance(parameter, DTensor):
+            assert torch.equal(parameter, before[name][1])
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_heads_that_the_mesh_does_not_divide(ranks: int) -> None:
+    model = converted()
+    said = "layers.0.qkv_projection: attention has 6 heads, a number that 4 ranks divide is needed"
+    unchanged(model, model, mesh(4), sample(), match=said)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_width_that_the_mesh_does_not_divide(ranks: int) -> None:
+    model = converted(ffn=49)
+    said = "layers.0.mlp.linear1: a linear makes 49 columns, a number that 2 ranks divide is needed"
+    unchanged(model, model, mesh(2), sample(), match=said)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_nothing_is_left_to_divide(ranks: int) -> None:
+    model = converted()
+    said = "nothing of QuickstartModel can be divided among ranks"
+    unchanged(model, model, mesh(2), sample(), match=said, skip="*")
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "not a model": (lambda: 3, "parallelize() was given a int, a converted model is needed"),
+    "not converted": (original, "QuickstartModel is not converted, a converted model is needed"),
+    "wrapped": (
+        lambda: nn.parallel.DistributedDataParallel(converted()),
+        "the model is wrapped by DistributedDataParallel, the converted model itself is needed",
+    ),
+    "compiled": (lambda: converted(compile=True), "the model was converted with compile=True"),
+}
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(ranks: int, name: str) -> None:
+    make, said = OTHERS[name]
+    given = make()
+    unchanged(given if isinstance(given, nn.Module) else nn.Module(), given, mesh(2), sample(), match=said)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_parameters_that_are_not_plain(ranks: int) -> None:
+    model = converted()
+    norm = next(m for m in model.modules() if isinstance(m, nn.LayerNorm))
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh(2), [Shard(0)]))
+    unchanged(model, model, mesh(2), sample(), match="is a DTensor, a plain tensor is needed")
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_gradients_and_hooks_that_would_be_lost(ranks: int) -> None:
+    model = converted()
+    model(sample()).sum().backward()
+    unchanged(model, model, mesh(2), sample(), match="has a gradient or hooks, which would be lost")
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_meshes(ranks: int) -> None:
+    model = converted()
+    unchanged(model, model, 4, sample(), match="the mesh is a int, a DeviceMesh is needed")
+    unchanged(
+        model, model, mesh(2, 2), sample(), match="the mesh has 2 dimensions ('dp', 'tp'), one is needed"
+    )
+
+
+def test_a_process_group_that_is_missing() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model, left = converted(), mesh(2)
+    dist.destroy_process_group()
+    unchanged(model, model, left, sample(), match="there is no process group, one is needed")
+
+
+def test_a_model_that_is_divided(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    try:
+        model, x = converted(), sample()
+        expected = model(x)
+        te_transform.parallelize(model, mesh(1), x)
+        assert torch.allclose(model(x), expected, atol=1e-5)
+        unchanged(model, model, mesh(1), x, match="is divided among 1 ranks already, a whole one is needed")
+        with pytest.raises(ParallelError, match="cannot be copied"):
+            copy.deepcopy(model)
+        report = str(te_transform.report(model))
+        assert "divided among 1 ranks is attention" in report
+        whole = te_transform.revert(model)
+        assert not any(isinstance(p, DTensor) for p in whole.parameters())
+        assert torch.allclose(whole(x), expected, atol=1e-5)
+    finally:
+        dist.destroy_process_group()
