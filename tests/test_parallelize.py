@@ -281,3 +281,44 @@ class TestBesideFSDP2:
         for found in on_ranks(4, tmp_path, sharded_twice):
             assert max(found["errors"].values()) < 1e-5
             assert any("Shard" in placement for placement in found["placements"])
+
+
+def in_other_ways() -> dict[str, float]:
+    """How far a divided Llama is from the original in calls of other kinds than it was divided with."""
+    case = LLAMA_4
+    model, sample = zero_dropout(case.build()).train(), sample_of(case)
+    original, fused = copy.deepcopy(model), divided(case, sequence_parallel=True)
+    ids, found = sample["input_ids"], {}
+
+    def off(mine: Tensor, theirs: Tensor) -> float:
+        return ((mine - theirs).norm() / theirs.norm()).item()
+
+    for length in (7, 12):  # two ranks do not divide the first: residuals stay whole
+        with torch.no_grad():
+            given = {"input_ids": ids[:1, :length]}
+            mine, theirs = fused.eval()(**given), original.eval()(**given)
+        found[f"logits of {length}"] = off(mine.logits, theirs.logits)
+        keys = (output.past_key_values.layers[1].keys for output in (mine, theirs))
+        found[f"keys of {length}"] = off(*keys)
+    asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    same = torch.equal(fused.generate(ids[:, :5], **asked), original.generate(ids[:, :5], **asked))
+    found["tokens"] = 0.0 if same else 1.0
+    for kept in (fused.train(), original.train()):
+        kept.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    frozen = gradients(fused, sample), gradients(original, sample)
+    found["frozen"] = max(errors(frozen[0], {k: v.double() for k, v in frozen[1].items()}).values())
+    for kept in (fused, original):
+        kept.zero_grad()
+        kept.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointed = gradients(fused, sample), gradients(original, sample)
+    exact = {k: v.double() for k, v in checkpointed[1].items()}
+    found["checkpointed"] = max(errors(checkpointed[0], exact).values())
+    return found
+
+
+class TestOtherCalls:
+    pytestmark = distributed
+
+    def test_give_the_originals_numbers(self, tmp_path: Path) -> None:
+        for found in on_ranks(2, tmp_path, in_other_ways):
+            assert max(found.values()) < 1e-5, found

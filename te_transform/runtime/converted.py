@@ -81,6 +81,7 @@ class Converted:
     whole: list[CapturedGraph] | None = None
     precision: Precision | None = None
     parallel: Parallel | None = None
+    uncaptured: set[type] = field(default_factory=set)  # of a divided model: dynamo gave up on their code
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
     forwards: dict[type, Any] = field(default_factory=dict)  # those that the model's classes had meanwhile
 
@@ -151,6 +152,7 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
+        idle = idle or type(module) in self.uncaptured
         if idle or (self.recomputes and torch.is_grad_enabled()):
             with self._with_whole_parameters(module):
                 return forward(module, *args, **kwargs)
@@ -174,8 +176,9 @@ class Converted:
                 with set_aside(), self._with_stand_ins(module):
                     out = run(module, *args, **kwargs)
                 if self.parallel is not None and (run.turned_off or kind in self.leaving):
-                    # its code ran on stand-ins, in part at least
-                    with self._with_whole_parameters(module):
+                    # a part of its code ran on stand-ins; blocks are captured by now, if there are any
+                    self.uncaptured |= {kind} if run.turned_off else set()
+                    with self._with_whole_parameters(module, blocks(module) if self.by_block else ()):
                         out = forward(module, *args, **kwargs)
                 if place.is_root and self.whole == []:
                     self.whole = self.graphs[before:]
