@@ -18,6 +18,7 @@ from te_transform.backends.gradients import Gradients
 from te_transform.backends.joined import state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.running import forget_weights
+from te_transform.runtime.converted import converted_of
 
 
 class AccumulationError(RuntimeError):
@@ -93,6 +94,11 @@ def _check(model: nn.Module, steps: int) -> None:
         raise AccumulationError(
             "the model is wrapped by DistributedDataParallel, which reduces gradients as autograd hands "
             "them out, and kernels that add them to a buffer hand out none: use its no_sync() instead"
+        )
+    if any(state.parallel is not None for state in map(converted_of, model.modules()) if state is not None):
+        raise AccumulationError(
+            "the model is divided among ranks, its gradients are DTensors, and buffers of plain tensors are "
+            "summed up here: leave accumulate() out, gradients add up in .grad"
         )
     if taken := [name for name, p in model.named_parameters() if "main_grad" in p.__dict__]:
         raise AccumulationError(

@@ -9,6 +9,7 @@ from typing import assert_type
 import networkx
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import te_transform
 
@@ -20,6 +21,10 @@ converted = te_transform.convert(
 )
 assert_type(converted, nn.Module)
 te_transform.revert(converted)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+assert_type(
+    te_transform.parallelize(converted, mesh["tp"], batch, sequence_parallel=True, skip="head"), nn.Module
+)
 assert_type(te_transform.trace(model, batch, train=False), fx.GraphModule)
 te_transform.quantize_weights(converted)
 with te_transform.accumulate(converted, steps=2):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_transform.backends.collectives import Ranks, Shards, Way, moved
 from te_transform.canonicalize import canonicalize
@@ -78,21 +78,76 @@ def compare(case: Case, count: int, sequence: bool, skip: tuple[str, ...] = ()) 
     }
     layouts = []
     for captured in capture(zero_dropout(case.build()).double().train(), sample, dynamic=False):
-        canonical = canonicalize(captured.module.graph)
-        layout = lay_out(canonical, count, skip)
-        outputs, exact = gradients(executable(captured, canonical), captured.inputs)
-        scale = max((grad.norm().item() for grad in exact if grad is not None), default=0.0)
-        for found, grads in in_threads(count, partial(on_one_rank, captured, layout, sequence)):
-            assert all(map(partial(close, scale=0.0), found, outputs))
-            for grad, expected in zip(grads, exact, strict=True):
-                assert (grad is None) == (expected is None)
-                assert grad is None or close(grad, expected, scale)
-        layouts.append(layout)
+        layouts.append(lay_out(canonicalize(captured.module.graph), count, skip))
+        check(captured, layouts[-1], count, sequence)
     return layouts
+
+
+def check(captured: Captured, layout: Layout, count: int, sequence: bool) -> None:
+    """Outputs and gradients on each of the ranks are those of the whole graph."""
+    whole = executable(captured, canonicalize(captured.module.graph))
+    outputs, exact = gradients(whole, captured.inputs)
+    scale = max((grad.norm().item() for grad in exact if grad is not None), default=0.0)
+    for found, grads in in_threads(count, partial(on_one_rank, captured, layout, sequence)):
+        assert all(map(partial(close, scale=0.0), found, outputs))
+        for grad, expected in zip(grads, exact, strict=True):
+            assert (grad is None) == (expected is None)
+            assert grad is None or close(grad, expected, scale)
+
+
+_ONE_HEAD = "attention has 1 key/value head, a number that 2 ranks divide is needed"
+_NORM = "the layer_norm reads whole rows, columns that are not sharded are needed"
+_LABELS = (
+    "2 columns leave the model, a linear that reads them is needed or more columns than the 64 that it reads"
+)
+_PARTS = "the weight of a linear is computed, a parameter is needed"
+_LEAVES = _LABELS.replace("2 columns", "64 columns")
+_EXPERTS = "a softmax reads all of a dimension, one that is not sharded is needed"
+
+# What of the models of the test list stays whole on each of two ranks, and why; all else is divided.
+WHOLE: dict[str, dict[str, str]] = {
+    **{name: {"attention": _ONE_HEAD} for name in ("gemma", "gemma2", "gemma3_text", "falcon")},
+    **{name: {"linear": _NORM} for name in ("bert", "distilbert", "roberta")},
+    "vit": {"linear": _LABELS},
+    "mixtral": {"linear": _EXPERTS},  # the router; experts are no linears
+}
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ALL)
 def test_two_ranks_compute_what_one_does(name: str, sequence: bool) -> None:
-    layouts = compare(ALL[name], 2, sequence)
-    print(name, [(p.what, p.path, p.reasons) for layout in layouts for p in layout.places])
+    places = [place for layout in compare(ALL[name], 2, sequence) for place in layout.places]
+    whole = {(place.what, *place.reasons) for place in places if place.reasons}
+    if name == "torch_mha_bare":  # its query, key and value are one tensor, of which dynamo knows
+        assert whole == {("linear", _PARTS), ("linear", _LEAVES)}
+        return
+    assert whole == set(WHOLE.get(name, {}).items())
+    assert {place.what for place in places if not place.reasons} >= {"attention", "mlp"} - {
+        *WHOLE.get(name, {}),
+        *({"mlp"} if name in ("torch_mha", "mixtral") else ()),
+    }
+
+
+def test_four_ranks_with_a_mask() -> None:
+    """Padded, and with heads that four ranks divide, of a vocabulary of 99: 25, 25, 25 and 24 words."""
+    sample = CASES["gpt2"].sample(batch=4, seq=12, padded=True)
+    (captured,) = capture(zero_dropout(CASES["gpt2"].build()).double().eval(), sample, dynamic=False)
+    layout = lay_out(canonicalize(captured.module.graph), 4)
+    assert {"head", "embedding", "attention", "mlp"} == {place.what for place in layout.places}
+    check(captured, layout, 4, sequence=True)
+
+
+def test_in_place_writes_are_not_put_on_shards() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            hidden[:, 0] = 0
+            return self.down(hidden)
+
+    (captured,) = capture(Writing(), (torch.randn(4, 8),), dynamic=False)
+    up = lay_out(canonicalize(captured.module.graph), 2).places[0]
+    assert up.reasons == ("the model writes in place to them, values that stay are needed",)

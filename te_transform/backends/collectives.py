@@ -15,10 +15,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+# What functional collectives call; its Python wrappers have other names in PyTorch 2.13 than before.
+_OPS = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class Ranks:
         """This one's number among them."""
         return self.mesh.get_local_rank()
 
+    @property
+    def group(self) -> str:
+        """The name of the process group."""
+        return self.mesh.get_group().group_name
+
     def shape(self, whole: torch.Size, shards: Shards | None) -> tuple[int, ...]:
         """Of what this rank has of a tensor."""
         if shards is None:
@@ -87,15 +94,18 @@ class Ranks:
 
     def summed(self, x: Tensor, op: str = "sum") -> Tensor:
         """The sum, or the maximum, of all ranks' `x`."""
-        return _waited(funcol.all_reduce(x.contiguous(), op, self.mesh))
+        return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), op, self.group))
 
     def joined(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' `x` behind each other."""
-        return _waited(funcol.all_gather_tensor(x.contiguous(), dim, self.mesh))
+        blocks = _OPS.all_gather_into_tensor(x.contiguous(), self.count, self.group)
+        whole = _OPS.wait_tensor(blocks)
+        return whole if dim == 0 else torch.cat(whole.chunk(self.count), dim)
 
     def summed_block(self, x: Tensor, dim: int) -> Tensor:
         """This rank's one of equal blocks of the sum of all ranks' `x`."""
-        return _waited(funcol.reduce_scatter_tensor(x.contiguous(), "sum", dim, self.mesh))
+        blocks = x.contiguous() if dim == 0 else torch.cat(x.chunk(self.count, dim))
+        return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(blocks, "sum", self.count, self.group))
 
     def gathered(self, x: Tensor, shards: Shards) -> Tensor:
         """The whole tensor of all ranks' shards of it."""
@@ -126,10 +136,6 @@ class Ranks:
         if len(shards.parts) == 1 and shards.is_even(self.count):
             return self.summed_block(x, x.dim() + shards.dim)
         return self.share(self.summed(x), shards)
-
-
-def _waited(x: Tensor) -> Tensor:
-    return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
 class Way(Enum):
