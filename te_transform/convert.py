@@ -505,7 +505,8 @@ def _report_of_whole(model: nn.Module, converted: Converted) -> Report:
 
 
 def revert(converted: nn.Module) -> nn.Module:
-    """Take the captured forward off again; modules, parameters and what they hold were never changed."""
+    """Take the captured forward off again; modules, parameters and what they hold were never changed, but
+    where parallelize() has divided them: then parameters are gathered, on all ranks of the mesh at once."""
     dequantize_weights(converted)
     leave(converted)
     return converted

@@ -18,6 +18,7 @@ from te_transform.backends.collectives import Ranks, Shards
 from te_transform.canonicalize import canonicalize
 from te_transform.graph.capture import capture, on_fake_tensors
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
+from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
 from te_transform.plan.layout import Place, lay_out
 from te_transform.plan.model import wrapped_by
@@ -63,14 +64,13 @@ def parallelize(
     _check_found(converted, found, ranks)
     before = _outputs(converted, sample, ranks)
     parallel = Parallel(ranks, sequence_parallel, tuple(found.places))
-    parallel.distribute(converted, found.shards)
-    state.divide(parallel)
-    try:
-        _check_outputs(converted, before, _outputs(converted, sample, ranks), ranks)
-    except BaseException:
-        parallel.collect()
-        state.divide(None)
-        raise
+    with parallel.distributed(converted, found.shards):
+        state.divide(parallel)
+        try:
+            _check_outputs(converted, before, _outputs(converted, sample, ranks), ranks)
+        except BaseException:
+            state.divide(None)
+            raise
     return converted
 
 
@@ -141,6 +141,10 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ParallelError(
                 f"the parameter {name} is a {type(parameter.data).__name__}, a plain tensor is needed: "
                 "parallelize() the model first"
+            )
+        if not parameter.is_floating_point():
+            raise ParallelError(
+                f"the parameter {name} is {dtype_name(parameter.dtype)}, a float is needed: make it a buffer"
             )
         if parameter.device.type != mesh.device_type:
             raise ParallelError(

@@ -87,19 +87,27 @@ class Parallel:
             "torch.distributed.checkpoint or of full_tensor()s"
         )
 
-    def distribute(self, model: nn.Module, shards: Mapping[str, Shards]) -> None:
+    @contextmanager
+    def distributed(self, model: nn.Module, shards: Mapping[str, Shards]) -> Iterator[None]:
         """Put a DTensor in the place of each parameter of the model, with what the first rank has in it;
-        parameters that are tied stay so."""
-        made: dict[int, tuple[nn.Parameter, nn.Parameter, Divided]] = {}
-        for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
-            path, _, own = name.rpartition(".")
-            module = model.get_submodule(path)
-            if id(parameter) not in made:
-                found = shards.get(name)
-                stored = Replicate() if found is None else Shard(parameter.dim() + found.dim)
-                held = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
-                made[id(parameter)] = parameter, nn.Parameter(held, parameter.requires_grad), Divided(found)
-            _, module._parameters[own], self.divided[module, own] = made[id(parameter)]
+        parameters that are tied stay so. Where the body raises, the parameters themselves come back."""
+        made: dict[int, tuple[nn.Parameter, Divided]] = {}
+        before = [*model.named_parameters(remove_duplicate=False)]
+        try:
+            for name, parameter in before:
+                if id(parameter) not in made:
+                    found = shards.get(name)
+                    stored = Replicate() if found is None else Shard(parameter.dim() + found.dim)
+                    held = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
+                    made[id(parameter)] = nn.Parameter(held, parameter.requires_grad), Divided(found)
+                module, own = _holder(model, name)
+                module._parameters[own], self.divided[module, own] = made[id(parameter)]
+            yield
+        except BaseException:
+            for name, parameter in before:
+                module, own = _holder(model, name)
+                module._parameters[own] = parameter
+            raise
 
     def collect(self) -> None:
         """Put whole parameters in the places of the DTensors."""
@@ -151,6 +159,12 @@ class Parallel:
     ) -> Callable[..., Any]:
         """What dynamo calls in the place of a captured graph."""
         return _Divided(self, captured, fuse)
+
+
+def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and its name there."""
+    path, _, own = name.rpartition(".")
+    return model.get_submodule(path), own
 
 
 class _Divided:

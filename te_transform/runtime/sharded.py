@@ -249,7 +249,7 @@ class _Sharding:
     def _name(self, way: Way, shards: Shards | None, op: nn.Module) -> str:
         """The name of a move, the same for equal ones: equal layers are then equal graphs."""
         at = "" if shards is None else "_".join(map(str, ("", -shards.dim, *shards.parts)))
-        name = f"{way.name.lower()}{at}"
+        name = f"ranks_{way.name.lower()}{at}"
         if not hasattr(self.module, name):
             self.module.add_submodule(name, op)
         return name
