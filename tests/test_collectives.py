@@ -1,0 +1,105 @@
+"""What ranks exchange: placements, embeddings and cross entropy, in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_transform.backends.collectives import (
+    Ranks,
+    ShardedCrossEntropy,
+    ShardedEmbedding,
+    Shards,
+    Way,
+    moved,
+)
+from te_transform.graph import ops
+from tests.threads import in_threads
+
+WORDS, WIDTH = 11, 3
+UNEVEN = Shards(-1, (WORDS,))
+
+
+def on(count: int, work: Callable[[Ranks], Any]) -> list[Any]:
+    return in_threads(count, lambda ranks: partial(work, ranks))
+
+
+@pytest.mark.parametrize("parts", [(8,), (4, 4), (8, 4), (5,), (5, 3)])
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_a_share_is_gathered_again(parts: tuple[int, ...], dim: int) -> None:
+    shards = Shards(dim, parts)
+    shape = [2, 3, 3]
+    shape[dim] = shards.size
+    whole = torch.randn(shape)
+
+    def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        own = moved(whole, Way.SHARE, ranks, shards)
+        assert own.shape == ranks.shape(whole.shape, shards)
+        return moved(own, Way.GATHER, ranks, shards), moved(own, Way.GATHER_ENTER, ranks, shards)
+
+    for found in on(2, work):
+        assert all(torch.equal(each, whole) for each in found)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_cross_entropy_of_shards(reduction: str) -> None:
+    logits, targets = torch.randn(2, 4, WORDS), torch.randint(WORDS, (2, 4))
+    targets[0, :2] = -100
+
+    def gradient(loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        leaf = logits.clone().requires_grad_()
+        found = loss(leaf)
+        found.square().sum().backward()
+        return found.detach(), leaf.grad
+
+    def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        op = ShardedCrossEntropy(ranks, UNEVEN)
+        return gradient(lambda x: op(moved(x, Way.SHARE, ranks, UNEVEN), targets, -100, reduction))
+
+    expected = gradient(lambda x: ops.cross_entropy(x, targets, -100, reduction))
+    for found in on(4, work):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_an_embedding_of_shards() -> None:
+    table, ids = torch.randn(WORDS, WIDTH), torch.randint(WORDS, (2, 5))
+    ids[0, 0] = 7
+
+    def gradient(look_up: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        leaf = table.clone().requires_grad_()
+        found = look_up(leaf)
+        found.square().sum().backward()
+        return found.detach(), leaf.grad
+
+    def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        rows = UNEVEN.on(-2)
+        op = ShardedEmbedding(ranks, rows, 7)
+        return gradient(lambda x: moved(op(ids, moved(x, Way.SHARE, ranks, rows)), Way.SUM, ranks))
+
+    expected = gradient(lambda x: F.embedding(ids, x, 7))
+    for found in on(2, work):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("wrong", [-1, WORDS])
+def test_words_that_there_are_not(wrong: int) -> None:
+    def embedding(ranks: Ranks) -> Tensor:
+        rows = UNEVEN.on(-2)
+        return ShardedEmbedding(ranks, rows, None)(torch.tensor([wrong]), torch.randn(6, WIDTH))
+
+    def loss(ranks: Ranks) -> Tensor:
+        op = ShardedCrossEntropy(ranks, UNEVEN)
+        return op(torch.randn(1, ranks.shape((WORDS,), UNEVEN)[0]), torch.tensor([wrong]), -100, "mean")
+
+    with pytest.raises(RuntimeError, match="ids from 0 to 10 are needed, there is another"):
+        on(2, embedding)
+    with pytest.raises(RuntimeError, match="targets from 0 to 10 are needed, there is another"):
+        on(2, loss)
