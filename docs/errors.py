@@ -1,6 +1,6 @@
 """Write docs/errors.md: every error and every refusal, as the code says it.
 
-    python docs/errors.py
+python docs/errors.py
 """
 
 from collections import defaultdict

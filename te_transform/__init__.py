@@ -12,8 +12,8 @@ from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 from te_transform.plan.rule import Outcome, Rule
 from te_transform.quantize import QuantizationError, quantize_weights
-from te_transform.scaling_state import load_scaling_state, scaling_state
 from te_transform.runtime.parallel import ParallelError
+from te_transform.scaling_state import load_scaling_state, scaling_state
 from te_transform.trace import trace
 from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify

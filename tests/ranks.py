@@ -14,7 +14,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -186,33 +186,6 @@ def scales_of(wraps: tuple[Callable[[nn.Module], nn.Module], ...], compiles: boo
         notes = [note for note in te_transform.report(model).notes if "uncompiled" in note]
         found[wrap.__name__] = steps, te_transform.scaling_state(model), notes
     return found
-"""Work in several processes on one machine, over gloo."""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-
-def on_ranks(count: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work(*args)` returns in each of so many processes."""
-    torch.multiprocessing.spawn(_run, (count, folder, work, args), nprocs=count)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
-
-
-def _run(rank: int, count: int, folder: Path, work: Callable[..., Any], args: tuple) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", count)
-    dist.init_process_group("gloo", rank=rank, world_size=count, store=store)
-    try:
-        torch.save(work(*args), folder / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 def mesh() -> DeviceMesh:

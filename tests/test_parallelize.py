@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 import te_transform
 from te_transform import ParallelError
 from tests.models.nanogpt import GPT, GPTConfig
-from tests.ranks import mesh, on_ranks
+from tests.ranks import mesh, spawn
 from tests.zoo import CASES, EXTRA, LLAMA, Case, hf_case, seeded, tensors, zero_dropout
 
 distributed = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
@@ -110,7 +110,7 @@ def cases(
 
 
 def test_two_ranks_train_a_gpt(tmp_path: Path) -> None:
-    results = on_ranks(2, tmp_path, partial(cases, "small"))
+    results = spawn(partial(cases, "small"), 2, tmp_path)
     check([found["small"] for found in results], torch.float32)
 
 
@@ -125,13 +125,13 @@ class TestParity:
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     def test_decoders(self, ranks: int, dtype: torch.dtype, sequence_parallel: bool, tmp_path: Path) -> None:
         work = partial(cases, *DECODERS, dtype=dtype, sequence_parallel=sequence_parallel)
-        results = on_ranks(ranks, tmp_path, work)
+        results = spawn(work, ranks, tmp_path)
         for name in DECODERS:
             check([found[name] for found in results], dtype)
 
     @pytest.mark.parametrize("name", [name for name in {**CASES, **EXTRA} if name != BARE])
     def test_the_test_list(self, name: str, tmp_path: Path) -> None:
-        results = on_ranks(2, tmp_path, partial(cases, name))
+        results = spawn(partial(cases, name), 2, tmp_path)
         check([found[name] for found in results], torch.float32)
 
 
@@ -170,7 +170,7 @@ class TestCheckpoints:
     def test_written_on_two_ranks(self, name: str, tmp_path: Path) -> None:
         for folder in ("two", "four", "one", "saved"):
             (tmp_path / folder).mkdir()
-        expected, again = on_ranks(2, tmp_path / "two", partial(trained, name, tmp_path / "saved"))
+        expected, again = spawn(partial(trained, name, tmp_path / "saved"), 2, tmp_path / "two")
         vanilla = zero_dropout(ALL[name].build()).train()
         state = vanilla.state_dict()
         dcp.load({"model": state}, checkpoint_id=tmp_path / "saved", no_dist=True)
@@ -179,7 +179,7 @@ class TestCheckpoints:
         equal(again, expected)
         loss = loss_of(vanilla(**sample_of(ALL[name])))
         for ranks, folder in ((4, "four"), (1, "one")):
-            for found in on_ranks(ranks, tmp_path / folder, partial(loaded, name, tmp_path / "saved")):
+            for found in spawn(partial(loaded, name, tmp_path / "saved"), ranks, tmp_path / folder):
                 assert found.pop("the loss").item() == pytest.approx(loss.item(), rel=1e-6)
                 equal(found, expected)
 
@@ -238,7 +238,7 @@ class TestDropout:
 
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     def test_shards_draw_their_own_numbers(self, sequence_parallel: bool, tmp_path: Path) -> None:
-        first, second = on_ranks(2, tmp_path, partial(dropouts, sequence_parallel))
+        first, second = spawn(partial(dropouts, sequence_parallel), 2, tmp_path)
         for name in ("hidden", "common", "state"):
             assert torch.equal(first[name], second[name])  # on both ranks
         assert torch.equal(first["hidden"], first["again"])  # from one seed
@@ -249,7 +249,7 @@ class TestDropout:
         assert not torch.equal(*halves)
 
     def test_ranks_with_other_seeds_are_told(self, tmp_path: Path) -> None:
-        on_ranks(2, tmp_path, seeded_apart)
+        spawn(seeded_apart, 2, tmp_path)
 
 
 def sharded_twice() -> dict[str, Any]:
@@ -282,7 +282,7 @@ class TestBesideFSDP2:
     pytestmark = distributed
 
     def test_a_mesh_of_two_dimensions(self, tmp_path: Path) -> None:
-        for found in on_ranks(4, tmp_path, sharded_twice):
+        for found in spawn(sharded_twice, 4, tmp_path):
             assert max(found["errors"].values()) < 1e-5
             assert any("Shard" in placement for placement in found["placements"])
 
@@ -324,5 +324,5 @@ class TestOtherCalls:
     pytestmark = distributed
 
     def test_give_the_originals_numbers(self, tmp_path: Path) -> None:
-        for found in on_ranks(2, tmp_path, in_other_ways):
+        for found in spawn(in_other_ways, 2, tmp_path):
             assert max(found.values()) < 1e-5, found
