@@ -144,7 +144,10 @@ def test_rms_norm_without_eps_has_that_of_its_arithmetic() -> None:
 
 NOT_RMS_NORMS = {
     "no eps": lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * m.w,
-    "x-transformers": lambda m, x: F.normalize(x, dim=-1) * HIDDEN**0.5 * m.w,
+    "a unit vector": lambda m, x: F.normalize(x, dim=-1) * m.w,
+    "scaled by something else": lambda m, x: F.normalize(x, dim=-1) * HIDDEN * m.w,
+    "a sum of magnitudes": lambda m, x: F.normalize(x, p=1.0, dim=-1) * HIDDEN**0.5 * m.w,
+    "unit columns": lambda m, x: F.normalize(x, dim=-2) * HIDDEN**0.5 * m.w,
     "another dimension": lambda m, x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6) * m.w,
     "a cube": lambda m, x: x * torch.rsqrt(x.pow(3).abs().mean(-1, keepdim=True) + 1e-6) * m.w,
     "of something else": lambda m, x: x * _inverse(x + 1) * m.w,
@@ -157,6 +160,64 @@ NOT_RMS_NORMS = {
 @pytest.mark.parametrize("spelling", NOT_RMS_NORMS.values(), ids=NOT_RMS_NORMS)
 def test_not_an_rms_norm(spelling) -> None:
     assert op_counts(canonical(spelling, torch.randn(2, HIDDEN, HIDDEN), w=torch.randn(HIDDEN))) == {}
+
+
+NORMALIZE = {
+    "x-transformers": (lambda m, x: F.normalize(x, dim=-1) * HIDDEN**0.5 * (m.w + 0.0), "w", False),
+    "x-transformers, around zero": (lambda m, x: F.normalize(x, dim=-1) * HIDDEN**0.5 * (m.w + 1.0), "w", True),
+    "lucidrains": (lambda m, x: m.w * HIDDEN**0.5 * F.normalize(x, dim=-1), "w", False),
+    "without a scale": (lambda m, x: F.normalize(x, dim=-1) * HIDDEN**0.5, None, False),
+    "in fp32": (lambda m, x: (F.normalize(x.float(), dim=-1) * HIDDEN**0.5).to(x.dtype) * m.w, "w", False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("spelling", "weight", "centered"), NORMALIZE.values(), ids=NORMALIZE)
+def test_a_unit_vector_times_the_root_of_its_width_is_an_rms_norm(
+    spelling, weight: str | None, centered: bool, dtype: torch.dtype
+) -> None:
+    x, w = torch.randn(2, 5, HIDDEN, dtype=dtype), torch.randn(HIDDEN, dtype=dtype)
+    graph = canonical(spelling, x, w=w, bound=BOUND if dtype is torch.float32 else 0.02)
+    assert targets(graph) == {ops.rms_norm}
+    _, found, eps, zero_centered = the(graph, ops.rms_norm)
+    assert (named(found), eps, zero_centered) == (weight, 1e-24 / HIDDEN, centered)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [0.0, 1e-15, 1e-9, 1e9])
+def test_the_rms_norm_of_a_unit_vector_has_its_limits(length: float, dtype: torch.dtype) -> None:
+    x = (length * F.normalize(torch.randn(4, HIDDEN), dim=-1)).to(dtype).requires_grad_()
+    w, noise = torch.randn(HIDDEN, dtype=dtype), torch.randn(4, HIDDEN, dtype=dtype)
+    outs = F.normalize(x, dim=-1) * HIDDEN**0.5 * w, ops.rms_norm(x, w, 1e-24 / HIDDEN)
+    grads = [torch.autograd.grad(out, x, noise)[0] for out in outs]
+    bound = 1e-5 if dtype is torch.float32 else 0.03
+    for one, other in (outs, grads):
+        assert (one - other).double().norm() <= bound * one.double().norm()
+
+
+def test_in_fp16_a_unit_vector_of_nothing_is_nan_and_stays_so() -> None:
+    graph = canonical(NORMALIZE["x-transformers"][0], torch.randn(4, HIDDEN).half(), w=torch.randn(HIDDEN).half())
+    assert op_counts(graph) == {}
+
+
+SCALED = {
+    "layer norm": (lambda m, x: F.layer_norm(x, (HIDDEN,)) * m.w, (None, 1e-5, False)),
+    "layer norm, around zero": (lambda m, x: F.layer_norm(x, (HIDDEN,)) * (m.w + 1.0), (None, 1e-5, True)),
+    "layer norm, shifted": (lambda m, x: m.b + m.w * F.layer_norm(x, (HIDDEN,)), ("b", 1e-5, False)),
+    "rms norm": (lambda m, x: F.rms_norm(x, (HIDDEN,), None, 1e-6) * m.w, (1e-6, False)),
+    "rms norm, around zero": (lambda m, x: (1 + m.w) * F.rms_norm(x, (HIDDEN,), None, 1e-6), (1e-6, True)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("spelling", "rest"), SCALED.values(), ids=SCALED)
+def test_what_a_norm_without_scale_is_multiplied_by_is_its_scale(
+    spelling, rest: tuple, dtype: torch.dtype
+) -> None:
+    x, w, b = (torch.randn(*s, HIDDEN, dtype=dtype) for s in ((2, 5), (), ()))
+    graph = canonical(spelling, x, w=w, b=b, bound=BOUND if dtype is torch.float32 else 0.02)
+    (op,) = targets(graph)
+    assert tuple(map(named, the(graph, op)[1:])) == ("w", *rest)
 
 
 def test_a_cast_behind_a_norm_stays_if_it_widens() -> None:

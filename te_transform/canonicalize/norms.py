@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -45,6 +46,22 @@ def _rms_norm(graph: fx.Graph, match: Match) -> tuple | None:
     if eps is None:  # F.rms_norm takes that of the dtype it computes in
         eps = torch.finfo(torch.promote_types(dtype_of(x), torch.float32)).eps
     return ops.rms_norm, (x, weight, eps, match.bound.get("gamma") == "zero-centered")
+
+
+def _rms_norm_of_normalize(graph: fx.Graph, match: Match) -> tuple | None:
+    """x / max(|x|, least) * sqrt(width), which is x / sqrt(mean(x^2) + least^2 / width).
+
+    They differ where |x| is about `least`, 1e-12, alone: both are 0 at 0, and as steep there. In fp16 `least` is
+    0, and the quotient of a row of zeros is NaN.
+    """
+    x, weight = _operands(match)
+    width, least = shape_of(x)[-1], match.bound["least"]
+    vanishes = not 0 < torch.finfo(dtype_of(x)).smallest_normal < least
+    if not isinstance(width, int) or not math.isclose(match.bound["factor"], math.sqrt(width)) or vanishes:
+        return None
+    if not _normalizes_last(match) or not _keeps_dtype(match):
+        return None
+    return ops.rms_norm, (x, weight, least**2 / width, match.bound.get("gamma") == "zero-centered")
 
 
 def _operands(match: Match) -> tuple[fx.Node, fx.Node | None]:
@@ -112,9 +129,22 @@ _VARIANCE = OneOf(_mean(_square(_cast(_CENTERED))), Call(torch.var, _X, -1, Fals
 _NORMALIZED = _normalized(_cast(_CENTERED), _VARIANCE)
 _BIAS = _cast(Var("bias", lambda bias: bias is None or _is_vector(bias)))
 _LAYER_NORM = Call(F.layer_norm, _X, _SHAPE, OneOf(_NO_WEIGHT, _GAMMA), _BIAS, _ANY_EPS)
-_SHIFTED = Call(torch.add, _cast(_NORMALIZED), _cast(Var("bias", _is_vector)), commute=True)
+_SCALED = AnyOrder(torch.mul, _cast(Call(F.layer_norm, _X, _SHAPE, None, None, _ANY_EPS)), _GAMMA)
+_SHIFTED = Call(
+    torch.add, _cast(OneOf(_NORMALIZED, _SCALED)), _cast(Var("bias", _is_vector)), commute=True
+)
+
+_SCALED_RMS_NORM = AnyOrder(torch.mul, _cast(Call(F.rms_norm, _X, _SHAPE, None, _ANY_EPS)), _GAMMA)
+_UNIT = _cast(Call(F.normalize, _X, 2, -1, Var("least", _is_epsilon)))
+_FACTOR = Var("factor", lambda value: type(value) is float)
+_UNIT_RMS_NORM = OneOf(
+    AnyOrder(torch.mul, _UNIT, _FACTOR, _GAMMA),
+    AnyOrder(torch.mul, _cast(AnyOrder(torch.mul, _UNIT, _FACTOR)), _GAMMA),
+    AnyOrder(torch.mul, _UNIT, _FACTOR),
+)
 
 NORMS = (
-    Spelling(_cast(OneOf(_LAYER_NORM, _SHIFTED, _NORMALIZED)), _layer_norm),
-    Spelling(_cast(OneOf(_RMS_NORM, _WRITTEN_RMS_NORM)), _rms_norm),
+    Spelling(_cast(OneOf(_SHIFTED, _SCALED, _LAYER_NORM, _NORMALIZED)), _layer_norm),
+    Spelling(_cast(OneOf(_SCALED_RMS_NORM, _RMS_NORM, _WRITTEN_RMS_NORM)), _rms_norm),
+    Spelling(_cast(_UNIT_RMS_NORM), _rms_norm_of_normalize),
 )

@@ -245,6 +245,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
         F.rms_norm,
         (input, normalized_shape, weight, eps),
     ),
+    "normalize": lambda input, p=2.0, dim=1, eps=1e-12: (F.normalize, (input, p, back(input, dim), eps)),
     "scaled_dot_product_attention": _sdpa,
     "cross_entropy": _cross_entropy,
     **{name: _elementwise(getattr(torch, name)) for name in _UNARY},
