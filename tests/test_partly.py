@@ -14,7 +14,7 @@ import te_transform
 from te_transform.report.report import Report
 from tests.attacks import Pair, X, with_input_gradient
 from tests.bitwise import untouched
-from tests.models.tiny import MLP, WIDTH, Attention, Tiny
+from tests.models.tiny import MLP, WIDTH, Attention, Block, Tiny
 from tests.zoo import seeded
 
 # Parts of other kinds
@@ -308,3 +308,26 @@ def test_hooks_on_the_model_and_on_state_dicts_stay() -> None:
     converted(X)
     converted.state_dict()
     assert called == ["block", "model", "state_dict"]
+
+
+def test_a_list_of_blocks_may_have_places_left_empty() -> None:
+    """As x-transformers has them, in which a block may have a norm in front, behind it, or both."""
+
+    class Gaps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([None, Block(), None, Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x if block is None else block(x)
+            return x
+
+    class Empty(Gaps):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([None, None])
+
+    for kind in (Gaps, Empty):
+        pair = Pair.of(kind, rules="merge_siblings merge_siblings layernorm_mlp layernorm_mlp")
+        pair.agree(with_input_gradient)

@@ -400,8 +400,9 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)
         if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
-            alike = len({type(child) for child in module}) == 1
-            if alike and any(True for _ in module[0].children()):
+            layers = [layer for layer in module if layer is not None]  # a list may have places left empty
+            alike = len({type(layer) for layer in layers}) == 1
+            if alike and any(True for _ in layers[0].children()):
                 found |= {f"{path}.{name}": child for name, child in module.named_children()}
     return found
 
