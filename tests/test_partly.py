@@ -331,3 +331,25 @@ def test_a_list_of_blocks_may_have_places_left_empty() -> None:
     for kind in (Gaps, Empty):
         pair = Pair.of(kind, rules="merge_siblings merge_siblings layernorm_mlp layernorm_mlp")
         pair.agree(with_input_gradient)
+
+
+def test_layers_in_a_list_of_lists_are_captured_however_many_there_are() -> None:
+    """As vit-pytorch has them: nobody calls the inner lists."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            pairs = (
+                [nn.Sequential(nn.LayerNorm(WIDTH), part()) for part in (Attention, MLP)] for _ in range(9)
+            )
+            self.layers = nn.ModuleList(nn.ModuleList(pair) for pair in pairs)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for attention, mlp in self.layers:
+                x = x + attention(x)
+                x = x + mlp(x)
+            return x
+
+    pair = Pair.of(Pairs)
+    assert te_transform.report(pair.converted).counts["layernorm_mlp"] == 9
+    pair.agree(with_input_gradient)

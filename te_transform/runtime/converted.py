@@ -395,16 +395,16 @@ def parts(model: nn.Module) -> list[nn.Module]:
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers by their names."""
+    """The layers by their names; a list in a list is none, and neither is what it holds: nobody calls it."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
+        if isinstance(module, nn.ModuleList) and not inside:
             layers = [layer for layer in module if layer is not None]  # a list may have places left empty
-            alike = len({type(layer) for layer in layers}) == 1
+            alike = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
             if alike and any(True for _ in layers[0].children()):
                 found |= {f"{path}.{name}": child for name, child in module.named_children()}
-    return found
+    return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}
 
 
 def _forwards(model: nn.Module) -> dict[type, Any]:
