@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from te_transform.graph import ops
+from te_transform.graph.nodes import is_parameter
 from te_transform.graph.pattern import Siblings
 from te_transform.plan.rule import Operation, Rule
 
@@ -16,6 +17,9 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
         )
     if len({linear.sources("weight") for linear in linears}) < len(linears):
         yield "some of the linears have the same weight, a merged linear has each row once"
+    biases = [bias for linear in linears for bias in linear.sources("bias")]
+    if not all(map(is_parameter, biases)):
+        yield "the linear's bias is computed at every call, a parameter is needed"
     if any(linear.sources("weight") != (linear.node.args[1],) for linear in linears):
         yield "a weight is stored transposed, rows that lie below each other are needed"
 

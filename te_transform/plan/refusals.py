@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends.quantized import Quantized
-from te_transform.graph.nodes import called, dtype_name, is_parameter, value
+from te_transform.graph.nodes import called, dtype_name, is_parameter, same_shape, value
 from te_transform.graph.pattern import Match
 from te_transform.plan.rule import Operation
 
@@ -44,6 +44,11 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
     except AttributeError:  # an RMSNorm has no bias
         return
     what = f"the {operation.op}'s {name}"
+    if operation.op == "linear" and name == "bias":  # kernels take any vector, of which gradients go on
+        rows = operation.weight.shape[:1]
+        if sources and not same_shape(operation.bias.shape, rows):
+            yield f"{what} is {list(operation.bias.shape)}, one number for each of {rows[0]} rows is needed"
+        return
     for source in sources:
         held = value(source)
         if not isinstance(source, fx.Node) or source.op != "placeholder":

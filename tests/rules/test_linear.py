@@ -26,6 +26,9 @@ FUSES = {
     "a product": written(lambda m, x: x @ m.inner.weight.T + m.inner.bias, inner=linear()),
     "a Conv1D": Conv1D,
     "a weight that is cast": written(lambda m, x: F.linear(x, m.inner.weight.to(x.dtype)), inner=linear()),
+    "a bias that is computed": written(
+        lambda m, x: F.linear(x, m.inner.weight, m.inner.bias.exp()), inner=linear()
+    ),
     "a function": written(lambda m, x: m.inner(x), inner=lambda: nn.Sequential(linear()())),
 }
 
@@ -71,9 +74,9 @@ REFUSES = {
         "the linear's weight is computed at every call, a parameter is needed",
     ),
     "int8": (Int8, "the linear's weight is computed at every call, a parameter is needed"),
-    "a bias that is computed": (
-        written(lambda m, x: F.linear(x, m.inner.weight, m.inner.bias.exp()), inner=linear()),
-        "the linear's bias is computed at every call, a parameter is needed",
+    "a bias for all rows": (
+        written(lambda m, x: F.linear(x, m.inner.weight, m.inner.bias[:1]), inner=linear()),
+        "the linear's bias is [1], one number for each of 16 rows is needed",
     ),
     "a buffer": (with_buffer, "the linear's weight is a buffer or a constant, a parameter is needed"),
     "complex numbers": (

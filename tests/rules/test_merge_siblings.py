@@ -96,6 +96,10 @@ def scaled(model: Written, x: Tensor) -> Tensor:
     return F.linear(x, model.q.weight * 2) + model.k(x)
 
 
+def biases_by_exp(model: Written, x: Tensor) -> Tensor:
+    return F.linear(x, model.q.weight, model.q.bias.exp()) + F.linear(x, model.k.weight, model.k.bias.exp())
+
+
 def a_buffer() -> nn.Module:
     model = written(added, **three(bias=False))()
     weight = model.q.weight.detach()
@@ -121,6 +125,10 @@ REFUSES = {
     "computed": (
         written(scaled, q=linear(bias=False), k=linear(bias=False)),
         "the linear's weight is computed at every call, a parameter is needed",
+    ),
+    "biases that are computed": (
+        written(biases_by_exp, q=linear(), k=linear()),
+        "the linear's bias is computed at every call, a parameter is needed",
     ),
     "a buffer": (a_buffer, "the linear's weight is a buffer or a constant, a parameter is needed"),
 }
