@@ -37,9 +37,9 @@ COUNTS = {
     "vit": {"attention": 2} | VISION,
     # keys and values for both layers of the decoder are one product of what the encoder gives
     "t5": {"merge_siblings": 5, "attention": 6, "layernorm_linear": 10, "linear": 12},
-    "torch_encoder_pre": {"layernorm_linear": 2, "linear": 6},
+    "torch_encoder_pre": {"layernorm_linear": 4, "linear": 4},
     "torch_encoder_post": {"linear": 8},
-    "torch_mha": {"linear": 2},
+    "torch_mha": {"layernorm_linear": 1, "linear": 1},
     "torch_mha_bare": {"linear": 2},
     "llama_eager": LLAMA,
     "gpt2_eager": GPT2,

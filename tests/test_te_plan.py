@@ -73,8 +73,8 @@ COUNTS = {
     # dropped layers part the forwards of these two: no norm is in one graph with the head
     "opt": TWO | {"merge_siblings": 2, "layernorm_mlp": 2, "layernorm_linear": 2, "linear": 3},
     "whisper": {"attention": 6, "layernorm_mlp": 4, "layernorm_linear": 2, "linear": 23},
-    "torch_encoder_pre": TWO | {"layernorm_linear": 2, "linear": 6},
-    "torch_mha": {"attention": 1, "linear": 2},
+    "torch_encoder_pre": TWO | {"layernorm_linear": 4, "linear": 4},
+    "torch_mha": {"attention": 1, "layernorm_linear": 1, "linear": 1},
     "torch_mha_bare": {"linear": 2},
     "falcon": TWO | {"merge_siblings": 2, "rotary": 4, "layernorm_linear": 3, "linear": 4},
     "mixtral": TWO | {"merge_siblings": 2, "rotary": 4, "layernorm_linear": 3, "linear": 4},

@@ -10,7 +10,7 @@ from te_transform.canonicalize.composites import inline_composites
 from te_transform.canonicalize.functions import spell_functions
 from te_transform.canonicalize.grouped import GROUPED_QUERIES
 from te_transform.canonicalize.inplace import barriers, must_stay, read_results, written
-from te_transform.canonicalize.linears import BIASES, FLATTENED, LINEARS
+from te_transform.canonicalize.linears import BIASES, FLATTENED, LINEARS, TURNED
 from te_transform.canonicalize.loss import LOSSES
 from te_transform.canonicalize.noise import drop_noise
 from te_transform.canonicalize.norms import NORMS
@@ -23,7 +23,9 @@ from te_transform.graph import edit, nodes
 
 __all__ = ["canonicalize", "written"]
 
-_SPELLINGS = (LINEARS, BIASES, FLATTENED, NORMS, ACTIVATIONS, ROTARY, ATTENTION, GROUPED_QUERIES, LOSSES)
+_SPELLINGS = (
+    LINEARS, BIASES, FLATTENED, NORMS, TURNED, ACTIVATIONS, ROTARY, ATTENTION, GROUPED_QUERIES, LOSSES
+)  # fmt: skip
 
 
 def canonicalize(graph: fx.Graph) -> fx.Graph:

@@ -14,7 +14,7 @@ from te_transform.canonicalize.moves import reshape_sizes
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import dtype_of, is_model_tensor, is_tensor_node, same_shape, shape_of
-from te_transform.graph.pattern import Call, Linear, Match, Var
+from te_transform.graph.pattern import Call, Linear, Match, Norm, Var
 
 # F.multi_head_attention_forward splits one parameter into three
 _PARTS = (torch.t, torch.chunk, torch.split, torch.unbind, operator.getitem, ops.columns)
@@ -75,6 +75,30 @@ def _unflattened(graph: fx.Graph, match: Match) -> tuple | None:
     return ops.linear, (x, weight, bias)
 
 
+def _turned(graph: fx.Graph, match: Match) -> tuple | None:
+    """The linear of a norm, of which the result is turned, not what it reads: nn.MultiheadAttention puts the
+    length first."""
+    linear, turn, norm = match.nodes
+    if not _keeps_last(turn) or not all(map(_ends_in_linears, norm.users)):
+        return None
+    product = edit.insert(graph, match.nodes, ops.linear, (norm, *linear.args[1:]))
+    return turn.target, (product, *turn.args[1:])
+
+
+def _keeps_last(turn: fx.Node) -> bool:
+    """Whether a transpose or permute leaves the last dimension, which a linear maps, where it is."""
+    if turn.target is torch.transpose:
+        return -1 not in turn.args[1:]
+    return turn.args[1][-1] == len(turn.args[1]) - 1
+
+
+def _ends_in_linears(user: fx.Node) -> bool:
+    """Whether a reader of a norm is a linear, or turns it for linears alone."""
+    turned = user.target in _TURNS and all(reader.target is ops.linear for reader in user.users)
+    return turned or user.target is ops.linear
+
+
+_TURNS = (torch.transpose, torch.permute)
 _X, _WEIGHT, _BIAS = Var("x", is_tensor_node), Var("weight", _is_parameter(2)), Var("bias", _is_parameter(1))
 _FLAT = Call(torch.reshape, _X, Var("flat"))
 
@@ -89,4 +113,5 @@ BIASES = (
         _biased,
     ),
 )
+TURNED = (Spelling(Linear(Call(_TURNS, Norm(_X))), _turned),)
 FLATTENED = (Spelling(Call(torch.reshape, Linear(_FLAT), Var("shape")), _unflattened),)

@@ -43,6 +43,24 @@ def on_one_path(model: Written, x: Tensor) -> Tensor:
     return model.linear(model.norm(x)) + model.other(model.norm(-x))
 
 
+def beit() -> nn.Module:
+    """One product for q, k and v, where the bias of the keys is a buffer of zeros."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = F.linear(
+            model.norm(x), model.qkv.weight, torch.cat([model.q_bias, model.k_bias, model.v_bias])
+        ).chunk(3, -1)
+        return q + k * v
+
+    biases = {"q_bias": lambda: nn.Parameter(torch.ones(H)), "v_bias": lambda: nn.Parameter(torch.ones(H))}
+    buffer = {"k_bias": lambda: nn.Buffer(torch.zeros(H), persistent=False)}
+    return written(forward, norm=norm(), qkv=linear(H, 3 * H, bias=False), **biases, **buffer)()
+
+
+def turned(model: Written, x: Tensor) -> Tensor:
+    return model.linear(model.norm(x).transpose(0, 1)).transpose(1, 0)
+
+
 FUSES = {
     "LayerNorm": sequential(norm(), linear(H, FFN)),
     "RMSNorm": sequential(lambda: nn.RMSNorm(H, eps=1e-6), linear(H, FFN)),
@@ -60,6 +78,11 @@ FUSES = {
     ),
     "modules in between": sequential(norm(), nn.Identity, lambda: nn.Dropout(0.0), linear()),
     "a norm over a linear": sequential(norm(), linear(), nn.Tanh),
+    "a bias that is computed, as BEiT's": beit,
+    "of a norm that is transposed": written(turned, norm=norm(), linear=linear()),
+    "of a norm that is permuted": written(
+        lambda m, x: m.linear(m.norm(x).permute(1, 0, 2)).sum(0), norm=norm(), linear=linear()
+    ),
 }
 
 
@@ -143,3 +166,11 @@ def test_refuses(name: str) -> None:
 def test_what_stands_between_them_is_no_reason_that_somebody_could_act_on(between: Make) -> None:
     report = fused(sequential(norm(), between, nn.Tanh, linear()))
     assert reasons(report, "layernorm_linear") == set()
+
+
+def test_a_norm_that_is_read_in_both_orders_stays() -> None:
+    def forward(model: Written, x: Tensor) -> Tensor:
+        y = model.norm(x).transpose(0, 1)
+        return model.linear(y) + y
+
+    assert fused(own(forward)).counts == {"linear": 1}
