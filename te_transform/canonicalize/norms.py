@@ -51,8 +51,8 @@ def _rms_norm(graph: fx.Graph, match: Match) -> tuple | None:
 def _rms_norm_of_normalize(graph: fx.Graph, match: Match) -> tuple | None:
     """x / max(|x|, least) * sqrt(width), which is x / sqrt(mean(x^2) + least^2 / width).
 
-    They differ where |x| is about `least`, 1e-12, alone: both are 0 at 0, and as steep there. In fp16 `least` is
-    0, and the quotient of a row of zeros is NaN.
+    They differ where |x| is about `least`, 1e-12, alone: both are 0 at 0, and as steep there. In fp16 `least`
+    is 0, and the quotient of a row of zeros is NaN.
     """
     x, weight = _operands(match)
     width, least = shape_of(x)[-1], match.bound["least"]
@@ -130,9 +130,7 @@ _NORMALIZED = _normalized(_cast(_CENTERED), _VARIANCE)
 _BIAS = _cast(Var("bias", lambda bias: bias is None or _is_vector(bias)))
 _LAYER_NORM = Call(F.layer_norm, _X, _SHAPE, OneOf(_NO_WEIGHT, _GAMMA), _BIAS, _ANY_EPS)
 _SCALED = AnyOrder(torch.mul, _cast(Call(F.layer_norm, _X, _SHAPE, None, None, _ANY_EPS)), _GAMMA)
-_SHIFTED = Call(
-    torch.add, _cast(OneOf(_NORMALIZED, _SCALED)), _cast(Var("bias", _is_vector)), commute=True
-)
+_SHIFTED = Call(torch.add, _cast(OneOf(_NORMALIZED, _SCALED)), _cast(Var("bias", _is_vector)), commute=True)
 
 _SCALED_RMS_NORM = AnyOrder(torch.mul, _cast(Call(F.rms_norm, _X, _SHAPE, None, _ANY_EPS)), _GAMMA)
 _UNIT = _cast(Call(F.normalize, _X, 2, -1, Var("least", _is_epsilon)))
