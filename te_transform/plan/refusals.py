@@ -44,16 +44,16 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
     except AttributeError:  # an RMSNorm has no bias
         return
     what = f"the {operation.op}'s {name}"
-    if operation.op == "linear" and name == "bias":  # kernels take any vector, of which gradients go on
+    is_matrix = operation.op == "linear" and name == "weight"  # kernels take any vector, computed or not
+    if operation.op == "linear" and name == "bias" and sources:
         rows = operation.weight.shape[:1]
-        if sources and not same_shape(operation.bias.shape, rows):
+        if not same_shape(operation.bias.shape, rows):
             yield f"{what} is {list(operation.bias.shape)}, one number for each of {rows[0]} rows is needed"
-        return
     for source in sources:
         held = value(source)
-        if not isinstance(source, fx.Node) or source.op != "placeholder":
+        if is_matrix and (not isinstance(source, fx.Node) or source.op != "placeholder"):
             yield f"{what} is computed at every call, a parameter is needed"
-        elif not is_parameter(source):
+        elif is_matrix and not is_parameter(source):
             yield f"{what} is a buffer or a constant, a parameter is needed"
         elif is_traceable_wrapper_subclass(held) and not isinstance(held, Quantized):
             yield f"{what} is a {type(held).__name__}, a plain tensor is needed"

@@ -57,6 +57,17 @@ def beit() -> nn.Module:
     return written(forward, norm=norm(), qkv=linear(H, 3 * H, bias=False), **biases, **buffer)()
 
 
+class LucidNorm(nn.Module):
+    """lucidrains' LayerNorm, whose bias is a buffer of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma, self.beta = nn.Parameter(torch.ones(H)), nn.Buffer(torch.zeros(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.gamma, self.beta)
+
+
 def turned(model: Written, x: Tensor) -> Tensor:
     return model.linear(model.norm(x).transpose(0, 1)).transpose(1, 0)
 
@@ -78,6 +89,7 @@ FUSES = {
     ),
     "modules in between": sequential(norm(), nn.Identity, lambda: nn.Dropout(0.0), linear()),
     "a norm over a linear": sequential(norm(), linear(), nn.Tanh),
+    "a norm whose bias is a buffer": sequential(LucidNorm, linear()),
     "a bias that is computed, as BEiT's": beit,
     "of a norm that is transposed": written(turned, norm=norm(), linear=linear()),
     "of a norm that is permuted": written(
