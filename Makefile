@@ -56,4 +56,5 @@ $(READY): pyproject.toml constraints.txt
 
 .venv/.integrations: $(READY)
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[integrations]'
+	$(BIN)/python -m pip install -q --no-compile --no-deps litgpt==0.5.13 jsonargparse  # it wants an old huggingface-hub
 	touch $@

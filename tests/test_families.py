@@ -1,4 +1,4 @@
-"""Hugging Face's families, converted with what they were built with: the numbers are the originals'."""
+"""Hugging Face's families and the models of others, converted: the numbers are the originals'."""
 
 import copy
 from collections.abc import Iterable
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 import te_transform
-from tests.conversions import EVERYWHERE, Pair, each, error, gradients
+from tests.conversions import EVERYWHERE, Pair, each, error, gradients, inspected
 from tests.families import FAMILIES
+from tests.others import OTHERS
 from tests.zoo import Inputs, zero_dropout
 
-every_family = each(FAMILIES, later=FAMILIES)
+MODELS = FAMILIES | OTHERS
+every_model = each(MODELS, later=MODELS)
 GENERATING = [n for n, case in FAMILIES.items() if case.causal_lm or "decoder_input_ids" in case.sample()]
 FRESH = 1  # the seed of inputs that no model was converted with
 
@@ -20,7 +22,7 @@ FRESH = 1  # the seed of inputs that no model was converted with
 @cache
 def converted(name: str) -> Pair:
     """Verified by the conversion, and without dropouts after it."""
-    case = FAMILIES[name]
+    case = MODELS[name]
     model = case.build()
     made = te_transform.convert(model, case.sample())
     return Pair(case, zero_dropout(model), zero_dropout(made))
@@ -28,7 +30,7 @@ def converted(name: str) -> Pair:
 
 def samples(name: str) -> Iterable[Inputs]:
     """Of the sizes of the conversion, of others, and padded where the model takes a mask."""
-    case = FAMILIES[name]
+    case = MODELS[name]
     yield from (case.sample(*size, seed=FRESH) for size in ((2, 12), (3, 7), (1, 16)))
     if case.padded_inputs is not None:
         yield case.sample(2, 12, seed=FRESH, padded=True)
@@ -41,7 +43,7 @@ def off(actual: list[Tensor], expected: list[Tensor]) -> float:
     return error([a for a, _ in known], [e for _, e in known])
 
 
-@every_family
+@every_model
 def test_forward_in_evaluation(name: str) -> None:
     assert not [note for note in converted(name).report.notes if "taken back" in note]
     for inputs in samples(name):
@@ -49,9 +51,9 @@ def test_forward_in_evaluation(name: str) -> None:
         assert off(actual, expected) <= EVERYWHERE, {key: value.shape for key, value in inputs.items()}
 
 
-@every_family
+@every_model
 def test_gradients(name: str) -> None:
-    pair, inputs = converted(name), FAMILIES[name].sample(seed=FRESH)
+    pair, inputs = converted(name), MODELS[name].sample(seed=FRESH)
     expected, actual = (gradients(model.train(), inputs) for model in (pair.original, pair.converted))
     known = {name: grad for name, grad in expected.items() if grad is not None}
     assert known.keys() == {name for name, grad in actual.items() if grad is not None}
@@ -70,9 +72,9 @@ def test_generated_tokens(name: str) -> None:
     assert torch.equal(actual, expected)
 
 
-@every_family
+@every_model
 def test_state_dict_is_the_originals_and_so_is_the_model_again(name: str) -> None:
-    case = FAMILIES[name]
+    case = MODELS[name]
     model = case.build()
     state = copy.deepcopy(model.state_dict())
     made = te_transform.convert(model, case.sample(), verify=False, inplace=True)
@@ -80,3 +82,8 @@ def test_state_dict_is_the_originals_and_so_is_the_model_again(name: str) -> Non
     assert list(found) == list(state)
     assert all(torch.equal(found[key], value) for key, value in state.items())
     assert type(te_transform.revert(made)) is type(case.build())
+
+
+@every_model
+def test_is_planned_in_fp8(name: str) -> None:
+    assert inspected(MODELS[name], recipe="fp8-delayed").fused
