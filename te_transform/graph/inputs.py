@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,10 +103,10 @@ def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
 
 
 def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Inputs:
-    """Inputs for a model whose first module says what it reads: token ids, an image or features; always the
+    """Inputs for a model whose modules say what it reads: token ids, images, features or a wave; always the
     same ones, of so many rows of so many tokens.
 
-    Where the model has both an embedding and something that reads floats, it is run to see which it takes.
+    Where that leaves more than one possibility, the model is run to see which it takes.
 
     Raises:
         InputError: nothing in the model says what its forward takes, or it fails on all that could be.
@@ -112,12 +114,12 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Inputs
     with torch.random.fork_rng(devices=[]):  # they are drawn on the CPU
         torch.random.default_generator.manual_seed(0)
         candidates = _candidates(model, batch, length)
-    errors = {}
+    errors: dict[str, list[str]] = {}
     for inputs in candidates:
         if len(candidates) == 1 or (error := _error_of(model, inputs)) is None:
             return replace(inputs, invented=True)
-        errors[str(inputs)] = error
-    raised = ", and ".join(f"on {inputs} it raised {error}" for inputs, error in errors.items())
+        errors.setdefault(error, []).append(str(inputs))
+    raised = ", and ".join(f"on {' or '.join(tried)} it raised {error}" for error, tried in errors.items())
     raise InputError(
         f"no example inputs were given, and {type(model).__name__} failed on all that were invented for it, "
         f"{raised}: {_ASK}"
@@ -126,14 +128,14 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Inputs
 
 def _candidates(model: nn.Module, batch: int, length: int) -> list[Inputs]:
     if hasattr(model, "dummy_inputs") and isinstance(getattr(model, "config", None), object):
-        return [_invent_hugging_face(model, batch, length)]
+        return _for_hugging_face(model, batch, length)
     required = [
         p
         for p in inspect.signature(model.forward).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     readers = [module for module in model.modules() if isinstance(module, _READERS)]
-    if len(required) != 1 or not readers:
+    if not 1 <= len(required) <= _MOST_ARGUMENTS or not readers:
         takes = ", ".join(p.name for p in required) or "nothing by position"
         raise InputError(
             f"no example inputs were given and none can be invented for {type(model).__name__} (its forward "
@@ -141,8 +143,12 @@ def _candidates(model: nn.Module, batch: int, length: int) -> list[Inputs]:
         )
     first_of_each = {isinstance(module, nn.Embedding): module for module in reversed(readers)}
     first_of_each = sorted(first_of_each.values(), key=readers.index)
-    device = next(model.parameters()).device
-    return [Inputs((_read_by(module, device, batch, length),)) for module in first_of_each]
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    read = [_read_by(module, like, batch, length) for module in first_of_each]
+    if len(required) == 1:  # what reads patches of an image does not say so
+        read += [torch.randn(batch, _channels(readers), side, side).to(like) for side in _SIDES]
+    several = itertools.product(read, repeat=len(required))
+    return [Inputs(values) for values in sorted(several, key=lambda values: len(set(map(id, values))))]
 
 
 def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
@@ -157,43 +163,69 @@ def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
 
 
 _READERS = (nn.Embedding, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention)
+_SIDES = (16, 32, 64, 224, 256)  # of images, in pixels
+_MOST_ARGUMENTS = 3  # more are too many to try what each of them is
+_SAMPLES = 8000  # of a wave: half a second
 
 
-def _read_by(module: nn.Module, device: torch.device, batch: int, length: int) -> torch.Tensor:
+def _channels(readers: list[nn.Module]) -> int:
+    return next((module.in_channels for module in readers if isinstance(module, nn.Conv2d)), 3)
+
+
+def _read_by(module: nn.Module, like: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     if isinstance(module, nn.Embedding):
-        return torch.randint(module.num_embeddings, (batch, length)).to(device)
-    dtype = next(module.parameters()).dtype
+        return torch.randint(module.num_embeddings, (batch, length)).to(like.device)
     if isinstance(module, nn.Conv2d):
         side = 4 * max(module.kernel_size)
-        return torch.randn(batch, module.in_channels, side, side).to(device, dtype)
+        return torch.randn(batch, module.in_channels, side, side).to(like)
     if isinstance(module, nn.Linear):
         width = (module.in_features,)
     elif isinstance(module, nn.MultiheadAttention):
         width = (module.embed_dim,)
     else:
         width = tuple(module.normalized_shape)
-    return torch.randn(batch, length, *width).to(device, dtype)
+    return torch.randn(batch, length, *width).to(like)
 
 
-def _invent_hugging_face(model: nn.Module, batch: int, length: int) -> Inputs:
-    config = model.config
-    device, name = next(model.parameters()).device, model.main_input_name
-    dtype = next(p for p in model.parameters() if p.is_floating_point()).dtype
-    if name == "pixel_values":
-        vision = getattr(config, "vision_config", config)
-        side = vision.image_size if isinstance(vision.image_size, (tuple, list)) else (vision.image_size,) * 2
-        return Inputs((), {name: torch.randn(batch, vision.num_channels, *side).to(device, dtype)})
-    if name != "input_ids":
+def _for_hugging_face(model: nn.Module, batch: int, length: int) -> list[Inputs]:
+    config, name = model.config, model.main_input_name
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
+    ids = torch.randint(vocabulary, (batch, length)).to(like.device) if vocabulary else None
+    if name == "input_ids" and ids is not None:
+        read = [ids]
+    elif name in _FLOATS:
+        read = [torch.randn(batch, *shape).to(like) for shape in _FLOATS[name](config)]
+    else:
         raise InputError(
             f"no example inputs were given and none can be invented for {type(model).__name__} (its main "
             f"input is {name}): pass example_inputs={{'{name}': tensor, ...}}"
         )
-    vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (batch, length)).to(device)
-    kwargs = {name: ids}
-    if getattr(config, "is_encoder_decoder", False):
-        kwargs["decoder_input_ids"] = ids.clone()
-    return Inputs((), kwargs)
+    more = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
+    return [Inputs((), {name: values, **more}) for values in read]
+
+
+def _image_shapes(config: Any) -> list[tuple[int, ...]]:
+    vision = getattr(config, "vision_config", config)
+    side = getattr(vision, "image_size", _SIDES[-2])
+    image = (vision.num_channels, *(side if isinstance(side, (tuple, list)) else (side, side)))
+    frames = getattr(vision, "num_frames", None)
+    return [image] if frames is None else [(frames, *image), image]
+
+
+def _sound_shapes(config: Any) -> list[tuple[int, ...]]:
+    """Of a wave; where a config says how many bands a spectrogram has, of one with time first, or last."""
+    bands = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None)
+    times = getattr(config, "max_length", None) or 2 * getattr(config, "max_source_positions", 0)
+    return [(bands, times), (times, bands)] if bands and times else [(_SAMPLES,)]
+
+
+# name of the main input -> the shapes that it may have, without the batch
+_FLOATS: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
+    "pixel_values": _image_shapes,
+    "input_values": _sound_shapes,
+    "input_features": _sound_shapes,
+}
 
 
 def _takes(model: nn.Module, name: str) -> bool:
