@@ -10,10 +10,11 @@ from te_transform.plan.rule import Operation, Rule
 
 def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
     """Every reason why the projections cannot share one product."""
-    if len({linear.bias is None for linear in linears}) > 1:
+    mixed = len({linear.bias is None for linear in linears}) > 1
+    if mixed and len({linear.weight.requires_grad for linear in linears}) > 1:  # LoRA's beside its base
         yield (
-            "some of the linears have a bias and some have none, a merged linear has one for all its rows or "
-            "none"
+            "some of the linears have a bias and some have none, and some are frozen and some are not, a "
+            "merged linear has the gradients of all or none"
         )
     if len({linear.sources("weight") for linear in linears}) < len(linears):
         yield "some of the linears have the same weight, a merged linear has each row once"
@@ -26,6 +27,8 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
 
 RULE = Rule(name="merge_siblings", pattern=Siblings(ops.linear, role="linears"), refuse=refuse)
 """q, k and v, or gate and up: one matrix product and one read of the input instead of two or three.
+
+Where some have a bias and some have none, as the keys of Whisper, zeros stand for those that are missing.
 
 Exact but for the order of sums: the input's gradient is one product instead of a sum of several. The
 parameters stay apart; where they lie next to each other, which convert() sees to, the product reads all of

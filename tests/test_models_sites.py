@@ -51,7 +51,7 @@ COUNTS = {
     **dict.fromkeys(("distilbert", "roberta"), ENCODER),
     "clip_text": {"attention": 2} | CLIP,
     "clip_vision": CLIP,
-    "whisper": {"attention": 2, "layernorm_mlp": 4, "layernorm_linear": 2, "linear": 23},
+    "whisper": {"merge_siblings": 6, "attention": 2, "layernorm_mlp": 4, "layernorm_linear": 6, "linear": 9},
     "bart": {"merge_siblings": 6, "attention": 6, "linear": 23},
 }
 

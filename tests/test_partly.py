@@ -169,8 +169,8 @@ PARTLY: dict[str, tuple[Callable[[nn.Module], object], dict[str, int], str | Non
     "LoRA": (
         adapt,
         {"layernorm_mlp": 1, "layernorm_linear": 1, "linear": 8},
-        "some of the linears have a bias and some have none, a merged linear has one for all its rows or "
-        "none",
+        "some of the linears have a bias and some have none, and some are frozen and some are not, a merged "
+        "linear has the gradients of all or none",
     ),
     "int8": (replace_head(Int8), HEAD_LEFT, COMPUTED),
     "complex": (

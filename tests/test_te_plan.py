@@ -72,7 +72,7 @@ COUNTS = {
     "t5": TWO | {"merge_siblings": 5, "layernorm_linear": 10, "linear": 12},
     # dropped layers part the forwards of these two: no norm is in one graph with the head
     "opt": TWO | {"merge_siblings": 2, "layernorm_mlp": 2, "layernorm_linear": 2, "linear": 3},
-    "whisper": {"attention": 6, "layernorm_mlp": 4, "layernorm_linear": 2, "linear": 23},
+    "whisper": {"merge_siblings": 6, "attention": 6, "layernorm_mlp": 4, "layernorm_linear": 6, "linear": 9},
     "torch_encoder_pre": TWO | {"layernorm_linear": 4, "linear": 4},
     "torch_mha": {"attention": 1, "layernorm_linear": 1, "linear": 1},
     "torch_mha_bare": {"linear": 2},
@@ -88,18 +88,12 @@ HANDED_OUT = (
 )
 
 
-ONE_BIAS = (
-    "some of the linears have a bias and some have none, a merged linear has one for all its rows or none"
-)
-
-
 def read_by(*readers: str) -> str:
     found = ", ".join(readers)
     return f"the output of the layer_norm is also read by {found}, the fused module does not hand it out"
 
 
 POST = read_by("add")
-QKV = ("q_proj", "k_proj", "v_proj")
 
 
 REFUSED = {
@@ -118,16 +112,6 @@ REFUSED = {
         ("layernorm_mlp", DROPPED): [
             "encoder.block.{0,1}.layer.1.DenseReluDense  x2",
             "decoder.block.{0,1}.layer.2.DenseReluDense  x2",
-        ],
-    },
-    "whisper": {
-        ("merge_siblings", ONE_BIAS): [
-            "model.encoder.layers.{0,1}.self_attn  x2",
-            "model.decoder.layers.{0,1}.self_attn  x2",
-            "model.decoder.layers.{0,1}.encoder_attn  x2",
-        ],
-        ("layernorm_linear", read_by("linear")): [
-            f"model.{part}.layers.{{0,1}}.self_attn.{p}  x2" for part in ("encoder", "decoder") for p in QKV
         ],
     },
     "torch_encoder_pre": {("layernorm_mlp", DROPPED): ["layers.{0,1}  x2"]},

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends import quantized
 from te_transform.backends.tracing import compiling, transformed
+from te_transform.graph import ops
 
 
 class State:
@@ -119,24 +120,30 @@ class Join(nn.Module):
         super().__init__()
         self.apart = apart
 
-    def forward(self, *parameters: Tensor) -> Tensor:
-        """Parameters of shapes [n_i, ...] -> [sum of n_i, ...]; the gradients are slices of the result's."""
+    def forward(self, *parts: Tensor | int) -> Tensor:
+        """Parameters of shapes [n_i, ...] -> [sum of n_i, ...]; the gradients are slices of the result's.
+
+        A number stands for so many zeros, see ops.join.
+        """
+        parameters = tuple(part for part in parts if isinstance(part, Tensor))
+        has_zeros = len(parameters) < len(parts)
         if any(type(parameter) is not nn.Parameter for parameter in parameters) or transformed():
             # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie
             # together
-            whole = quantized.joined(parameters)
+            whole = None if has_zeros else quantized.joined(parameters)
             if whole is None:
-                return torch.cat(parameters)
+                return ops.join(*parts)
             whole._te_transform_joined = parameters
             return whole
-        buffer = adjacent(parameters)
+        buffer = None if has_zeros else adjacent(parameters)
         if buffer is None:
-            self._note(parameters)
-            buffer = torch.cat([parameter.detach() for parameter in parameters])
+            if not has_zeros:
+                self._note(parameters)
+            buffer = ops.join(*(part.detach() if isinstance(part, Tensor) else part for part in parts))
         joined = buffer.detach()
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
             used: list[bool] = []
-            joined = _Joined.apply(buffer, used, *parameters)
+            joined = _Joined.apply(buffer, used, *parts)
             joined._te_transform_used = used
         joined._te_transform_joined = parameters
         return joined
@@ -202,8 +209,9 @@ torch.library.register_fake("te_transform::cat", _cat, lib=_LIBRARY)
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, buffer: Tensor, used: list[bool], *parameters: Tensor) -> Tensor:
-        ctx.rows, ctx.seen, ctx.used = [len(p) for p in parameters], versions(parameters), used
+    def forward(ctx: Any, buffer: Tensor, used: list[bool], *parts: Tensor | int) -> Tensor:
+        ctx.rows = [part if isinstance(part, int) else len(part) for part in parts]
+        ctx.seen, ctx.used = versions([part for part in parts if isinstance(part, Tensor)]), used
         ctx.set_materialize_grads(False)  # there is none where a kernel has added it to a buffer
         return buffer.detach()
 

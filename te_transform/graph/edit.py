@@ -319,7 +319,12 @@ def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
     it."""
     first = min(linears)
     with graph.inserting_before(first):
-        weight, bias = (_joined(graph, [node.args[i] for node in linears], first) for i in (1, 2))
+        weights, biases = ([node.args[i] for node in linears] for i in (1, 2))
+        weight, bias = _joined(graph, weights, first), None
+        if any(bias is not None for bias in biases):  # a number stands for so many zeros
+            rows = (known.shape_of(weight)[0] for weight in weights)
+            biases = [n if own is None else own for n, own in zip(rows, biases, strict=True)]
+            bias = _joined(graph, biases, first)
         merged = graph.call_function(ops.linear, (first.args[0], weight, bias))
     _inherit(merged, linears)
     merged.meta.pop("origin", None)
@@ -335,9 +340,7 @@ def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
     return merged
 
 
-def _joined(graph: fx.Graph, parts: Sequence[Any], at: fx.Node) -> fx.Node | None:
-    if parts[0] is None:
-        return None
+def _joined(graph: fx.Graph, parts: Sequence[fx.Node | int], at: fx.Node) -> fx.Node:
     node = graph.call_function(ops.join, tuple(parts))
     node.meta = {"path": at.meta["path"], "region": at.meta["region"]}
     node.meta["example_value"] = evaluate(node)

@@ -149,6 +149,12 @@ def columns(x: Tensor, start: int, stop: int) -> Tensor:
     return x[..., start:stop]
 
 
-def join(*parts: Tensor) -> Tensor:
-    """The parts [n_i, ...] below each other: the weight of several linears that read one tensor."""
-    return torch.cat(parts)
+def join(*parts: Tensor | int) -> Tensor:
+    """The parts [n_i, ...] below each other: the weight of several linears that read one tensor.
+
+    A number among them stands for so many rows of zeros: the bias of a linear that has none.
+    """
+    like = next(part for part in parts if isinstance(part, Tensor))
+    return torch.cat(
+        [like.new_zeros(part, *like.shape[1:]) if isinstance(part, int) else part for part in parts]
+    )

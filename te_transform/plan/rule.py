@@ -130,7 +130,8 @@ def stored_in(found: Any) -> tuple[Any, ...]:
     if found is None:
         return ()
     if isinstance(found, fx.Node) and found.target is ops.join:
-        return tuple(part for argument in found.args for part in stored_in(argument))
+        held = (argument for argument in found.args if isinstance(argument, fx.Node))  # a number is zeros
+        return tuple(part for argument in held for part in stored_in(argument))
     if isinstance(found, fx.Node) and found.target is torch.t and is_model_tensor(found.args[0]):
         return (found.args[0],)
     return (found,)

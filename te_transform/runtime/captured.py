@@ -113,10 +113,14 @@ class CapturedGraph:
         return zip(nodes, arguments, strict=True)
 
     def groups(self, arguments: Sequence[Any]) -> Iterator[tuple[nn.Parameter, ...]]:
-        """The parameters that the graph joins in a call with these arguments."""
+        """The parameters that the graph joins in a call with these arguments.
+
+        Without those that have zeros between them: they are copied together wherever they lie.
+        """
         held = self.values(arguments)
         for node in self.plan.joins():
-            yield tuple(held[source.name] for source in node.args)
+            if len(node.all_input_nodes) == len(node.args):
+                yield tuple(held[source.name] for source in node.args)
 
     def path_in(self, names: Mapping[int, str], arguments: Sequence[Any]) -> str:
         """Where in a model the module lies whose forward was captured, in a call with these arguments.
