@@ -54,7 +54,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test,demo]'
 	touch $@
 
+# packages with models that want torchvision or an old huggingface-hub, see tests/others.py
+OTHERS := torchvision==0.28.0 timm open_clip_torch ftfy wcwidth vit-pytorch segment-anything litgpt==0.5.13 jsonargparse
 .venv/.integrations: $(READY)
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[integrations]'
-	$(BIN)/python -m pip install -q --no-compile --no-deps litgpt==0.5.13 jsonargparse  # it wants an old huggingface-hub
+	$(BIN)/python -m pip install -q --no-compile --no-deps --target .venv/others $(OTHERS)
 	touch $@

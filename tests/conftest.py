@@ -7,7 +7,6 @@ import pytest
 import torch._dynamo.guards
 import transformers  # noqa: F401  what is there is taken out of the garbage collector's sight below
 
-import tests.torchvision  # noqa: F401  before anything that imports torchvision, where that is installed
 from te_transform.backends import limits
 
 # A capture makes objects by the hundred thousand, and Python would look through all of PyTorch each time.

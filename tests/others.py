@@ -3,14 +3,16 @@
 They are of packages that `make integrations` installs, or in the style of repositories that are none.
 """
 
+import sys
 from functools import partial
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Generator, nn
 
-import tests.torchvision  # noqa: F401  before what imports torchvision
 from tests.zoo import (
     HEADS,
     HIDDEN,
@@ -26,6 +28,13 @@ from tests.zoo import (
     left_padding,
     seeded,
 )
+
+# Some packages want torchvision, whose compiled operations load beside the one build of PyTorch that they
+# were made with; without them its description of them for compilers raises. So these packages lie in a folder
+# of their own, where transformers, which imports torchvision if it is there, does not find it.
+sys.path.append(str(Path(sys.prefix) / "others"))
+sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
+
 
 # Building
 
