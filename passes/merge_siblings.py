@@ -7,10 +7,18 @@ from te_transform.graph.nodes import is_parameter
 from te_transform.graph.pattern import Siblings
 from te_transform.plan.rule import Operation, Rule
 
+ROWS = 16  # what FP8 kernels take a multiple of
+
 
 def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
     """Every reason why the projections cannot share one product."""
     mixed = len({linear.bias is None for linear in linears}) > 1
+    narrow = [linear.weight.shape[0] for linear in linears if linear.weight.shape[0] % ROWS]
+    if mixed and narrow:
+        yield (
+            f"some of the linears have a bias and some have none, and one has {narrow[0]} rows, no multiple "
+            f"of {ROWS}: the others would lose their kernels to it"
+        )
     if mixed and len({linear.weight.requires_grad for linear in linears}) > 1:  # LoRA's beside its base
         yield (
             "some of the linears have a bias and some have none, and some are frozen and some are not, a "

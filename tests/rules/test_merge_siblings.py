@@ -104,6 +104,12 @@ def biases_by_exp(model: Written, x: Tensor) -> Tensor:
     return F.linear(x, model.q.weight, model.q.bias.exp()) + F.linear(x, model.k.weight, model.k.bias.exp())
 
 
+def frozen_beside_none() -> nn.Module:
+    model = written(added, **some_biases())()
+    model.q.weight.requires_grad_(False)
+    return model
+
+
 def a_buffer() -> nn.Module:
     model = written(added, **three(bias=False))()
     weight = model.q.weight.detach()
@@ -124,6 +130,16 @@ REFUSES = {
     "computed": (
         written(scaled, q=linear(bias=False), k=linear(bias=False)),
         "the linear's weight is computed at every call, a parameter is needed",
+    ),
+    "a key without a bias and with odd rows": (
+        written(next_to_each_other, q=linear(), k=linear(H, 4, bias=False)),
+        "some of the linears have a bias and some have none, and one has 4 rows, no multiple of 16: the "
+        "others would lose their kernels to it",
+    ),
+    "a frozen one with a bias beside one without": (
+        frozen_beside_none,
+        "some of the linears have a bias and some have none, and some are frozen and some are not, a merged "
+        "linear has the gradients of all or none",
     ),
     "biases that are computed": (
         written(biases_by_exp, q=linear(), k=linear()),
