@@ -81,6 +81,9 @@ def _parts(call: _Call, joined: fx.Node | None, counts: tuple[int, ...]) -> list
     if joined is None or len(counts) == 1:
         return [joined] * len(counts)
     rows = shape_of(joined)[0] // sum(counts)
+    together = joined.args[0] if joined.target is torch.cat and not joined.kwargs else ()
+    if [shape_of(part)[0] for part in together] == [rows * count for count in counts]:
+        return list(together)  # biases that were joined for this call
     parts = call(torch.split, joined, [rows * count for count in counts])
     return [call(operator.getitem, parts, i) for i in range(len(counts))]
 

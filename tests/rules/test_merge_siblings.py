@@ -63,7 +63,23 @@ def frozen(name: str) -> Make:
     return make
 
 
+class Separate(nn.Module):
+    """Attention of PyTorch's with a weight for each projection, whose biases are joined for the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(H, H) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.cat((self.q.bias, self.k.bias, self.v.bias))
+        options = {"use_separate_proj_weight": True, "need_weights": False}
+        weights = {f"{name}_proj_weight": getattr(self, name).weight for name in "qkv"}
+        rest = (None, bias, None, None, False, 0.0, self.out.weight, self.out.bias)
+        return F.multi_head_attention_forward(x, x, x, H, 2, *rest, **options, **weights)[0]
+
+
 FUSES = {
+    "biases that are joined for attention": (Separate, 1),
     "q, k and v": (written(added, **three()), 1),
     "without biases": (written(added, **three(bias=False)), 1),
     "a key without a bias": (written(added, **some_biases()), 1),
