@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which a
 import te_transform
 from te_transform.report.report import Report
 from tests.families import FAMILIES
+from tests.others import OTHERS
 from tests.zoo import CASES, EXTRA, Case
 
 RULES = ("merge_siblings", "attention", "layernorm_mlp", "layernorm_linear", "linear")
@@ -28,6 +29,7 @@ WHY = {  # what stands in the way, by words of the reason; the first that fit
     "are multiplied by a tensor": "a tensor as scale",
     "between its two products": "attention of its own kind",
     "in the middle of the attention": "attention of its own kind",
+    "are not those of scaled_dot_product_attention": "attention of its own kind",
     "have a bias and some have none": "some of q, k and v have a bias and are frozen",
     "is computed at every call": "computed weights",
     "is one with others": "one norm for attention and MLP",
@@ -38,7 +40,7 @@ WHY = {  # what stands in the way, by words of the reason; the first that fit
 
 def main() -> None:
     logging.disable()
-    for cases in (CASES | EXTRA, FAMILIES):
+    for cases in (CASES | EXTRA, FAMILIES, OTHERS):
         print("\n".join(table(cases.values())), end="\n\n")
 
 
