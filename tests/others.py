@@ -516,6 +516,5 @@ OTHERS: dict[str, Case] = by_name(
     _own("gpt_fast", "gpt_fast.GPTFast", partial(_tokens, name="idx")),
     _own("dit", "dit.DiT", _noised(_floats(x=_LATENT), {"t": 100, "y": 10})),
     _own("annotated_transformer", "annotated.Annotated", _source_and_target),
-    _own("mingpt", "mingpt.MinGPT", partial(_tokens, name="idx", vocabulary=50)),
     _own("nanochat", "nanochat.NanoChat", partial(_tokens, name="idx", vocabulary=50)),
 )
