@@ -7,6 +7,7 @@ import copy
 import gc
 import logging
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 # all of them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its
 # first call.
 DEEP = 8
+_ONE_AT_A_TIME = threading.RLock()  # threads share random states, which a conversion puts back
 _LATER = "what is around the blocks is captured in the first call, and in te_transform.report() from then on"
 
 
@@ -133,8 +135,9 @@ def convert(
             "compile is 'auto', which times calls on the example inputs, and none were given: pass "
             "example_inputs of the sizes that the model is going to run on"
         )
-    made, original = (model, None) if inplace else (_copy(model), model)
-    return (_fastest if compile == "auto" else _convert)(made, original, options, samples)
+    with _ONE_AT_A_TIME:
+        made, original = (model, None) if inplace else (_copy(model), model)
+        return (_fastest if compile == "auto" else _convert)(made, original, options, samples)
 
 
 def _convert(

@@ -282,7 +282,7 @@ def test_settings_are_those_of_our_captures_alone() -> None:
     assert settings() == before
 
 
-def test_settings_are_put_back_by_threads_that_capture_at_once() -> None:
+def test_threads_convert_and_capture_at_once_and_put_settings_back() -> None:
     before, models, ready = settings(), [seeded(Tiny) for _ in range(4)], threading.Barrier(4)
 
     def convert(model: nn.Module) -> None:
@@ -295,6 +295,7 @@ def test_settings_are_put_back_by_threads_that_capture_at_once() -> None:
     for thread in threads:
         thread.join()
     assert settings() == before
+    assert torch.get_default_dtype() is torch.float32
     assert {te_transform.report(model).counts["layernorm_mlp"] for model in models} == {1}
 
 

@@ -99,16 +99,19 @@ def style(build: Callable[[], nn.Module], sample: Callable[[int], dict[str, Tens
     return Style(partial(seeded, build), sample, counts)
 
 
-# Whisper's key has no bias: q, k and v stay apart, and so does the norm that they read. What is left for
-# layernorm_linear are fc1 (2), the query of cross attention and the head, which is the embedding.
-_WHISPER = {"layernorm_linear": 4, "linear": 5 + 8}
+# Whisper's key has no bias, for which zeros stand. layernorm_linear has q, k and v of self-attention (2), the
+# query of cross attention, its keys and values, and the head, which is the embedding.
+_WHISPER = {"merge_siblings": 3, "layernorm_linear": 5, "layernorm_mlp": 2, "linear": 3}
 _BLOCK = {"merge_siblings": 1, "layernorm_mlp": 1, "layernorm_linear": 1, "linear": 1}
 STYLES = {
     "minGPT": style(mingpt.MinGPT, ids, attention=1, layernorm_mlp=1, layernorm_linear=2, linear=1),
     "whisper": style(whisper.Whisper, speech, **_WHISPER),
     "whisper, written out": style(partial(whisper.Whisper, use_sdpa=False), speech, attention=3, **_WHISPER),
     "nanochat": style(nanochat.NanoChat, ids, merge_siblings=1, layernorm_linear=3, linear=2),
-    "x-transformers": style(xtransformers.XTransformer, padded, merge_siblings=1, attention=1, linear=5),
+    "x-transformers": style(
+        xtransformers.XTransformer, padded, merge_siblings=1, attention=1, layernorm_mlp=1, layernorm_linear=2,
+        linear=1,
+    ),  # fmt: skip
     "attention and MLP in one forward": style(Together, hidden, **_BLOCK),
     "fc1 and fc2 in the block": style(FlatBlock, hidden, **_BLOCK),
     "a block called twice": style(Twice, hidden, **dict.fromkeys(_BLOCK, 2)),  # a site for each call

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters
+from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.stateless import _reparametrize_module
@@ -149,7 +150,18 @@ def is_our_capture() -> bool:
 def is_capturing() -> bool:
     """Whether somebody else is tracing this code: a compiler, an exporter, a jit."""
     by_jit = torch.jit.is_tracing() or torch.jit.is_scripting()
-    return torch.compiler.is_compiling() or by_jit or is_fx_symbolic_tracing()
+    return by_jit or is_compiling_here() or is_fx_symbolic_tracing()
+
+
+def is_compiling_here() -> bool:
+    """Whether this code is traced by a compiler or an exporter.
+
+    PyTorch 2.13 says of all threads that they are compiled while one of them is; what it compiles is kept by
+    thread.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return True
+    return torch.compiler.is_compiling() and CompileContext.try_get() is not None
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from te_transform.backends import gradients
 from te_transform.backends.joined import lay
 from te_transform.canonicalize import functions
-from te_transform.graph.capture import capture, is_capturing, is_our_capture
+from te_transform.graph.capture import capture, is_capturing, is_compiling_here, is_our_capture
 from te_transform.graph.nodes import called
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
@@ -468,7 +468,7 @@ def _methods(kind: type) -> dict[str, Callable[..., Any]]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # dynamo does not guard hooks for all modules
         if is_capturing() or _has_any_global_hook() or (place := self.__dict__.get(CONVERTED)) is None:
-            if torch.compiler.is_compiling():
+            if is_compiling_here():
                 _tell_compilers()
             return kind.forward(self, *args, **kwargs)
         return place.converted.call(place, kind.forward, self, args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -172,12 +173,19 @@ def _gradients(
     return {name: torch.zeros_like(source) if grad is None else grad for (name, source), grad in pairs}
 
 
+_IN_DOUBLE = threading.RLock()  # all threads have one default: two would put back each other's
+
+
 @contextlib.contextmanager
 def _default_dtype(double: bool) -> Iterator[None]:
     """The dtype of tensors that a forward makes without naming one."""
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64 if double else before)
+    if not double:
         yield
-    finally:
-        torch.set_default_dtype(before)
+        return
+    with _IN_DOUBLE:
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float64)
+            yield
+        finally:
+            torch.set_default_dtype(before)
