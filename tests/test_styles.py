@@ -109,9 +109,8 @@ STYLES = {
     "whisper, written out": style(partial(whisper.Whisper, use_sdpa=False), speech, attention=3, **_WHISPER),
     "nanochat": style(nanochat.NanoChat, ids, merge_siblings=1, layernorm_linear=3, linear=2),
     "x-transformers": style(
-        xtransformers.XTransformer, padded, merge_siblings=1, attention=1, layernorm_mlp=1, layernorm_linear=2,
-        linear=1,
-    ),  # fmt: skip
+        xtransformers.XTransformer, padded, attention=1, **_BLOCK | {"layernorm_linear": 2}
+    ),
     "attention and MLP in one forward": style(Together, hidden, **_BLOCK),
     "fc1 and fc2 in the block": style(FlatBlock, hidden, **_BLOCK),
     "a block called twice": style(Twice, hidden, **dict.fromkeys(_BLOCK, 2)),  # a site for each call

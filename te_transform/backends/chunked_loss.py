@@ -70,9 +70,9 @@ class Part(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
-    def logits(self, rows: Tensor, wide: torch.dtype) -> Tensor:
-        """As the model computes them, rounded to its dtype, in fp32."""
-        return F.linear(rows, self.weight, self.bias).to(wide)
+    def logits(self, rows: Tensor) -> Tensor:
+        """As the model computes them."""
+        return F.linear(rows, self.weight, self.bias)
 
     def inside(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Which rows have their target in this part, and its column there."""
@@ -104,10 +104,10 @@ class _Losses(torch.autograd.Function):
         total = rows.new_full((len(rows),), -torch.inf, dtype=wide)
         own = rows.new_zeros(len(rows), dtype=wide)
         for part in _parts(rows, weight, bias):
-            logits = part.logits(rows, wide)
+            logits = part.logits(rows)
             inside, column = part.inside(flat)
-            own += torch.where(inside, logits.gather(1, column).squeeze(1), 0.0)
-            total = torch.logaddexp(total, logits.logsumexp(1))
+            own += torch.where(inside, logits.gather(1, column).squeeze(1).to(wide), 0.0)
+            total = torch.logaddexp(total, _logsumexp(logits, wide))
         ctx.save_for_backward(x, weight, bias, flat, total)
         ctx.ignore_index = ignore_index
         return torch.where(counted, total - own, 0.0).view(targets.shape)
@@ -124,9 +124,10 @@ class _Losses(torch.autograd.Function):
         for part in _parts(rows, weight, bias):
             inside, column = part.inside(flat)
             # softmax less one at the target, by the gradient of the row's loss
-            found = part.logits(rows, wide).sub_(total.unsqueeze(1)).exp_()
+            logits = part.logits(rows)
+            found = (logits - total.unsqueeze(1)).exp_()  # in the wider dtype of the two
             found.scatter_add_(1, column, -inside.to(wide).unsqueeze(1))
-            found = found.mul_(each).to(x.dtype)
+            found = torch.mul(found, each, out=logits)  # rounded in the logits' place
             if of_x:
                 dx += _multiplied(found, part.weight, wide)
             if of_weight:
@@ -134,6 +135,13 @@ class _Losses(torch.autograd.Function):
             if of_bias:
                 db[part.start : part.stop] = found.sum(0)
         return None if dx is None else dx.to(x.dtype).view_as(x), dw, db, None, None
+
+
+def _logsumexp(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Over the columns, in a wider dtype, by the one kernel that reads narrow numbers and computes so."""
+    top, place = logits.max(1, keepdim=True)
+    less = torch.log_softmax(logits, 1, dtype=dtype).gather(1, place)
+    return torch.where(top.isneginf(), -torch.inf, top.to(dtype) - less).squeeze(1)
 
 
 def _multiplied(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -102,9 +102,9 @@ def test_computes_the_same(name: str, dtype: torch.dtype) -> None:
 def test_holds_no_logits_and_says_so_by_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, logits_of_part = [], chunked_loss.Part.logits
 
-    def counted(part: Any, rows: Tensor, wide: torch.dtype) -> Tensor:
+    def counted(part: Any, rows: Tensor) -> Tensor:
         parts.append((len(rows), part.stop - part.start))
-        return logits_of_part(part, rows, wide)
+        return logits_of_part(part, rows)
 
     monkeypatch.setattr(chunked_loss.Part, "logits", counted)
     converted = te_transform.convert(seeded(of(with_logits)), X, chunked_loss=True, verify=False)
