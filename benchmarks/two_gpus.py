@@ -156,6 +156,8 @@ def work(rank: int, asked: argparse.Namespace, gpus: int, wraps: tuple[str, ...]
     """What each process does."""
     device = torch.device(asked.device, rank) if asked.device == "cuda" else torch.device("cpu")
     if asked.device == "cuda":
+        import transformer_engine.pytorch  # noqa: F401, whose libraries have to be loaded before any model runs
+
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)

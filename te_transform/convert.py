@@ -135,9 +135,8 @@ def convert(
             "compile is 'auto', which times calls on the example inputs, and none were given: pass "
             "example_inputs of the sizes that the model is going to run on"
         )
-    with _ONE_AT_A_TIME:
-        made, original = (model, None) if inplace else (_copy(model), model)
-        return (_fastest if compile == "auto" else _convert)(made, original, options, samples)
+    made, original = (model, None) if inplace else (_copy(model), model)
+    return (_fastest if compile == "auto" else _convert)(made, original, options, samples)
 
 
 def _convert(
@@ -146,35 +145,41 @@ def _convert(
     """Convert `made` itself, which may be a copy of an original; what is raised leaves it as it was."""
     converted = Converted(options, len(blocks(made)) > DEEP, check_sites if options.verify else None)
     try:
-        enter(made, converted)
-        seen = _first_calls(made, converted, samples, original)
-        if converted.in_pieces:  # which only a first call can show
-            seen = _first_calls(made, converted, samples, original)
-        if converted.checker is not None and (
-            why := _traced_otherwise(made, seen.outputs, samples[0], original)
-        ):
-            converted.failures.append(why)
-            converted.options = options = replace(options, as_it_is=True)
-            seen.graphs.clear()
-            seen.groups.clear()
-        seen.outputs.clear()
-        if converted.by_block and not converted.in_pieces:
-            converted.whole = []
-        converted.capture_blocks(made, one_by_one=converted.in_pieces)
-        converted.report = _report(made, converted, seen, samples[0])
-        # from here on nothing is refused any more: a model that is refused stays where it lay
-        joins = not options.compile or options.recipe is not None  # compiled, products in FP8 alone
-        for group in progress(tuple(seen.groups) * joins, "laying parameters next to each other"):
-            lay(group)
-        if options.recipe is not None and not options.as_it_is:
-            _enter_recipe(made, converted, seen, samples)
-        for graph in converted.graphs:
-            graph.count_anew()
-        log.info("%s", converted.report)
+        with _ONE_AT_A_TIME:
+            _capture_and_report(made, original, converted, samples)
+        return made
     except BaseException:
         leave(made)
         raise
-    return made
+
+
+def _capture_and_report(
+    made: nn.Module, original: nn.Module | None, converted: Converted, samples: Sequence[Inputs]
+) -> None:
+    enter(made, converted)
+    seen = _first_calls(made, converted, samples, original)
+    if converted.in_pieces:  # which only a first call can show
+        seen = _first_calls(made, converted, samples, original)
+    if converted.checker is not None and (why := _traced_otherwise(made, seen.outputs, samples[0], original)):
+        converted.failures.append(why)
+        converted.options = replace(converted.options, as_it_is=True)
+        seen.graphs.clear()
+        seen.groups.clear()
+    seen.outputs.clear()
+    options = converted.options
+    if converted.by_block and not converted.in_pieces:
+        converted.whole = []
+    converted.capture_blocks(made, one_by_one=converted.in_pieces)
+    converted.report = _report(made, converted, seen, samples[0])
+    # from here on nothing is refused any more: a model that is refused stays where it lay
+    joins = not options.compile or options.recipe is not None  # compiled, products in FP8 alone
+    for group in progress(tuple(seen.groups) * joins, "laying parameters next to each other"):
+        lay(group)
+    if options.recipe is not None and not options.as_it_is:
+        _enter_recipe(made, converted, seen, samples)
+    for graph in converted.graphs:
+        graph.count_anew()
+    log.info("%s", converted.report)
 
 
 def _fastest(

@@ -55,6 +55,8 @@ def train(model: nn.Module) -> list[float]:
 def trained(recipe: str | None, compile: bool) -> dict[str, dict[str, Any]]:
     """By what models were wrapped in: the losses of the original and of the converted one, the scales of each
     step, and what a checkpoint has of them, before and after it was loaded."""
+    import transformer_engine.pytorch  # noqa: F401, whose libraries have to be loaded before any model runs
+
     limits.at_any_size.__enter__()
     results = {}
     for wrap in (ddp, fsdp):
