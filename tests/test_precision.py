@@ -19,28 +19,13 @@ from te_transform.backends.joined import state_of
 from te_transform.backends.running import is_evaluating
 from te_transform.runtime.precision import Precision
 from tests import stand_in, test_compiled
+from tests.ranks import WIDTH, Block
 
 te, compilations = stand_in.te, test_compiled.compilations  # fixtures
 STATE = stand_in.FP8GlobalStateManager.quantization_state
 RECIPES = ("fp8-delayed", "fp8-current")
-WIDTH = 32
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 pytestmark = pytest.mark.usefixtures("te")
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.q, self.k = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 48)
-        self.o = nn.Linear(48, WIDTH)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(approximate="tanh"), nn.Linear(64, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """A norm that two linears read, a linear, and an MLP."""
-        y = self.norm(x)
-        x = x + self.o(self.q(y) * torch.tanh(self.k(y)))
-        return x + self.mlp(self.norm2(x))
 
 
 class Net(nn.Module):

@@ -145,7 +145,8 @@ def _candidates(model: nn.Module, batch: int, length: int) -> list[Inputs]:
     first_of_each = sorted(first_of_each.values(), key=readers.index)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     read = [_read_by(module, like, batch, length) for module in first_of_each]
-    if len(required) == 1:  # what reads patches of an image does not say so
+    is_of_words = isinstance(readers[0], nn.Embedding) and not any(isinstance(m, nn.Conv2d) for m in readers)
+    if len(required) == 1 and not is_of_words:  # what reads patches of an image does not say so
         read += [torch.randn(batch, _channels(readers), side, side).to(like) for side in _SIDES]
     several = itertools.product(read, repeat=len(required))
     return [Inputs(values) for values in sorted(several, key=lambda values: len(set(map(id, values))))]
