@@ -677,3 +677,24 @@ def test_the_reference_attends_head_by_head_where_scores_are_many(
 
     torch.testing.assert_close(attend(0), attend(10**9), rtol=1e-12, atol=1e-12)
     assert calls[0] == "CatBackward0" != calls[1]
+
+
+class AsksForAGradient(nn.Module):
+    """As wav2vec2's does in training, for its checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x[:, None]
+        if self.training:
+            hidden.requires_grad = True
+        return self.mlp(hidden)
+
+
+def test_a_forward_that_asks_for_a_gradient_of_its_input() -> None:
+    model, x = seeded(AsksForAGradient), torch.randn(2, 5, 16)
+    result = te_transform.verify(model, te_transform.convert(model, x), x)
+    assert result
+    assert any(row.name == "gradient of mlp.1.weight" for row in result.rows)

@@ -137,7 +137,15 @@ class _Duel:
         self.model.train(case.training)
         self.converted.train(case.training)
         with torch.set_grad_enabled(case.gradients), self.recipes.fresh_scales():
-            return judge(self._contenders(), case.inputs, str(case))
+            try:
+                return judge(self._contenders(), case.inputs, str(case))
+            except OriginalError:
+                if not case.gradients:
+                    raise
+                # a forward may set requires_grad of views of its input, as wav2vec2's does in training, which
+                # PyTorch refuses where the input has a gradient itself
+                detached = tree_map_only(Tensor, Tensor.detach, (case.inputs.args, case.inputs.kwargs))
+                return judge(self._contenders(), Inputs(*detached), str(case))
 
     def guilty(self, failing: list[_Case], called: Called) -> list[str]:
         """The paths of those of the `called` sites without which these cases do not fail."""
