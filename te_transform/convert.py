@@ -109,8 +109,8 @@ def convert(
 
     Raises:
         ModelError: this is no model that can be converted (a ScriptModule, a DDP wrapper, ...).
-        InputError, OptionError, BackendError, TraceError: as their messages say.
-        Whatever is raised, `model` is bitwise what it was.
+        InputError, OptionError, BackendError, TraceError: as their messages say. Whatever is raised, `model`
+            is bitwise what it was.
     """
     check_model(model)
     options = Options.of(
