@@ -15,8 +15,6 @@ def refuse(loss: Operation, head: Operation, chunked_loss: bool) -> Iterator[str
     """Whether it is wanted, and the loss has a gradient: without one, logits are what the model computes."""
     if not chunked_loss or not head.value.requires_grad or loss.logits.shape[-1] != head.width:
         yield None
-    if loss.reduction not in ("mean", "sum", "none"):
-        yield f"the loss is reduced by {loss.reduction!r}, 'mean', 'sum' or 'none' is needed"
 
 
 def build(backend) -> nn.Module:

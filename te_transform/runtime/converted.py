@@ -1,6 +1,7 @@
 """The converted model: its class, swapped for one whose forward is the captured one, and what belongs to it.
 
-The only file that touches the user's model. Its modules, parameters and attributes stay as they are.
+The only file that touches the user's model, but for parallel.py, which puts DTensors in the places of the
+parameters where that was asked for. Its modules, parameters and attributes stay as they are.
 """
 
 from __future__ import annotations
