@@ -537,7 +537,7 @@ def test_what_is_recorded_is_held_to_what_the_call_computes(monkeypatch: pytest.
     assert "computes other numbers" in note
 
 
-@pytest.mark.parametrize(("scatter", "accepted"), [((0.01, 0.01, 0.01), False), ((0.01, 0.04), True)])
+@pytest.mark.parametrize(("scatter", "accepted"), [((0.01,) * 16, False), ((0.01,) * 9 + (0.04,), True)])
 def test_a_replay_may_differ_as_far_as_the_calls_themselves(
     scatter: tuple[float, ...], accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
