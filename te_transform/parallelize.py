@@ -232,7 +232,8 @@ def _outputs(model: nn.Module, sample: Inputs, ranks: Ranks) -> list[Tensor]:
         return []
 
     def common(tensor: Tensor) -> Tensor:
-        shared = tensor.to(ranks.mesh.device_type, copy=True)
+        # NCCL sends what lies without gaps; the sample itself stays as it is
+        shared = tensor.detach().to(ranks.mesh.device_type, copy=True).contiguous()
         dist.broadcast(shared, group_src=0, group=ranks.mesh.get_group())
         return shared.to(tensor.device)
 

@@ -188,6 +188,6 @@ def scales_of(wraps: tuple[Callable[[nn.Module], nn.Module], ...], compiles: boo
     return found
 
 
-def mesh() -> DeviceMesh:
+def mesh(device: str = "cpu") -> DeviceMesh:
     """Of all processes, in one dimension."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))

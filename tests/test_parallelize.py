@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform import ParallelError
@@ -203,10 +205,11 @@ class Dropped(nn.Module):
         return out, self.dropout(out * 0 + 1)
 
 
-def dropouts(sequence_parallel: bool) -> dict[str, Any]:
+def dropouts(sequence_parallel: bool, device: str = "cpu") -> dict[str, Any]:
     """Columns that the first half of the hidden dropout kept, those of the second, and the dropout of what
-    is common."""
-    model, x = Dropped(), torch.zeros(2, 8, 16)
+    is common; from one seed again, in the call after that, and the gradient of a call and of a checkpointed
+    one."""
+    model, x = Dropped().to(device), torch.zeros(2, 8, 16, device=device)
     with torch.no_grad():
         model.up.bias.fill_(1.0)
         model.down.weight.zero_()
@@ -214,13 +217,39 @@ def dropouts(sequence_parallel: bool) -> dict[str, Any]:
             for column in range(8):
                 model.down.weight[8 * half + column, 32 * half + column] = 1.0
     converted = te_transform.convert(model.train(), x, verify=False)
-    te_transform.parallelize(converted, mesh(), x, sequence_parallel=sequence_parallel)
-    torch.manual_seed(1)
-    shown, common = converted(x)
-    torch.manual_seed(1)
-    again, _ = converted(x)
-    converted(x)[0].sum().backward()
-    return {"hidden": shown, "common": common, "again": again, "state": torch.get_rng_state()}
+    te_transform.parallelize(converted, mesh(device), x, sequence_parallel=sequence_parallel)
+
+    def shown(seed: int | None, call: Callable[[Tensor], tuple[Tensor, Tensor]] = converted) -> list[Tensor]:
+        if seed is not None:
+            torch.manual_seed(seed)
+        converted.zero_grad()
+        hidden, common = call(x)
+        hidden.sum().backward()
+        return [hidden.detach(), common.detach(), whole(converted.up.bias.grad)]
+
+    found = {"first": shown(1), "next": shown(None), "again": shown(1)}
+    found["checkpointed"] = shown(1, partial(checkpoint, converted, use_reentrant=False))
+    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    return {name: [tensor.cpu() for tensor in tensors] for name, tensors in found.items()} | {"state": state}
+
+
+def check_dropouts(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Shards are dropped apart, what is common is dropped alike, and a seed says how."""
+    for name in ("first", "next", "again", "checkpointed"):
+        for mine, theirs in zip(one[name], other[name], strict=True):  # on both ranks
+            assert torch.equal(mine, theirs), name
+    assert torch.equal(one["state"], other["state"])
+    for name in ("again", "checkpointed"):  # from one seed
+        for mine, theirs in zip(one[name], one["first"], strict=True):
+            assert torch.equal(mine, theirs), name
+    for mine, theirs in zip(one["next"], one["first"], strict=True):
+        assert not torch.equal(mine, theirs)
+    hidden, common, gradient = one["first"]
+    assert gradient.any()
+    halves = hidden.view(-1, 2, 8)
+    assert not torch.equal(halves[:, 0], halves[:, 1])
+    assert 0.3 < (halves != 0).float().mean() < 0.7
+    assert not torch.equal(*common.chunk(2, 1))
 
 
 def seeded_apart() -> str:
@@ -238,15 +267,7 @@ class TestDropout:
 
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     def test_shards_draw_their_own_numbers(self, sequence_parallel: bool, tmp_path: Path) -> None:
-        first, second = spawn(partial(dropouts, sequence_parallel), 2, tmp_path)
-        for name in ("hidden", "common", "state"):
-            assert torch.equal(first[name], second[name])  # on both ranks
-        assert torch.equal(first["hidden"], first["again"])  # from one seed
-        hidden = first["hidden"].view(-1, 2, 8)
-        assert not torch.equal(hidden[:, 0], hidden[:, 1])
-        assert 0.3 < (hidden != 0).float().mean() < 0.7
-        halves = first["common"].chunk(2, 1)
-        assert not torch.equal(*halves)
+        check_dropouts(*spawn(partial(dropouts, sequence_parallel), 2, tmp_path))
 
     def test_ranks_with_other_seeds_are_told(self, tmp_path: Path) -> None:
         spawn(seeded_apart, 2, tmp_path)

@@ -274,10 +274,11 @@ class OwnRandom(nn.Module):
         """`x` itself."""
         generator = _generator(x.device)
         if x.is_cuda:
-            seed, offset = generator.initial_seed(), generator.get_offset()
-            self.common = seed, offset
-            generator.manual_seed(self._seed(seed))
-            generator.set_offset(offset)
+            # Philox counts the numbers that were drawn, in fours. How many a shard takes depends on its size,
+            # which may differ from rank to rank: what is common goes on as if one four had been drawn.
+            seed, drawn = generator.initial_seed(), generator.get_offset()
+            self.common = seed, drawn + 4
+            generator.manual_seed(self._seed(seed + drawn))
         else:
             seed = int(torch.randint(2**62, ()).item())
             self.common = (generator.get_state(),)
@@ -299,8 +300,8 @@ class CommonRandom(nn.Module):
         """`x` itself."""
         generator = _generator(x.device)
         if x.is_cuda:
-            drawn = generator.get_offset()
-            generator.manual_seed(self.own.common[0])
+            seed, drawn = self.own.common
+            generator.manual_seed(seed)  # which sets the count to zero
             generator.set_offset(drawn)
         else:
             generator.set_state(self.own.common[0])

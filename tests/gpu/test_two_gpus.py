@@ -1,19 +1,24 @@
-"""DDP and FSDP2 on two GPUs, in bf16 and in FP8."""
+"""DDP and FSDP2 on two GPUs, in bf16 and in FP8; and models that are divided among them."""
 
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
 from te_transform.backends import limits
 from tests.gpu.test_training import VOCAB, llama
-from tests.ranks import scales_before, spawn
+from tests.ranks import mesh, scales_before, spawn
+from tests.test_parallelize import check_dropouts, dropouts, equal, errors, gradients, whole
 from tests.zoo import seeded
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs are here")
@@ -96,3 +101,113 @@ def check_scales(one: dict[str, Any], other: dict[str, Any], is_delayed: bool) -
         torch.testing.assert_close(one[key], one["saved"], rtol=0, atol=0)
     if is_delayed:  # forward and backward, of three products in each of four layers
         assert len(one["scales"][-1]) == 2 * 3 * 4
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCAB, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(**sizes, **none, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).to("cuda", torch.bfloat16)
+
+
+def common_batch() -> dict[str, Any]:
+    """The same tokens in each process."""
+    ids = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def divided(model: nn.Module, **options: Any) -> nn.Module:
+    converted = te_transform.convert(model, common_batch(), backend="te", verify=False, inplace=True)
+    return te_transform.parallelize(converted, mesh("cuda"), common_batch(), **options)
+
+
+def kernel_calls(patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights of TE's modules, as they run."""
+    import transformer_engine.pytorch as te
+
+    found, forward = [], te.LayerNormLinear.forward
+
+    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found.append(tuple(module.weight.shape))
+        return forward(module, *args, **kwargs)
+
+    patch.setattr(te.LayerNormLinear, "forward", noting)
+    return found
+
+
+def compared(dtype: torch.dtype, sequence_parallel: bool) -> dict[str, dict[str, Any]]:
+    """By models, the errors of the original and of the divided one against the original in fp64."""
+    import transformer_engine.pytorch  # noqa: F401
+
+    limits.at_any_size.__enter__()
+    found, sample = {}, common_batch()
+    for make in (llama, gpt2):
+        torch._dynamo.reset()
+        model = seeded(make).to(dtype).train()
+        exact = gradients(copy.deepcopy(model).double(), sample)
+        original = gradients(copy.deepcopy(model), sample)
+        model = divided(model, sequence_parallel=sequence_parallel)
+        with pytest.MonkeyPatch.context() as patch:
+            calls = kernel_calls(patch)
+            mine = gradients(model, sample)
+        found[make.__name__] = {
+            "original": errors(original, exact),
+            "divided": errors(mine, exact),
+            "shards": [name for name, p in model.named_parameters() if isinstance(p.placements[0], Shard)],
+            "kernels": calls,
+        }
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_gpus_divide_a_model(dtype: torch.dtype, sequence_parallel: bool, tmp_path: Path) -> None:
+    for rank in spawn(compared, 2, tmp_path, dtype, sequence_parallel, backend="nccl"):
+        for name, found in rank.items():
+            # sums over shards round otherwise: twice the original's own largest error, and four ulp
+            allowed = 2 * max(found["original"].values()) + 4 * torch.finfo(dtype).eps
+            wrong = {key: error for key, error in found["divided"].items() if not error <= allowed}
+            assert not wrong, f"{name} may be off by {allowed:.2g}, here are {wrong}"
+            assert len(found["shards"]) > 8
+            if dtype is torch.float32:  # of which TE has no kernels
+                assert not found["kernels"]
+            elif not sequence_parallel:  # norms of shards of the tokens stand alone
+                assert found["kernels"]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropouts_on_two_gpus(sequence_parallel: bool, tmp_path: Path) -> None:
+    check_dropouts(*spawn(partial(dropouts, sequence_parallel, "cuda"), 2, tmp_path, backend="nccl"))
+
+
+def written(folder: Path) -> list[dict[str, Tensor]]:
+    """The whole weights after a step, of which a checkpoint is written; and those of another model that is
+    divided and has loaded it."""
+    import transformer_engine.pytorch  # noqa: F401
+
+    limits.at_any_size.__enter__()
+    model, other = (divided(seeded(llama).train(), sequence_parallel=True) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model(**common_batch()).loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    state = other.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder)
+    other.load_state_dict(state)
+    return [{n: whole(t.detach()).cpu() for n, t in m.state_dict().items()} for m in (model, other)]
+
+
+def test_a_checkpoint_of_two_gpus(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    one, other = spawn(written, 2, tmp_path, tmp_path / "saved", backend="nccl")
+    vanilla = llama().cpu()
+    state = vanilla.state_dict()
+    dcp.load({"model": state}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    vanilla.load_state_dict(state)
+    before = seeded(llama).state_dict()
+    assert not any(torch.equal(before[name].cpu(), tensor) for name, tensor in one[0].items())
+    for found in (*one, *other):
+        equal(found, vanilla.state_dict())
