@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformer_engine.common.recipe as recipes
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
@@ -21,7 +22,29 @@ RECIPES = {
 }
 
 
-def layer(hidden: int, ffn: int, heads: int) -> nn.Module:
+def divided(group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """What a layer is told for tensor and sequence parallelism over a group; sequence first."""
+    if group is None:
+        return {}
+    options = {"set_parallel_mode": True, "sequence_parallel": True}
+    return {**options, "tp_group": group, "tp_size": group.size()}
+
+
+def share(weight: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
+    """This rank's rows of a weight, or its columns; all of it where there is no group."""
+    return weight if group is None else weight.chunk(group.size(), dim)[group.rank()]
+
+
+def sum_shared(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Sum up over the ranks the gradients of those parameters that TE marks: each rank has them of its own
+    tokens."""
+    grads = [p.grad for p in model.parameters() if getattr(p, "sequence_parallel", False)]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=group)
+    torch._foreach_copy_([grad.view(-1) for grad in grads], flat.split([grad.numel() for grad in grads]))
+
+
+def layer(hidden: int, ffn: int, heads: int, **options: Any) -> nn.Module:
     """The quickstart layer, sequence first, no mask, no dropout, with weights of its own."""
     return te.TransformerLayer(
         hidden,
@@ -32,13 +55,15 @@ def layer(hidden: int, ffn: int, heads: int) -> nn.Module:
         self_attn_mask_type="no_mask",
         fuse_qkv_params=True,
         params_dtype=torch.bfloat16,
+        **options,
     )
 
 
 class DecoderLayer(te.TransformerLayer):
-    """Llama's decoder layer, called as transformers calls it."""
+    """Llama's decoder layer, called as transformers calls it; over a group it reads and returns shards of the
+    tokens, the first of the layers turns them sequence first, and the last one back."""
 
-    def __init__(self, config: Any, number: int, angles: Tensor):
+    def __init__(self, config: Any, number: int, angles: Tensor, group: dist.ProcessGroup | None = None):
         super().__init__(
             config.hidden_size,
             config.intermediate_size,
@@ -54,27 +79,35 @@ class DecoderLayer(te.TransformerLayer):
             bias=False,
             normalization="RMSNorm",
             activation="swiglu",
-            attn_input_format="bshd",
+            attn_input_format="bshd" if group is None else "sbhd",
             params_dtype=torch.bfloat16,
+            **divided(group),
         )
-        self.angles = angles
+        self.angles, self.group = angles, group
+        self.is_first, self.is_last = number == 1, number == config.num_hidden_layers
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        return super().forward(hidden_states, rotary_pos_emb=self.angles[: hidden_states.shape[1]])
+        if self.group is None:
+            return super().forward(hidden_states, rotary_pos_emb=self.angles[: hidden_states.shape[1]])
+        if self.is_first:
+            hidden_states = hidden_states.transpose(0, 1).contiguous()
+        angles = self.angles[: hidden_states.shape[0] * self.group.size()]
+        out = super().forward(hidden_states, rotary_pos_emb=angles)
+        return out.transpose(0, 1).contiguous() if self.is_last else out
 
     def load(self, source: LlamaDecoderLayer) -> DecoderLayer:
         """Take the weights of transformers' layer."""
-        attention, mlp = source.self_attn, source.mlp
+        attention, mlp, group = source.self_attn, source.mlp, self.group
         own, its = self.self_attention, self.layernorm_mlp
         moves = {
             own.layernorm_qkv.layer_norm_weight: source.input_layernorm.weight,
             own.layernorm_qkv.weight: torch.cat(
-                [p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+                [share(p.weight, group) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
             ),
-            own.proj.weight: attention.o_proj.weight,
+            own.proj.weight: share(attention.o_proj.weight, group, 1),
             its.layer_norm_weight: source.post_attention_layernorm.weight,
-            its.fc1_weight: torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
-            its.fc2_weight: mlp.down_proj.weight,
+            its.fc1_weight: torch.cat([share(p.weight, group) for p in (mlp.gate_proj, mlp.up_proj)]),
+            its.fc2_weight: share(mlp.down_proj.weight, group, 1),
         }
         with torch.no_grad():
             for target, value in moves.items():
@@ -82,13 +115,13 @@ class DecoderLayer(te.TransformerLayer):
         return self
 
 
-def llama(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The model with its decoder layers replaced, in place."""
+def llama(model: LlamaForCausalLM, group: dist.ProcessGroup | None = None) -> LlamaForCausalLM:
+    """The model with its decoder layers replaced, in place; over a group, by this rank's part of them."""
     config = model.config
     width = config.hidden_size // config.num_attention_heads
     angles = te.RotaryPositionEmbedding(width)(config.max_position_embeddings).cuda()
     for number, source in enumerate(model.model.layers):
-        model.model.layers[number] = DecoderLayer(config, number + 1, angles).load(source)
+        model.model.layers[number] = DecoderLayer(config, number + 1, angles, group).load(source)
     return model
 
 

@@ -1,27 +1,31 @@
-"""Training on two GPUs, and on one of them: te_transform under FSDP2 and DDP against what others do.
+"""Training on two GPUs, and on one of them: te_transform under FSDP2, DDP and divided by tensor and sequence
+parallelism (TP), against what others do.
 
-    python benchmarks/two_gpus.py [--gpus 2] [--layers 8] [--rounds 9] [--only ours] [--json PATH]
+    python benchmarks/two_gpus.py [--wraps none,FSDP2,DDP,TP] [--layers 8] [--rounds 9] [--only ours]
     python benchmarks/two_gpus.py --device cpu --layers 1 --width 64  # a dry run
 
-transformers' LlamaForCausalLM, layers of the 8B shape, 2 x 4096 tokens a GPU, with its loss and a step of
-fused AdamW, all in bf16. Others: eager, each block compiled as torchtitan does, and torchao's float8 compiled
-so, which gathers shards in FP8 under FSDP2. Contenders take turns, a few at a time, the first of them
-(torchao, eager where it is missing) with each few. Times are medians of the slowest process, peak memory is
-that of a GPU with the contender alone. A contender that cannot run is a row that says why. Nothing is
-asserted.
+transformers' LlamaForCausalLM, layers of the 8B shape, with its loss and a step of fused AdamW, all in bf16:
+2 x 4096 tokens a GPU, but the same 2 x 4096 for both GPUs where they divide the model. Others: eager, each
+block compiled as torchtitan does, with asynchronous tensor parallelism too, torchao's float8 compiled so,
+which gathers shards in FP8 under FSDP2, and Transformer Engine's layers put in by hand. Contenders take
+turns, a few at a time, the first of them with each few. Times are medians of the slowest process, peak
+memory is that of a GPU with the contender alone. A contender that cannot run is a row that says why. Rows
+are printed, and written by --json, as soon as they are measured. Nothing is asserted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,15 +36,25 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_transform
 
 VOCABULARY, ROWS = 32000, 2
-AFTER_STEP: dict[int, Callable[[], None]] = {}  # what torchao does after the optimizer, by the model's id
+WRAPS = ("none", "FSDP2", "DDP", "TP")
+Inputs = dict[str, Tensor]
 
 
 @dataclass
@@ -54,9 +68,23 @@ class Row:
     low: float = 0.0
     high: float = 0.0
     peak: float = 0.0
+    first: str = ""  # the contender that `to_first` is to
     to_first: float = 0.0  # time over that of the first contender, of neighboring rounds
+    prepared: float = 0.0  # seconds until it was ready, with compilation
     why: str = ""
     times: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Made:
+    """A contender's model, and what belongs to its step."""
+
+    model: nn.Module
+    inputs: Inputs
+    around: Callable[[], Any] = contextlib.nullcontext  # of forward and backward
+    forward: Callable[[], Any] = contextlib.nullcontext
+    reduce: Callable[[], None] = lambda: None  # before the optimizer
+    after: Callable[[], None] = lambda: None  # what the optimizer has changed
 
 
 @dataclass
@@ -69,53 +97,153 @@ class Running:
     model: nn.Module
 
 
-def eager(model: nn.Module, wrap: str, sample: dict[str, Tensor]) -> nn.Module:
-    return model
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    return init_device_mesh(model.device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def by_block(model: nn.Module, wrap: str, sample: dict[str, Tensor]) -> nn.Module:
+def eager(model: nn.Module, wrap: str, inputs: Inputs, **plan: Any) -> Made:
+    return divided(model, inputs, **plan) if wrap == "TP" else Made(model, inputs)
+
+
+def divided(
+    model: nn.Module,
+    inputs: Inputs,
+    columns: type = ColwiseParallel,
+    rows: type = RowwiseParallel,
+    whole_input: type = PrepareModuleInput,
+) -> Made:
+    """The model divided as torchtitan divides its own Llama: residuals are shards of the tokens, logits
+    shards of the vocabulary, of which the loss is computed as they are."""
+    mesh = mesh_of(model)
+    divide_ends(model, mesh)
+    of_layer = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": whole_input(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        "self_attn.o_proj": rows(output_layouts=Shard(1)),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": whole_input(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp.down_proj": rows(output_layouts=Shard(1)),
+    }
+    reading = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, of_layer | {name: columns() for name in reading})
+    return Made(model, with_positions(inputs), around=loss_parallel)
+
+
+def divide_ends(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the embedding and the head by the vocabulary, and what the last norm reads by tokens."""
+    of_model = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "model.norm": SequenceParallel(use_local_output=True),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, of_model)
+
+
+def with_positions(inputs: Inputs) -> Inputs:
+    """With the positions of all tokens, which the model would count on its shard of them."""
+    ids = inputs["input_ids"]
+    return inputs | {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
+
+
+def by_block(model: nn.Module, wrap: str, inputs: Inputs, **plan: Any) -> Made:
+    made = eager(model, wrap, inputs, **plan)
     for layer in model.model.layers:
         layer.compile()
-    return model
+    return made
 
 
-def torchao(model: nn.Module, wrap: str, sample: dict[str, Tensor]) -> nn.Module:
+def asynchronous(model: nn.Module, wrap: str, inputs: Inputs) -> Made:
+    """Compiled, with products in pieces that overlap with what ranks exchange."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    if wrap != "TP" or model.device.type != "cuda":
+        raise ValueError("asynchronous tensor parallelism is of GPUs that divide a model")
+    enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    enable_symm_mem_for_group(mesh_of(model).get_group().group_name)
+    inductor._micro_pipeline_tp = True  # until prepared() has compiled it
+    return by_block(model, wrap, inputs)
+
+
+def torchao(model: nn.Module, wrap: str, inputs: Inputs) -> Made:
     from torchao.float8 import (
         Float8LinearConfig,
         convert_to_float8_training,
         precompute_float8_dynamic_scale_for_fsdp,
     )
 
-    gathers = wrap == "FSDP2"
+    gathers, plan = wrap == "FSDP2", {}
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
+    if wrap == "TP":
+        from torchao.float8.float8_tensor_parallel import (
+            Float8ColwiseParallel,
+            Float8RowwiseParallel,
+            PrepareFloat8ModuleInput,
+        )
+
+        plan = {
+            "columns": Float8ColwiseParallel,
+            "rows": Float8RowwiseParallel,
+            "whole_input": PrepareFloat8ModuleInput,
+        }
+    made = by_block(model, wrap, inputs, **plan)
     if gathers:
-        AFTER_STEP[id(model)] = partial(precompute_float8_dynamic_scale_for_fsdp, model)
-    return by_block(model, wrap, sample)
+        made.after = partial(precompute_float8_dynamic_scale_for_fsdp, model)
+    return made
+
+
+def by_hand(model: nn.Module, wrap: str, inputs: Inputs, recipe: str = "bf16") -> Made:
+    """Transformer Engine's layers in the place of the decoder layers."""
+    import hand_port
+
+    forward = hand_port.within(hand_port.RECIPES[recipe])
+    if wrap != "TP":
+        return Made(hand_port.llama(model), inputs, forward=forward)
+    mesh = mesh_of(model)
+    hand_port.llama(model, mesh.get_group())
+    divide_ends(model, mesh)
+    reduce = partial(hand_port.sum_shared, model, mesh.get_group())
+    return Made(model, with_positions(inputs), loss_parallel, forward, reduce)
 
 
 def ours(
-    model: nn.Module, wrap: str, sample: dict[str, Tensor], recipe: str | None = None, compile: bool = False
-) -> nn.Module:
+    model: nn.Module, wrap: str, inputs: Inputs, recipe: str | None = None, compile: bool = False
+) -> Made:
     backend = "te" if model.device.type == "cuda" else "torch"
     options = {"recipe": recipe, "compile": compile, "verify": False, "inplace": True}
-    return te_transform.convert(model, sample, backend=backend, **options)
+    converted = te_transform.convert(model, inputs, backend=backend, **options)
+    if wrap == "TP":
+        te_transform.parallelize(converted, mesh_of(model), inputs, sequence_parallel=True)
+    return Made(converted, inputs)
 
 
-MAKE: dict[str, Callable[..., nn.Module]] = {
+HAND = "hand port, bf16"
+MAKE: dict[str, Callable[..., Made]] = {
     "torchao float8, compiled by block": torchao,
+    HAND: by_hand,
     "eager": eager,
     "compiled by block": by_block,
+    "hand port, fp8-delayed": partial(by_hand, recipe="fp8-delayed"),
     "ours, bf16": ours,
     "ours, fp8-delayed": partial(ours, recipe="fp8-delayed"),
     "ours, fp8-current": partial(ours, recipe="fp8-current"),
     "ours, bf16, compiled": partial(ours, compile=True),
     "ours, fp8-delayed, compiled": partial(ours, recipe="fp8-delayed", compile=True),
     "ours, fp8-current, compiled": partial(ours, recipe="fp8-current", compile=True),
+    "compiled by block, asynchronous": asynchronous,  # the last: what goes wrong in it ends the process
 }
 
 
-FIRST = next(iter(MAKE)) if find_spec("torchao") else "eager"  # what ratios are to
+def first_of(wrap: str) -> str:
+    """The contender that ratios are to."""
+    if wrap == "TP" and find_spec("transformer_engine"):
+        return HAND
+    return "torchao float8, compiled by block" if wrap != "TP" and find_spec("torchao") else "eager"
 
 
 def main() -> None:
@@ -123,27 +251,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--gpus", type=int, default=2, help="processes")
+    parser.add_argument("--wraps", default=",".join(WRAPS), help="which of these, by commas; none: one GPU")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--length", type=int, help="tokens of a row; 4096, on a CPU 64")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--at-once", type=int, default=3, help="contenders in memory at a time")
-    parser.add_argument("--only", default="", help="contenders whose name has this in it, and the first")
+    parser.add_argument("--at-once", type=int, default=4, help="contenders in memory at a time")
+    parser.add_argument("--only", default="", help="the first, and contenders named by one of these words")
+    parser.add_argument("--without", default="", help="not the contenders named by one of these words")
     parser.add_argument("--json", default="", help="add a line for each row to this file")
     asked = parser.parse_args()
     asked.length = asked.length or (4096 if asked.device == "cuda" else 64)
     rows: list[Row] = []
-    for gpus, wraps in ((1, ("none",)), (asked.gpus, ("FSDP2", "DDP"))):
+    for wrap in asked.wraps.split(","):
+        gpus = 1 if wrap == "none" else asked.gpus
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(work, (asked, gpus, wraps, folder), nprocs=gpus)
-            rows += torch.load(Path(folder, "rows.pt"), weights_only=False)
-    console = Console(width=140)
+            try:
+                torch.multiprocessing.spawn(work, (asked, gpus, wrap, folder), nprocs=gpus)
+            except Exception as error:  # which leaves the rows before it
+                print(f"{wrap} ended: {str(error)[-2000:]}", flush=True)
+            done = Path(folder, "rows.jsonl")
+            lines = done.read_text().splitlines() if done.exists() else []
+            rows += [Row(**json.loads(line)) for line in lines]
+    console = Console(width=150)
     console.print(table(rows))
     for why in dict.fromkeys(f"{row.wrap}, {row.name}: {row.why}" for row in rows if row.why):
         console.print(f"not run, {why}")
-    if asked.json:
-        with open(asked.json, "a") as file:
-            file.writelines(json.dumps({**asdict(row), **about(asked)}) + "\n" for row in rows)
 
 
 def about(asked: argparse.Namespace) -> dict[str, Any]:
@@ -152,53 +285,91 @@ def about(asked: argparse.Namespace) -> dict[str, Any]:
     return {"device": device, "torch": torch.__version__, "layers": asked.layers, "width": asked.width}
 
 
-def work(rank: int, asked: argparse.Namespace, gpus: int, wraps: tuple[str, ...], folder: str) -> None:
+def work(rank: int, asked: argparse.Namespace, gpus: int, wrap: str, folder: str) -> None:
     """What each process does."""
-    device = torch.device(asked.device, rank) if asked.device == "cuda" else torch.device("cpu")
-    if asked.device == "cuda":
+    device = joined(rank, asked.device, gpus, folder)
+    for row in measured(asked, wrap, device):
+        if rank == 0:
+            write(row, asked, Path(folder, "rows.jsonl"))
+    dist.destroy_process_group()
+
+
+def joined(rank: int, kind: str, gpus: int, folder: str) -> torch.device:
+    """This process's device, once it is one of the group; one that hangs ends after three minutes."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
         import transformer_engine.pytorch  # noqa: F401, whose libraries have to be loaded before any model runs
 
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if asked.device == "cuda" else "gloo",
+        "nccl" if kind == "cuda" else "gloo",
         store=dist.FileStore(f"{folder}/store", gpus),
         rank=rank,
         world_size=gpus,
-        device_id=device if asked.device == "cuda" else None,
+        timeout=timedelta(minutes=3),
+        device_id=device if kind == "cuda" else None,
     )
-    rows = [row for wrap in wraps for row in measured(asked, wrap, device)]
-    if rank == 0:
-        torch.save(rows, Path(folder, "rows.pt"))
-    dist.destroy_process_group()
+    return device
+
+
+def write(row: Row, asked: argparse.Namespace, done: Path) -> None:
+    """Print a row, and add it to the files."""
+    ratio = f", {row.to_first:.3f} of {row.first}" if row.to_first else ""
+    numbers = f"{row.median:.1f} ms{ratio}, {row.peak:.1f} GiB, ready after {row.prepared:.0f} s"
+    print(f"{row.gpus} x {row.wrap}, {row.name}: {row.why or numbers}", flush=True)
+    with done.open("a") as file:
+        file.write(json.dumps(asdict(row)) + "\n")
+    if asked.json:
+        with open(asked.json, "a") as file:
+            file.write(json.dumps({**asdict(row), **about(asked)}) + "\n")
+
+
+def named(words: str, name: str) -> bool:
+    return any(word and word in name for word in words.split(","))
 
 
 def measured(asked: argparse.Namespace, wrap: str, device: torch.device) -> Iterator[Row]:
     """Each contender's row, the first one's once."""
-    others = [name for name in MAKE if name != FIRST and asked.only in name]
+    first = first_of(wrap)
+    others = [name for name in MAKE if name != first and (not asked.only or named(asked.only, name))]
+    others = [name for name in others if not named(asked.without, name)]
+    if wrap != "TP":
+        others = [name for name in others if MAKE[name] is not asynchronous]
     for start in range(0, max(1, len(others)), asked.at_once - 1):
-        names = [FIRST, *others[start : start + asked.at_once - 1]]
+        names = [first, *others[start : start + asked.at_once - 1]]
         made = [prepared(asked, wrap, name, device) for name in names]
         running = [one for one in made if isinstance(one, Running)]
-        for number in range(asked.rounds):
-            for one in running if number % 2 else reversed(running):
-                one.row.times.append(timed(one, device))
-        leader = running[0].row if running and running[0].row.name == FIRST else None
+        take_turns(running, asked.rounds, device)
+        leader = running[0].row if running and running[0].row.name == first else None
         for one in made[0 if start == 0 else 1 :]:
             yield finished(one.row, leader) if isinstance(one, Running) else one
         made.clear()
         running.clear()
-        AFTER_STEP.clear()
-        torch._dynamo.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        forget(device)
+
+
+def take_turns(running: Iterable[Running], rounds: int, device: torch.device) -> None:
+    running = [*running]
+    for number in range(rounds):
+        for one in running if number % 2 else reversed(running):
+            one.row.times.append(timed(one, device))
+
+
+def forget(device: torch.device) -> None:
+    """Free what contenders held."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def prepared(asked: argparse.Namespace, wrap: str, name: str, device: torch.device) -> Running | Row:
     """The contender after three steps; or its row, where one process at least has failed."""
-    row, made, before = Row(dist.get_world_size(), wrap, name), None, allocated(device)
+    import torch._inductor.config as inductor
+
+    row, made, before, start = Row(dist.get_world_size(), wrap, name), None, allocated(device), time.time()
     try:
         made = Running(row, *built(asked, wrap, name, device))
         for _ in range(3):
@@ -206,10 +377,17 @@ def prepared(asked: argparse.Namespace, wrap: str, name: str, device: torch.devi
         made.own = allocated(device) - before
     except Exception as error:
         row.why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
-    reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, row.why)
-    row.why = next((why for why in reasons if why), "")
+    inductor._micro_pipeline_tp = False
+    row.prepared = time.time() - start
+    row.why = agreed(row.why)
     return row if row.why or made is None else made
+
+
+def agreed(why: str) -> str:
+    """The first process's reason of those that have one."""
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, why)
+    return next((why for why in reasons if why), "")
 
 
 def built(
@@ -229,21 +407,31 @@ def built(
     torch.manual_seed(0)
     with device:
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(0 if wrap == "TP" else dist.get_rank())
     ids = torch.randint(VOCABULARY, (ROWS, asked.length), generator=generator).to(device)
-    inputs = {"input_ids": ids, "labels": ids}
-    model = MAKE[name](model, wrap, inputs)
-    wrapped = wrapped_in(wrap, model, device)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
-    after = AFTER_STEP.get(id(model), lambda: None)
+    made = MAKE[name](model, wrap, {"input_ids": ids, "labels": ids})
+    wrapped = wrapped_in(wrap, made.model, device)
+    optimizer = torch.optim.AdamW(groups(wrapped), lr=1e-4, fused=True)
 
     def step() -> None:
-        wrapped(**inputs).loss.backward()
+        with made.around():
+            with made.forward():
+                loss = wrapped(**made.inputs).loss
+            loss.backward()
+        made.reduce()
         optimizer.step()
-        after()
+        made.after()
         optimizer.zero_grad()
 
-    return step, 0, model
+    return step, 0, made.model
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters for an optimizer, which updates DTensors and others apart."""
+    kinds: dict[bool, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [{"params": parameters} for parameters in kinds.values()]
 
 
 def wrapped_in(wrap: str, model: nn.Module, device: torch.device) -> nn.Module:
@@ -283,6 +471,7 @@ def timed(one: Running, device: torch.device, steps: int = 5) -> float:
 
 def finished(row: Row, leader: Row | None) -> Row:
     """The row, with medians of its rounds."""
+    row.first = "" if leader is None else leader.name
     row.low, row.median, row.high = statistics.quantiles(row.times, n=4)
     if leader is not None:
         row.to_first = statistics.median(a / b for a, b in zip(row.times, leader.times, strict=True))
@@ -292,18 +481,20 @@ def finished(row: Row, leader: Row | None) -> Row:
 def table(rows: list[Row]) -> Table:
     """Of all rows, with how much of one GPU's speed each has on several."""
     alone = {row.name: row.median for row in rows if row.gpus == 1}
-    made = Table("GPUs", "", "contender", "ms", "quartiles", f"to {FIRST}", "peak, GiB", "efficiency")
+    made = Table("GPUs", "", "contender", "ms", "quartiles", "to the first", "peak, GiB", "efficiency")
     for row in rows:
         if row.why:
             made.add_row(str(row.gpus), row.wrap, row.name, "not run")
             continue
-        kept = f"{alone[row.name] / row.median:.2f}" if alone.get(row.name) else ""
+        tokens = 1 if row.wrap == "TP" else row.gpus  # of all GPUs, in those of one
+        kept = tokens * alone.get(row.name, 0.0) / (row.gpus * row.median)
         numbers = (
             f"{row.median:.1f}",
             f"{row.low:.1f} to {row.high:.1f}",
-            f"{row.to_first:.2f}" if row.to_first else "",
+            f"{row.to_first:.3f}" if row.to_first else "",
         )
-        made.add_row(str(row.gpus), row.wrap, row.name, *numbers, f"{row.peak:.1f}", kept)
+        ends = f"{row.peak:.1f}", f"{kept:.2f}" if kept else ""
+        made.add_row(str(row.gpus), row.wrap, row.name, *numbers, *ends)
     return made
 
 
