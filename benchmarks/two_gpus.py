@@ -141,6 +141,9 @@ def divide_ends(model: nn.Module, mesh: DeviceMesh) -> None:
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh, of_model)
+    # The embedding returns a tensor that is still to be waited for. A block that is compiled takes it apart,
+    # and its gradient finds no way back (PyTorch 2.13); a copy is an ordinary tensor.
+    model.model.embed_tokens.register_forward_hook(lambda _, inputs, output: output.clone())
 
 
 def with_positions(inputs: Inputs) -> Inputs:
