@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import inspect as python
 import json
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from te_transform.passes import PIPELINE
 from te_transform.plan.model import ModelError
 from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError
+from te_transform.report.page import versions
 from te_transform.report.report import ExpectationError, Report
 from te_transform.report.sentences import explanation
 from te_transform.runtime import timing
@@ -49,11 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line; None: of this process.
     """
     asked = _parser().parse_args(arguments)
+    if "TORCH_LOGS" not in os.environ:  # dynamo logs the stack of what a sentence of ours says
+        logging.getLogger("torch").setLevel(logging.CRITICAL)
     try:
         return asked.run(asked)
     except BAD_INPUT as error:
-        print(f"te-transform: {error}", file=sys.stderr)
+        hint = "\nOn the command line example inputs are told by --input." * isinstance(error, InputError)
+        print(f"te-transform: {error}{hint}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # as of `| head`
         sys.stderr.close()
         return 0
@@ -61,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="te-transform", description="Transformers on fused ops.")
+    parser.add_argument("--version", action="version", version=versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     planned = commands.add_parser("inspect", help="what would be fused, and why not more, on any machine")
     _add_model(planned, length=2048, backend="te")
-    planned.add_argument("--html", metavar="FILE", help="write the report and both graphs to this page")
-    planned.add_argument("--json", action="store_true", help="print the report as JSON")
+    _add_output(planned)
     planned.add_argument(
         "--expect", nargs="+", default=[], metavar="RULE=N", help="fail unless so many places are fused"
     )
@@ -77,10 +86,12 @@ def _parser() -> argparse.ArgumentParser:
 
     compared = commands.add_parser("verify", help="convert, and compare outputs and gradients")
     _add_model(compared, length=64, backend="auto")
+    _add_output(compared)
     compared.set_defaults(run=_verify)
 
     tuned = commands.add_parser("tune", help="time each way to run it here, and keep what is the fastest")
     _add_model(tuned, length=2048, backend="auto")
+    _add_output(tuned)
     tuned.set_defaults(run=_tune)
 
     explained = commands.add_parser("explain", help="what a rule rewrites, and when it does not")
@@ -120,6 +131,21 @@ def _add_model(parser: argparse.ArgumentParser, length: int, backend: str) -> No
     parser.set_defaults(usual_length=length)
 
 
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--html", type=_page, metavar="FILE", help="write the report and both graphs to this page"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _page(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else "is in no folder that there is"
+        raise argparse.ArgumentTypeError(f"{text} {what}, a file that can be written is needed")
+    return path
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
@@ -132,9 +158,7 @@ def _inspect(asked: argparse.Namespace) -> int:
         model, inputs = _loaded(asked, on_meta=True)
     with status("capturing"):
         report = inspect(model, inputs, compile="auto" if asked.times else False, **_options(asked))
-    if asked.html:
-        report.to_html(asked.html)
-    _show(json.dumps(_as_data(report), indent=1) if asked.json else report)
+    _write(asked, report, report)
     try:
         report.expect(**expected)
     except ExpectationError as error:
@@ -146,8 +170,14 @@ def _inspect(asked: argparse.Namespace) -> int:
 def _verify(asked: argparse.Namespace) -> int:
     with status(f"building {asked.model}"):
         model, inputs = _loaded(asked, on_meta=False)
-    found = verify(model, convert(model, inputs, **_options(asked)), inputs)
-    _show(found)
+    converted = convert(model, inputs, **_options(asked))
+    try:
+        found = verify(model, converted, inputs)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    _write(
+        asked, report_of(converted), found, verified=bool(found), guilty=found.guilty, skipped=found.skipped
+    )
     return 0 if found else 1
 
 
@@ -155,9 +185,21 @@ def _tune(asked: argparse.Namespace) -> int:
     with status(f"building {asked.model}"):
         model, inputs = _loaded(asked, on_meta=False)
     tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
-    _show("\n".join(tuned.all_timings()))
-    _show(f'kept for convert(..., compile="auto") of such a model with such inputs, in {timing.file()}')
+    kept = f'kept for convert(..., compile="auto") of such a model with such inputs, in {timing.file()}'
+    _write(asked, tuned, "\n".join([*tuned.all_timings(), kept]), chosen=tuned.chosen)
     return 0
+
+
+def _write(asked: argparse.Namespace, report: Report, shown: Any, **more: Any) -> None:
+    """The report as a page, if one is asked for; and print what there is to show, or all as JSON."""
+    if asked.html:
+        try:
+            report.to_html(asked.html)
+        except OSError as error:
+            raise OptionError(
+                f"--html has {asked.html}, which cannot be written ({error.strerror})"
+            ) from error
+    _show(json.dumps(_as_data(report) | more, indent=1) if asked.json else shown)
 
 
 def _options(asked: argparse.Namespace) -> dict[str, Any]:
@@ -201,7 +243,9 @@ def _as_data(report: Report) -> dict[str, Any]:
     return {
         "model": report.model,
         "fused": dict(report.counts),
-        "sites": [asdict(site) for site in report.sites],
+        "sites": [
+            {name: told for name, told in asdict(site).items() if name != "inside"} for site in report.sites
+        ],
         "notes": report.all_notes(),
         "precision": None if precision is None else dict(precision.sites),
         "memory": None if report.memory is None else asdict(report.memory),

@@ -401,7 +401,7 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     found = _report(model, planned, seen, sample)
     timings = _predicted(list(seen.plans()), asked.ways(planning=True), found.precision, model.training)
     best = timing.fastest(timings)
-    notes = found.notes if best is None else (*found.notes, cost.NOTE)
+    notes = found.notes if best is None or cost.NOTE in found.notes else (*found.notes, cost.NOTE)
     return replace(found, timings=tuple(timings), chosen="" if best is None else best.name, notes=notes)
 
 

@@ -44,7 +44,7 @@ def load(
     path = Path(name)
     if path.exists():
         return _from_config(path, on_meta, dtype, layers, trust_remote_code)
-    if ":" not in name:
+    if not all(name.partition(":")):
         raise LoadError(
             f"there is no file or folder {name!r}: a folder with a config.json, a config file, or "
             "package.module:factory is needed"
@@ -73,7 +73,9 @@ def inputs_of(told: Sequence[str], device: torch.device) -> Inputs:
 def _tensor(told: str, device: torch.device) -> Tensor:
     shape, dtype, high = (*told.split(":"), "", "")[:3]
     kind, sizes = getattr(torch, dtype or "float32", None), shape.split("x")
-    if not isinstance(kind, torch.dtype) or not all(size.isdecimal() for size in (*sizes, high or "2")):
+    if not isinstance(kind, torch.dtype) or not all(
+        size.isdecimal() and int(size) for size in (*sizes, high or "2")
+    ):
         raise LoadError(f"an input is {told!r}, for instance 2x16:int64:1000 is needed")
     sizes = [int(size) for size in sizes]
     if kind.is_floating_point:
@@ -106,7 +108,7 @@ def _called(factory: Any, name: str, on_meta: bool) -> Any:
             pass
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LoadError(f"{name!r} failed ({type(error).__name__}: {error})") from error
 
 
@@ -124,6 +126,8 @@ def _from_config(
         told = json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise LoadError(f"{file} is no JSON ({error})") from error
+    if not isinstance(told, dict):
+        raise LoadError(f"{file} has a {type(told).__name__}, the object of a config is needed")
     if "auto_map" in told and not trust_remote_code:
         raise LoadError(
             f"{file} names Python code of its own ({', '.join(sorted(told['auto_map']))}), which would be "
@@ -133,7 +137,7 @@ def _from_config(
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
         if layers is not None:
             _set_layers(config, layers)
-        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+        kind = _class_of(config, "auto_map" in told)
         own = {} if dtype is None else {"dtype": dtype}
         has_weights = path.is_dir() and any(path.glob("*.safetensors"))
         if has_weights and not on_meta and layers is None:
@@ -144,6 +148,19 @@ def _from_config(
         raise
     except Exception as error:
         raise LoadError(f"{file} gives no model ({type(error).__name__}: {error})") from error
+
+
+def _class_of(config: Any, has_code: bool) -> Any:
+    """The class that a config names, or what transformers makes of it where it names none, or code."""
+    import transformers
+
+    name = (config.architectures or ["AutoModel"])[0]
+    if not has_code and not hasattr(transformers, name):
+        raise LoadError(
+            f"the config names the class {name}, which transformers {transformers.__version__} does not have: "
+            'a name under "architectures" that it has is needed, or a newer transformers'
+        )
+    return getattr(transformers, name, transformers.AutoModel)
 
 
 def _built(kind: Any, config: Any, trust_remote_code: bool, own: dict[str, Any]) -> nn.Module:

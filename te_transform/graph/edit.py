@@ -493,7 +493,7 @@ def snapshot(graph: fx.Graph) -> fx.Graph:
     copied, copies = fx.Graph(), {}
     for node in graph.nodes:
         copies[node] = twin = copied.node_copy(node, copies.__getitem__)
-        kept = ("path", "example_value", "fused", "origin", "spelled")
+        kept = ("path", "example_value", "fused", "origin", "spelled", "outcome")
         twin.meta = {key: node.meta[key] for key in kept if key in node.meta}
         twin.meta["source"] = known.source_of(node)
     return copied

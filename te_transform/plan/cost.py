@@ -12,50 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from te_transform.backends.limits import DTYPES, break_even_rows
 from te_transform.graph import ops
-from te_transform.graph.nodes import (
-    argument,
-    called,
-    is_model_tensor,
-    is_tensor_node,
-    may_be_view,
-    shape_of,
-    value,
-)
+from te_transform.graph.nodes import value
 from te_transform.plan.assign import path_below, product_paths
-from te_transform.plan.match import Plan
+from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.plan.rule import Outcome
+from te_transform.plan.work import Work, computed, moved, numbers_in, sizes_of
 
-_MULTIPLIED = {"matmul", "bmm", "mm"}
-_PRODUCTS = {*_MULTIPLIED, "linear", "addmm", "sdpa", "scaled_dot_product_attention"}
 BACKWARD = 2.0  # of what the forward computes
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a call computes."""
-
-    products: float = 0.0  # floating-point operations in products of 16-bit numbers
-    in_fp8: float = 0.0  # and of FP8 numbers
-    attention: float = 0.0  # floating-point operations
-    quantized: float = 0.0  # numbers in the operands of the products in FP8
-    bytes: float = 0.0  # that all other operations read and write
-    operations: float = 0.0
-    in_fp8_calls: float = 0.0
-    forwards: float = 0.0
-    backwards: float = 0.0
-
-    def times(self, factor: float) -> Work:
-        """So many such calls."""
-        return Work(*(factor * each for each in vars(self).values()))
-
-    def __add__(self, other: Work) -> Work:
-        return Work(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 def work_of(
@@ -72,58 +41,34 @@ def work_of(
     """
     found = Work()
     for path, plan in plans:
-        found = sum(map(_computed, plan.before.nodes), found)
-        found = sum(map(_moved, plan.captured.graph.nodes if way is AS_IT_IS else plan.before.nodes), found)
+        found = sum(map(computed, plan.before.nodes), found)
+        found = sum(map(moved, plan.captured.graph.nodes if way is AS_IT_IS else plan.before.nodes), found)
         if precision is not None:
             found = sum(_in_fp8(path, plan, precision, way.in_cuda_graphs), found)
     found = found.times(1 + BACKWARD) if training else found
     return replace(found, forwards=1.0, backwards=float(training))
 
 
-def _computed(node: fx.Node) -> Work:
-    """What an operation of a canonical graph multiplies, in its own dtype."""
-    if node.target is ops.linear:
-        return Work(products=2.0 * _size(node) * _ints(node.args[1])[-1])
-    if node.target is ops.sdpa:
-        causal = argument(node, "is_causal") or argument(node, "mask") is not None
-        return Work(attention=4.0 * _size(node) * _ints(node.args[1])[-2] / (2 if causal else 1))
-    if called(node) in _MULTIPLIED:
-        return Work(products=2.0 * _size(node) * _ints(node.args[0])[-1])
-    return Work()
-
-
-def _moved(node: fx.Node) -> Work:
-    """What an operation reads and writes, if that is what takes its time."""
-    if node.op in ("placeholder", "output", "get_attr") or not is_tensor_node(node) or may_be_view(node):
-        return Work()
-    if called(node) in _PRODUCTS:
-        return Work(operations=1)
-    data = [node, *(arg for arg in node.all_input_nodes if is_tensor_node(arg) and not is_model_tensor(arg))]
-    return Work(bytes=sum(_size(arg) * value(arg).element_size() for arg in data), operations=1)
-
-
 def _in_fp8(path: str, plan: Plan, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
     """For each product in the recipe what changes: it is no longer one of 16-bit numbers."""
     for site, name in product_paths(plan).items():
-        if precision.sites.get(path_below(path, name)) is not None:
+        if _is_in_recipe(path, name, precision):
+            yield from _site_in_fp8(site, precision, in_cuda_graphs)
+
+
+def _is_in_recipe(path: str, name: str, precision: PrecisionPlan) -> bool:
+    return precision.sites.get(path_below(path, name)) is None
+
+
+def _site_in_fp8(site: Site, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
+    for place in site.fused.PRODUCTS:
+        outs, ins = sizes_of(site.node.args[place])
+        rows = numbers_in(site.node.args[0]) / sizes_of(site.node.args[0])[-1]
+        if not precision.small_calls and rows < break_even_rows(min(outs, ins), True, in_cuda_graphs):
             continue
-        for place in site.fused.PRODUCTS:
-            outs, ins = _ints(site.node.args[place])
-            rows = _size(site.node.args[0]) / _ints(site.node.args[0])[-1]
-            if not precision.small_calls and rows < break_even_rows(min(outs, ins), True, in_cuda_graphs):
-                continue
-            flops = 2.0 * rows * outs * ins
-            numbers = rows * ins + outs * ins
-            yield Work(products=-flops, in_fp8=flops, quantized=numbers, in_fp8_calls=1)
-
-
-def _ints(node: fx.Node) -> list[int]:
-    """The shape, with symbolic sizes as they are in the example inputs."""
-    return [size.node.hint if isinstance(size, torch.SymInt) else size for size in shape_of(node)]
-
-
-def _size(node: fx.Node) -> float:
-    return float(torch.Size(_ints(node)).numel())
+        flops = 2.0 * rows * outs * ins
+        numbers = rows * ins + outs * ins
+        yield Work(products=-flops, in_fp8=flops, quantized=numbers, in_fp8_calls=1)
 
 
 @dataclass(frozen=True)
@@ -136,7 +81,17 @@ class Way:
 
     def seconds(self, work: Work, times: dict[str, float]) -> float:
         """Of a call."""
-        gpu = (
+        cpu = (
+            work.operations * times[self.calls]
+            + work.in_fp8_calls * times[f"{self.calls} in FP8"]
+            + work.forwards * times[f"{self.calls} forward"]
+            + work.backwards * times[f"{self.calls} backward"]
+        )
+        return max(self.gpu_seconds(work, times), cpu)
+
+    def gpu_seconds(self, work: Work, times: dict[str, float]) -> float:
+        """Of the GPU alone."""
+        return (
             work.products * times["product"]
             + work.in_fp8 * times["product in FP8"]
             + work.quantized * times["quantized"]
@@ -144,13 +99,6 @@ class Way:
             + work.bytes * times[self.bytes]
             + work.operations * times["launch"]
         )
-        cpu = (
-            work.operations * times[self.calls]
-            + work.in_fp8_calls * times[f"{self.calls} in FP8"]
-            + work.forwards * times[f"{self.calls} forward"]
-            + work.backwards * times[f"{self.calls} backward"]
-        )
-        return max(gpu, cpu)
 
 
 # By whether it is compiled, and replayed.
@@ -203,3 +151,33 @@ def seconds_of(
     """Of a call in the way that the options ask for; see work_of()."""
     way = way_of(options)
     return way.seconds(work_of(plans, way, precision, training), TIMES)
+
+
+def priced(
+    path: str, plan: Plan, options: Options, precision: PrecisionPlan | None, training: bool
+) -> Iterator[Outcome]:
+    """The outcomes of a captured graph, each with what its place takes of the GPU's time in a call.
+
+    That is its part of what seconds_of() predicts: of the operations as the model has them, and of the fused
+    op in the way that the options ask for. A refused place that would save nothing by this has no numbers: it
+    may cost what is not in there, as products of odd sizes do. Neither have linears that were merged for
+    another site.
+
+    Args:
+        path: of the captured module.
+    """
+    way, products = way_of(options), product_paths(plan)
+    canonical: dict[str, list[fx.Node]] = {}
+    for node in plan.before.nodes:
+        canonical.setdefault(node.meta.get("origin", ""), []).append(node)
+    for outcome, site in plan.places():
+        ours = [node for name in outcome.inside for node in canonical.get(name, ())]
+        work = sum(map(computed, ours), Work())
+        before = sum((moved(plan.by_name[name]) for name in outcome.inside), work)
+        after = sum(map(moved, ours), work)
+        if precision is not None and site in products and _is_in_recipe(path, products[site], precision):
+            after = sum(_site_in_fp8(site, precision, way.in_cuda_graphs), after)
+        calls = 1 + BACKWARD * training
+        seconds, fused = calls * AS_IT_IS.gpu_seconds(before, TIMES), calls * way.gpu_seconds(after, TIMES)
+        known = fused < seconds if outcome.status == "refused" else site is not None
+        yield replace(outcome, seconds=seconds, fused_seconds=fused) if known else outcome

@@ -3,8 +3,9 @@ how."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, count
 from typing import Any
 
@@ -16,7 +17,8 @@ from te_transform.graph.nodes import argument, called, is_model_tensor, name_in_
 from te_transform.graph.pattern import Match, Miss, Siblings, find
 from te_transform.plan.options import Options
 from te_transform.plan.refusals import refusals
-from te_transform.plan.rule import Operation, Outcome, Rule, ask, roles, stored_in
+from te_transform.plan.rule import Deviation, Operation, Outcome, Rule, ask, roles, stored_in
+from te_transform.plan.work import replaced
 
 
 @dataclass(eq=False)
@@ -26,6 +28,7 @@ class Site:
     rules: list[tuple[str, str]]  # the rules that made it, each with the path it is reported at
     fused: nn.Module
     node: fx.Node  # the call in the canonical graph
+    deviations: tuple[Deviation, ...] = ()  # of its check, once there was one
 
     @property
     def name(self) -> str:
@@ -71,6 +74,20 @@ class Plan:
     sites: list[Site] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
+    @cached_property
+    def by_name(self) -> dict[str, fx.Node]:
+        """The captured nodes."""
+        return {node.name: node for node in self.captured.graph.nodes}
+
+    def places(self) -> Iterator[tuple[Outcome, Site | None]]:
+        """The outcomes, each with the site that it is; merged linears that became a part of another site are
+        none."""
+        outputs = ((site, node) for site in self.sites for node in site.outputs)
+        made = {(site.rules[-1][0], node.meta["origin"]): site for site, node in outputs}
+        for outcome in self.outcomes:
+            found = (made.get((outcome.rule, name)) for name in outcome.inside)
+            yield outcome, next(filter(None, found), None) if outcome.status == "fused" else None
+
     def joins(self) -> list[fx.Node]:
         """The canonical nodes that join the parameters of several linears."""
         return [node for node in self.canonical.nodes if node.target is ops.join]
@@ -81,7 +98,8 @@ class Plan:
             self.sites.remove(site)
             for rule, path in site.rules:
                 index = self.outcomes.index(Outcome(rule, path, "fused"))
-                self.outcomes[index] = Outcome(rule, path, "refused", (f"rolled back: {reason}",))
+                told = (f"rolled back: {reason}",)
+                self.outcomes[index] = replace(self.outcomes[index], status="refused", reasons=told)
 
 
 def plan(captured: fx.GraphModule, options: Options) -> Plan:
@@ -98,7 +116,7 @@ def plan(captured: fx.GraphModule, options: Options) -> Plan:
             taken = any(node._erased for node in match.nodes)  # in part, by a match before
             if not taken:
                 made.outcomes += _apply(rule, match, made, options)
-        made.outcomes += _near_misses(rule, misses)
+        made.outcomes += _near_misses(rule, misses, made)
     _keep_merged(made, options)
     return made
 
@@ -115,17 +133,24 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
     reasons = [*refusals(match, operations, options.skip, rule.hands_out), *ask(rule.refuse, known)]
-    path = _place(match, operations)
+    path, inside = _place(match, operations), _replaced(made, match.nodes)
     if None in reasons:  # there is nothing to gain, and nobody needs to hear of it
         return []
     if reasons:
-        return [Outcome(rule.name, path, "refused", tuple(dict.fromkeys(reasons)), _weights(match.nodes))]
+        told = tuple(dict.fromkeys(reasons))
+        return [Outcome(rule.name, path, "refused", told, _weights(match.nodes), inside=inside)]
     if isinstance(rule.pattern, Siblings):
         merged = edit.merge(made.canonical, _activated_first(match.nodes))
         merged.meta["merged"] = (rule.name, path)
     else:
         _put(rule, match, made, ask(rule.build, known), bound, path)
-    return [Outcome(rule.name, path, "fused")]
+    return [Outcome(rule.name, path, "fused", inside=inside)]
+
+
+def _replaced(made: Plan, nodes: Sequence[fx.Node]) -> frozenset[str]:
+    """The captured operations of a match; columns stand for those of the linears that were merged."""
+    columns = [column for node in nodes if "merged" in node.meta for column in _standing(node)]
+    return replaced(made.by_name, {*nodes, *columns})
 
 
 def _place(match: Match, operations: list[Operation]) -> str:
@@ -193,7 +218,7 @@ def _weights(nodes: Sequence[fx.Node]) -> int:
     return sum(value(node.args[1]).numel() for node in set(nodes) if node.target is ops.linear)
 
 
-def _near_misses(rule: Rule, misses: list[Miss]) -> list[Outcome]:
+def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
     """A place that has most of a rule's pattern, where a user could act on what is missing."""
     outcomes = []
     for miss in misses:
@@ -203,8 +228,9 @@ def _near_misses(rule: Rule, misses: list[Miss]) -> list[Outcome]:
             reason = f"the {called(reader)} reads {_named(miss.found)}, {miss.wanted} is needed"
             if reader.target is ops.columns:  # of a merged linear
                 reason = "the linear is one with others of the same input, one of its own is needed"
-            where = path_of(miss.nodes[0])
-            outcomes.append(Outcome(rule.name, where, "refused", (reason,), _weights(miss.nodes)))
+            where, inside = path_of(miss.nodes[0]), _replaced(made, miss.nodes)
+            found = Outcome(rule.name, where, "refused", (reason,), _weights(miss.nodes), inside=inside)
+            outcomes.append(found)
     return outcomes
 
 

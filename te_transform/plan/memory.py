@@ -113,6 +113,12 @@ def predict(
     return Memory(inputs, sum(map(_size, parameters)), gradients, kept, peak)
 
 
+def kept(prefix: str, plan: Plan, precision: PrecisionPlan | None) -> dict[Site, int]:
+    """How many bytes each site keeps for its backward, that nobody else needs after it; see predict()."""
+    steps = {step.node: step for step in _steps(prefix, plan, _FP8.of(precision), is_last=False)}
+    return {site: steps[site.node].released for site in plan.sites if site.node in steps}
+
+
 def _simulated(steps: list[_Step], outputs: int, gradients: int) -> tuple[int, int]:
     """What is kept after the forward, and the most there is at once; the caller keeps the outputs."""
     kept = peak = held = outputs + sum(step.released for step in steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from torch import fx, nn
 
@@ -12,8 +13,8 @@ from te_transform.backends import plain
 from te_transform.backends.limits import DTYPES, break_even_rows
 from te_transform.graph.edit import snapshot
 from te_transform.graph.nodes import value
+from te_transform.plan import cost, memory
 from te_transform.plan.match import Plan
-from te_transform.plan.memory import predict
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
@@ -50,10 +51,13 @@ def compose(
     has_kernels, compiled = options.backend.HAS_KERNELS, bool(options.compile)
     by_size = has_kernels and (precision is not None or not compiled)
     wide = precision is not None and None in precision.sites.values() and _multiplies_wide(plans)
+    inside = None if wide else precision
     predicted = inputs and has_kernels and not compiled
+    found = [tuple(_told(path, plan, options, inside, model.training)) for path, plan in plans]
+    priced = any(outcome.seconds is not None for told in found for outcome in told)
     return Report(
         type(model).__name__,
-        tuple(_outcomes(plans, {path for path, _ in model.named_modules()})),
+        tuple(_outcomes(found, {path for path, _ in model.named_modules()})),
         largest.before if largest else fx.Graph(),
         snapshot(largest.canonical) if largest else fx.Graph(),
         (
@@ -62,11 +66,12 @@ def compose(
             *([_COMPILED] if compiled else ()),
             *([_REPLAYED] if options.graphs else ()),
             *([_WIDE] if wide else ()),
+            *([cost.NOTE] if priced else ()),
             *notes,
         ),
         tuple(explain_graphs(((path, plan.captured) for path, plan in plans), reasons)),
         precision,
-        memory=predict(plans, model.parameters(), inputs, None if wide else precision) if predicted else None,
+        memory=memory.predict(plans, model.parameters(), inputs, inside) if predicted else None,
         options=options.asked(),
     )
 
@@ -78,13 +83,32 @@ def _multiplies_wide(plans: Sequence[tuple[str, Plan]]) -> bool:
     )
 
 
-def _outcomes(plans: Sequence[tuple[str, Plan]], modules: Collection[str]) -> Iterator[Outcome]:
+def _told(
+    path: str, plan: Plan, options: Options, precision: PrecisionPlan | None, training: bool
+) -> Iterator[Outcome]:
+    """The outcomes of one graph, with the numbers that there are of each place; the calls of fused ops in the
+    graph get them too, to be shown by whoever draws it."""
+    unknown = cost.unknown([(path, plan)], options)
+    priced = plan.outcomes if unknown else cost.priced(path, plan, options, precision, training)
+    keeps = options.backend.HAS_KERNELS and training and not options.compile
+    kept = memory.kept(path, plan, precision) if keeps else {}
+    for (_, site), outcome in zip(plan.places(), priced, strict=True):
+        if site is not None:
+            outcome = replace(outcome, kept=kept.get(site), deviations=site.deviations)
+            site.node.meta["outcome"] = outcome
+        yield outcome.below(path)
+
+
+def _outcomes(found: Iterable[Iterable[Outcome]], modules: Collection[str]) -> Iterator[Outcome]:
     """Those of all graphs; what stands in several graphs of one module, for other sizes, is one outcome."""
-    found: Counter[Outcome] = Counter()
-    for path, plan in plans:
-        below = (outcome.below(path) for outcome in plan.outcomes)
-        found |= Counter(replace(outcome, path=_module_at(outcome.path, modules)) for outcome in below)
-    return found.elements()
+    alike: dict[Outcome, list[Outcome]] = {}
+    for told in found:
+        own: dict[Outcome, list[Outcome]] = {}
+        for outcome in told:
+            outcome = replace(outcome, path=_module_at(outcome.path, modules))
+            own.setdefault(outcome, []).append(outcome)
+        alike |= {key: each for key, each in own.items() if len(each) > len(alike.get(key, ()))}
+    return chain.from_iterable(alike.values())
 
 
 def _module_at(path: str, modules: Collection[str]) -> str:

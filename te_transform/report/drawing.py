@@ -6,7 +6,7 @@ The model's own tensors are no lines of a listing and no boxes of a drawing: cal
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch import fx
 
 from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of, value
+from te_transform.plan.rule import Outcome
+from te_transform.report.places import duration
 
 _ITEMS = 6  # of a list or a dictionary that are shown
 _CALL = 120  # characters of one call that are shown
@@ -110,7 +112,20 @@ def detail(node: fx.Node) -> str:
     lines = [node.name, described(node), module_of(node), _call(node), *tensors]
     spelled = node.meta.get("spelled", ())
     captured = [f"captured as: {', '.join(map(str, spelled))}"] if len(spelled) > 1 else []
-    return "\n".join(filter(None, [*lines, *captured]))
+    return "\n".join(filter(None, [*lines, *captured, *_numbers(node.meta.get("outcome"))]))
+
+
+def _numbers(outcome: Outcome | None) -> Iterator[str]:
+    """What is known of a fused op's time, memory and errors, in lines."""
+    if outcome is None:
+        return
+    if outcome.seconds is not None and outcome.fused_seconds is not None:
+        fused, before = duration(outcome.fused_seconds), duration(outcome.seconds)
+        yield f"predicted of a call on an H100: {fused}, {before} unfused"
+    if outcome.kept:
+        yield f"predicted to be kept for the backward: {outcome.kept / 2**20:,.1f} MiB"
+    for off in outcome.deviations:
+        yield f"{off.name}: {off.converted:.1e} off, unfused {off.original:.1e}, allowed {off.allowed:.1e}"
 
 
 def _call(node: fx.Node) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from te_transform.plan.rule import Outcome
-from te_transform.report.places import Places
+from te_transform.report.places import Places, duration
 from te_transform.runtime.timing import version_of
 
 if TYPE_CHECKING:
@@ -119,13 +119,18 @@ def in_notebook(body: str, whole_page: str) -> str:
 
 
 def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
+    """With what the places save, or cost, of a call's time, if that is predicted of any."""
+    priced = "saves" if name == "fused" else "costs"
+    head = (*head[:2], *[priced] * any(places.saved for places in rows), *head[2:])
     lines = [f'<table class="{name}">', "<tr>" + "".join(f"<th>{text}</th>" for text in head) + "</tr>"]
     for places in rows:
         where = "<br>".join(f"<code>{escape(path)}</code> x{count}" for path, count in places.patterns)
-        cells = f'<td>{escape(places.rule)}</td><td class="count">{places.count}</td><td>{where}</td>'
+        cells = f'<td>{escape(places.rule)}</td><td class="count">{places.count}</td>'
+        if priced in head:
+            cells += f'<td class="count">{duration(places.saved) if places.saved else ""}</td>'
         why = "<br>".join(map(escape, places.reasons))
         why = f"<td>{why}</td>" if "why not" in head else ""
-        lines.append(f'<tr class="row">{cells}{why}</tr>')
+        lines.append(f'<tr class="row">{cells}<td>{where}</td>{why}</tr>')
     return "\n".join([*lines, "</table>"])
 
 
@@ -194,7 +199,10 @@ def _figure(caption: str, operations: Sequence[Operation], hues: dict[str, int])
 def _refusal(site: Outcome) -> str:
     where = f" at <code>{escape(site.path)}</code>" if site.path else ""
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in site.reasons)
-    return f"<details><summary>refused: {escape(site.rule)}{where}</summary><ul>{reasons}</ul></details>"
+    costs = f", costs {duration(site.saved)}" if site.saved else ""
+    return (
+        f"<details><summary>refused: {escape(site.rule)}{where}{costs}</summary><ul>{reasons}</ul></details>"
+    )
 
 
 def _line(source: tuple[int, int], target: tuple[int, int]) -> str:

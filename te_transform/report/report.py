@@ -22,7 +22,7 @@ from te_transform.plan.memory import Memory
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
 from te_transform.report import drawing, page
-from te_transform.report.places import Places, gather, listed, most_valuable_first
+from te_transform.report.places import Places, duration, gather, listed, most_valuable_first
 from te_transform.runtime.timing import Timing
 
 if TYPE_CHECKING:
@@ -217,10 +217,14 @@ def _table(status: str, style: str, gathered: Iterable[Places]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     table.add_column("rule", overflow="fold")
     table.add_column(status, justify="right", no_wrap=True)
+    gathered = list(gathered)
+    if priced := status == "refused" and any(places.saved for places in gathered):
+        table.add_column("costs", justify="right", no_wrap=True)
     table.add_column("where" if status == "fused" else "where, and why not", overflow="fold")
     for places in gathered:
         # Text, not str: brackets in a shape are not markup
         reasons = [Padding(Text(reason, style="dim"), (0, 0, 0, 2)) for reason in places.reasons]
         cell = Group(Text("\n".join(places.lines), overflow="fold"), *reasons)
-        table.add_row(Text(places.rule, style=style), Text(str(places.count)), cell)
+        costs = [Text(duration(places.saved) if places.saved else "")] * priced
+        table.add_row(Text(places.rule, style=style), Text(str(places.count)), *costs, cell)
     return table

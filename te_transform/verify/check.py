@@ -19,6 +19,7 @@ from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import name_in_model, path_of, value
 from te_transform.graph.preserve import same_random
 from te_transform.plan.match import Plan, Site
+from te_transform.plan.rule import Deviation
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import lower, reference
 from te_transform.verify.compare import Contenders, judge
@@ -38,7 +39,7 @@ def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, st
         arguments: of the call; they are left as they are.
 
     Returns:
-        What is wrong with each site that is.
+        What is wrong with each site that is; all sites keep their deviations.
     """
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if not graph.plan.sites or any(is_fake(tensor) or tensor.is_meta for tensor in tensors):
@@ -107,6 +108,9 @@ class _Pair:
                 rows = judge(self._contenders(held), self._given(held))
         except Exception as error:  # whatever it is, the model runs without this site
             return f"on its recorded inputs it raised {type(error).__name__}: {error}"
+        self.site.deviations = tuple(
+            Deviation(row.name, row.converted, row.original, row.allowed) for row in rows if row.dtype
+        )
         failed = [row for row in rows if not row.ok]
         return str(max(failed, key=lambda row: row.times)) if failed else None
 

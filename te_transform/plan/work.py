@@ -1,0 +1,100 @@
+"""What operations compute and move, counted in captured and canonical graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from te_transform.graph import ops
+from te_transform.graph.nodes import (
+    argument,
+    called,
+    is_model_tensor,
+    is_tensor_node,
+    may_be_view,
+    shape_of,
+    value,
+)
+
+_MULTIPLIED = {"matmul", "bmm", "mm"}
+_PRODUCTS = {*_MULTIPLIED, "linear", "addmm", "sdpa", "scaled_dot_product_attention"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call computes."""
+
+    products: float = 0.0  # floating-point operations in products of 16-bit numbers
+    in_fp8: float = 0.0  # and of FP8 numbers
+    attention: float = 0.0  # floating-point operations
+    quantized: float = 0.0  # numbers in the operands of the products in FP8
+    bytes: float = 0.0  # that all other operations read and write
+    operations: float = 0.0
+    in_fp8_calls: float = 0.0
+    forwards: float = 0.0
+    backwards: float = 0.0
+
+    def times(self, factor: float) -> Work:
+        """So many such calls."""
+        return Work(*(factor * each for each in vars(self).values()))
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def computed(node: fx.Node) -> Work:
+    """What an operation of a canonical graph multiplies, in its own dtype."""
+    if node.target is ops.linear:
+        return Work(products=2.0 * numbers_in(node) * sizes_of(node.args[1])[-1])
+    if node.target is ops.sdpa:
+        causal = argument(node, "is_causal") or argument(node, "mask") is not None
+        return Work(attention=4.0 * numbers_in(node) * sizes_of(node.args[1])[-2] / (2 if causal else 1))
+    if called(node) in _MULTIPLIED:
+        return Work(products=2.0 * numbers_in(node) * sizes_of(node.args[0])[-1])
+    return Work()
+
+
+def moved(node: fx.Node) -> Work:
+    """What an operation reads and writes, if that is what takes its time."""
+    if node.op in ("placeholder", "output", "get_attr") or not is_tensor_node(node) or may_be_view(node):
+        return Work()
+    if called(node) in _PRODUCTS:
+        return Work(operations=1)
+    data = [node, *(arg for arg in node.all_input_nodes if is_tensor_node(arg) and not is_model_tensor(arg))]
+    return Work(bytes=sum(numbers_in(arg) * value(arg).element_size() for arg in data), operations=1)
+
+
+def sizes_of(node: fx.Node) -> list[int]:
+    """The shape, with symbolic sizes as they are in the example inputs."""
+    return [size.node.hint if isinstance(size, torch.SymInt) else size for size in shape_of(node)]
+
+
+def numbers_in(node: fx.Node) -> float:
+    """How many numbers its value has."""
+    return float(torch.Size(sizes_of(node)).numel())
+
+
+def replaced(captured: Mapping[str, fx.Node], nodes: Collection[fx.Node]) -> frozenset[str]:
+    """The names of the captured operations, here by name, that a match on the canonical graph stands for:
+    those that only serve to compute its values from what it reads."""
+    inside = {node.meta["origin"] for node in nodes if "origin" in node.meta}
+    sources = {source for node in nodes for source in node.all_input_nodes} - {*nodes}
+    read = {name for source in sources for name in _origins(source)}
+    waiting = [captured[name] for name in inside]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            is_ours = source.op != "placeholder" and all(user.name in inside for user in source.users)
+            if is_ours and source.name not in inside | read:
+                inside.add(source.name)
+                waiting.append(source)
+    return frozenset(inside)
+
+
+def _origins(node: fx.Node) -> set[str]:
+    """The names of the captured nodes that a canonical one is, or is made of."""
+    if "origin" in node.meta:
+        return {node.meta["origin"]}
+    return {name for source in node.all_input_nodes for name in _origins(source)}
