@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
@@ -53,12 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line; None: of this process.
     """
     asked = _parser().parse_args(arguments)
-    if "TORCH_LOGS" not in os.environ:  # dynamo logs the stack of what a sentence of ours says
-        logging.getLogger("torch").setLevel(logging.CRITICAL)
     try:
-        return asked.run(asked)
+        with _quiet():
+            return asked.run(asked)
     except BAD_INPUT as error:
-        hint = "\nOn the command line example inputs are told by --input." * isinstance(error, InputError)
+        hint = "\nHere example inputs are told by --input." * isinstance(error, (InputError, TraceError))
         print(f"te-transform: {error}{hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -66,6 +66,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as of `| head`
         sys.stderr.close()
         return 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without dynamo's logs: the stacks of what a sentence of ours says, unless they are asked for."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    try:
+        logger.setLevel(before if "TORCH_LOGS" in os.environ else logging.CRITICAL)
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -184,6 +196,7 @@ def _verify(asked: argparse.Namespace) -> int:
 def _tune(asked: argparse.Namespace) -> int:
     with status(f"building {asked.model}"):
         model, inputs = _loaded(asked, on_meta=False)
+    inputs = replace(inputs, invented=False)  # their sizes were asked for
     tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
     kept = f'kept for convert(..., compile="auto") of such a model with such inputs, in {timing.file()}'
     _write(asked, tuned, "\n".join([*tuned.all_timings(), kept]), chosen=tuned.chosen)

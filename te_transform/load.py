@@ -104,7 +104,7 @@ def _called(factory: Any, name: str, on_meta: bool) -> Any:
         try:
             with torch.device("meta"):
                 return factory()
-        except Exception:  # it reads weights, or looks at numbers: then it is built as it is
+        except (Exception, SystemExit):  # it reads weights, or looks at numbers: then it is built as it is
             pass
     try:
         return factory()
@@ -157,8 +157,8 @@ def _class_of(config: Any, has_code: bool) -> Any:
     name = (config.architectures or ["AutoModel"])[0]
     if not has_code and not hasattr(transformers, name):
         raise LoadError(
-            f"the config names the class {name}, which transformers {transformers.__version__} does not have: "
-            'a name under "architectures" that it has is needed, or a newer transformers'
+            f"the config names the class {name}, which transformers {transformers.__version__} does not "
+            "have: the name of one that it has is needed under architectures, or a newer transformers"
         )
     return getattr(transformers, name, transformers.AutoModel)
 

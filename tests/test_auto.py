@@ -227,10 +227,46 @@ def test_inspect_predicts_the_times() -> None:
     assert 0.2 < in_evaluation["te, compiled"] / found["te, compiled"] < 0.5
 
 
+@pytest.mark.parametrize("recipe", [None, "fp8-delayed"])
+def test_places_have_their_parts_of_what_is_predicted(recipe: str | None) -> None:
+    model, inputs = llama(layers=2)
+    report = te_transform.inspect(model.train(), inputs, backend="te", recipe=recipe, compile="auto")
+    whole = {each.name: each.seconds for each in report.timings}
+    parts = [site for site in report.sites if site.seconds is not None]
+    assert {site.rule for site in report.sites} - {site.rule for site in parts} == {"merge_siblings"}
+    # the residuals, the embedding and the last norms of a call are no place's
+    fused = "te" if recipe is None else "te, fp8-delayed"
+    assert 0.93 < sum(site.seconds for site in parts) / whole["as it is"] < 1
+    assert 0.93 < sum(site.fused_seconds for site in parts) / whole[fused] < 1
+    assert sum(site.kept for site in parts) == report.memory.kept
+
+
+def test_a_refusal_costs_what_the_model_predicts_that_fusing_saves() -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x)
+            return x + self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+
+    x = torch.zeros(128, 64, dtype=torch.bfloat16)
+    report = te_transform.inspect(Read().to(torch.bfloat16), x, backend="te")
+    (mlp,) = (site for site in report.refused if site.rule == "layernorm_mlp")
+    moved = 2 * (2 * 128 * 64 + 2 * 128 * 256)  # by the norm and by the activation, in bytes
+    less = cost.TIMES["bytes"] - cost.TIMES["bytes, fused"]
+    assert mlp.saved == pytest.approx(3 * moved * less)
+    assert f"{1e6 * mlp.saved:.3g} us   " in str(report)
+    assert cost.NOTE in report.notes
+
+
 def test_what_inspect_cannot_predict() -> None:
     in_fp32 = predicted(*llama(torch.float32), backend="te")
     assert {*in_fp32.values()} == {"predicted for products of 16-bit numbers alone"}
-    assert cost.NOTE not in te_transform.inspect(*llama(torch.float32), compile="auto").notes
+    unknown = te_transform.inspect(*llama(torch.float32), compile="auto")
+    assert cost.NOTE not in unknown.notes
+    assert {site.seconds for site in unknown.sites} == {None}
     found = predicted(*llama(), backend="torch")
     assert isinstance(found.pop("as it is"), float)
     assert {*found.values()} == {"predicted for backend='te' alone"}

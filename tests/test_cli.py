@@ -40,6 +40,9 @@ def two():
 def number():
     return 3
 
+def exits():
+    raise SystemExit(3)
+
 def fails():
     raise RuntimeError("no weights here")
 
@@ -69,6 +72,12 @@ def written(folder: Path, **changed: Any) -> str:
     file = folder / "other.json"
     file.write_text(json.dumps(told))
     return str(file)
+
+
+def listed(folder: Path) -> str:
+    """A file of JSON that is no config."""
+    (folder / "list.json").write_text("[1]")
+    return str(folder / "list.json")
 
 
 def test_inspect_a_config(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -131,6 +140,60 @@ def test_what_is_expected_decides_the_status(capsys: pytest.CaptureFixture[str])
 def test_verify_a_factory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", name, "--length", "4"]) == 0
     assert "verified, " in capsys.readouterr().out
+
+
+def test_verify_writes_what_each_place_is_off(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    arguments = [
+        "verify",
+        "models_of_mine:two",
+        "--length",
+        "4",
+        "--json",
+        "--html",
+        str(folder / "page.html"),
+    ]
+    assert main(arguments) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verified"]
+    for site in told["sites"]:
+        names = [off["name"] for off in site["deviations"]]
+        assert names[0] == "output"
+        assert f"gradient of {site['path']}.up.weight" in names
+        assert all(off["converted"] <= off["allowed"] for off in site["deviations"])
+    assert "gradient of 0.up.weight: " in (folder / "page.html").read_text()
+
+
+def test_a_recipe_that_has_no_emulation_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: Any) -> None:
+        raise ValueError("there is no emulation of this recipe")
+
+    monkeypatch.setattr("te_transform.cli.verify", cannot)
+    assert main(["verify", "models_of_mine:two", "--length", "4"]) == 2
+    assert capsys.readouterr().err == "te-transform: there is no emulation of this recipe\n"
+
+
+def test_tune_a_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(timing, "seconds_of", lambda model, sample: 1.0)
+    assert main(["tune", "llama", "--layers", "1", "--length", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["chosen"] == "as it is"
+    assert {each["seconds"] for each in told["times"]} == {1.0}
+
+
+def test_stacks_of_the_capture_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "models_of_mine:two", "--input", "2x4x7"]) == 2
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("te_transform ")
 
 
 def test_what_is_not_the_same_fails(
@@ -211,6 +274,16 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no such rule": (lambda folder: ["llama", "--expect", "mlp=2"], "--expect has 'mlp=2'"),
     "no shape": (lambda folder: ["models_of_mine:two", "--input", "2xall"], "an input is '2xall'"),
     "half of the names": (lambda folder: ["llama", "--input", "x=2", "--input", "3"], "name all or none"),
+    "no package": (lambda folder: [":two"], "there is no file or folder ':two'"),
+    "a factory that exits": (lambda folder: ["models_of_mine:exits"], "failed (SystemExit: 3)"),
+    "no object": (lambda folder: [listed(folder)], "has a list, the object of a config is needed"),
+    "no such class": (lambda folder: [written(folder, architectures=["Odd"])], "names the class Odd, which"),
+    "no size": (lambda folder: ["models_of_mine:two", "--input", "0x16"], "an input is '0x16'"),
+    "no such input": (lambda folder: ["models_of_mine:two", "--input", "2x4x7"], "told by --input"),
+    "no page": (
+        lambda folder: ["models_of_mine:two", "--input", "2x4x16", "--html", "/proc/page.html"],
+        "--html has /proc/page.html, which cannot be written",
+    ),
     "no number": (lambda folder: ["llama", "--expect", "linear=all"], "--expect has 'linear=all'"),
 }
 
@@ -225,7 +298,14 @@ def test_mistakes_are_said_in_a_line(name: str, folder: Path, capsys: pytest.Cap
     assert said in errors
 
 
-USAGE: list[list[str]] = [[], ["inspect"], ["inspect", "llama", "--batch", "0"], ["explain", "x"]]
+USAGE: list[list[str]] = [
+    [],
+    ["inspect"],
+    ["inspect", "llama", "--batch", "0"],
+    ["inspect", "llama", "--html", "nowhere/page.html"],
+    ["inspect", "llama", "--html", "."],
+    ["explain", "x"],
+]
 
 
 @pytest.mark.parametrize("arguments", USAGE)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import te_transform
-from tests.conversions import ALL
+from te_transform.report.places import duration
+from te_transform.report.report import Report
+from tests.conversions import ALL, as_built
+from tests.test_auto import llama as of_8b
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -29,21 +33,63 @@ def browser() -> Iterator[object]:
         opened.close()
 
 
-@pytest.fixture(params=["llama", "gpt2", "t5", "vit", "deep"])
-def page(request: pytest.FixtureRequest, browser: object, tmp_path: Path) -> Iterator[object]:
-    """The page of a model, of whose scripts no error and no request is left when the test ends."""
-    case = ALL["llama" if request.param == "deep" else request.param]
-    model = case.build(num_hidden_layers=32) if request.param == "deep" else case.build()
-    report = te_transform.inspect(model, case.sample(), backend="torch")
-    report.to_html(tmp_path / "report.html")
+@contextmanager
+def opened_page(browser: object, report: Report, folder: Path) -> Iterator[object]:
+    """The page of a report, of whose scripts no error and no request is left in the end."""
+    report.to_html(folder / "report.html")
     opened, wrong = browser.new_page(viewport={"width": 1280, "height": 900}), []
     opened.on("pageerror", lambda error: wrong.append(str(error)))
     opened.on("console", lambda message: wrong.append(message.text))
     opened.on("request", lambda asked: asked.url.startswith("file:") or wrong.append(asked.url))
-    opened.goto((tmp_path / "report.html").as_uri())
+    opened.goto((folder / "report.html").as_uri())
     yield opened
     opened.close()
     assert wrong == []
+
+
+@pytest.fixture(params=["llama", "gpt2", "t5", "vit", "deep"])
+def page(request: pytest.FixtureRequest, browser: object, tmp_path: Path) -> Iterator[object]:
+    """The page of a model."""
+    case = ALL["llama" if request.param == "deep" else request.param]
+    model = case.build(num_hidden_layers=32) if request.param == "deep" else case.build()
+    report = te_transform.inspect(model, case.sample(), backend="torch")
+    with opened_page(browser, report, tmp_path) as opened:
+        yield opened
+
+
+def test_a_click_shows_the_predicted_time_and_memory(browser: object, tmp_path: Path) -> None:
+    model, inputs = of_8b()
+    report = te_transform.inspect(model.train(), inputs, backend="te", recipe="fp8-delayed")
+    with opened_page(browser, report, tmp_path) as page:
+        page.locator(".operation.fused", has_text="layernorm_mlp").first.click()
+        told = page.locator("#detail").text_content().splitlines()
+        (mlp,) = (site for site in report.fused if site.rule == "layernorm_mlp")
+        fused, before = duration(mlp.fused_seconds), duration(mlp.seconds)
+        assert f"predicted of a call on an H100: {fused}, {before} unfused" in told
+        assert f"predicted to be kept for the backward: {mlp.kept / 2**20:,.1f} MiB" in told
+        assert "in fp8-delayed" in told
+        assert f"{duration(mlp.saved)}" in page.locator("table.fused").text_content()
+
+
+def test_a_click_shows_the_errors_of_the_check(browser: object, tmp_path: Path) -> None:
+    report = as_built("llama").report
+    with opened_page(browser, report, tmp_path) as page:
+        page.locator(".operation.fused", has_text="layernorm_mlp").first.click()
+        told = page.locator("#detail").text_content()
+    off = next(site for site in report.fused if site.rule == "layernorm_mlp").deviations
+    assert len(off) > 3
+    assert all(f"{one.name}: {one.converted:.1e} off, unfused {one.original:.1e}" in told for one in off)
+
+
+def test_the_page_is_dark_where_the_reader_wants_it(browser: object, tmp_path: Path) -> None:
+    case = ALL["gpt2"]
+    report = te_transform.inspect(case.build(), case.sample(), backend="torch")
+    with opened_page(browser, report, tmp_path) as page:
+        color = "getComputedStyle(document.querySelector('svg text')).fill"
+        colors = [page.evaluate(color)]
+        page.emulate_media(color_scheme="dark")
+        colors.append(page.evaluate(color))
+    assert colors == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
 
 
 def test_a_click_shows_what_an_operation_is(page: object) -> None:

@@ -21,10 +21,12 @@ from te_transform.graph.capture import capture
 from te_transform.graph.edit import copy_graph, snapshot
 from te_transform.graph.nodes import name_in_model
 from te_transform.plan.rule import Outcome
+from te_transform.report import drawing
 from te_transform.report.blocks import blocks_of
 from te_transform.report.explain import explain_graphs
 from te_transform.report.places import collapse, gather, most_valuable_first
 from te_transform.report.report import ExpectationError, Report
+from tests.conversions import ALL
 
 GELU = "the activation is the exact (erf) GELU, LayerNormMLP has tanh: allow approximate=True"
 SHAPE = "the weight is [64, 3] and <frozen>, one of [64, 64] & trained is needed"
@@ -581,3 +583,28 @@ def test_a_block_has_its_refused_sites(tmp_path: Path) -> None:
     replace(some, sites=tuple(sites)).to_html(tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert html.count("refused: linear at <code>fc</code></summary><ul><li>it is &lt;odd&gt;</li></ul>") == 2
+
+
+def test_refusals_that_cost_most_come_first() -> None:
+    costs = {"small": 1e-6, "large": 2e-3}
+    sites = [
+        Outcome(name, "fc", "refused", ("why",), weights=9, seconds=2 * cost, fused_seconds=cost)
+        for name, cost in costs.items()
+    ]
+    sites.insert(0, Outcome("unknown", "fc", "refused", ("why",), weights=99))
+    lines = str(replace(report(), sites=tuple(sites))).splitlines()
+    assert [line.split()[:4] for line in lines if line.endswith("fc  x1")] == [
+        ["large", "1", "2", "ms"],
+        ["small", "1", "1", "us"],
+        ["unknown", "1", "fc", "x1"],
+    ]
+
+
+def test_a_fused_op_names_each_captured_call_once() -> None:
+    case = ALL["llama"]
+    report = te_transform.inspect(case.build(), case.sample(), backend="torch")
+    norm = ("pow", "mean", "add", "rsqrt", "mul", "mul")
+    for node in report.after.nodes:
+        if node.meta.get("fused") == "layernorm_mlp":
+            assert node.meta["spelled"] == (*norm, "linear", "linear", "silu", "mul", "linear")
+            assert f"captured as: {', '.join(node.meta['spelled'])}" in drawing.detail(node)

@@ -176,8 +176,11 @@ def innermost(paths: Iterable[str]) -> str:
 
 
 def spelled(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The names of the captured calls behind `nodes`, in the order of the graph."""
-    return tuple(s for n in reversed(nodes) for s in n.meta.get("spelled", (known.called(n),)))
+    """The names of the captured calls behind `nodes`, in the order of the graph; columns of a merged linear
+    among them are calls that it has."""
+    once = dict.fromkeys(nodes)
+    calls = [n for n in once if n.target is not ops.columns or n.args[0] not in once]
+    return tuple(s for n in reversed(calls) for s in n.meta.get("spelled", (known.called(n),)))
 
 
 def set_target(node: fx.Node, target: Callable, args: tuple, kwargs: dict | None = None) -> None:

@@ -45,6 +45,18 @@ class PrecisionPlan:
         decided = {site: None if why == _IN else why for site, why in self.sites.items()}
         object.__setattr__(self, "sites", decided)
 
+    @property
+    def name(self) -> str:
+        """The recipe's."""
+        return self.recipe if isinstance(self.recipe, str) else type(self.recipe).__name__
+
+    def told(self, site: str) -> str:
+        """Whether a site runs in the recipe, and why not; "" where the plan has no such site."""
+        if site not in self.sites:
+            return ""
+        why = self.sites[site]
+        return f"in {self.name}" if why is None else f"not in {self.name}, because {why}"
+
     def write(self, path: str | PathLike[str]) -> None:
         """Write the plan as TOML.
 

@@ -79,7 +79,8 @@ class Outcome:
 
     Where they can be predicted, `seconds` is what its operations take of an H100's time in a call, as the
     model has them, and `fused_seconds` what they take fused; `kept` is how many bytes the fused op keeps for
-    its backward. `deviations` are those of the fused op on the values of the first call, where it was checked.
+    its backward. `precision` says, where there is a recipe, whether its products run in it, and why not.
+    `deviations` are those of the fused op on the values of the first call, where it was checked.
     """
 
     rule: str
@@ -90,6 +91,7 @@ class Outcome:
     seconds: float | None = field(default=None, compare=False)
     fused_seconds: float | None = field(default=None, compare=False)
     kept: int | None = field(default=None, compare=False)
+    precision: str = field(default="", compare=False)
     deviations: tuple[Deviation, ...] = field(default=(), compare=False)
     inside: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # the captured operations
 

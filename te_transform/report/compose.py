@@ -14,6 +14,7 @@ from te_transform.backends.limits import DTYPES, break_even_rows
 from te_transform.graph.edit import snapshot
 from te_transform.graph.nodes import value
 from te_transform.plan import cost, memory
+from te_transform.plan.assign import path_below, product_paths
 from te_transform.plan.match import Plan
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
@@ -90,11 +91,14 @@ def _told(
     graph get them too, to be shown by whoever draws it."""
     unknown = cost.unknown([(path, plan)], options)
     priced = plan.outcomes if unknown else cost.priced(path, plan, options, precision, training)
+    products = product_paths(plan)
     keeps = options.backend.HAS_KERNELS and training and not options.compile
     kept = memory.kept(path, plan, precision) if keeps else {}
     for (_, site), outcome in zip(plan.places(), priced, strict=True):
         if site is not None:
-            outcome = replace(outcome, kept=kept.get(site), deviations=site.deviations)
+            name = products.get(site)
+            held = "" if precision is None or name is None else precision.told(path_below(path, name))
+            outcome = replace(outcome, kept=kept.get(site), precision=held, deviations=site.deviations)
             site.node.meta["outcome"] = outcome
         yield outcome.below(path)
 

@@ -122,6 +122,8 @@ def _numbers(outcome: Outcome | None) -> Iterator[str]:
     if outcome.seconds is not None and outcome.fused_seconds is not None:
         fused, before = duration(outcome.fused_seconds), duration(outcome.seconds)
         yield f"predicted of a call on an H100: {fused}, {before} unfused"
+    if outcome.precision:
+        yield outcome.precision
     if outcome.kept:
         yield f"predicted to be kept for the backward: {outcome.kept / 2**20:,.1f} MiB"
     for off in outcome.deviations:

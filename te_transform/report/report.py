@@ -206,11 +206,9 @@ def _precise(plan: PrecisionPlan) -> Iterator[str]:
     by_reason: dict[str | None, list[str]] = {}
     for path, why in plan.sites.items():
         by_reason.setdefault(why, []).append(path)
-    name = plan.recipe if isinstance(plan.recipe, str) else type(plan.recipe).__name__
     for why, paths in by_reason.items():
-        yield (
-            f"in {name}: {listed(paths)}" if why is None else f"not in {name}: {listed(paths)}, because {why}"
-        )
+        told = f"in {plan.name}: {listed(paths)}"
+        yield told if why is None else f"not {told}, because {why}"
 
 
 def _table(status: str, style: str, gathered: Iterable[Places]) -> Table:
