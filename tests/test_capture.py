@@ -271,6 +271,13 @@ def settings() -> dict[str, Any]:
     return torch._dynamo.config.get_config_copy()
 
 
+def test_a_forward_of_pytorchs_own_is_captured_after_one_that_failed() -> None:
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32))
+    with pytest.raises(te_transform.TraceError, match="Sequential failed on the example inputs"):
+        te_transform.inspect(model, torch.zeros(2, 17))
+    assert te_transform.inspect(model, torch.zeros(2, 16)).counts == {"layernorm_linear": 1}
+
+
 def test_settings_are_those_of_our_captures_alone() -> None:
     before = settings()
     model = te_transform.convert(seeded(Tiny), X)

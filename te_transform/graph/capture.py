@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
@@ -70,6 +72,10 @@ def capture(
     """
     context = torch._dynamo.optimize(backend, dynamic=dynamic)
     forward, traced = _alone(forward), context.callback
+    if isinstance(forward, FunctionType) and trace_rules.check(forward):
+        # PyTorch's own forwards dynamo traces within a function around them, which all of them share: where
+        # it failed once, as with inputs that do not fit, it traces none of them again
+        forward = _alone(wrap_inline(forward))
 
     # The callback runs only where a frame has to be traced: the settings hold for our captures and nobody
     # else's, and a call whose guards hold does not pay for them.
