@@ -396,13 +396,32 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     asked, sample = _asked(model, example_inputs, options)
     if asked.compile != "auto":
         planned, seen = _planned(model, asked, sample)
-        return _report(model, planned, seen, sample)
+        found = _report(model, planned, seen, sample)
+        told = _predicted_call(list(seen.plans()), asked, found.precision, model.training, planned.by_block)
+        return replace(found, notes=(*found.notes, *told))
     planned, seen = _planned(model, replace(asked, compile=False), sample, whole=True)
     found = _report(model, planned, seen, sample)
     timings = _predicted(list(seen.plans()), asked.ways(planning=True), found.precision, model.training)
     best = timing.fastest(timings)
     notes = found.notes if best is None or cost.NOTE in found.notes else (*found.notes, cost.NOTE)
     return replace(found, timings=tuple(timings), chosen="" if best is None else best.name, notes=notes)
+
+
+def _predicted_call(
+    plans: list[tuple[str, Plan]],
+    options: Options,
+    precision: PrecisionPlan | None,
+    training: bool,
+    by_block: bool,
+) -> Iterator[str]:
+    """What a call takes as these options ask for, in a sentence, if it can be told."""
+    if cost.unknown(plans, options) is None:
+        fused = cost.seconds_of(plans, options, precision, training)
+        before = cost.seconds_of(plans, replace(options, as_it_is=True), None, training)
+        what = "the blocks of a call are" if by_block else "a call is"
+        mode = "forward and backward" if training else "forward"
+        taken, unfused = timing.duration(fused), timing.duration(before)
+        yield f"{what} predicted to take {taken} on an H100, {unfused} unfused ({mode})"
 
 
 def _predicted(

@@ -15,7 +15,7 @@ from torch import fx
 
 from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of, value
 from te_transform.plan.rule import Outcome
-from te_transform.report.places import duration
+from te_transform.runtime.timing import duration
 
 _ITEMS = 6  # of a list or a dictionary that are shown
 _CALL = 120  # characters of one call that are shown

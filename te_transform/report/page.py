@@ -11,8 +11,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from te_transform.plan.rule import Outcome
-from te_transform.report.places import Places, duration
-from te_transform.runtime.timing import version_of
+from te_transform.report.places import Places
+from te_transform.runtime.timing import duration, version_of
 
 if TYPE_CHECKING:
     from te_transform.report.blocks import Block, Operation
@@ -169,9 +169,13 @@ def _drawing(blocks: Sequence[Block]) -> list[str]:
 def _figures(block: Block, hues: dict[str, int]) -> str:
     name = f"<code>{escape(block.name)}</code>{f' x{block.count}' if block.count > 1 else ''}"
     refused = "".join(map(_refusal, block.refused))
-    before = _figure(f"{name}, before: {len(block.before)} operations", block.before, hues)
-    after = _figure(f"{name}, after: {len(block.after)} operations{refused}", block.after, hues)
+    before = _figure(f"{name}, before: {_counted(block.before)}", block.before, hues)
+    after = _figure(f"{name}, after: {_counted(block.after)}{refused}", block.after, hues)
     return before + after
+
+
+def _counted(operations: Sequence[Operation]) -> str:
+    return f"{len(operations)} operation{'' if len(operations) == 1 else 's'}"
 
 
 def _figure(caption: str, operations: Sequence[Operation], hues: dict[str, int]) -> str:

@@ -53,11 +53,6 @@ def most_valuable_first(places: Iterable[Places]) -> list[Places]:
     return sorted(places, key=lambda place: (-place.saved, -place.weights, -place.count))
 
 
-def duration(seconds: float) -> str:
-    """In three digits."""
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
-
-
 def collapse(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
     """Patterns of `paths` and how many each stands for: `h.0.mlp` and `h.1.mlp` make ("h.{0,1}.mlp", 2).
 

@@ -22,8 +22,8 @@ from te_transform.plan.memory import Memory
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
 from te_transform.report import drawing, page
-from te_transform.report.places import Places, duration, gather, listed, most_valuable_first
-from te_transform.runtime.timing import Timing
+from te_transform.report.places import Places, gather, listed, most_valuable_first
+from te_transform.runtime.timing import Timing, duration
 
 if TYPE_CHECKING:
     import networkx

@@ -42,8 +42,14 @@ class Timing:
     why: str = ""
 
     def __str__(self) -> str:
-        taken = "" if self.seconds is None else f"{1e3 * self.seconds:.3g} ms"
+        taken = "" if self.seconds is None else duration(self.seconds)
         return f"{self.name}: {', '.join(filter(None, (taken, self.why)))}"
+
+
+def duration(seconds: float) -> str:
+    """In three digits, as people write it."""
+    unit, scale = next((one for one in (("s", 1.0), ("ms", 1e3)) if seconds * one[1] >= 1), ("us", 1e6))
+    return f"{scale * seconds:.3g} {unit}"
 
 
 def seconds_of(model: nn.Module, sample: Inputs) -> float:
