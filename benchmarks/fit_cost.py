@@ -109,23 +109,30 @@ def _llama(row: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor
 def _fitted(points: Sequence[Point]) -> dict[str, float]:
     """The times with the least sum of squares of the logarithms of predicted / measured."""
     logs = torch.zeros(len(START), dtype=torch.float64, requires_grad=True)
+    start = torch.tensor([*START.values()], dtype=torch.float64)
     measured = torch.tensor([point.seconds for point in points], dtype=torch.float64)
+    gpu, cpu = (torch.tensor(rows, dtype=torch.float64) for rows in _linear(points))
     optimizer = torch.optim.LBFGS([logs], max_iter=300, line_search_fn="strong_wolfe")
-
-    def times() -> dict[str, Any]:
-        return {name: start * part.exp() for (name, start), part in zip(START.items(), logs, strict=True)}
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        now = times()
-        predicted = torch.stack([point.way.seconds(point.work, now) for point in points])
+        times = start * logs.exp()
+        predicted = torch.maximum(gpu @ times, cpu @ times)
         # near to where the search began, of times that no point depends on
         total = (predicted / measured).log().square().mean() + 1e-3 * logs.square().mean()
         total.backward()
         return total
 
     optimizer.step(loss)
-    return {name: float(each) for name, each in times().items()}
+    return dict(zip(START, (start * logs.exp()).tolist(), strict=True))
+
+
+def _linear(points: Sequence[Point]) -> tuple[list[list[float]], list[list[float]]]:
+    """How many of each time, in the order of START, the GPU and the CPU take of each point."""
+    units = [{name: float(name == one) for name in START} for one in START]
+    gpu = [[point.way.gpu_seconds(point.work, unit) for unit in units] for point in points]
+    cpu = [[point.way.cpu_seconds(point.work, unit) for unit in units] for point in points]
+    return gpu, cpu
 
 
 if __name__ == "__main__":

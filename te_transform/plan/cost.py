@@ -81,13 +81,16 @@ class Way:
 
     def seconds(self, work: Work, times: dict[str, float]) -> float:
         """Of a call."""
-        cpu = (
+        return max(self.gpu_seconds(work, times), self.cpu_seconds(work, times))
+
+    def cpu_seconds(self, work: Work, times: dict[str, float]) -> float:
+        """Of the CPU alone, to launch it."""
+        return (
             work.operations * times[self.calls]
             + work.in_fp8_calls * times[f"{self.calls} in FP8"]
             + work.forwards * times[f"{self.calls} forward"]
             + work.backwards * times[f"{self.calls} backward"]
         )
-        return max(self.gpu_seconds(work, times), cpu)
 
     def gpu_seconds(self, work: Work, times: dict[str, float]) -> float:
         """Of the GPU alone."""
