@@ -474,7 +474,10 @@ def test_names_a_branch_on_a_value() -> None:
 def test_says_which_blocks_share_a_graph() -> None:
     (graph,) = captured(Block(), torch.zeros(2, 8))
     shared = [(f"h.{layer}", graph) for layer in range(32)]
-    sentence = "h.{0..31} share a graph, what lies around them is not in this report"
+    sentence = (
+        "h.{0..31} share a graph, what lies around them, and what reads values from there, is not in this "
+        "report"
+    )
     assert list(explain_graphs(shared)) == [sentence]
     (other,) = captured(nn.Linear(8, 8), torch.zeros(2, 8))
     assert list(explain_graphs([*shared, ("head", other)])) == [

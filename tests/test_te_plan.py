@@ -557,3 +557,16 @@ def test_weights_in_float32_are_for_fp8_under_autocast(around: bool) -> None:
         report = te_transform.inspect(model, sample, backend="te", recipe="fp8-current")
     assert None in report.precision.sites.values()
     assert any("under torch.autocast alone" in note for note in report.notes) != around
+
+
+def test_what_blocks_are_given_is_no_reason_before_the_whole_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of blocks that are planned by themselves: in calls of the whole their cosines are there."""
+    case = CASES["llama"]
+    monkeypatch.setattr(sys.modules["te_transform.convert"], "DEEP", 0)
+    by_block = te_transform.inspect(case.build(), case.sample(), backend="te")
+    assert any("share a graph" in note for note in by_block.breaks)
+    assert "rotary" not in {site.rule for site in by_block.sites}
+    monkeypatch.undo()
+    assert te_transform.inspect(case.build(), case.sample(), backend="te").counts["rotary"] > 0

@@ -102,8 +102,13 @@ class Plan:
                 self.outcomes[index] = replace(self.outcomes[index], status="refused", reasons=told)
 
 
-def plan(captured: fx.GraphModule, options: Options) -> Plan:
-    """Run the rules, in order, over the canonical copy of a captured graph."""
+def plan(captured: fx.GraphModule, options: Options, is_part: bool = False) -> Plan:
+    """Run the rules, in order, over the canonical copy of a captured graph.
+
+    Args:
+        is_part: whether the graph is a part of one that is captured later, so that what it is given from
+            outside is no reason yet: a block, to which the model gives cosines and sines.
+    """
     canonical = canonicalize(captured.graph)
     for node in written(canonical):
         node.meta["written"] = True
@@ -116,6 +121,8 @@ def plan(captured: fx.GraphModule, options: Options) -> Plan:
             taken = any(node._erased for node in match.nodes)  # in part, by a match before
             if not taken:
                 made.outcomes += _apply(rule, match, made, options)
+        if is_part:
+            misses = [miss for miss in misses if not _is_given(miss.found)]
         made.outcomes += _near_misses(rule, misses, made)
     _keep_merged(made, options)
     return made
@@ -232,6 +239,11 @@ def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
             found = Outcome(rule.name, where, "refused", (reason,), _weights(miss.nodes), inside=inside)
             outcomes.append(found)
     return outcomes
+
+
+def _is_given(found: Any) -> bool:
+    """Whether it comes from outside of the graph, and is none of the model's tensors."""
+    return isinstance(found, fx.Node) and found.op == "placeholder" and not is_model_tensor(found)
 
 
 def _named(found: Any) -> str:

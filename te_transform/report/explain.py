@@ -34,7 +34,10 @@ def explain_graphs(
         yield f"the forward was captured as {len(modules)} graphs, the largest is the one shown"
     for paths in modules.values():
         if len(paths) > 1:
-            yield f"{listed(paths)} share a graph, what lies around them is not in this report"
+            yield (
+                f"{listed(paths)} share a graph, what lies around them, and what reads values from there, is "
+                "not in this report"
+            )
     breaks = list(filter(None, map(explain_break, modules)))  # these have the line, in all cases
     yield from dict.fromkeys(breaks or map(explain_reason, reasons))
 

@@ -115,7 +115,7 @@ class Converted:
 
     def _fused(self, captured: fx.GraphModule) -> Callable[..., Any]:
         try:
-            made = plan(captured, self.options)
+            made = plan(captured, self.options, is_part=self.by_block and not self.in_pieces)
             if self.options.recipe is not None:
                 put_in_recipe(made, self.options)
             graph = CapturedGraph(made, self)

@@ -36,9 +36,9 @@ MOST_CHANGES = 2  # of which outputs get gradients, each of which is recorded an
 MOST = 8  # kinds that are kept, each of which holds all memory of a step
 # What a replay may differ by from the function itself, relative to the norm: some kernels add up in any order
 DIFFERENT = 0.02
-# Calls of the function itself, at most, where a replay differs by more, to see how far rounding takes that. Few
-# do not show it: a key's bias has a gradient of rounding alone, which is 10% off where cuDNN's attention adds up
-# in one order and not in another, and some of these orders are seldom.
+# Calls of the function itself, at most, where a replay differs by more, to see how far rounding takes that.
+# Few do not show it: a key's bias has a gradient of rounding alone, which is 10% off where cuDNN's attention
+# adds up in one order and not in another, and some of these orders are seldom.
 REPEATS = 16
 
 Run = Callable[..., Sequence[Any]]
