@@ -78,9 +78,39 @@ def state_of(weight: Tensor) -> State:
 
 
 def parameters_of(weight: Tensor) -> tuple[Tensor, ...]:
-    """The parameters that were joined to `weight`, the one that it is a view of, or itself alone."""
+    """The parameters that were joined to `weight`, the one that it stands for or is a view of, or itself
+    alone."""
     base = weight._base
-    return weight.__dict__.get("_te_transform_joined") or (base if is_stored(base) else weight,)
+    made_of = weight.__dict__.get("_te_transform_joined")
+    if made_of is None and base is not None:
+        made_of = base.__dict__.get("_te_transform_joined")
+    return made_of or (base if is_stored(base) else weight,)
+
+
+def standing_for(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """`tensor` as a weight that has the state of `parameter`, which it was computed from; differentiable."""
+    made = _Alias.apply(tensor)
+    made._te_transform_joined = (parameter,)
+    return made
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory as a tensor that is no view: views of it lead back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def share_state(parameter: Tensor, *others: Tensor) -> None:
+    """Let other tensors that hold a parameter, or stand in its place, have its state."""
+    state = state_of(parameter)
+    for other in others:
+        other._te_transform = state
 
 
 @dataclass(frozen=True)
@@ -128,11 +158,14 @@ class Join(nn.Module):
         parameters = tuple(part for part in parts if isinstance(part, Tensor))
         has_zeros = len(parameters) < len(parts)
         if any(type(parameter) is not nn.Parameter for parameter in parameters) or transformed():
-            # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie
-            # together
+            # DTensors, ranks' shares of them, tensors of a function transform, torch.func's stand-ins;
+            # weights in FP8 may lie together
             whole = None if has_zeros else quantized.joined(parameters)
             if whole is None:
-                return ops.join(*parts)
+                whole = ops.join(*parts)
+                if not all("_te_transform_joined" in parameter.__dict__ for parameter in parameters):
+                    return whole
+                parameters = tuple(parameters_of(parameter)[0] for parameter in parameters)
             whole._te_transform_joined = parameters
             return whole
         buffer = None if has_zeros else adjacent(parameters)

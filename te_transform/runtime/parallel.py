@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from te_transform.backends.collectives import Move, Ranks, Shards
+from te_transform.backends.joined import share_state, standing_for
 from te_transform.plan.layout import Place
 from te_transform.runtime.sharded import Unshardable, on_shards
 
@@ -32,7 +33,8 @@ class ParallelError(RuntimeError):
 class Divided:
     """A parameter of a divided model.
 
-    `shards` says what of it a rank computes with, None: all of it; `held` is the DTensor of the last call.
+    `shards` says what of it a rank computes with, None: all of it; `held` is the DTensor of the last call. What
+    FP8 keeps for a parameter belongs to its stand-in, which is the same from call to call.
     """
 
     shards: Shards | None
@@ -45,17 +47,33 @@ class Divided:
         made, self.held = self.stand_in, held
         if made is None or (made.dtype, made.device) != (held.dtype, held.device):
             one = torch.full((1,), math.nan, dtype=held.dtype, device=held.device)
-            made = self.stand_in = nn.Parameter(one.expand(held.shape), held.requires_grad)
+            made = nn.Parameter(one.expand(held.shape), held.requires_grad)
+            if self.stand_in is not None:
+                share_state(self.stand_in, made)
+            self.stand_in = made
         made.requires_grad_(held.requires_grad)
+        share_state(made, held)
         return made
 
-    def share(self, ranks: Ranks) -> Tensor:
-        """What this rank computes with; gradients find their way to the DTensor."""
+    def share(self, ranks: Ranks, move: Move | None) -> Tensor:
+        """What this rank computes with, in the placement that `move` brings it to; gradients find their way
+        to the DTensor."""
         if self.shards is None or len(self.shards.parts) == 1:
-            return self.held.to_local()
-        # q, k and v of one product: a rank's rows of each lie apart, so it gets all and takes its own
-        whole = self.held.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return ranks.share(whole, self.shards)
+            share = self.held.to_local()
+        else:
+            # q, k and v of one product: a rank's rows of each lie apart, so it gets all and takes its own
+            whole = self.held.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            share = ranks.share(whole, self.shards)
+        return self._standing(share if move is None else move(share))
+
+    def whole(self) -> Tensor:
+        """All of it, gathered."""
+        return self._standing(self.held.full_tensor())
+
+    def _standing(self, tensor: Tensor) -> Tensor:
+        local = self.held._local_tensor  # to_local() makes another in each call
+        share_state(self.stand_in, local)
+        return standing_for(tensor, local)
 
 
 @dataclass(eq=False)
@@ -100,6 +118,7 @@ class Parallel:
                     stored = Replicate() if found is None else Shard(parameter.dim() + found.dim)
                     held = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
                     made[id(parameter)] = nn.Parameter(held, parameter.requires_grad), Divided(found)
+                    made[id(parameter)][1].stand_in_for(made[id(parameter)][0])
                 module, own = _holder(model, name)
                 module._parameters[own], self.divided[module, own] = made[id(parameter)]
             yield
@@ -190,10 +209,9 @@ class _Divided:
             if divided is None:
                 yield argument
             elif moves is None:
-                yield divided.held.full_tensor()
+                yield divided.whole()
             else:
-                share = divided.share(self.parallel.ranks)
-                yield moves[name](share) if name in moves else share
+                yield divided.share(self.parallel.ranks, moves.get(name))
 
     def _make(self, shards: dict[str, Shards | None]) -> tuple[Callable[..., Any], dict[str, Move] | None]:
         ranks, sequence = self.parallel.ranks, self.parallel.sequence

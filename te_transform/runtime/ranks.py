@@ -13,34 +13,32 @@ from torch.nn.parallel import DistributedDataParallel
 def groups_of(model: nn.Module) -> tuple[Any, ...]:
     """The process groups over which the weights of `model` are shared or sharded, within a call of it.
 
-    They are those of the DistributedDataParallel that runs, or of the mesh that fully_shard() or
-    distribute_tensor() was given; none where the model is in neither. A collective over all processes that
-    have a part of it is one over each of these groups, one after the other.
+    They are those of the DistributedDataParallel that runs, and of the meshes that fully_shard(),
+    distribute_tensor() or parallelize() was given; none where the model is in neither. A collective over all
+    processes that have a part of it is one over each of these groups, one after the other.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ()
-    if (wrapper := DistributedDataParallel._get_active_ddp_module()) is not None:
-        return (wrapper.process_group,)
-    mesh = _mesh_of(model)
-    if mesh is None:
-        return ()
-    if mesh.ndim > 1 and mesh.size() == dist.get_world_size():
-        return (dist.group.WORLD,)
-    return tuple(mesh.get_group(dimension) for dimension in range(mesh.ndim))
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    groups = [] if wrapper is None else [wrapper.process_group]
+    for mesh in _meshes_of(model):
+        if mesh.ndim > 1 and mesh.size() == dist.get_world_size():
+            return (dist.group.WORLD,)
+        groups += (mesh.get_group(dimension) for dimension in range(mesh.ndim))
+    return tuple({group.group_name: group for group in groups}.values())
 
 
-def _mesh_of(model: nn.Module) -> Any:
+def _meshes_of(model: nn.Module) -> list[Any]:
+    """The larger ones first."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            return parameter.device_mesh
-    if not isinstance(model, FSDPModule):
-        return None
-    # within the forward of a module that is sharded as a whole its parameters are whole ones
-    group = getattr(model._get_fsdp_state(), "_fsdp_param_group", None)
-    return None if group is None else group.mesh_info.mesh
+    found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    if isinstance(model, FSDPModule):
+        # within the forward of a module that is sharded as a whole its parameters are whole ones
+        group = getattr(model._get_fsdp_state(), "_fsdp_param_group", None)
+        found |= set() if group is None else {group.mesh_info.mesh}
+    return sorted(found, key=lambda mesh: -mesh.ndim)
 
 
 def maximum(numbers: Tensor, groups: Sequence[Any]) -> None:
