@@ -25,6 +25,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
 
 from te_transform.backends import limits
+from te_transform.backends.collectives import OwnRandom
 from te_transform.backends.joined import state_of
 from te_transform.backends.quantized import addresses, closed, forms_of
 from te_transform.backends.running import in_recipe
@@ -87,6 +88,7 @@ class CompiledGraph:
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varies = any(map(_varies, placeholders))
+        self.draws_apart = any(isinstance(module, OwnRandom) for module in plan.captured.modules())
         seen = written(plan.captured.graph)
         self.writes = [place for place, node in enumerate(placeholders) if node in seen]
         self.stays = [is_model_tensor(node) or node in seen for node in placeholders]
@@ -109,6 +111,9 @@ class CompiledGraph:
             return self._call(arguments)
 
     def _call(self, arguments: Sequence[Any]) -> Any:
+        if self.draws_apart:
+            self._note(f"a graph runs {self.how}, each rank has dropouts of its own in it")
+            return self.uncompiled(*arguments)
         recipe = self.backend.recipe_now() if self.products else None
         scaling = None if recipe is None else self.backend.scaling_of(recipe)
         step = self._step(arguments, (recipe is None, scaling))

@@ -33,8 +33,8 @@ class ParallelError(RuntimeError):
 class Divided:
     """A parameter of a divided model.
 
-    `shards` says what of it a rank computes with, None: all of it; `held` is the DTensor of the last call. What
-    FP8 keeps for a parameter belongs to its stand-in, which is the same from call to call.
+    `shards` says what of it a rank computes with, None: all of it; `held` is the DTensor of the last call.
+    What FP8 keeps for a parameter belongs to its stand-in, which is the same from call to call.
     """
 
     shards: Shards | None
