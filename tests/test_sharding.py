@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -135,6 +136,28 @@ def test_four_ranks_with_a_mask() -> None:
     layout = lay_out(canonicalize(captured.module.graph), 4)
     assert {"head", "embedding", "attention", "mlp"} == {place.what for place in layout.places}
     check(captured, layout, 4, sequence=True)
+
+
+# as LLAMA, whose keys have two heads
+GROUPS = {
+    "llama": (4, {}),
+    "llama_8": (8, {"num_attention_heads": 8}),
+    "qwen3": (4, {}),
+    "gemma": (2, {}),
+    "gemma2": (2, {}),
+    "gemma3_text": (2, {}),
+}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", GROUPS)
+def test_fewer_heads_of_keys_than_ranks(name: str, sequence: bool) -> None:
+    """Ranks that read the same heads have copies of them."""
+    count, others = GROUPS[name]
+    case = ALL[name.removesuffix("_8")]
+    for layout in compare(replace(case, build=partial(case.build, **others)), count, sequence):
+        assert not [place for place in layout.places if place.what == "attention" and place.reasons]
+        assert any(shards.copies > 1 for shards in layout.shards.values())
 
 
 def test_in_place_writes_are_not_put_on_shards() -> None:

@@ -9,8 +9,9 @@ where it is `entered`, as what a column-parallel linear reads is: there each ran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -32,10 +33,13 @@ class Shards:
         parts: sizes that make the dimension, each of which is divided among the ranks by itself: (h, h, h)
             for q, k and v of one product. Where the ranks do not divide a part, the last ones have less of
             it.
+        copies: how many ranks, one after the other, have the same share: of keys and values with fewer heads
+            than there are ranks. The share's gradient is then the sum of what these ranks have.
     """
 
     dim: int
     parts: tuple[int, ...]
+    copies: int = 1
 
     @property
     def size(self) -> int:
@@ -45,10 +49,15 @@ class Shards:
     def bounds(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """Where a rank's share of each part begins and ends in the whole dimension."""
         starts, found = accumulate(self.parts, initial=0), []
+        number = rank // self.copies
         for start, part in zip(starts, self.parts, strict=False):
-            share = -(-part // ranks)
-            found.append((start + min(rank * share, part), start + min((rank + 1) * share, part)))
+            share = -(-part // self.shares(ranks))
+            found.append((start + min(number * share, part), start + min((number + 1) * share, part)))
         return found
+
+    def shares(self, ranks: int) -> int:
+        """How many different shares so many ranks have."""
+        return ranks // self.copies
 
     def length(self, rank: int, ranks: int) -> int:
         """How much of the dimension a rank has."""
@@ -56,11 +65,11 @@ class Shards:
 
     def is_even(self, ranks: int) -> bool:
         """Whether the ranks divide each part."""
-        return all(part % ranks == 0 for part in self.parts)
+        return all(part % self.shares(ranks) == 0 for part in self.parts)
 
     def on(self, dim: int) -> Shards:
         """The same shares of another dimension."""
-        return Shards(dim, self.parts)
+        return replace(self, dim=dim)
 
 
 @dataclass(frozen=True)
@@ -107,16 +116,19 @@ class Ranks:
         blocks = x.contiguous() if dim == 0 else torch.cat(x.chunk(self.count, dim))
         return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(blocks, "sum", self.count, self.group))
 
-    def gathered(self, x: Tensor, shards: Shards) -> Tensor:
-        """The whole tensor of all ranks' shards of it."""
+    def gathered(self, x: Tensor, shards: Shards, summed: bool = False) -> Tensor:
+        """The whole tensor of all ranks' shards of it; of copies the first, or their sum."""
         dim = x.dim() + shards.dim
-        if len(shards.parts) == 1 and shards.is_even(self.count):
+        if len(shards.parts) == 1 and shards.is_even(self.count) and shards.copies == 1:
             return self.joined(x, dim)
         longest = shards.length(0, self.count)
         padded = x.new_zeros((longest, *x.shape[:dim], *x.shape[dim + 1 :]))
         padded[: x.shape[dim]] = x.movedim(dim, 0)
-        blocks = self.joined(padded, 0).split(longest)
-        pieces = [list(self._pieces(block, shards, rank)) for rank, block in enumerate(blocks)]
+        blocks, pieces = self.joined(padded, 0).split(longest), []
+        for rank in range(0, self.count, shards.copies):
+            copies = blocks[rank : rank + shards.copies]
+            block = reduce(torch.add, copies) if summed else copies[0]
+            pieces.append(list(self._pieces(block, shards, rank)))
         whole = torch.cat([piece for part in zip(*pieces, strict=True) for piece in part])
         return whole.movedim(0, dim).contiguous()
 
@@ -131,11 +143,26 @@ class Ranks:
         pieces = [x.narrow(dim, start, stop - start) for start, stop in bounds]
         return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].contiguous()
 
+    def lead_share(self, x: Tensor, shards: Shards) -> Tensor:
+        """This rank's shard of a whole tensor, zeros where an earlier rank has a copy of it."""
+        share = self.share(x, shards)
+        return share if self.own % shards.copies == 0 else torch.zeros_like(share)
+
     def summed_share(self, x: Tensor, shards: Shards) -> Tensor:
-        """This rank's shard of the sum of all ranks' `x`."""
-        if len(shards.parts) == 1 and shards.is_even(self.count):
+        """This rank's shard of the sum of all ranks' `x`; as lead_share() has it."""
+        if len(shards.parts) == 1 and shards.is_even(self.count) and shards.copies == 1:
             return self.summed_block(x, x.dim() + shards.dim)
-        return self.share(self.summed(x), shards)
+        return self.lead_share(self.summed(x), shards)
+
+    def picked(self, x: Tensor, shards: Shards) -> Tensor:
+        """This rank's part of a share that it has in common with others."""
+        return x.chunk(shards.copies, shards.dim)[self.own % shards.copies].contiguous()
+
+    def put_back(self, x: Tensor, shards: Shards) -> Tensor:
+        """A share of which this rank has its own part, and zeros in the others'."""
+        parts = [torch.zeros_like(x)] * shards.copies
+        parts[self.own % shards.copies] = x
+        return torch.cat(parts, shards.dim)
 
 
 class Way(Enum):
@@ -143,8 +170,12 @@ class Way(Enum):
 
     ENTER = ("same", "sum")  # a whole value for what gives each rank a term of its gradient
     SUM = ("sum", "same")  # terms to the whole
-    GATHER = ("gather", "share")  # shards to the whole
-    SHARE = ("share", "gather")  # the whole to shards
+    GATHER = ("gather", "lead_share")  # shards to the whole
+    LEAD_SHARE = ("lead_share", "gather")  # the whole to shards, of which one copy is not zeros
+    SHARE = ("share", "collect")  # the whole to shards
+    COLLECT = ("collect", "share")  # shards to the whole, of copies their sum
+    PICK = ("pick", "put_back")  # copies of shards to shards of their own
+    PUT_BACK = ("put_back", "pick")
     GATHER_ENTER = ("gather", "sum_share")
     SUM_SHARE = ("sum_share", "gather")
     LEAD = ("lead", "same")  # a whole value to terms of it, of which all but the first rank's are zeros
@@ -162,7 +193,12 @@ def _done(what: str, x: Tensor, ranks: Ranks, shards: Shards | None) -> Tensor:
     if what == "lead":
         return x.view_as(x) if ranks.own == 0 else torch.zeros_like(x)
     assert shards is not None
-    does = {"gather": ranks.gathered, "share": ranks.share, "sum_share": ranks.summed_share}[what]
+    if what == "collect":
+        return ranks.gathered(x, shards, summed=True)
+    does = {
+        "gather": ranks.gathered, "share": ranks.share, "lead_share": ranks.lead_share,
+        "sum_share": ranks.summed_share, "pick": ranks.picked, "put_back": ranks.put_back,
+    }[what]  # fmt: skip
     return does(x, shards)
 
 

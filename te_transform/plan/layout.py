@@ -89,9 +89,13 @@ class _LayingOut:
         if linear in self.tried:
             return
         refused, seeds = None, {linear}
-        for pieces in (1, 3, 2):  # of a product for q, k and v that is not cut by columns
+        # pieces of a product for q, k and v that is not cut by columns; ranks that have the same keys
+        ways = [(1, 1), (3, 1), (2, 1)]
+        if self._attention(linear) is not None:
+            ways += [(1, copies) for copies in range(2, self.ranks + 1) if self.ranks % copies == 0]
+        for pieces, copies in ways:
             try:
-                region = self._closed({linear}, pieces)
+                region = self._closed({linear}, pieces, copies)
                 self._accept(region)
                 return
             except Refusal as refusal:
@@ -108,11 +112,11 @@ class _LayingOut:
         heads = "" if self._skipped(linear) else self._indivisible_heads(attention)
         self.layout.places.append(Place("attention", path, (heads or refused.reason,), bool(heads)))
 
-    def _closed(self, seeds: set[fx.Node], pieces: int) -> _Region:
+    def _closed(self, seeds: set[fx.Node], pieces: int, copies: int) -> _Region:
         """The region that begins with these linears, and with others whose results it needs in shards."""
         while True:
             try:
-                return self._region({node: self._parts(node, pieces) for node in seeds})
+                return self._region({node: self._parts(node, pieces, copies) for node in seeds})
             except Refusal as refusal:
                 more = {node for value in refusal.whole for node in self._makers(value)} - seeds
                 if not more:
@@ -221,10 +225,11 @@ class _LayingOut:
             heads = shape_of(node)[-3]
             if heads % self.ranks:
                 many = f"{heads} {kind}head" + "s" * (heads != 1)
-                return f"attention has {many}, a number that {self.ranks} ranks divide is needed"
+                needed = f"a number that {self.ranks} ranks divide"
+                return f"attention has {many}, {needed}{' or that divides them' * bool(kind)} is needed"
         return ""
 
-    def _parts(self, linear: fx.Node, pieces: int) -> Shards:
+    def _parts(self, linear: fx.Node, pieces: int, copies: int) -> Shards:
         """The parts of what the linear makes: those that columns are cut into, or equal ones."""
         size = shape_of(linear)[-1]
         cuts = sorted({0, size, *self._cuts(linear)})
@@ -232,7 +237,15 @@ class _LayingOut:
             return Shards(-1, tuple(stop - start for start, stop in pairwise(cuts)))
         if size % pieces:
             raise Refusal(f"a linear makes {size} columns, {pieces} equal parts are needed")
-        return Shards(-1, (size // pieces,) * pieces)
+        return Shards(-1, (size // pieces,) * pieces, copies if self._makes_keys(linear) else 1)
+
+    def _makes_keys(self, linear: fx.Node) -> bool:
+        """Whether it makes keys or values of attention, and no queries."""
+        attention = self._attention(linear)
+        if attention is None:
+            return False
+        queries, keys, values = (set(self._makers(argument)) for argument in attention.args[:3])
+        return linear in keys | values and linear not in queries
 
     def _cuts(self, node: fx.Node) -> Iterator[int]:
         for user in node.users:

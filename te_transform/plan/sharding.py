@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Step:
         gather: sharded arguments that it reads whole.
         share: whole arguments that it reads a shard of.
         lead: whole arguments that it reads on the first rank, and zeros elsewhere.
+        pick: sharded arguments, copies of which several ranks have, of which it reads this rank's own part.
         args: those of its arguments, by position, that are other numbers on shards.
     """
 
@@ -54,6 +55,7 @@ class Step:
     gather: tuple[fx.Node, ...] = ()
     share: dict[fx.Node, Shards] = field(default_factory=dict)
     lead: tuple[fx.Node, ...] = ()
+    pick: tuple[fx.Node, ...] = ()
     args: dict[int, Any] = field(default_factory=dict)
 
 
@@ -162,8 +164,14 @@ def _sdpa(node: fx.Node, held: Held, ranks: int) -> Step:
         raise Refusal("attention is sharded otherwise than by heads, whole heads are needed")
     if found[1] != found[2] or held.get(mask, found[0]) != found[0]:
         raise Refusal("query, keys and mask are in different shards, the same ones are needed")
+    pick = ()
+    if (of_keys := found[1]).copies > 1:
+        # heads that were repeated for the queries are more than this rank has queries for
+        pick = (key, value_) if of_keys.size == found[0].size else ()
+        if found[0].copies > 1 or not (pick or of_keys.size == of_keys.shares(ranks)):
+            raise Refusal("ranks have copies of several heads of keys, of one head each are needed")
     same = isinstance(mask, fx.Node) and _size(mask, found[0].dim) == found[0].size > 1
-    return Step(found[0], share={mask: found[0]} if same and mask not in held else {})
+    return Step(found[0], share={mask: found[0]} if same and mask not in held else {}, pick=pick)
 
 
 def _product(node: fx.Node, held: Held, ranks: int) -> Step:
@@ -185,7 +193,9 @@ def _reshaped(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, r
     at = len(before) + shards.dim
     old, new = next((old, new) for old, new in _groups(before, after) if at in old)
     sizes = [size for size in (after[i] for i in new) if size != 1]
-    if sizes == [shards.size] and [before[i] for i in old if before[i] != 1] == sizes:  # it stays as it is
+    alike = shards.copies > 1 and shards.shares(ranks) == 1  # all ranks have one head
+    stays = sizes == [shards.size] and [before[i] for i in old if before[i] != 1] == sizes
+    if stays and not alike:  # it stays as it is
         return shards.on(next(i for i in new if after[i] == shards.size) - len(after))
     many, part = len(shards.parts), shards.parts[0]
     if len(set(shards.parts)) > 1:
@@ -196,13 +206,15 @@ def _reshaped(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, r
         lead, size = math.prod(after[j] for j in new if j < i), after[i]
         rest = math.prod(after[j] for j in new if j > i)
         repeats, remainder = divmod(outer, lead)
-        if remainder or size % repeats or size // repeats * rest != part * inner or size == repeats:
+        if remainder or size % repeats or size // repeats * rest != part * inner:
             continue
-        if size // repeats % ranks:
+        if size == repeats and not alike:
+            continue
+        if size // repeats % shards.shares(ranks):
             raise Refusal(
                 f"a dimension of {size // repeats} is to be divided, a number that {ranks} ranks divide is "
                 "needed", indivisible=True)  # fmt: skip
-        return Shards(i - len(after), (size // repeats,) * repeats)
+        return Shards(i - len(after), (size // repeats,) * repeats, shards.copies)
     raise Refusal("a reshape mixes shards, one that keeps them apart is needed")
 
 
@@ -268,10 +280,11 @@ def _columns(node: fx.Node, held: Held, ranks: int) -> Step:
     if start not in places or stop not in places or start >= stop:
         raise Refusal("columns are cut out of shards, whole parts of what a linear makes are needed")
     first, last = places.index(start), places.index(stop)
-    if any(part % ranks for part in shards.parts):
+    if not shards.is_even(ranks):
         raise Refusal("parts of a product are cut out of unequal shards, equal ones are needed",
                       indivisible=True)  # fmt: skip
-    return Step(Shards(-1, shards.parts[first:last]), args={1: start // ranks, 2: stop // ranks})
+    shares, parts = shards.shares(ranks), shards.parts[first:last]
+    return Step(replace(shards, parts=parts), args={1: start // shares, 2: stop // shares})
 
 
 def _getitem(node: fx.Node, held: Held, ranks: int) -> Step:
@@ -328,7 +341,8 @@ def _repeat_interleave(node: fx.Node, held: Held, ranks: int) -> Step:
     shards = held[x]
     if not isinstance(repeats, int):
         raise Refusal("shards are repeated by numbers that are computed, a constant is needed")
-    return Step(Shards(dim, tuple(p * repeats for p in shards.parts)) if shards.dim == dim else shards)
+    parts = tuple(part * repeats for part in shards.parts)
+    return Step(replace(shards, parts=parts) if shards.dim == dim else shards)
 
 
 def _cross_entropy(node: fx.Node, held: Held, ranks: int) -> Step:

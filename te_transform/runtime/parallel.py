@@ -58,10 +58,11 @@ class Divided:
     def share(self, ranks: Ranks, move: Move | None) -> Tensor:
         """What this rank computes with, in the placement that `move` brings it to; gradients find their way
         to the DTensor."""
-        if self.shards is None or len(self.shards.parts) == 1:
+        if self.shards is None or (len(self.shards.parts) == 1 and self.shards.copies == 1):
             share = self.held.to_local()
         else:
-            # q, k and v of one product: a rank's rows of each lie apart, so it gets all and takes its own
+            # q, k and v of one product, of each of which a rank has rows, or heads that several ranks have:
+            # it gets all rows and takes its own
             whole = self.held.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             share = ranks.share(whole, self.shards)
         return self._standing(share if move is None else move(share))

@@ -4,7 +4,7 @@ the whole ones, and with the exchanges between ranks that this takes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -187,6 +187,8 @@ class _Sharding:
             return self._move(whole, Way.LEAD, node)
         if named in found.share:
             return self._move(argument, Way.SHARE, node, found.share[named])
+        if named in found.pick:
+            return self._move(argument, Way.PICK, node)
         if named in found.gather:
             return self._move(argument, Way.GATHER_ENTER, node)
         enters = found.shards is not None and argument not in self.held and argument in self.trained
@@ -197,7 +199,7 @@ class _Sharding:
     def _move(self, source: fx.Node, way: Way, at: fx.Node, shards: Shards | None = None) -> fx.Node:
         """`source` in another placement, in front of `at`."""
         gathers = way in (Way.GATHER, Way.GATHER_ENTER)
-        shards = self.held[source] if gathers else shards
+        shards = self.held[source] if gathers or way is Way.PICK else shards
         key = source, way, shards
         if key not in self.moved:
             op = Move(way, self.ranks, shards)
@@ -206,7 +208,7 @@ class _Sharding:
             node = edit.insert_call(self.graph, at, self._name(way, shards, op), (source,), like=source)
             self.shapes[node] = self.shapes[source]
             if not gathers and shards is not None:
-                self.held[node] = shards
+                self.held[node] = replace(shards, copies=1) if way is Way.PICK else shards
             self._note_shape(node)
             self.moved[key] = node
         return self.moved[key]
@@ -249,6 +251,7 @@ class _Sharding:
     def _name(self, way: Way, shards: Shards | None, op: nn.Module) -> str:
         """The name of a move, the same for equal ones: equal layers are then equal graphs."""
         at = "" if shards is None else "_".join(map(str, ("", -shards.dim, *shards.parts)))
+        at += "" if shards is None or shards.copies == 1 else f"_for_{shards.copies}"
         name = f"ranks_{way.name.lower()}{at}"
         if not hasattr(self.module, name):
             self.module.add_submodule(name, op)
