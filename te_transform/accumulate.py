@@ -18,7 +18,7 @@ from te_transform.backends.gradients import Gradients
 from te_transform.backends.joined import state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.running import forget_weights
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.converted import is_divided
 
 
 class AccumulationError(RuntimeError):
@@ -95,7 +95,7 @@ def _check(model: nn.Module, steps: int) -> None:
             "the model is wrapped by DistributedDataParallel, which reduces gradients as autograd hands "
             "them out, and kernels that add them to a buffer hand out none: use its no_sync() instead"
         )
-    if any(state.parallel is not None for state in map(converted_of, model.modules()) if state is not None):
+    if is_divided(model):
         raise AccumulationError(
             "the model is divided among ranks, its gradients are DTensors, and buffers of plain tensors are "
             "summed up here: leave accumulate() out, gradients add up in .grad"

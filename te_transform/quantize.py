@@ -14,6 +14,7 @@ from te_transform.backends.joined import is_stored, state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.quantized import exact, is_quantized, quantize
 from te_transform.backends.running import forget_weights
+from te_transform.runtime.converted import is_divided
 
 
 class QuantizationError(ValueError):
@@ -47,8 +48,13 @@ def quantize_weights(model: nn.Module) -> Quantized:
         Which weights are in FP8 now, and why the others are not.
 
     Raises:
-        QuantizationError: nothing in `model` has run in FP8.
+        QuantizationError: nothing in `model` has run in FP8, or it is divided among ranks.
     """
+    if is_divided(model):
+        raise QuantizationError(
+            "the model is divided among ranks, its weights are DTensors, plain ones are needed: quantize the "
+            "weights of a model that is not"
+        )
     reasons: dict[int, str] = {}
     holders = Counter(id(parameter) for _, _, parameter in _places(model))
     groups = list(_groups(model))

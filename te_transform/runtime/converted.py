@@ -360,6 +360,12 @@ def _leave(module: nn.Module) -> None:
     module.__class__ = _ORIGINALS.get(type(module), type(module))
 
 
+def is_divided(model: nn.Module) -> bool:
+    """Whether te_transform.parallelize() has divided it, or a part of it, among ranks."""
+    states = map(converted_of, model.modules())
+    return any(state.parallel is not None for state in states if state is not None)
+
+
 def converted_of(model: nn.Module) -> Converted | None:
     """What a model carries that was converted, None where it was not."""
     place = vars(model).get(CONVERTED)
