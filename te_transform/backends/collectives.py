@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_transform.backends.tracing import compiling
+
 # What functional collectives call; its Python wrappers have other names in PyTorch 2.13 than before.
 _OPS = torch.ops._c10d_functional
 
@@ -103,7 +105,9 @@ class Ranks:
 
     def summed(self, x: Tensor, op: str = "sum") -> Tensor:
         """The sum, or the maximum, of all ranks' `x`."""
-        return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), op, self.group))
+        # a compiler reduces in place, and has read what a kernel of its own wrote there before (PyTorch 2.13)
+        reduced = torch.ops.te_transform.all_reduce if compiling.get() else _all_reduced
+        return reduced(x.contiguous(), op, self.group)
 
     def joined(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' `x` behind each other."""
@@ -163,6 +167,16 @@ class Ranks:
         parts = [torch.zeros_like(x)] * shards.copies
         parts[self.own % shards.copies] = x
         return torch.cat(parts, shards.dim)
+
+
+def _all_reduced(x: Tensor, op: str, group: str) -> Tensor:
+    return _OPS.wait_tensor(_OPS.all_reduce(x, op, group))
+
+
+_LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
+_LIBRARY.define("all_reduce(Tensor x, str op, str group) -> Tensor")
+_LIBRARY.impl("all_reduce", _all_reduced, "CompositeExplicitAutograd")
+torch.library.register_fake("te_transform::all_reduce", lambda x, *_: torch.empty_like(x), lib=_LIBRARY)
 
 
 class Way(Enum):
