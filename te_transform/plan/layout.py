@@ -225,8 +225,9 @@ class _LayingOut:
             heads = shape_of(node)[-3]
             if heads % self.ranks:
                 many = f"{heads} {kind}head" + "s" * (heads != 1)
-                needed = f"a number that {self.ranks} ranks divide"
-                return f"attention has {many}, {needed}{' or that divides them' * bool(kind)} is needed"
+                said = f"attention has {many}, a number that {self.ranks} ranks divide is needed"
+                others = "one that divides them", "linears of keys and of values alone"
+                return f"{said}, or {others[self.ranks % heads == 0]}" if kind else said
         return ""
 
     def _parts(self, linear: fx.Node, pieces: int, copies: int) -> Shards:

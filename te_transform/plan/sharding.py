@@ -193,7 +193,9 @@ def _reshaped(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, r
     at = len(before) + shards.dim
     old, new = next((old, new) for old, new in _groups(before, after) if at in old)
     sizes = [size for size in (after[i] for i in new) if size != 1]
-    alike = shards.copies > 1 and shards.shares(ranks) == 1  # all ranks have one head
+    alike = shards.copies > 1 and shards.shares(ranks) == 1  # all ranks have all of it, which is one head
+    if alike and new[0] > 0 and after[new[0] - 1] == 1:
+        return Shards(new[0] - 1 - len(after), (1,), shards.copies)
     stays = sizes == [shards.size] and [before[i] for i in old if before[i] != 1] == sizes
     if stays and not alike:  # it stays as it is
         return shards.on(next(i for i in new if after[i] == shards.size) - len(after))
