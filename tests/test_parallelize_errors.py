@@ -88,7 +88,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: nn.parallel.DistributedDataParallel(converted()),
         "the model is wrapped by DistributedDataParallel, the converted model itself is needed",
     ),
-    "compiled": (lambda: converted(compile=True), "the model was converted with compile=True"),
+    "CUDA graphs": (lambda: converted(graphs=True), "the model was converted with graphs=True, whose CUDA"),
 }
 
 

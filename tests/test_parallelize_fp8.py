@@ -1,10 +1,8 @@
-"""Tensor parallelism in FP8, on the stand-in for Transformer Engine: ranks quantize what they have in common by
-the same scales, and train as one does."""
+"""Tensor parallelism in FP8, on the stand-in for Transformer Engine: ranks quantize what they have in common
+by the same scales, and train as one does."""
 
 from __future__ import annotations
 
-import copy
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import te_transform
 from tests.ranks import install_stand_in, mesh, scales_before, spawn
 from tests.stand_in import Base
-from tests.test_parallelize import equal, errors, gradients, sample_of
+from tests.test_parallelize import errors, gradients, sample_of
 from tests.zoo import GPT2, LLAMA, Case, hf_case, zero_dropout
 
 distributed = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
@@ -29,20 +29,24 @@ CASES = {
     "llama": hf_case("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA | {"num_key_value_heads": 4}),
     "gpt2": hf_case("gpt2", "GPT2LMHeadModel", "GPT2Config", GPT2 | {"n_layer": 1, "n_embd": 64}),
 }
-PRODUCTS = {"llama": 5, "gpt2": 4}  # with gates and ups as one; the head is not in FP8
+PRODUCTS = {"llama": 4, "gpt2": 3}  # norms are fused with them where tokens are not sharded; without the head
 
 
-def original(name: str) -> nn.Module:
-    return zero_dropout(CASES[name].build()).to(torch.bfloat16).train()
+TWO = {"llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 2}}  # blocks, to be captured one by one
 
 
-def converted(name: str, **options: Any) -> nn.Module:
+def original(name: str, **sizes: int) -> nn.Module:
+    return zero_dropout(CASES[name].build(**sizes)).to(torch.bfloat16).train()
+
+
+def converted(name: str, *, sizes: dict[str, int] | None = None, **options: Any) -> nn.Module:
     options = {"backend": "te", "recipe": "fp8-delayed", "verify": False, **options}
-    return te_transform.convert(original(name), sample_of(CASES[name]), **options)
+    return te_transform.convert(original(name, **(sizes or {})), sample_of(CASES[name]), **options)
 
 
-def divided(name: str, **options: Any) -> nn.Module:
-    return te_transform.parallelize(converted(name), mesh(), sample_of(CASES[name]), **options)
+def divided(name: str, *, sizes: dict[str, int] | None = None, **options: Any) -> nn.Module:
+    model = converted(name, sizes=sizes)
+    return te_transform.parallelize(model, mesh(), sample_of(CASES[name]), **options)
 
 
 def batch(case: Case, step: int) -> dict[str, Any]:
@@ -91,13 +95,13 @@ def compared(name: str, recipe: str, sequence_parallel: bool) -> dict[str, Any]:
 
 
 def check(results: list[dict[str, Any]]) -> None:
-    """The scales that were found before the model was divided go on; a divided model is no further from the exact
-    gradients than twice what the whole one is, its losses no further from the whole one's than three times what
-    these are from the exact ones: both models round, each otherwise."""
+    """The scales that were found before the model was divided go on. Gradients are no further from the exact
+    ones than one and a half times what the whole model's are, losses no further from the whole model's than
+    three times what these are from the exact ones: both models round, each otherwise."""
     first = results[0]
     for found in results:
         equal_rows(found["kept"], first["before"])
-        assert max(found["divided"].values()) <= 2 * max(found["whole"].values())
+        assert max(found["divided"].values()) <= 1.5 * max(found["whole"].values())
         exact, whole, model = (torch.tensor(losses).double() for losses in found["losses"])
         assert (model - whole).norm() <= 3 * (whole - exact).norm()
         assert found["losses"] == first["losses"]
@@ -108,7 +112,11 @@ def check(results: list[dict[str, Any]]) -> None:
 def equal_rows(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
     assert found.keys() == expected.keys()
     for name, row in expected.items():
-        equal(found[name], row)
+        assert found[name].keys() == row.keys()
+        other = {
+            key: (found[name][key], row[key]) for key in row if not torch.equal(found[name][key], row[key])
+        }
+        assert not other, name
 
 
 def cases(recipe: str) -> dict[str, dict[str, Any]]:
@@ -129,3 +137,126 @@ class TestParity:
             check([found[name] for found in results])
             steps = [len(step) for step in results[0][name]["steps"]]
             assert steps == ([2 * products] * 4 if recipe == "fp8-delayed" else [])
+
+
+def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
+    install_stand_in()
+    model = divided("llama")
+    train(model, CASES["llama"], range(3))
+    scales = te_transform.scaling_state(model)
+    dcp.save({"model": model.state_dict(), "scales": scales}, checkpoint_id=folder)
+    return scales
+
+
+def loaded(folder: Path, on_ranks: bool) -> tuple[dict[str, dict[str, Tensor]], list[float]]:
+    """The scales of a model that goes on from a checkpoint, and its next losses."""
+    install_stand_in()
+    model = divided("llama") if on_ranks else converted("llama")
+    state = {"model": model.state_dict(), "scales": te_transform.scaling_state(model)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    te_transform.load_scaling_state(model, state["scales"])
+    return te_transform.scaling_state(model), train(model, CASES["llama"], range(3, 5))
+
+
+class TestCheckpoints:
+    pytestmark = distributed
+
+    def test_scales_go_on_on_other_numbers_of_ranks(self, tmp_path: Path) -> None:
+        for folder in ("checkpoint", "two", "four", "one"):
+            (tmp_path / folder).mkdir()
+        scales, _ = spawn(partial(saved, tmp_path / "checkpoint"), 2, tmp_path / "two")
+        assert scales["model.layers.0.mlp.down_proj.weight"]["scale"][[0, 1, 3]].isfinite().all()
+        found = [
+            *spawn(partial(loaded, tmp_path / "checkpoint", on_ranks=True), 4, tmp_path / "four"),
+            *spawn(partial(loaded, tmp_path / "checkpoint", on_ranks=False), 1, tmp_path / "one"),
+        ]
+        for begun_with, losses in found:
+            equal_rows(begun_with, scales)
+            assert losses == pytest.approx(found[0][1], rel=0.01)  # sums over other shards round otherwise
+
+
+def in_other_ways() -> dict[str, Any]:
+    """What a model does in other calls than steps of training."""
+    install_stand_in()
+    case, found = CASES["gpt2"], {}
+    sample, one = sample_of(case), {"input_ids": batch(case, 7)["input_ids"][:1]}
+    model = first_step(divided("gpt2", sizes=TWO["gpt2"], sequence_parallel=True), case)
+    with torch.no_grad():
+        first = model.eval()(**one).logits
+        made = Base.quantized
+        again = model(**one).logits
+        found["kept"] = Base.quantized == made and torch.equal(first, again)
+        model.transformer.h[0].mlp.c_proj.weight.mul_(2)
+        other = model(**one).logits
+        found["made again"] = Base.quantized == made + 1 and not torch.equal(first, other)
+        model.transformer.h[0].mlp.c_proj.weight.mul_(0.5)
+        found["as before"] = torch.equal(model(**one).logits, first)
+    exact = gradients(original("gpt2", **TWO["gpt2"]).double(), sample)
+    worst = max(errors(gradients(model.train(), sample), exact).values())
+
+    def off() -> float:
+        """How far gradients are from the exact ones, beside those of a step as always."""
+        return max(errors(gradients(model, sample), exact).values()) / worst
+
+    model.zero_grad()
+    frozen = model.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
+    hidden = exact.pop("transformer.h.0.mlp.c_fc.weight")
+    found["frozen"] = off() < 1.5 and frozen.grad is None
+    frozen.requires_grad_(True)
+    exact["transformer.h.0.mlp.c_fc.weight"] = hidden
+    model.zero_grad()
+    losses = [model(**sample).loss for _ in range(2)]
+    for loss in losses:
+        (loss / 2).backward()
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()} | {"the loss": losses[1]}
+    found["two forwards"] = max(errors(grads, exact).values()) / worst < 1.5
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found["checkpointed"] = off() < 1.5
+    found["scales"] = te_transform.scaling_state(model)
+    return found
+
+
+class TestOtherCalls:
+    pytestmark = distributed
+
+    def test_are_in_fp8_too(self, tmp_path: Path) -> None:
+        one, other = spawn(in_other_ways, 2, tmp_path)
+        equal_rows(one.pop("scales"), other.pop("scales"))
+        assert one == other == dict.fromkeys(one, True)
+
+
+def sharded_twice() -> tuple[list[Any], list[float]]:
+    """The scales of each step and the losses of two ranks of data by two of tensors."""
+    install_stand_in()
+    case = CASES["llama"]
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sample = sample_of(case)
+    model = converted("llama", sizes=TWO["llama"])
+    te_transform.parallelize(model, both["tp"], sample, sequence_parallel=True)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=both["dp"])
+    fully_shard(model, mesh=both["dp"])
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+
+    def steps() -> None:
+        for step in range(4):
+            loss = model(**batch(case, 2 * step + both["dp"].get_local_rank())).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+    with pytest.MonkeyPatch.context() as patch:
+        return scales_before(steps, patch), losses
+
+
+class TestBesideFSDP2:
+    pytestmark = distributed
+
+    def test_all_ranks_agree(self, tmp_path: Path) -> None:
+        found = spawn(sharded_twice, 4, tmp_path)
+        assert [len(step) for step in found[0][0]] == [0, 8, 16, 16]
+        assert all(steps == found[0][0] for steps, _ in found)
+        assert found[0][1] == found[1][1] != found[2][1] == found[3][1]

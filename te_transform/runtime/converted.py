@@ -34,7 +34,7 @@ from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import is_foreign_mode_on, set_aside
-from te_transform.runtime.parallel import Parallel
+from te_transform.runtime.parallel import Parallel, ParallelError
 from te_transform.runtime.precision import Precision
 
 log = logging.getLogger(__name__)
@@ -153,11 +153,12 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
-        idle = idle or type(module) in self.uncaptured
-        if idle or (self.recomputes and torch.is_grad_enabled()):
+        if idle or type(module) in self.uncaptured or (self.recomputes and torch.is_grad_enabled()):
             with self._with_whole_parameters(module):
                 return forward(module, *args, **kwargs)
         is_block = place.role is Role.BLOCK
+        if is_block and self.parallel is not None and self.leaving:
+            raise _OnStandIns
         # a copy of which only parts are called, by themselves, knows no model
         model = None if is_block else module if place.is_root else self.model and self.model()
         if model is not None:
@@ -174,10 +175,11 @@ class Converted:
             run, before = self.runs[kind], len(self.graphs)
             run.turned_off = False
             try:
-                with set_aside(), self._with_stand_ins(module):
+                with set_aside(), self._with_stand_ins(module), suppress(_OnStandIns):
                     out = run(module, *args, **kwargs)
                 if self.parallel is not None and (run.turned_off or kind in self.leaving):
                     # a part of its code ran on stand-ins; blocks are captured by now, if there are any
+                    self.leaving.discard(kind)
                     self.uncaptured |= {kind} if run.turned_off else set()
                     with self._with_whole_parameters(module, blocks(module) if self.by_block else ()):
                         out = forward(module, *args, **kwargs)
@@ -198,9 +200,18 @@ class Converted:
     def _with_whole_parameters(
         self, module: nn.Module, without: Sequence[nn.Module] = ()
     ) -> AbstractContextManager[None]:
-        """For a call of the user's own code: the parameters of a divided model as a whole."""
+        """For a call of the user's own code: the parameters of a divided model as a whole.
+
+        Raises:
+            ParallelError: the backward would repeat parts of that code, when they are no longer whole.
+        """
         if self.parallel is None:
             return nullcontext()
+        if self.recomputes and torch.is_grad_enabled():
+            raise ParallelError(
+                "activation checkpoints are on in a model that is divided among ranks and has no list of "
+                "blocks to capture one by one, a forward without them is needed: turn them off"
+            )
         inside = {id(part) for block in without for part in block.modules()}
         return self.parallel.whole(part for part in module.modules() if id(part) not in inside)
 
@@ -286,6 +297,10 @@ def _restored(
     whole: list[CapturedGraph] | None,
 ) -> Converted:
     return Converted(options, by_block, checker, report=report, precision=precision, whole=whole)
+
+
+class _OnStandIns(Exception):
+    """Ends a call of a divided model that is going to be made again: FP8 would note what stand-ins give."""
 
 
 class Role(Enum):
