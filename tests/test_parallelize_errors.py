@@ -88,7 +88,10 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: nn.parallel.DistributedDataParallel(converted()),
         "the model is wrapped by DistributedDataParallel, the converted model itself is needed",
     ),
-    "CUDA graphs": (lambda: converted(graphs=True), "the model was converted with graphs=True, whose CUDA"),
+    "CUDA graphs": (
+        lambda: converted(compile="reduce-overhead"),
+        "the model was converted with compile='reduce-overhead', whose CUDA graphs",
+    ),
 }
 
 
