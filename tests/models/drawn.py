@@ -35,6 +35,7 @@ class Drawn:
     shared: bool = False
     layers: int = 2
     branches: bool = False
+    once: bool = False  # the model makes masks and rotary angles, not each layer for itself
 
     def build(self) -> nn.Module:
         """The model, always of the same weights."""
@@ -116,18 +117,25 @@ ACTIVATIONS = {
 # Positions
 
 
-def turned(x: Tensor, how: str) -> Tensor:
-    """Rotary embedding of [batch, heads, length, size]."""
-    size = SIZE // 2 if how == "partial" else SIZE
-    angles = torch.outer(torch.arange(x.shape[-2]), 10000.0 ** (-torch.arange(0, size, 2) / size))
+def angles_of(drawn: Drawn, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The cosines and sines of the positions in x [batch, length, width], as [length, size]."""
+    if drawn.rotary is None:
+        return None
+    size = SIZE // 2 if drawn.rotary == "partial" else SIZE
+    angles = torch.outer(torch.arange(x.shape[1]), 10000.0 ** (-torch.arange(0, size, 2) / size))
     angles = angles.to(torch.float32)
+    if drawn.rotary != "interleaved":
+        angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, how: str) -> Tensor:
+    """Rotary embedding of [batch, heads, length, size]."""
     if how == "interleaved":
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         even, odd = x[..., ::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    size = cos.shape[-1]
     part, rest = x[..., :size], x[..., size:]
-    both = torch.cat((angles, angles), -1)
-    cos, sin = both.cos().to(x.dtype), both.sin().to(x.dtype)
     half = torch.cat((-part[..., size // 2 :], part[..., : size // 2]), -1)
     return torch.cat((part * cos + half * sin, rest), -1)
 
@@ -146,6 +154,11 @@ def hidden_of(name: str, length: int, padding: Tensor | None) -> Tensor | None:
     if name.startswith("window"):
         return later | (order[:, None] - order[None, :] > 3)
     return later if name.startswith("causal") else None
+
+
+def tables(drawn: Drawn, x: Tensor, padding: Tensor | None) -> tuple[Any, Any]:
+    """What layers may share: which keys are hidden, and the cosines and sines of the positions."""
+    return hidden_of(drawn.mask, x.shape[1], padding), angles_of(drawn, x)
 
 
 def slopes(length: int) -> Tensor:
@@ -193,18 +206,18 @@ class Attention(nn.Module):
             parts = self.qkv(x).split(self.sizes, -1)
         return [part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in parts]
 
-    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None, shared: tuple[Any, Any] | None) -> Tensor:
         drawn = self.drawn
         q, k, v = self.heads(x)
-        if drawn.rotary:
-            q, k = turned(q, drawn.rotary), turned(k, drawn.rotary)
-        shared = drawn.groups < HEADS and drawn.repeat != "enable_gqa"
-        if shared:
+        hidden, angles = shared or tables(drawn, x, padding)
+        if angles is not None:
+            q, k = (turned(part, *angles, drawn.rotary) for part in (q, k))
+        if drawn.groups < HEADS and drawn.repeat != "enable_gqa":
             k, v = (self.repeated(part) for part in (k, v))
         scale = self.scaling
         if drawn.scale == "on queries":
             q, scale = q * scale, 1.0
-        out = self.core(q, k, v, scale, hidden_of(drawn.mask, x.shape[1], padding))
+        out = self.core(q, k, v, scale, hidden)
         return self.o(out.transpose(1, 2).flatten(2))
 
     def repeated(self, part: Tensor) -> Tensor:
@@ -238,19 +251,21 @@ class Attention(nn.Module):
             scores = torch.matmul(q, k.transpose(-2, -1)) * scale
         if bias is not None:
             scores = scores + bias
-        fill = fill_of(drawn, scores)
-        if hidden is not None and drawn.spelling == "added":
-            scores = scores + torch.zeros(hidden.shape, dtype=scores.dtype).masked_fill(hidden, fill)
-        elif hidden is not None and drawn.spelling == "where":
-            scores = torch.where(hidden, torch.tensor(fill, dtype=scores.dtype), scores)
-        elif hidden is not None:
-            scores = scores.masked_fill(hidden, fill)
+        if hidden is not None:
+            scores = self.masked(scores, hidden, fill_of(drawn, scores))
         if drawn.spelling == "in fp32":
             kept = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         else:
             kept = scores.softmax(-1)
         kept = self.drop(kept)
         return torch.einsum("bhqk,bhkd->bhqd", kept, v) if drawn.spelling == "einsum" else kept @ v
+
+    def masked(self, scores: Tensor, hidden: Tensor, fill: float) -> Tensor:
+        if self.drawn.spelling == "added":
+            return scores + torch.zeros(hidden.shape, dtype=scores.dtype).masked_fill(hidden, fill)
+        if self.drawn.spelling == "where":
+            return torch.where(hidden, torch.tensor(fill, dtype=scores.dtype), scores)
+        return scores.masked_fill(hidden, fill)
 
 
 SPELLINGS = ("sdpa", "matmul", "einsum", "added", "where", "in fp32")
@@ -292,21 +307,21 @@ class Block(nn.Module):
         if drawn.placement == "sandwich":
             self.norm3, self.norm4 = NORMS[drawn.norm](), NORMS[drawn.norm]()
 
-    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
         if self.branches and x.shape[1] > 10:
             x = x + 0.5 * self.mlp(self.norm2(x))
         if self.placement == "post":
-            x = self.norm1(x + self.attention(x, padding))
+            x = self.norm1(x + self.attention(x, *given))
             return self.norm2(x + self.mlp(x))
         if self.placement == "sandwich":
-            x = x + self.norm3(self.attention(self.norm1(x), padding))
+            x = x + self.norm3(self.attention(self.norm1(x), *given))
             return x + self.norm4(self.mlp(self.norm2(x)))
         if self.placement == "parallel":
             normed = self.norm1(x)
-            return x + self.attention(normed, padding) + self.mlp(normed)
+            return x + self.attention(normed, *given) + self.mlp(normed)
         if self.placement == "parallel with two norms":
-            return x + self.attention(self.norm1(x), padding) + self.mlp(self.norm2(x))
-        x = x + self.attention(self.norm1(x), padding)
+            return x + self.attention(self.norm1(x), *given) + self.mlp(self.norm2(x))
+        x = x + self.attention(self.norm1(x), *given)
         return x + self.mlp(self.norm2(x))
 
 
@@ -315,6 +330,7 @@ class Model(nn.Module):
 
     def __init__(self, drawn: Drawn):
         super().__init__()
+        self.drawn = drawn
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Embedding(LONGEST, WIDTH)
         first = Block(drawn)
@@ -328,6 +344,7 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
         x = self.drop(self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        shared = tables(self.drawn, x, padding) if self.drawn.once else None
         for block in self.blocks:
-            x = block(x, padding)
+            x = block(x, padding, shared)
         return self.head(self.norm(x))
