@@ -230,6 +230,7 @@ OTHERS: dict[str, Case] = by_name(
     _x_transformers("x_simple_norm", "Decoder", use_simple_rmsnorm=True, attn_kv_heads=2, ff_no_bias=True),
     _x_transformers("x_relative", "Encoder", rel_pos_bias=True, attn_qk_norm=True),
     _x_transformers("x_sandwich", "Decoder", sandwich_norm=True, attn_gate_values=True),
+    _x_transformers("x_scale_norm", "Decoder", use_scalenorm=True),
     _x_transformers("x_post", "Encoder", pre_norm=False, ff_post_act_ln=True),
     _case(
         "x_seq2seq",
@@ -249,6 +250,20 @@ OTHERS: dict[str, Case] = by_name(
     _vit_pytorch("lucid_parallel_vit", "parallel_vit.ViT"),
     _vit_pytorch("lucid_cait", "cait.CaiT", cls_depth=2),
     _vit_pytorch("lucid_xcit", "xcit.XCiT", cls_depth=1),
+    _case(
+        "lucid_levit",
+        partial(_image, name="img"),
+        "vit_pytorch.levit.LeViT",
+        image_size=PIXELS,
+        num_classes=10,
+        stages=2,
+        dim=(HIDDEN, HIDDEN),
+        depth=(1, 1),
+        heads=(HEADS, HEADS),
+        mlp_mult=2,
+        dim_key=16,
+        dim_value=16,
+    ),
     _case("lucid_normalized_vit", partial(_image, name="images"), "vit_pytorch.normalized_vit.nViT", **_VIT),
     _case(
         "lucid_local",
