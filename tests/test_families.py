@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from tests.zoo import Inputs, zero_dropout
 MODELS = FAMILIES | OTHERS
 every_model = each(MODELS, later=MODELS)
 GENERATING = [n for n, case in FAMILIES.items() if case.causal_lm or "decoder_input_ids" in case.sample()]
+# Their own code turns queries and keys in fp32 and multiplies them with values in bf16, which raises.
+IN_FP32_ALONE = ("lucid_local",)
 FRESH = 1  # the seed of inputs that no model was converted with
 
 
@@ -86,4 +89,10 @@ def test_state_dict_is_the_originals_and_so_is_the_model_again(name: str) -> Non
 
 @every_model
 def test_is_planned_in_fp8(name: str) -> None:
-    assert inspected(MODELS[name], recipe="fp8-delayed").fused
+    if name not in IN_FP32_ALONE:
+        assert inspected(MODELS[name], recipe="fp8-delayed").fused
+        return
+    case = MODELS[name]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        case.build().bfloat16()(**case.sample())
+    assert te_transform.inspect(case.build(), case.sample(), backend="te", recipe="fp8-delayed").fused
