@@ -341,6 +341,7 @@ MODEL = st.builds(
     layers=one_of(1, 2),
     branches=st.booleans(),
     once=st.booleans(),
+    in_place=st.booleans(),
 ).map(goes_together)
 CALL = st.builds(
     Call,

@@ -36,6 +36,7 @@ class Drawn:
     layers: int = 2
     branches: bool = False
     once: bool = False  # the model makes masks and rotary angles, not each layer for itself
+    in_place: bool = False  # residuals are added, and masks filled, in the tensors that there are
 
     def build(self) -> nn.Module:
         """The model, always of the same weights."""
@@ -265,7 +266,7 @@ class Attention(nn.Module):
             return scores + torch.zeros(hidden.shape, dtype=scores.dtype).masked_fill(hidden, fill)
         if self.drawn.spelling == "where":
             return torch.where(hidden, torch.tensor(fill, dtype=scores.dtype), scores)
-        return scores.masked_fill(hidden, fill)
+        return scores.masked_fill_(hidden, fill) if self.drawn.in_place else scores.masked_fill(hidden, fill)
 
 
 SPELLINGS = ("sdpa", "matmul", "einsum", "added", "where", "in fp32")
@@ -301,28 +302,34 @@ PLACEMENTS = ("pre", "post", "sandwich", "parallel", "parallel with two norms")
 class Block(nn.Module):
     def __init__(self, drawn: Drawn):
         super().__init__()
-        self.placement, self.branches = drawn.placement, drawn.branches
+        self.placement, self.branches, self.in_place = drawn.placement, drawn.branches, drawn.in_place
         self.attention, self.mlp = Attention(drawn), MLP(drawn)
         self.norm1, self.norm2 = NORMS[drawn.norm](), NORMS[drawn.norm]()
         if drawn.placement == "sandwich":
             self.norm3, self.norm4 = NORMS[drawn.norm](), NORMS[drawn.norm]()
 
+    def plus(self, x: Tensor, out: Tensor) -> Tensor:
+        if self.in_place:
+            out += x
+            return out
+        return x + out
+
     def forward(self, x: Tensor, *given: Any) -> Tensor:
         if self.branches and x.shape[1] > 10:
             x = x + 0.5 * self.mlp(self.norm2(x))
         if self.placement == "post":
-            x = self.norm1(x + self.attention(x, *given))
-            return self.norm2(x + self.mlp(x))
+            x = self.norm1(self.plus(x, self.attention(x, *given)))
+            return self.norm2(self.plus(x, self.mlp(x)))
         if self.placement == "sandwich":
-            x = x + self.norm3(self.attention(self.norm1(x), *given))
-            return x + self.norm4(self.mlp(self.norm2(x)))
+            x = self.plus(x, self.norm3(self.attention(self.norm1(x), *given)))
+            return self.plus(x, self.norm4(self.mlp(self.norm2(x))))
         if self.placement == "parallel":
             normed = self.norm1(x)
             return x + self.attention(normed, *given) + self.mlp(normed)
         if self.placement == "parallel with two norms":
             return x + self.attention(self.norm1(x), *given) + self.mlp(self.norm2(x))
-        x = x + self.attention(self.norm1(x), *given)
-        return x + self.mlp(self.norm2(x))
+        x = self.plus(x, self.attention(self.norm1(x), *given))
+        return self.plus(x, self.mlp(self.norm2(x)))
 
 
 class Model(nn.Module):
