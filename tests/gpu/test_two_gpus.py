@@ -1,6 +1,7 @@
 """DDP and FSDP2 on two GPUs, in bf16 and in FP8; and models that are divided among them."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def train(model: nn.Module) -> list[float]:
+def train(model: nn.Module, batch: Callable[[int], dict[str, Any]] = batch) -> list[float]:
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
     for step in range(STEPS):
         loss = model(**batch(step)).loss
@@ -112,9 +113,9 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config).to("cuda", torch.bfloat16)
 
 
-def common_batch() -> dict[str, Any]:
+def common_batch(step: int = 0) -> dict[str, Any]:
     """The same tokens in each process."""
-    ids = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
+    ids = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(step)).cuda()
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
@@ -211,3 +212,43 @@ def test_a_checkpoint_of_two_gpus(tmp_path: Path) -> None:
     assert not any(torch.equal(before[name].cpu(), tensor) for name, tensor in one[0].items())
     for found in (*one, *other):
         equal(found, vanilla.state_dict())
+
+
+def trained_on_shards(recipe: str, sequence_parallel: bool, compile: bool) -> dict[str, Any]:
+    """Losses of the original, of the whole converted model and of the divided one, the scales before each
+    step of that, and its scaling_state() before and after."""
+    import transformer_engine.pytorch  # noqa: F401
+
+    limits.at_any_size.__enter__()
+    found: dict[str, Any] = {"losses": [train(seeded(llama), common_batch)]}
+    for is_divided in (False, True):
+        torch._dynamo.reset()
+        model = te_transform.convert(
+            seeded(llama), common_batch(), backend="te", recipe=recipe, compile=compile
+        ).train()
+        if is_divided:
+            found["before"] = te_transform.scaling_state(model)
+            te_transform.parallelize(model, mesh("cuda"), common_batch(), sequence_parallel=sequence_parallel)
+            found["kept"] = te_transform.scaling_state(model)
+        with pytest.MonkeyPatch.context() as patch:
+            scales = scales_before(lambda: found["losses"].append(train(model, common_batch)), patch)  # noqa: B023
+    return found | {"scales": scales, "after": te_transform.scaling_state(model)}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+def test_two_gpus_train_shards_in_fp8(
+    recipe: str, sequence_parallel: bool, compile: bool, tmp_path: Path
+) -> None:
+    one, other = spawn(trained_on_shards, 2, tmp_path, recipe, sequence_parallel, compile, backend="nccl")
+    exact, whole, divided = one["losses"]
+    assert divided[-1] < divided[0]
+    for expected in (exact, whole):
+        for loss, known in zip(divided, expected, strict=True):
+            assert abs(loss - known) <= BOUNDS[recipe] * known, one["losses"]
+    assert one["losses"][2] == other["losses"][2]  # of the same tokens
+    assert one["scales"] == other["scales"]
+    for key in ("kept", "after"):
+        torch.testing.assert_close(one[key], other[key], rtol=0, atol=0)
+    torch.testing.assert_close(one["kept"], one["before"], rtol=0, atol=0)
