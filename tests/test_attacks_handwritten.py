@@ -266,6 +266,69 @@ def test_two_linears_of_a_gated_product_may_change_places(order: str) -> None:
     Pair.of(seeded(build)).attack(change_places, with_input_gradient)
 
 
+# Activations with a backward of their own, which is that of the activation only for some numbers
+
+
+class Clipped(torch.autograd.Function):
+    """A ReLU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.relu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return (grad * (x > 0)).clamp(-1.5, 1.5)
+
+
+class Rounded(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad.bfloat16().float() * (x > 0)
+
+
+class Saturated(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * ((x > 0) & (x < 8))
+
+
+@pytest.mark.parametrize("function", [Clipped, Rounded, Saturated])
+def test_a_gradient_that_is_changed_on_its_way_is_no_activations(function: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.mlp.fc2(function.apply(8 * self.mlp.fc1(self.norm(x))))
+
+    Pair.of(odd(forward)).agree(lambda model, x: [3 * out for out in model(x)])
+
+
+# What is quantized on its way by a cast
+
+QUANTIZED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a norm": lambda m, x: m.normed(x).to(torch.int8).float() * m.norm.weight,
+    "its weight": lambda m, x: m.normed(x) * (m.norm.weight).to(torch.int32).float(),
+    "a norm, in eight bits": lambda m, x: m.normed(x).to(torch.float8_e5m2).float() * m.norm.weight,
+    "scores": lambda m, x: (9 * x @ x.mT).to(torch.int32).float().softmax(-1) @ x,
+    "scores, in eight bits": lambda m, x: (x @ x.mT).to(torch.float8_e4m3fn).float().softmax(-1) @ x,
+    "probabilities": lambda m, x: (99 * x @ x.mT).softmax(-1).to(torch.uint8).float() @ x,
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_cast_that_quantizes_is_none_that_is_looked_through(name: str) -> None:
+    class Quantizes(Block):
+        def normed(self, x: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(QUANTIZED[name](self, x))
+
+    Pair.of(seeded(lambda: nn.Sequential(Block(), Quantizes()))).agree()
+
+
 # Modules that a function holds: minGPT's MLP
 
 

@@ -13,7 +13,10 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_tensor_node
 
 _APPLY = torch.ops.higher_order.autograd_function_apply
-_SAMPLES = torch.linspace(-6, 6, 97, dtype=torch.float64)
+_LARGE = torch.logspace(1, 4, 13, dtype=torch.float64)
+_SAMPLES = torch.cat((-_LARGE.flip(0), torch.linspace(-6, 6, 97, dtype=torch.float64), _LARGE))
+_GRADIENTS = torch.linspace(1, 2, len(_SAMPLES), dtype=torch.float64)
+_SCALES = (1.0, 1e-30, -1e30)  # by which a backward that rounds or clips its gradient shows
 _CLOSE = 1e-5  # the constants of such functions are written down in seven digits
 
 
@@ -48,11 +51,23 @@ def _activation(body: fx.Graph) -> Callable | None:
 
 
 def _is_gradient(op: Callable, forward: nn.Module, backward: nn.Module, samples: list) -> bool:
+    """Whether the backward gives the activation's gradient, whatever gradient it is given."""
     with unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad():
         x = _SAMPLES.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(op(x).sum(), x)
-        (_, *unread), saved = forward(*samples)
-        gradients = backward(torch.ones_like(_SAMPLES), *map(torch.zeros_like, unread), *saved)
+        (expected,) = torch.autograd.grad(op(x), x, _GRADIENTS)
+        try:
+            found = [_gradient(forward, backward, samples, scale) for scale in _SCALES]
+        except Exception:  # it takes no numbers of this shape and dtype
+            return False
+    return all(
+        grad is not None and torch.allclose(grad, expected, rtol=_CLOSE, atol=_CLOSE) for grad in found
+    )
+
+
+def _gradient(forward: nn.Module, backward: nn.Module, samples: list, scale: float) -> Tensor | None:
+    """The gradient of the one tensor among the samples, for one that was scaled, without the scale."""
+    (_, *unread), saved = forward(*samples)
+    gradients = backward(_GRADIENTS * scale, *map(torch.zeros_like, unread), *saved)
     gradients = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
     found = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
-    return len(found) == 1 and torch.allclose(found[0], expected, rtol=_CLOSE, atol=_CLOSE)
+    return found[0].double() / scale if len(found) == 1 else None

@@ -13,9 +13,14 @@ from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape
 
 
 def _cast(node: fx.Node) -> tuple | None:
-    """A cast, unless it moves the tensor to another device or lays it out anew."""
+    """A cast that keeps the value up to rounding, unless it moves the tensor to another device or lays it out
+    anew. Casts to integers and to formats of eight bits change it: models quantize by them.
+    """
     x = node.args[0] if node.args else None
     if not is_tensor_node(x) or value(x).device != value(node).device:
+        return None
+    rounds = dtype_of(node).is_floating_point and dtype_of(node).itemsize > 1
+    if not rounds and dtype_of(node) is not dtype_of(x):
         return None
     moves = node.kwargs.get("copy") or True in node.args[2:] or node.kwargs.get("memory_format") is not None
     return None if moves else (ops.cast, (x, dtype_of(node)))
