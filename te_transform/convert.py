@@ -43,8 +43,9 @@ from te_transform.runtime.converted import (
     blocks,
     converted_of,
     enter,
+    give_classes_back,
     leave,
-    original_forward,
+    own_classes,
 )
 from te_transform.runtime.precision import Precision
 from te_transform.runtime.replayed import distance
@@ -170,6 +171,8 @@ def _capture_and_report(
     if converted.by_block and not converted.in_pieces:
         converted.whole = []
     converted.capture_blocks(made, one_by_one=converted.in_pieces)
+    if options.as_it_is:
+        give_classes_back(made)
     converted.report = _report(made, converted, seen, samples[0])
     # from here on nothing is refused any more: a model that is refused stays where it lay
     joins = not options.compile or options.recipe is not None  # compiled, products in FP8 alone
@@ -291,7 +294,7 @@ def _traced_otherwise(
     model: nn.Module, found: Sequence[Tensor], sample: Inputs, original: nn.Module | None
 ) -> str | None:
     """Why the captured forward, which found these outputs, is not the model's, or None: code may ask whether
-    it is traced, and do something else then, as transformers does where it makes masks."""
+    it is traced, or of what class it is, and do something else then, as transformers does for masks."""
 
     def outputs() -> list[Tensor]:
         with preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
@@ -299,7 +302,7 @@ def _traced_otherwise(
 
     if any(tensor.is_meta for tensor in found):  # which hold no numbers
         return None
-    with original_forward(model):
+    with own_classes(model):
         expected = outputs()
         off = _off(found, expected)
         allowed = 0.01 if all(tensor.dtype.itemsize > 2 for tensor in expected) else 0.3
@@ -308,7 +311,7 @@ def _traced_otherwise(
             return None
     return (
         f"captured, the forward computes other numbers, off by {off:.2g}: it does something else where it is "
-        "traced, one that does the same is needed; the model runs the user's own code"
+        "traced or in a subclass, one that does the same is needed; the model runs the user's own code"
     )
 
 

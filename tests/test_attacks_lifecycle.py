@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import te_transform
-from tests.attacks import OTHER, Attends, Pair, X, assert_same, with_input_gradient
+from tests.attacks import OTHER, Attends, Block, Pair, X, assert_same, with_input_gradient
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
@@ -61,6 +61,31 @@ def test_a_copy_and_its_original_train_apart(name: str) -> None:
     assert te_transform.report(again).counts == te_transform.report(pair.converted).counts
     second.original.load_state_dict(again.state_dict())
     Pair(second.original, te_transform.revert(again), X).agree()
+
+
+def made(width: dict[str, int]) -> nn.Module:
+    return Reduces(width)
+
+
+class Reduces(Block):
+    """Pickled by what it was made of."""
+
+    def __init__(self, *width: dict[str, int]):
+        super().__init__()
+        self.width = width
+
+    def __reduce__(self) -> tuple:
+        return (made if self.width else Reduces, self.width, self.__dict__.copy())
+
+
+@pytest.mark.parametrize("arguments", [(), ({"width": WIDTH},)])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_is_made_as_the_class_says(name: str, arguments: tuple) -> None:
+    pair = Pair.of(seeded(Reduces, *arguments))
+    again = COPIES[name](pair.converted)
+    assert isinstance(again, Reduces)
+    assert again.width == arguments
+    Pair(pair.original, again, X).agree(with_input_gradient)
 
 
 def test_a_copied_part_is_a_part_alone() -> None:

@@ -1,5 +1,6 @@
 """What a forward reads of its model: attributes, modules, containers. Each may change after convert()."""
 
+import functools
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -254,3 +255,38 @@ def test_what_a_forward_reads_of_its_model_may_change(name: str) -> None:
 def test_what_a_forward_did_not_find_may_be_there_later(name: str) -> None:
     read, first, change = UNSEEN[name]
     reads(read, first).attack(change)
+
+
+# A forward that is no function of its class
+
+
+class ByMode(Block):
+    @property
+    def forward(self) -> Callable[[Tensor], Tensor]:
+        return self.mlp if self.training else self.norm
+
+
+class Partial(Block):
+    def shifted(self, x: Tensor, by: float = 0.0) -> Tensor:
+        return self.mlp(self.norm(x)) + by
+
+    forward = functools.partialmethod(shifted, by=2.0)
+
+
+class ByType(Block):
+    @functools.singledispatchmethod
+    def forward(self, x: Any) -> Tensor:
+        raise NotImplementedError
+
+    @forward.register
+    def _(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [ByMode, Partial, ByType])
+def test_a_forward_may_be_any_descriptor(kind: type[nn.Module]) -> None:
+    pair = Pair.of(kind)
+    pair.agree()
+    for model in pair.models:
+        model.eval()
+    pair.agree()

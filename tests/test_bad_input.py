@@ -214,19 +214,25 @@ def test_a_model_that_cannot_be_copied_asks_for_inplace():
 class Final(nn.Module):
     """A class that nobody may derive from."""
 
+    error: type[Exception] = TypeError
+
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def __init_subclass__(cls, **options: object) -> None:
-        raise TypeError("Final is final")
+        raise cls.error("Final is final")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_a_class_that_takes_no_subclass_is_named(inplace: bool):
+@pytest.mark.parametrize("error", [TypeError, KeyError])
+def test_a_class_that_takes_no_subclass_is_named(
+    inplace: bool, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Final, "error", error)  # of a registry, which knows the name already
     model = Final()
     sentence = "Final refuses to be subclassed, a converted model is an instance of a subclass of its class"
     with untouched(model), pytest.raises(ModelError, match=sentence):

@@ -473,6 +473,20 @@ def test_code_that_does_something_else_where_it_is_traced_runs_as_it_is(inplace:
     assert torch.equal(copy.deepcopy(converted)(X), model(X))
 
 
+class AsksForItsClass(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if type(self) is AsksForItsClass else 1)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_code_that_does_something_else_in_a_subclass_runs_as_it_is(inplace: bool) -> None:
+    model = seeded(AsksForItsClass)
+    converted = te_transform.convert(copy.deepcopy(model), X, inplace=inplace)
+    assert any("in a subclass" in note for note in te_transform.report(converted).notes)
+    for found in (converted, copy.deepcopy(converted), te_transform.revert(converted)):
+        assert torch.equal(found(X), model(X))
+
+
 class ReturnsLessWhereItIsTraced(AsksWhetherItIsTraced):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         out = self.block(x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -388,6 +390,24 @@ def converted_of(model: nn.Module) -> Converted | None:
 
 
 @contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Let every module in `model` be of its own class, whose forward is the user's."""
+    found = [(module, type(module)) for module in model.modules() if type(module) in _ORIGINALS]
+    give_classes_back(model)
+    try:
+        yield
+    finally:
+        for module, kind in found:
+            module.__class__ = kind
+
+
+def give_classes_back(model: nn.Module) -> None:
+    """Let every module in `model` be of its own class: it runs as it is, and still has its report."""
+    for module in model.modules():
+        module.__class__ = _ORIGINALS.get(type(module), type(module))
+
+
+@contextmanager
 def original_forward(model: nn.Module) -> Iterator[None]:
     """Let all converted models in `model` run the user's own code."""
     found = {id(c): c for c in map(converted_of, model.modules()) if c is not None}.values()
@@ -474,7 +494,7 @@ def captured_class(kind: type) -> type:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
             made = type(kind.__name__, (kind,), {**_methods(kind), "__reduce_ex__": _reduce, **named})
-        except TypeError as error:
+        except Exception as error:  # of a metaclass, or of the __init_subclass__ of a registry
             raise ModelError(
                 f"{kind.__name__} refuses to be subclassed, a converted model is an instance of a subclass "
                 f"of its class ({error}): convert a model that holds it, or let the class be derived from"
@@ -485,15 +505,21 @@ def captured_class(kind: type) -> type:
 
 def _methods(kind: type) -> dict[str, Callable[..., Any]]:
     """What a module of a converted model does otherwise than one of `kind`."""
+    is_plain = isinstance(inspect.getattr_static(kind, "forward"), (FunctionType, functools.partialmethod))
 
-    @functools.wraps(kind.forward)
+    def bound(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A forward that is a property, or another descriptor, as the class binds it to this module."""
+        return super(captured_class(kind), self).forward(*args, **kwargs)
+
+    @functools.wraps(kind.forward if is_plain else bound)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = kind.forward if is_plain else bound
         # dynamo does not guard hooks for all modules
         if is_capturing() or _has_any_global_hook() or (place := self.__dict__.get(CONVERTED)) is None:
             if is_compiling_here():
                 _tell_compilers()
-            return kind.forward(self, *args, **kwargs)
-        return place.converted.call(place, kind.forward, self, args, kwargs)
+            return own(self, *args, **kwargs)
+        return place.converted.call(place, own, self, args, kwargs)
 
     @functools.wraps(kind.train)
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
@@ -505,11 +531,17 @@ def _methods(kind: type) -> dict[str, Callable[..., Any]]:
     return {"forward": forward, "train": train}
 
 
-def _reduce(self: nn.Module, protocol: int) -> tuple:
-    """As the class's own, but for the class, which a pickle finds by the name of the one it was made of."""
+def _reduce(self: nn.Module, protocol: int) -> Any:
+    """As the class's own, but for the class, which a pickle finds by the name of the one it was made of.
+
+    What a `__reduce__` of the user's own says is handed on: it makes what it says, of the user's class.
+    """
     kind = next(base for base in type(self).__mro__ if base in _ORIGINALS)
-    make, args, *rest = super(kind, self).__reduce_ex__(max(protocol, 2))
-    return (_made_again, (make, _ORIGINALS.get(args[0], args[0]), *args[1:]), *rest)
+    reduced = super(kind, self).__reduce_ex__(max(protocol, 2))
+    if not isinstance(reduced, tuple) or reduced[1][:1] != (type(self),):
+        return reduced
+    make, (_, *args), *rest = reduced
+    return (_made_again, (make, _ORIGINALS[type(self)], *args), *rest)
 
 
 def _made_again(make: Callable[..., nn.Module], kind: type, *args: Any) -> nn.Module:
