@@ -153,6 +153,7 @@ NOT_RMS_NORMS = {
     "of something else": lambda m, x: x * _inverse(x + 1) * m.w,
     "two plus the weight": lambda m, x: x * _inverse(x) * (2 + m.w),
     "the weight is computed": lambda m, x: x * _inverse(x) * (m.w * 2),
+    "a unit vector, of what is not short": lambda m, x: F.normalize(x, dim=-1, eps=1e-4) * HIDDEN**0.5 * m.w,
     "the sum": lambda m, x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) * m.w,
 }
 

@@ -16,6 +16,9 @@ from te_transform.graph.nodes import dtype_of, is_model_tensor, is_tensor_node, 
 from te_transform.graph.pattern import AnyOrder, Call, Match, Maybe, OneOf, Pattern, Var
 
 
+_TINY = 1e-8  # the length of no row that is not zero
+
+
 def _is_vector(value: Any) -> bool:
     return is_model_tensor(value) and len(shape_of(value)) == 1
 
@@ -51,13 +54,13 @@ def _rms_norm(graph: fx.Graph, match: Match) -> tuple | None:
 def _rms_norm_of_normalize(graph: fx.Graph, match: Match) -> tuple | None:
     """x / max(|x|, least) * sqrt(width), which is x / sqrt(mean(x^2) + least^2 / width).
 
-    They differ where |x| is about `least`, 1e-12, alone: both are 0 at 0, and as steep there. In fp16 `least`
-    is 0, and the quotient of a row of zeros is NaN.
+    They differ where |x| is about `least` alone, which nothing but zeros is if it is 1e-12: both are 0 at 0,
+    and as steep there. In fp16 that is 0, and the quotient of a row of zeros is NaN.
     """
     x, weight = _operands(match)
     width, least = shape_of(x)[-1], match.bound["least"]
-    vanishes = not 0 < torch.finfo(dtype_of(x)).smallest_normal < least
-    if not isinstance(width, int) or not math.isclose(match.bound["factor"], math.sqrt(width)) or vanishes:
+    is_tiny = torch.finfo(dtype_of(x)).smallest_normal < least <= _TINY
+    if not isinstance(width, int) or not math.isclose(match.bound["factor"], math.sqrt(width)) or not is_tiny:
         return None
     if not _normalizes_last(match) or not _keeps_dtype(match):
         return None
