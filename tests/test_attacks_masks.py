@@ -115,9 +115,9 @@ def softcapped(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
     return (30 * torch.tanh(scores / 30)).masked_fill(~square(mask, scores), NEGATIVE)
 
 
-def hidden_rows() -> Tensor:
-    mask = causal()
-    mask[2] = False
+def hidden_rows(mask: Tensor | None = None, row: int = 2) -> Tensor:
+    mask = causal() if mask is None else mask
+    mask[row] = False
     return mask
 
 
@@ -171,6 +171,8 @@ HIDDEN: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "filled with -inf": (filled(NEGATIVE), hidden_rows()),
     "filled with finfo.min": (filled(MINIMUM), hidden_rows()),
     "filled with -1e4": (filled(-1e4), hidden_rows()),
+    "filled with -1e4, the last": (filled(-1e4), hidden_rows(row=X.shape[1] - 1)),
+    "filled with -1e4, others see all": (filled(-1e4), hidden_rows(torch.ones_like(causal()))),
     "-inf added": (added, hidden_row()),
     "finfo.min added": (added, hidden_row().clamp(min=MINIMUM)),
 }

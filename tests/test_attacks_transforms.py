@@ -247,11 +247,13 @@ def test_make_fx_traces_it() -> None:
     assert_same("output", make_fx(pair.converted)(X)(X), pair.original(X))
 
 
-def test_shapes_alone() -> None:
-    converted = Pair.of(Tiny, rules=JOINED).converted
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert converted(mode.from_tensor(X)).shape == X.shape
-    assert_same("output", converted(X), seeded(Tiny)(X))
+@pytest.mark.parametrize("model", [Tiny, Causal])
+def test_shapes_alone(model: type[nn.Module]) -> None:
+    converted = Pair.of(model, rules="merge_siblings").converted
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert converted(mode.from_tensor(X)).shape == X.shape
+        assert_same("output", converted(X), seeded(model)(X))
 
 
 def test_what_convert_gives_is_converted_again_when_reverted() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_transform.backends.stamp import Stamp
@@ -27,7 +29,8 @@ class Mask(nn.Module):
     are captured alone and get the same mask share one look.
 
     Args:
-        make: the captured operations that make the mask, as a module that returns a tuple of it.
+        make: the captured operations that make the mask, as a module that returns a tuple of it and, where
+            it was filled with a finite number, of what it hides.
         stored: for each argument whether it is a tensor of the model.
     """
 
@@ -41,6 +44,8 @@ class Mask(nn.Module):
 
     def forward(self, *arguments: Any) -> Tensor | str:
         """The mask, or "causal" or "full" where it is that."""
+        if _have_no_numbers(arguments):
+            return self._made(arguments)
         keys = [self._key(*each) for each in zip(range(len(arguments)), arguments, self.stored, strict=True)]
         if None in keys:
             return self._looked_at(arguments, keys)
@@ -48,7 +53,7 @@ class Mask(nn.Module):
         if key not in self.answers:
             if len(self.answers) >= _FEW:
                 self.answers.clear()
-            self.answers[key] = what_is(self._made(arguments))
+            self.answers[key] = what_is(*self.make(*arguments))
         return self.answers[key] or self._made(arguments)
 
     def _made(self, arguments: Sequence[Any]) -> Tensor:
@@ -85,21 +90,32 @@ class Mask(nn.Module):
         stamp = (data[0]._version, self.changes, rest) if alone else None
         known = self.looked.get(data[0]) if alone else None
         if known is None or known[0] != stamp:
-            mask = self._made(arguments)
-            known = (stamp, what_is(mask))
+            mask, *hidden = self.make(*arguments)
+            known = (stamp, what_is(mask, *hidden))
             if alone:
                 self.looked[data[0]] = known
             return known[1] or mask
         return known[1] or self._made(arguments)
 
 
-def what_is(mask: Tensor) -> Answer:
+def _have_no_numbers(arguments: Sequence[Any]) -> bool:
+    """Whether the call is one of shapes alone, on fake tensors or on the meta device."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if any(tensor.is_meta or is_fake(tensor) for tensor in tensors):
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and active_fake_mode() is not None
+
+
+def what_is(mask: Tensor, hidden: Tensor | None = None) -> Answer:
     """Whether a mask [..., queries, keys] hides nothing, or just what lies ahead.
 
     True keeps in a boolean mask; a floating one is added to the scores, so that 0 keeps, and what hides is so
-    low that beside any other score its probability is zero.
+    low that beside any other score its probability is zero. A row that `hidden` hides everywhere is kept as
+    a whole, see ops.kept, but not with the scores that it had: a mask with such a row is neither.
     """
     with torch.no_grad():
+        if hidden is not None and bool(hidden.all(-1).any()):
+            return None
         keep = mask if mask.dtype is torch.bool else mask == 0
         if bool(keep.all()):
             return FULL

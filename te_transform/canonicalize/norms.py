@@ -15,7 +15,6 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, is_model_tensor, is_tensor_node, same_shape, shape_of
 from te_transform.graph.pattern import AnyOrder, Call, Match, Maybe, OneOf, Pattern, Var
 
-
 _TINY = 1e-8  # the length of no row that is not zero
 
 

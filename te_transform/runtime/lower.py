@@ -236,7 +236,7 @@ class _Lowering:
 
         A mask of finite numbers leaves a row that it hides everywhere uniform, for which the canonical form
         has the query zeroed: that is left to the op, which need not do it where the mask turns out to be
-        causal.
+        causal or to hide nothing, without such rows.
         """
         query, mask = args[0], args[3]
         hidden = None
@@ -244,14 +244,14 @@ class _Lowering:
             query, hidden = query.args
         # A single query sees other keys at each step of a generation: each look would wait for the GPU.
         if isinstance(mask, fx.Node) and not same_shape(shape_of(query)[-2:-1], (1,)):
-            mask = self._proved(mask, at)
+            mask = self._proved(mask, hidden, at)
         # softmax makes a row of -inf NaN, which PyTorch's attention makes 0
         written_out = "scaled_dot_product_attention" not in site.node.meta["spelled"]
         return (query, *args[1:3], mask, *args[4:], hidden, written_out)
 
-    def _proved(self, mask: fx.Node, at: fx.Node) -> fx.Node:
+    def _proved(self, mask: fx.Node, hidden: fx.Node | None, at: fx.Node) -> fx.Node:
         if mask not in self.masks:
-            make, inputs = edit.extract(self.module, [mask], ())
+            make, inputs = edit.extract(self.module, [mask] if hidden is None else [mask, hidden], ())
             if not self._provable(make, inputs):
                 return mask
             name = f"mask_{len(self.masks)}"
