@@ -298,6 +298,31 @@ def test_a_mask_that_is_an_argument_may_be_any_other(example: str) -> None:
         pair.agree(lambda model, x, name=name: act(model, x, name))
 
 
+REWRITES: dict[str, Callable[[Tensor], Any]] = {
+    "written to": lambda mask: mask.fill_(True),
+    "its data written to": lambda mask: mask.data.fill_(True),
+    "its NumPy array written to": lambda mask: mask.numpy().__setitem__((3, 0), False),
+    "its data replaced": lambda mask: setattr(mask, "data", torch.ones_like(mask)),
+}
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_a_mask_that_is_an_argument_may_be_written_to(name: str) -> None:
+    """Between two calls that get the same tensor."""
+
+    def act(model: nn.Module, x: Tensor) -> list[Tensor]:
+        mask = causal(5)
+        first = model(x, mask)
+        REWRITES[name](mask)
+        return [first, model(x, mask)]
+
+    pair = Pair.of(
+        model_of(lambda self, scores, mask: scores.masked_fill(~mask, NEGATIVE), None),
+        {"x": X, "mask": causal(5)},
+    )
+    pair.agree(act)
+
+
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_dropout_of_attention_is_as_the_module_says(p: float) -> None:
     model = model_of(*MASKS["causal, -inf"])

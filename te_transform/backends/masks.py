@@ -78,8 +78,8 @@ class Mask(nn.Module):
         if tensor.device.type != "cpu":
             return (Stamp.of(tensor),)
         before = self.contents[index]
-        if before is None or before.shape != tensor.shape or not torch.equal(before, tensor):
-            self.contents[index] = tensor.detach().clone()
+        if before is None or not _holds(tensor, before):
+            self.contents[index] = _held(tensor)
             self.changes += 1
         return ()
 
@@ -87,15 +87,24 @@ class Mask(nn.Module):
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
         rest = tuple(key for key in keys if key is not None)
         alone = len(data) == 1 and not data[0].is_inference()
-        stamp = (data[0]._version, self.changes, rest) if alone else None
         known = self.looked.get(data[0]) if alone else None
-        if known is None or known[0] != stamp:
+        seen = (Stamp.of(data[0]), self.changes, rest) if alone else None
+        if known is None or known[0] != seen or not _holds(data[0], known[1]):
             mask, *hidden = self.make(*arguments)
-            known = (stamp, what_is(mask, *hidden))
+            known = (seen, _held(data[0]), what_is(mask, *hidden))
             if alone:
                 self.looked[data[0]] = known
-            return known[1] or mask
-        return known[1] or self._made(arguments)
+            return known[2] or mask
+        return known[2] or self._made(arguments)
+
+
+def _held(tensor: Tensor) -> Tensor | None:
+    """What tells of a write that a stamp misses, on the CPU: the contents."""
+    return tensor.detach().clone() if tensor.device.type == "cpu" else None
+
+
+def _holds(tensor: Tensor, held: Tensor | None) -> bool:
+    return held is None or (held.shape == tensor.shape and torch.equal(held, tensor))
 
 
 def _have_no_numbers(arguments: Sequence[Any]) -> bool:
