@@ -22,7 +22,7 @@ import te_transform
 from te_transform.convert import DEEP
 from te_transform.graph.capture import SETTINGS
 from te_transform.runtime.converted import converted_of
-from tests.attacks import Block, Pair, X, with_input_gradient
+from tests.attacks import Block, Pair, X, call, with_input_gradient
 from tests.conversions import calls
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
@@ -485,6 +485,38 @@ def test_code_that_does_something_else_in_a_subclass_runs_as_it_is(inplace: bool
     assert any("in a subclass" in note for note in te_transform.report(converted).notes)
     for found in (converted, copy.deepcopy(converted), te_transform.revert(converted)):
         assert torch.equal(found(X), model(X))
+
+
+@pytest.mark.parametrize("layers", [2, DEEP + 1])
+def test_an_encoder_hands_back_zeros_for_padding_as_where_it_is_not_traced(layers: int) -> None:
+    """In evaluation alone, where it makes nested tensors; in training it is fused."""
+
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, layers)
+
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    pair = Pair.of(seeded(build), {"src": X, "src_key_padding_mask": padding})
+
+    def padded(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, src_key_padding_mask=padding)
+
+    def without_gradients(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return padded(model, x)
+
+    for act in (padded, without_gradients):
+        pair.agree(act)
+    for model in pair.models:
+        model.eval()
+    for act in (padded, without_gradients, call, without_gradients):
+        out = pair.agree(act)["output 0"]
+        assert (out[1, 3:] == 0).all() == (act is without_gradients)
+    for model in pair.models:
+        model.train()
+    with calls(pair.converted) as found:
+        pair.agree(padded)
+    assert found["linear"]
 
 
 class ReturnsLessWhereItIsTraced(AsksWhetherItIsTraced):

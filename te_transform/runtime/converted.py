@@ -51,6 +51,11 @@ _WRITES = (
     "if it had not: it runs as the user's own code"
 )
 
+_NESTS = (
+    "nn.TransformerEncoder leaves out what is padded and hands back zeros there, but not where it is traced: "
+    "evaluation runs as the user's own code"
+)
+
 _calling: ContextVar[bool] = ContextVar("_calling", default=False)  # in a call of a converted model
 
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
@@ -69,6 +74,7 @@ class Converted:
     checker: Checker | None = None
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
     recomputes: bool = False  # whether there are checkpoints in it, and no blocks to capture
+    nests: bool = False  # whether it makes nested tensors in evaluation where it is not traced
     leaving: set[type] = field(default_factory=set)  # the classes whose forward runs as it is in this call
     # weak references to the model and its first block; None where nobody has looked yet
     model: Callable[[], nn.Module | None] | None = None
@@ -107,6 +113,11 @@ class Converted:
         if functions.write_to_what_they_are_given(captured):
             self.failures += [_WRITES] * (_WRITES not in self.failures)
             raise SkipFrame(_WRITES)
+        if _has_layers_evaluated_whole(captured) and any(map(_makes_nested_tensors, self._modules())):
+            self.leaving.add(kind)
+            self.nests = True
+            self.failures += [_NESTS] * (_NESTS not in self.failures)
+            raise SkipFrame(_NESTS)
         if self.recomputes and torch.is_grad_enabled():
             # torch.compile goes on to capture functions that the forward calls: where they run unfused, a
             # checkpoint finds as many saved tensors when it repeats them
@@ -155,7 +166,8 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
-        if idle or type(module) in self.uncaptured or (self.recomputes and torch.is_grad_enabled()):
+        idle = idle or type(module) in self.uncaptured or (self.nests and _is_evaluated(module))
+        if idle or (self.recomputes and torch.is_grad_enabled()):
             with self._with_whole_parameters(module):
                 return forward(module, *args, **kwargs)
         is_block = place.role is Role.BLOCK
@@ -193,7 +205,13 @@ class Converted:
                     self.runs.pop(kind, None)
                 raise
             finally:
+                if self.nests and kind in self.leaving:  # training is captured still
+                    self.runs.pop(kind, None)
                 self.leaving.discard(kind)
+
+    def _modules(self) -> Iterator[nn.Module]:
+        model = self.model and self.model()
+        return iter(()) if model is None else model.modules()
 
     def _with_stand_ins(self, module: nn.Module) -> AbstractContextManager[None]:
         """For a call that is captured: the stand-ins of the parameters of a divided model."""
@@ -337,6 +355,22 @@ def _is_decoding(args: tuple, kwargs: dict) -> bool:
     return first is not None and (
         first.shape[1:] == (1,) if not first.is_floating_point() else first.dim() == 3 and first.shape[1] == 1
     )
+
+
+def _is_evaluated(module: nn.Module) -> bool:
+    """Whether it is called in evaluation, and nothing of it is trained."""
+    trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+    return not module.training and not trains
+
+
+def _has_layers_evaluated_whole(captured: fx.GraphModule) -> bool:
+    """Whether layers of nn.TransformerEncoder are evaluated by a kernel of PyTorch's own."""
+    return any(node.target is torch._transformer_encoder_layer_fwd for node in captured.graph.nodes)
+
+
+def _makes_nested_tensors(module: nn.Module) -> bool:
+    """Whether it is an nn.TransformerEncoder that makes a nested tensor of padded inputs."""
+    return isinstance(module, nn.TransformerEncoder) and bool(getattr(module, "use_nested_tensor", False))
 
 
 def _has_static_cache(args: tuple, kwargs: dict) -> bool:
