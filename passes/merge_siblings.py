@@ -12,6 +12,8 @@ ROWS = 16  # what FP8 kernels take a multiple of
 
 def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
     """Every reason why the projections cannot share one product."""
+    if not all(linear.weight.shape[0] for linear in linears):
+        yield "one of the linears has no rows, each needs some"
     mixed = len({linear.bias is None for linear in linears}) > 1
     narrow = [linear.weight.shape[0] for linear in linears if linear.weight.shape[0] % ROWS]
     if mixed and narrow:

@@ -134,3 +134,16 @@ def test_blocks_that_share_a_graph_are_counted_one_by_one() -> None:
     assert many.weights == 10 * few.weights
     assert many.gradients == 10 * few.gradients
     assert many.kept == 10 * few.kept
+
+
+def test_a_linear_without_columns_takes_none() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 64))
+
+    def rest() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+
+    def inputs() -> Tensor:
+        return torch.randn(32, 64, dtype=torch.bfloat16)
+
+    assert predicted(build, inputs, None).kept < predicted(rest, inputs, None).peak

@@ -200,7 +200,7 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
     weights = [value(node.args[place]) for place in site.fused.PRODUCTS]
     parameters = {p for argument in node.args for p in stored_in(argument) if is_parameter(p)}
     outs, ins = weights[0].shape
-    rows, each = numel_of(node) // shape_of(node)[-1], 1 if in_fp8 else weights[0].element_size()
+    rows, each = numel_of(node) // (shape_of(node)[-1] or 1), 1 if in_fp8 else weights[0].element_size()
     step = _Step(node, data, gradients=sum(_size(value(p)) for p in parameters if value(p).requires_grad))
     step.own = 2 * sum(weight.numel() for weight in weights) if in_fp8 else 0
     step.transient = 2 * rows * outs if in_fp8 else 0  # the output's gradient, as it is and transposed

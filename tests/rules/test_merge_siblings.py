@@ -161,6 +161,10 @@ REFUSES = {
         written(biases_by_exp, q=linear(), k=linear()),
         "the linear's bias is computed at every call, a parameter is needed",
     ),
+    "one without rows": (
+        written(next_to_each_other, q=linear(H, 0), k=linear()),
+        "one of the linears has no rows, each needs some",
+    ),
     "a buffer": (a_buffer, "the linear's weight is a buffer or a constant, a parameter is needed"),
 }
 
