@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,11 +65,12 @@ def parallelize(
     found = _laid_out(converted, sample, ranks, (skip,) if isinstance(skip, str) else tuple(skip))
     _check_found(converted, found, ranks)
     parallel = Parallel(ranks, sequence_parallel, tuple(found.places))
-    with _keeping_scales(converted, state.precision, ranks):
+    with _keeping_scales(converted, state.precision, ranks) as load_scales:
         before = _outputs(converted, sample, ranks)
         with parallel.distributed(converted, found.shards):
             state.divide(parallel)
             try:
+                load_scales()
                 after = _outputs(converted, sample, ranks)
                 _check_outputs(converted, before, after, ranks, state.precision is not None)
             except BaseException:
@@ -231,20 +233,27 @@ def _check_found(model: nn.Module, found: _Found, ranks: Ranks) -> None:
 
 
 @contextmanager
-def _keeping_scales(model: nn.Module, precision: Precision | None, ranks: Ranks) -> Iterator[None]:
+def _keeping_scales(
+    model: nn.Module, precision: Precision | None, ranks: Ranks
+) -> Iterator[Callable[[], None]]:
     """Let the divided model begin with the scales that the first rank's whole one has, whatever runs
-    meanwhile; they hold for shards of a tensor too. Where the body raises, each rank's own stay."""
+    meanwhile; they hold for shards of a tensor too. Where the body raises, each rank's own stay.
+
+    Yields:
+        A function that gives them to the model as it is then: shards that have none yet quantize by one.
+    """
     if precision is None or not precision.is_delayed:
-        yield
+        yield lambda: None
         return
-    scales = precision.scales(model)
+    own = precision.scales(model)
+    common = [own]
+    dist.broadcast_object_list(common, group_src=0, group=ranks.mesh.get_group())
     try:
-        yield
-        common = [scales]
-        dist.broadcast_object_list(common, group_src=0, group=ranks.mesh.get_group())
-        (scales,) = common
-    finally:
-        precision.load_scales(scales)
+        yield partial(precision.load_scales, common[0])
+    except BaseException:
+        precision.load_scales(own)
+        raise
+    precision.load_scales(common[0])
 
 
 def _outputs(model: nn.Module, sample: Inputs, ranks: Ranks) -> list[Tensor]:

@@ -165,9 +165,7 @@ class Converted:
     def _call(
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
-        idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
-        idle = idle or type(module) in self.uncaptured or (self.nests and _is_evaluated(module))
-        if idle or (self.recomputes and torch.is_grad_enabled()):
+        if self._runs_as_it_is(module, args, kwargs):
             with self._with_whole_parameters(module):
                 return forward(module, *args, **kwargs)
         is_block = place.role is Role.BLOCK
@@ -182,11 +180,7 @@ class Converted:
                 with self._with_whole_parameters(module, blocks(module)):
                     return forward(module, *args, **kwargs)
             kind = type(module)
-            if kind not in self.runs:
-                backend = functools.partial(self.backend, kind=kind)
-                dynamic = None if self.parallel is None else False  # shards are of sizes that are known
-                self.runs[kind] = capture(forward, backend, lambda: kind in self.leaving, dynamic)
-            run, before = self.runs[kind], len(self.graphs)
+            run, before = self._captured(kind, forward), len(self.graphs)
             run.turned_off = False
             try:
                 with set_aside(), self._with_stand_ins(module), suppress(_OnStandIns):
@@ -208,6 +202,20 @@ class Converted:
                 if self.nests and kind in self.leaving:  # training is captured still
                     self.runs.pop(kind, None)
                 self.leaving.discard(kind)
+
+    def _captured(self, kind: type, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a class, which is captured in its calls."""
+        if kind not in self.runs:
+            backend = functools.partial(self.backend, kind=kind)
+            dynamic = None if self.parallel is None else False  # shards are of sizes that are known
+            self.runs[kind] = capture(forward, backend, lambda: kind in self.leaving, dynamic)
+        return self.runs[kind]
+
+    def _runs_as_it_is(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
+        """Whether a call runs the user's own code."""
+        idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
+        idle = idle or type(module) in self.uncaptured or (self.nests and _is_evaluated(module))
+        return idle or (self.recomputes and torch.is_grad_enabled())
 
     def _modules(self) -> Iterator[nn.Module]:
         model = self.model and self.model()
