@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from te_transform.backends.collectives import Move, Ranks, Shards
@@ -40,6 +41,7 @@ class Divided:
     shards: Shards | None
     stand_in: nn.Parameter | None = None
     held: DTensor | None = None
+    version: int = 0  # of the DTensor, at the last call
 
     def stand_in_for(self, held: DTensor) -> nn.Parameter:
         """A parameter of the size of the whole one, without memory; who reads it reads that it is no
@@ -73,6 +75,10 @@ class Divided:
 
     def _standing(self, tensor: Tensor) -> Tensor:
         local = self.held._local_tensor  # to_local() makes another in each call
+        if self.held._version != self.version:
+            # who writes to a DTensor is counted there alone, and weights in FP8 are kept by the count here
+            self.version = self.held._version
+            increment_version(local)
         share_state(self.stand_in, local)
         return standing_for(tensor, local)
 
