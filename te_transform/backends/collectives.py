@@ -57,6 +57,11 @@ class Shards:
             found.append((start + min(number * share, part), start + min((number + 1) * share, part)))
         return found
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the ranks' shares, one after the other, are the whole."""
+        return len(self.parts) == 1 and self.copies == 1
+
     def shares(self, ranks: int) -> int:
         """How many different shares so many ranks have."""
         return ranks // self.copies
@@ -123,7 +128,7 @@ class Ranks:
     def gathered(self, x: Tensor, shards: Shards, summed: bool = False) -> Tensor:
         """The whole tensor of all ranks' shards of it; of copies the first, or their sum."""
         dim = x.dim() + shards.dim
-        if len(shards.parts) == 1 and shards.is_even(self.count) and shards.copies == 1:
+        if shards.is_plain and shards.is_even(self.count):
             return self.joined(x, dim)
         longest = shards.length(0, self.count)
         padded = x.new_zeros((longest, *x.shape[:dim], *x.shape[dim + 1 :]))
@@ -154,7 +159,7 @@ class Ranks:
 
     def summed_share(self, x: Tensor, shards: Shards) -> Tensor:
         """This rank's shard of the sum of all ranks' `x`; as lead_share() has it."""
-        if len(shards.parts) == 1 and shards.is_even(self.count) and shards.copies == 1:
+        if shards.is_plain and shards.is_even(self.count):
             return self.summed_block(x, x.dim() + shards.dim)
         return self.lead_share(self.summed(x), shards)
 

@@ -416,6 +416,10 @@ def leave(model: nn.Module) -> None:
 
 def _leave(module: nn.Module) -> None:
     module.__dict__.pop(CONVERTED, None)
+    _give_class_back(module)
+
+
+def _give_class_back(module: nn.Module) -> None:
     module.__class__ = _ORIGINALS.get(type(module), type(module))
 
 
@@ -446,7 +450,7 @@ def own_classes(model: nn.Module) -> Iterator[None]:
 def give_classes_back(model: nn.Module) -> None:
     """Let every module in `model` be of its own class: it runs as it is, and still has its report."""
     for module in model.modules():
-        module.__class__ = _ORIGINALS.get(type(module), type(module))
+        _give_class_back(module)
 
 
 @contextmanager

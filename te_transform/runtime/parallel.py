@@ -55,12 +55,17 @@ class Divided:
             self.stand_in = made
         made.requires_grad_(held.requires_grad)
         share_state(made, held)
+        if held._version != self.version:
+            # writes to a DTensor are counted there alone, and weights in FP8 are kept by the count of what it
+            # holds; once a call has taken its share, which is a view of that, it may not be counted any more
+            self.version = held._version
+            increment_version(held._local_tensor)
         return made
 
     def share(self, ranks: Ranks, move: Move | None) -> Tensor:
         """What this rank computes with, in the placement that `move` brings it to; gradients find their way
         to the DTensor."""
-        if self.shards is None or (len(self.shards.parts) == 1 and self.shards.copies == 1):
+        if self.shards is None or self.shards.is_plain:
             share = self.held.to_local()
         else:
             # q, k and v of one product, of each of which a rank has rows, or heads that several ranks have:
@@ -75,10 +80,6 @@ class Divided:
 
     def _standing(self, tensor: Tensor) -> Tensor:
         local = self.held._local_tensor  # to_local() makes another in each call
-        if self.held._version != self.version:
-            # who writes to a DTensor is counted there alone, and weights in FP8 are kept by the count here
-            self.version = self.held._version
-            increment_version(local)
         share_state(self.stand_in, local)
         return standing_for(tensor, local)
 
@@ -123,9 +124,10 @@ class Parallel:
                 if id(parameter) not in made:
                     found = shards.get(name)
                     stored = Replicate() if found is None else Shard(parameter.dim() + found.dim)
-                    held = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
-                    made[id(parameter)] = nn.Parameter(held, parameter.requires_grad), Divided(found)
-                    made[id(parameter)][1].stand_in_for(made[id(parameter)][0])
+                    tensor = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
+                    held, divided = nn.Parameter(tensor, parameter.requires_grad), Divided(found)
+                    divided.stand_in_for(held)  # which gives both a place for what FP8 keeps
+                    made[id(parameter)] = held, divided
                 module, own = _holder(model, name)
                 module._parameters[own], self.divided[module, own] = made[id(parameter)]
             yield
