@@ -23,7 +23,7 @@ from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
 from te_transform.plan.layout import Place, lay_out
 from te_transform.plan.model import wrapped_by
-from te_transform.plan.options import Options
+from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.parallel import Parallel, ParallelError
 from te_transform.runtime.precision import Precision
@@ -76,6 +76,7 @@ def parallelize(
             except BaseException:
                 state.divide(None)
                 raise
+    state.lay_again(converted)
     return converted
 
 
@@ -128,12 +129,10 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _check_options(options: Options) -> None:
-    if options.in_cuda_graphs:
-        name = "graphs" if options.graphs else "compile"
+    if options.compile in IN_CUDA_GRAPHS:
         raise ParallelError(
-            f"the model was converted with {name}={getattr(options, name)!r}, whose CUDA graphs would hold "
-            f"exchanges between ranks, a model without is needed: leave {name}= out of convert(), or pass "
-            "compile=True"
+            f"the model was converted with compile={options.compile!r}, whose CUDA graphs each rank would "
+            "record by itself, ranks that record together are needed: pass compile=True, graphs=True"
         )
     if options.as_it_is:
         raise ParallelError(

@@ -114,6 +114,11 @@ class Ranks:
         reduced = torch.ops.te_transform.all_reduce if compiling.get() else _all_reduced
         return reduced(x.contiguous(), op, self.group)
 
+    def any(self, holds: bool) -> bool:
+        """Whether something holds on one of the ranks; waits for all of them."""
+        told = torch.tensor([holds], dtype=torch.int32, device=self.mesh.device_type)
+        return bool(_all_reduced(told, "max", self.group).item())
+
     def joined(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' `x` behind each other."""
         blocks = _OPS.all_gather_into_tensor(x.contiguous(), self.count, self.group)

@@ -48,7 +48,7 @@ class State:
 class Group:
     """Parameters that were laid next to each other, and the buffer that they were laid in."""
 
-    def __init__(self, buffer: Tensor, parameters: Sequence[nn.Parameter]):
+    def __init__(self, buffer: Tensor, parameters: Sequence[Tensor]):
         self.buffer, self.members = buffer, [weakref.ref(parameter) for parameter in parameters]
 
     def lies(self, parameters: Sequence[Tensor]) -> bool:
@@ -156,34 +156,36 @@ class Join(nn.Module):
         A number stands for so many zeros, see ops.join.
         """
         parameters = tuple(part for part in parts if isinstance(part, Tensor))
-        has_zeros = len(parameters) < len(parts)
-        if any(type(parameter) is not nn.Parameter for parameter in parameters) or transformed():
-            # DTensors, ranks' shares of them, tensors of a function transform, torch.func's stand-ins;
-            # weights in FP8 may lie together
+        has_zeros, stored = len(parameters) < len(parts), tuple(map(_stored, parameters))
+        if None in stored or transformed():
+            # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie together
             whole = None if has_zeros else quantized.joined(parameters)
             if whole is None:
-                whole = ops.join(*parts)
-                if not all("_te_transform_joined" in parameter.__dict__ for parameter in parameters):
-                    return whole
-                parameters = tuple(parameters_of(parameter)[0] for parameter in parameters)
+                return ops.join(*parts)
             whole._te_transform_joined = parameters
             return whole
         buffer = None if has_zeros else adjacent(parameters)
         if buffer is None:
             if not has_zeros:
-                self._note(parameters)
+                self._note(parameters, stored)
             buffer = ops.join(*(part.detach() if isinstance(part, Tensor) else part for part in parts))
         joined = buffer.detach()
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
             used: list[bool] = []
             joined = _Joined.apply(buffer, used, *parts)
             joined._te_transform_used = used
-        joined._te_transform_joined = parameters
+        joined._te_transform_joined = stored
         return joined
 
-    def _note(self, parameters: Sequence[Tensor]) -> None:
-        if state_of(parameters[0]).refused != _pointers(parameters):
-            self.apart.append(tuple(map(weakref.ref, parameters)))
+    def _note(self, parameters: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+        places = _pointers(stored)
+        if state_of(stored[0]).refused != places and _pointers(parameters) == places:
+            self.apart.append(tuple(map(weakref.ref, stored)))
+
+
+def _stored(part: Tensor) -> Tensor | None:
+    """The parameter, or what holds this rank's share of it, where that is what the tensor stands for."""
+    return part if type(part) is nn.Parameter else part.__dict__.get("_te_transform_joined", (None,))[0]
 
 
 class Split(nn.Module):
@@ -299,14 +301,15 @@ def check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
 
 
 def adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The buffer that all the parameters lie in, in this order, if they do."""
-    state = parameters[0].__dict__.get("_te_transform")
+    """The buffer that all the parameters, or ranks' shares of them, lie in, in this order, if they do."""
+    state = parameters_of(parameters[0])[0].__dict__.get("_te_transform")
     group = state.group if state is not None else None
     return group.buffer if group is not None and group.lies(parameters) else None
 
 
-def lay(parameters: Sequence[nn.Parameter]) -> bool:
-    """Lay the parameters next to each other, in this order; what they hold stays bitwise the same.
+def lay(parameters: Sequence[Tensor]) -> bool:
+    """Lay the parameters, or what DTensors hold of them, next to each other, in this order; the numbers stay
+    bitwise the same.
 
     Each gets a storage of its own over its rows: savers such as safetensors and accelerate take parameters
     whose storages are one for shared tensors, and lose all but one.
@@ -335,10 +338,10 @@ def _pointers(parameters: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(parameter.data_ptr() for parameter in parameters)
 
 
-def _can_be_laid(parameters: Sequence[nn.Parameter]) -> bool:
+def _can_be_laid(parameters: Sequence[Tensor]) -> bool:
     first = parameters[0]
     plain = all(
-        type(p) is nn.Parameter and type(p.data) is Tensor and not is_traceable_wrapper_subclass(p.data)
+        type(p) in (nn.Parameter, Tensor) and type(p.data) is Tensor and not is_traceable_wrapper_subclass(p.data)
         and p.dtype == first.dtype and p.device == first.device and p.shape[1:] == first.shape[1:]
         and p.device.type != "meta" and p.is_contiguous() and p.numel() and not p.is_inference()
         for p in parameters
@@ -347,7 +350,7 @@ def _can_be_laid(parameters: Sequence[nn.Parameter]) -> bool:
     return plain and distinct and all(map(_is_alone, parameters))
 
 
-def _is_alone(parameter: nn.Parameter) -> bool:
+def _is_alone(parameter: Tensor) -> bool:
     storage = parameter.untyped_storage()
     whole = storage.nbytes() == parameter.numel() * parameter.element_size()
     group = state_of(parameter).group

@@ -14,6 +14,8 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+MADE_ANEW = "te_transform_made_anew"  # in the meta of an argument that is no parameter's own memory
+
 _NAME = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _STORED = re.compile(r"_(?:parameters|buffers)\['[^']+'\]$")
 # The captured module: dynamo wraps the forward of PyTorch's own modules in a function of (*args).
@@ -108,6 +110,11 @@ def is_model_tensor(node: Any) -> bool:
     return is_parameter(node) or (
         isinstance(node, fx.Node) and node.op == "placeholder" and bool(_STORED.search(source_of(node)))
     )
+
+
+def stays_in_place(placeholder: fx.Node) -> bool:
+    """Whether the argument is in the same memory from call to call, as the model stores it."""
+    return is_model_tensor(placeholder) and not placeholder.meta.get(MADE_ANEW, False)
 
 
 def name_in_model(node: fx.Node) -> str:

@@ -23,11 +23,16 @@ from te_transform.runtime.modes import is_dispatch_mode_on, put_back
 class Owner(Protocol):
     """What a captured graph asks of the converted model that it belongs to."""
 
-    options: Options
     apart: Apart  # see runtime/lower.py
     failures: list[str]  # sentences for the report
     dry: bool  # whether calls only find out what there is, and run what was captured
     watch: Callable[[CapturedGraph, Sequence[Any]], None] | None  # is told of each call
+
+    def options_now(self) -> Options:
+        """Those of the conversion, without what the model as it is now does not go with."""
+
+    def agreed(self, why: str | None) -> str | None:
+        """Why something cannot be done, on this rank or on another one of a divided model."""
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
         """What is wrong with sites of the graph on the values of its first call."""
@@ -63,12 +68,14 @@ class CapturedGraph:
     def disable(self, sites: Collection[Site]) -> None:
         """Let these sites run as they were captured, and all others fused."""
         self.disabled = frozenset(sites)
-        apart, options, failures = self.owner.apart, self.owner.options, self.owner.failures
+        apart, options, failures = self.owner.apart, self.owner.options_now(), self.owner.failures
         self.run: Callable[..., Any] = lower(self.plan, apart, self.disabled).forward
         self.few_tokens = FewTokens(self.plan, apart, self.disabled, options, failures)
         self.compiled: CompiledGraph | None = None
         if options.compile or options.graphs:
-            self.compiled = CompiledGraph(self.plan, apart, self.disabled, options, self.run, failures)
+            self.compiled = CompiledGraph(
+                self.plan, apart, self.disabled, options, self.run, failures, self.owner.agreed
+            )
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self.owner

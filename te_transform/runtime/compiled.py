@@ -31,7 +31,7 @@ from te_transform.backends.quantized import addresses, closed, forms_of
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
-from te_transform.graph.nodes import is_model_tensor, returned, storages, value
+from te_transform.graph.nodes import MADE_ANEW, returned, stays_in_place, storages, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.console import status
@@ -69,6 +69,7 @@ class CompiledGraph:
         options: of the conversion.
         uncompiled: runs where the graph cannot, the compiler fails, or was called too often.
         failures: gets a sentence for that.
+        agreed: see Replayed.
     """
 
     def __init__(
@@ -79,19 +80,21 @@ class CompiledGraph:
         options: Options,
         uncompiled: Callable[..., Any],
         failures: list[str],
+        agreed: Callable[[str | None], str | None],
     ):
         self.plan, self.apart, self.without, self.backend = plan, apart, frozenset(without), options.backend
         self.compile, self.graphs = options.compile, options.graphs
         self.in_cuda_graphs = options.in_cuda_graphs
         self.how = "uncompiled" if options.compile else "without CUDA graphs"
-        self.uncompiled, self.failures = uncompiled, failures
+        self.uncompiled, self.failures, self.agreed = uncompiled, failures, agreed
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varies = any(map(_varies, placeholders))
         self.draws_apart = any(isinstance(module, OwnRandom) for module in plan.captured.modules())
         seen = written(plan.captured.graph)
         self.writes = [place for place, node in enumerate(placeholders) if node in seen]
-        self.stays = [is_model_tensor(node) or node in seen for node in placeholders]
+        self.stays = [stays_in_place(node) or node in seen for node in placeholders]
+        self.is_divided = any(MADE_ANEW in node.meta for node in placeholders)
         self.outputs_overlap = _overlap(plan.captured.graph)
         # the fused products, each with the place of its first parameter; and those that may run in FP8
         self.weights = {
@@ -234,13 +237,15 @@ class CompiledGraph:
             self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
             return Prepared(run, head)
         forms = forms_of([*arguments, *known.tensors])
-        stays = [*self.stays, *known.stays, *(True for _ in forms)]
+        known_stay = known.stay_as(compress(arguments, self.stays)) if self.is_divided else known.stays
+        stays = [*self.stays, *known_stay, *(True for _ in forms)]
         states = [len(arguments) + place for place in known.written]
 
         def recorded(*given: Any) -> Any:
             return run(*closed(given, forms))
 
-        return Prepared(run, head, Replayed(recorded, stays, self.writes, states, self._note), forms)
+        replayed = Replayed(recorded, stays, self.writes, states, self._note, self.agreed)
+        return Prepared(run, head, replayed, forms)
 
     def _plain(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """The graph as it is, in the recipe that is on: a backward, too, may run it again."""

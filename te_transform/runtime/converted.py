@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import FunctionType
 from typing import Any
@@ -36,7 +36,7 @@ from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import is_foreign_mode_on, set_aside
-from te_transform.runtime.parallel import Parallel, ParallelError
+from te_transform.runtime.parallel import Parallel, ParallelError, stored
 from te_transform.runtime.precision import Precision
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,11 @@ _WRITES = (
 _NESTS = (
     "nn.TransformerEncoder leaves out what is padded and hands back zeros there, but not where it is traced: "
     "evaluation runs as the user's own code"
+)
+
+_GATHERED = (
+    "fully_shard() gathers the parameters of a divided model anew for each call, CUDA graphs need them where "
+    "they were: graphs run without CUDA graphs"
 )
 
 _calling: ContextVar[bool] = ContextVar("_calling", default=False)  # in a call of a converted model
@@ -138,6 +143,22 @@ class Converted:
             return captured.forward
         self.graphs.append(graph)
         return graph
+
+    def options_now(self) -> Options:
+        """The options, without CUDA graphs where fully_shard() divides a divided model's parameters again: it
+        gathers them elsewhere in each call, on each rank by itself."""
+        first = self.first_block and self.first_block()
+        sharded = any(map(is_sharded, (self.model and self.model(), first)))
+        if self.parallel is None or not self.options.graphs or not sharded:
+            return self.options
+        self.failures += [_GATHERED] * (_GATHERED not in self.failures)
+        return replace(self.options, graphs=False)
+
+    def agreed(self, why: str | None) -> str | None:
+        """Why something cannot be done, on this rank or on another one of a divided model."""
+        if self.parallel is None or not self.parallel.ranks.any(why is not None):
+            return why
+        return why or "another rank cannot"
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
         """What is wrong with sites of the graph on the values of its first call, in the model's own dtype."""
@@ -257,7 +278,7 @@ class Converted:
             self.model = weakref.ref(model)
             self.first_block = next(map(weakref.ref, blocks(model)), type(None))
         if self.apart:
-            self._lay_again(model)
+            self.lay_again(model)
         # dynamo guards the class of a module, not what the class has for a forward
         if any(kind.forward is not forward for kind, forward in self.forwards.items()):
             self.runs.clear()
@@ -290,13 +311,13 @@ class Converted:
         for graph in self.graphs:
             graph.compiled = None
 
-    def _lay_again(self, model: nn.Module) -> None:
+    def lay_again(self, model: nn.Module) -> None:
         """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's
         stand-ins are not, whose memory it frees."""
-        groups, own = {tuple(r() for r in group) for group in self.apart}, set(map(id, model.parameters()))
+        groups, own = {tuple(r() for r in group) for group in self.apart}, set(map(id, stored(model)))
         self.apart.clear()
         for group in groups:
-            if all(id(parameter) in own for parameter in group):
+            if all(id(tensor) in own for tensor in group):
                 lay(group)
 
     def __deepcopy__(self, memo: dict) -> Converted:

@@ -3,8 +3,8 @@ before it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from operator import is_
+from collections.abc import Collection, Iterable, Sequence
+from operator import and_, is_
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from te_transform.backends import fp8, plain
 from te_transform.backends.joined import Join
 from te_transform.backends.masks import Mask
+from te_transform.backends.quantized import addresses
 from te_transform.graph import edit
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Plan, Site
@@ -54,8 +55,18 @@ class Known:
         self.tensors = [*found.values(), *(tensor.data for tensor in states.tensors)]
         self.stays = [*(node in staying for node in found), *(True for _ in states.tensors)]
         self.written = [len(found) + place for place in states.written]
+        self.computed = len(found)  # so many of the tensors, the first ones
         answers = tuple(None if isinstance(held, Tensor) else held for held in values.values())
         self.key = (answers, states.pattern)
+
+
+    def stay_as(self, arguments: Iterable[Any]) -> list[bool]:
+        """As `stays`, where ranks have to find the same: what is computed stays where it is these arguments'
+        own memory, and not a copy that each call makes anew."""
+        own = {*addresses([argument for argument in arguments if isinstance(argument, Tensor)])}
+        where = [*addresses(self.tensors[: self.computed])]
+        is_own = [place in own for place in where] + [True] * (len(self.tensors) - self.computed)
+        return [*map(and_, self.stays, is_own)]
 
 
 class Lowered:

@@ -189,6 +189,12 @@ class Parallel:
         return _Divided(self, captured, fuse)
 
 
+def stored(model: nn.Module) -> Iterator[Tensor]:
+    """What holds the model's parameters in this process: they themselves, a DTensor's local tensor."""
+    for parameter in model.parameters():
+        yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter, and its name there."""
     path, _, own = name.rpartition(".")

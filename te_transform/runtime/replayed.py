@@ -55,6 +55,8 @@ class Replayed:
         writes: the places of the arguments that it writes to.
         states: the places of those in which it notes what it has seen, for others: FP8's largest values.
         note: gets a sentence where calls cannot be replayed.
+        agreed: why calls cannot be, on this rank or on another of a divided model: what is recorded is called
+            more often, and exchanges numbers with the others each time.
     """
 
     def __init__(
@@ -64,8 +66,9 @@ class Replayed:
         writes: Sequence[int],
         states: Sequence[int],
         note: Callable[[str], None],
+        agreed: Callable[[str | None], str | None] = lambda why: why,
     ):
-        self.run, self.stays, self.writes, self.note = run, stays, writes, note
+        self.run, self.stays, self.writes, self.note, self.agreed = run, stays, writes, note, agreed
         self.changes = [*writes, *states]
         self.kinds: dict[tuple, Kind] = {}
         self.lock = threading.RLock()
@@ -128,13 +131,13 @@ class Replayed:
         why = _unfit(arguments)
         if not kind.writes <= {*self.changes}:
             why = "it writes to tensors that its operations do not name"
+        why = self.agreed(why)
         if why is None:
             try:
                 with status("recording CUDA graphs"), _RECORDING:
                     kind.graphs, why = _recorded(self, kind, arguments)
             except Exception as error:
-                log.debug("where that came from", exc_info=error)
-                why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+                why = _said(error)
         if why is not None:
             kind.graphs, kind.refused = None, True
             log.warning("a graph runs without CUDA graphs, %s", why)
@@ -149,6 +152,11 @@ def stream_now() -> int:
     # torch.cuda.current_stream() takes ten times as long, of each call that is replayed
     on = torch.cuda.is_initialized()
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on else 0
+
+
+def _said(error: Exception) -> str:
+    log.debug("where that came from", exc_info=error)
+    return ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
 
 
 def _is_recorded_by_others() -> bool:
@@ -518,7 +526,7 @@ def call_on_views(
 
 def _view(argument: Tensor) -> Tensor:
     view = argument.view_as(argument)
-    view.__dict__.update(argument.__dict__)  # which parameters it was joined of
+    view.__dict__.update(argument.__dict__)  # which parameters it was made of
     return view
 
 
@@ -539,7 +547,9 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
 def _copied(argument: Tensor) -> Tensor:
     """A tensor of the same numbers and layout, in memory of its own."""
     own = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
-    return own.copy_(argument.detach()).requires_grad_(_is_trained(argument))
+    own.copy_(argument.detach()).requires_grad_(_is_trained(argument))
+    own.__dict__.update(argument.__dict__)  # which parameters it was made of
+    return own
 
 
 @contextlib.contextmanager
@@ -584,14 +594,21 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
     with _as_it_was(held, owner.changes), noting_waits() as waits:
         with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
             outputs, trained = call_on_views(owner.run, held, kind.trained)
-        if why := _unfit_outputs(outputs, held):
+        if (why := _unfit_outputs(outputs, held)) is not None:  # which is so on each rank
             return None, why
         seeds = {place: torch.randn_like(outputs[place]) for place in sorted(kind.wanted)}
         expected = _with_gradients(outputs, trained, seeds)
+    recorded = None
     if waits:
-        return None, f"it waits for the GPU: {waits[0]}"
-    with _as_it_was(held, owner.changes):
-        recorded = _Recorded(owner, kind, held, outputs)
+        why = f"it waits for the GPU: {waits[0]}"
+    else:
+        try:
+            with _as_it_was(held, owner.changes):
+                recorded = _Recorded(owner, kind, held, outputs)
+        except Exception as error:
+            why = _said(error)
+    if (why := owner.agreed(why)) is not None or recorded is None:
+        return None, why
     recorded.watch(saved)
     del outputs, trained, saved
     with _as_it_was(held, owner.changes):
@@ -601,18 +618,24 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
             found += recorded.backward([seeds.get(place) for place in recorded.tensors])
         off = [*map(distance, found, expected)]
         del found
-    if all(each <= DIFFERENT for each in off):
-        return recorded, None
     # In FP8 rounding goes far, and kernels that add up in any order round differently in each call: thousands
     # of numbers in bf16 that are added to one row, as an embedding's gradients are, by several percent.
     allowed = [DIFFERENT] * len(off)
     for _ in range(REPEATS):
+        if owner.agreed(_too_far(off, allowed)) is None:
+            return recorded, None
         again = [2 * each for each in _distances(owner, kind, held, seeds, expected)]
         allowed = [*map(max, allowed, again)]
-        if all(each <= most for each, most in zip(off, allowed, strict=True)):
-            return recorded, None
+    why = owner.agreed(_too_far(off, allowed))
+    return (recorded if why is None else None), why
+
+
+def _too_far(off: Sequence[float], allowed: Sequence[float]) -> str | None:
+    """What of a recording is further off than rounding takes it, or None."""
     each, most = max(zip(off, allowed, strict=True), key=lambda pair: pair[0] / pair[1])
-    return None, f"what was recorded computes other numbers, off by {each:.2g} where rounding is {most:.2g}"
+    if each <= most:
+        return None
+    return f"what was recorded computes other numbers, off by {each:.2g} where rounding is {most:.2g}"
 
 
 def _distances(

@@ -22,7 +22,7 @@ from te_transform.backends.collectives import (
 )
 from te_transform.canonicalize import canonicalize
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import is_random, is_tensor_node, shape_of, value, writes
+from te_transform.graph.nodes import MADE_ANEW, is_random, is_tensor_node, shape_of, value, writes
 from te_transform.plan.sharding import Local, Refusal, Step, step
 
 
@@ -278,6 +278,13 @@ class _Sharding:
                     shape = shape_of(user)
                     edit.bypass(self.graph, user, node)
             node.meta["example_value"] = edit.with_shape(held, shape)  # parameters lie without gaps
+            node.meta[MADE_ANEW] = self._is_made_anew(node)
+
+    def _is_made_anew(self, parameter: fx.Node) -> bool:
+        """Whether what the graph is given of a parameter is computed in each call."""
+        shards, move = self.held.get(parameter), self.made_graph.moves.get(parameter.name)
+        is_part = shards is None or shards.is_plain
+        return not is_part or (move is not None and move.way is not Way.ENTER)
 
 
 def draws(node: fx.Node) -> bool:

@@ -1,0 +1,129 @@
+"""Divided models as CUDA graphs: ranks record together, and what they exchange is replayed.
+
+Recordings are emulated as in test_replayed.py; tests/gpu runs them as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import te_transform
+from te_transform.runtime import compiled, replayed
+from tests.ranks import install_stand_in, mesh, spawn, traced
+from tests.test_parallelize import ALL, gradients, sample_of, zero_dropout
+from tests.test_replayed import Emulated, emulate
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
+
+CALLS = 5
+
+
+def divided(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    sample = sample_of(ALL[name], dtype)
+    torch.manual_seed(0)
+    model = zero_dropout(ALL[name].build()).to(dtype)
+    model = te_transform.convert(model, sample, verify=False, **options)
+    return te_transform.parallelize(model, mesh(), sample, sequence_parallel=True), sample
+
+
+def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    return max(((found[name] - grad).norm() / (grad.norm() + 1e-9)).item() for name, grad in exact.items())
+
+
+def notes(model: nn.Module) -> list[str]:
+    return [note for note in te_transform.report(model).notes if "without CUDA graphs" in note]
+
+
+def trained(name: str, recipe: str | None = None, compiles: bool = False) -> dict[str, Any]:
+    """How far each of some calls is from the same model's that is never recorded; weights change between."""
+    install_stand_in()
+    compiled.compile_fx = traced
+    emulate(pytest.MonkeyPatch())
+    options = {"backend": "te", "recipe": recipe} if recipe else {"backend": "torch"}
+    dtype = torch.bfloat16 if recipe else torch.float32
+    models = [divided(name, dtype, compile=compiles, graphs=True, **options) for _ in range(2)]
+    off, counts = [], []
+    for _ in range(CALLS):
+        found = []
+        for warm_ups, (model, sample) in zip((2 * CALLS, 2), models, strict=True):
+            replayed.WARM_UPS = warm_ups
+            found.append(gradients(model, sample))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+            model.zero_grad()
+        off.append(distance(*found[::-1]))
+        counts.append(dict(Emulated.counts))
+    return {"off": off, "counts": counts, "notes": notes(models[1][0])}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_trains_as_without(name: str, compiles: bool, tmp_path: Path) -> None:
+    for found in spawn(partial(trained, name, compiles=compiles), 2, tmp_path):
+        assert found["notes"] == []
+        # three calls, and the check of what was recorded: twice where logits that the loss is computed from
+        # were taken for another output with a gradient
+        assert found["counts"][-1]["backward"] == CALLS - 1
+        assert found["counts"][-1]["recorded"] in (1, 2)
+        assert max(found["off"]) < 1e-4
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_trains_in_fp8_as_without(compiles: bool, tmp_path: Path) -> None:
+    for found in spawn(partial(trained, "llama", "fp8-delayed", compiles), 2, tmp_path):
+        assert found["notes"] == []
+        assert found["counts"][-1] == {"recorded": 1, "forward": CALLS - 2, "backward": CALLS - 2}
+        assert max(found["off"]) < 1e-4
+
+
+def without_agreement() -> dict[str, Any]:
+    """One of the ranks cannot record: the other does not either, and both go on."""
+    emulate(pytest.MonkeyPatch())
+    if dist.get_rank() == 1:
+        replayed.Graphs = Failing
+    model, sample = divided("llama", graphs=True)
+    found = [gradients(model, sample) for _ in range(CALLS) if model.zero_grad() is None]
+    return {"off": distance(found[-1], found[0]), "counts": dict(Emulated.counts), "notes": notes(model)}
+
+
+class Failing(Emulated):
+    """Fails when all is recorded: what is emulated exchanges numbers meanwhile, as no recording does."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        raise RuntimeError("out of memory")
+
+
+def test_ranks_agree_on_what_is_recorded(tmp_path: Path) -> None:
+    first, second = spawn(without_agreement, 2, tmp_path)
+    assert first["off"] == second["off"] == 0
+    assert first["counts"] == {"recorded": 1}
+    assert first["notes"] == ["a graph runs without CUDA graphs, another rank cannot"]
+    assert second["notes"] == ["a graph runs without CUDA graphs, RuntimeError: out of memory"]
+
+
+def sharded_too() -> list[str]:
+    emulate(pytest.MonkeyPatch())
+    model, sample = divided("llama", graphs=True)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh())
+    for _ in range(CALLS):
+        gradients(model, sample)
+        model.zero_grad()
+    assert not Emulated.counts
+    return notes(model)
+
+
+def test_shards_of_shards_run_without(tmp_path: Path) -> None:
+    for found in spawn(sharded_too, 1, tmp_path):
+        assert len(found) == 1
+        assert "fully_shard() gathers" in found[0]
