@@ -173,7 +173,7 @@ class Join(nn.Module):
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
             used: list[bool] = []
             joined = _Joined.apply(buffer, used, *parts)
-            joined._te_transform_used = used
+            joined._te_transform_used, joined._te_transform_parts = used, parts
         joined._te_transform_joined = stored
         return joined
 
@@ -186,6 +186,28 @@ class Join(nn.Module):
 def _stored(part: Tensor) -> Tensor | None:
     """The parameter, or what holds this rank's share of it, where that is what the tensor stands for."""
     return part if type(part) is nn.Parameter else part.__dict__.get("_te_transform_joined", (None,))[0]
+
+
+def joined_anew(weight: Any) -> Any:
+    """What `Join` returned, joined once more at this point of a forward; anything else as it is.
+
+    A backward goes through what a forward computed from the last to the first. Parameters that are joined
+    long before their product get their gradients as long after it.
+    """
+    parts = getattr(weight, "_te_transform_parts", None)
+    if parts is None:
+        return weight
+    again = _Joined.apply(weight.detach(), weight._te_transform_used, *parts)
+    again.__dict__.update(weight.__dict__)
+    return again
+
+
+def known_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """`tensor`, that stands for `other`, as a weight that was made of the same parameters; its gradient goes
+    to whom it stands for."""
+    told = {name: held for name, held in other.__dict__.items() if name != "_te_transform_parts"}
+    tensor.__dict__.update(told)
+    return tensor
 
 
 class Split(nn.Module):

@@ -39,6 +39,7 @@ from te_transform.runtime.heads import head_of
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.lowered import Known, Lowered
 from te_transform.runtime.prepared import Prepared
+from te_transform.runtime.ranks import bucket_size
 from te_transform.runtime.regions import compiled_in_pieces
 from te_transform.runtime.replayed import Kind, Replayed, stream_now
 
@@ -179,18 +180,28 @@ class CompiledGraph:
 
     def _run(self, lowered: Lowered, known: Known, arguments: Sequence[Any], scaling: Any) -> Prepared | None:
         """What is compiled for such a call, now where this is the first; None where nothing is."""
-        key = (*known.key, scaling, _attention(), self._sizes(arguments), self._shared(arguments))
+        bucket = self._bucket()
+        key = (*known.key, scaling, _attention(), self._sizes(arguments), self._shared(arguments), bucket)
         if key not in lowered.runs:
             with compile_lock:  # compilers keep what they do in variables that all threads share
-                self._compile(key, lowered, known, arguments)
+                self._compile(key, lowered, known, arguments, bucket)
         return lowered.runs.get(key)
 
-    def _compile(self, key: tuple, lowered: Lowered, known: Known, arguments: Sequence[Any]) -> None:
+    def _bucket(self) -> int | None:
+        """How many bytes of gradients are reduced at a time while the backward of this call goes on; None
+        where all are at its end, or a checkpoint is to repeat the call: outside of DDP, as one whole."""
+        if self.in_cuda_graphs or not torch.is_grad_enabled() or saving_hooks() or in_backward():
+            return None
+        return bucket_size()
+
+    def _compile(
+        self, key: tuple, lowered: Lowered, known: Known, arguments: Sequence[Any], bucket: int | None
+    ) -> None:
         """Compile the graph for such calls, unless another thread has, or for too many others."""
         if key in lowered.runs:
             return
         if sum(len(each.runs) for each in self.lowered.values()) < MOST:
-            lowered.runs[key] = self._made(lowered, known, arguments)
+            lowered.runs[key] = self._made(lowered, known, arguments, bucket)
         else:
             made = "compiled" if self.compile else "prepared"
             self._note(f"a graph is {made} for {MOST} kinds of calls at most, others run {self.how}")
@@ -225,24 +236,27 @@ class CompiledGraph:
             for storage, tensor in zip(storages, tensors, strict=True)
         )
 
-    def _made(self, lowered: Lowered, known: Known, arguments: Sequence[Any]) -> Prepared | None:
+    def _made(
+        self, lowered: Lowered, known: Known, arguments: Sequence[Any], bucket: int | None
+    ) -> Prepared | None:
         """What runs calls with these arguments; None where the compiler fails."""
         graph = lowered.with_known(known)
         head = head_of(graph, self._compiled if self.compile else None) if self.graphs else None
         graph = graph if head is None else head.rest
-        run = self._compiled(graph, [*arguments, *known.tensors]) if self.compile else self._plain(graph)
+        given = [*arguments, *known.tensors]
+        run = self._compiled(graph, given, bucket) if self.compile else self._plain(graph)
         if run is None or not self.graphs:
             return None if run is None else Prepared(run, head)
         if self.outputs_overlap:
             self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
             return Prepared(run, head)
-        forms = forms_of([*arguments, *known.tensors])
         known_stay = known.stay_as(compress(arguments, self.stays)) if self.is_divided else known.stays
+        forms = forms_of(given)
         stays = [*self.stays, *known_stay, *(True for _ in forms)]
         states = [len(arguments) + place for place in known.written]
 
-        def recorded(*given: Any) -> Any:
-            return run(*closed(given, forms))
+        def recorded(*tensors: Any) -> Any:
+            return run(*closed(tensors, forms))
 
         replayed = Replayed(recorded, stays, self.writes, states, self._note, self.agreed)
         return Prepared(run, head, replayed, forms)
@@ -259,8 +273,11 @@ class CompiledGraph:
 
         return run
 
-    def _compiled(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any] | None:
-        """The graph, compiled for such arguments; None where the compiler fails."""
+    def _compiled(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], bucket: int | None = None
+    ) -> Callable[..., Any] | None:
+        """The graph, compiled for such arguments, in pieces of so many bytes of gradients; None where the
+        compiler fails."""
         # By these two the compiler knows graphs of dynamo's, whose nodes say which arguments stay where they
         # are from call to call: CUDA graphs would copy all parameters in each. A part of one is none.
         if all(hasattr(node, "_dynamo_source") for node in graph.graph.nodes if node.op == "placeholder"):
@@ -274,7 +291,7 @@ class CompiledGraph:
                 mode = list_mode_options("default" if self.compile is True else self.compile)
                 compile = partial(compile_fx, config_patches=mode)
                 by_layer = self.compile not in IN_CUDA_GRAPHS  # each piece would be a graph of its own
-                run = compiled_in_pieces(graph, arguments, compile) if by_layer else None
+                run = compiled_in_pieces(graph, arguments, compile, bucket) if by_layer else None
                 return compile(graph, arguments) if run is None else run
         except Exception as error:
             # transforms of torch.func are entered and left by operations of the graph; when PyTorch 2.11 has

@@ -28,6 +28,13 @@ def groups_of(model: nn.Module) -> tuple[Any, ...]:
     return tuple({group.group_name: group for group in groups}.values())
 
 
+def bucket_size() -> int | None:
+    """How many bytes of gradients are reduced at a time while the backward goes on, within a call of the
+    model: those of a bucket of the DistributedDataParallel that runs; None where none does."""
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    return None if wrapper is None else wrapper.bucket_bytes_cap
+
+
 def _meshes_of(model: nn.Module) -> list[Any]:
     """The larger ones first."""
     from torch.distributed.fsdp import FSDPModule

@@ -1,17 +1,21 @@
-"""Deep graphs in pieces, of which equal ones are compiled once: the layers of a model.
+"""Graphs in pieces, of which equal ones are compiled once: the layers of a model, or parts of them.
 
-A graph is cut where the module changes that is one of many, by the number in its path. What a compiler takes
-for a graph grows with its layers, and what it makes of one layer does for all others that compute the same
-of tensors of the same sizes.
+A deep graph is cut where the module changes that is one of many, by the number in its path. What a compiler
+takes for a graph grows with its layers, and what it makes of one layer does for all others that compute the
+same of tensors of the same sizes.
+
+Where gradients are reduced while the backward goes on, any graph is cut, into pieces that have a bucket of
+gradients each: the backward of a compiled graph hands out all of its gradients at its end.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -19,12 +23,22 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from te_transform.backends.joined import joined_anew
 from te_transform.graph import edit
-from te_transform.graph.nodes import called, changes_state, path_of, returned, value, writes
+from te_transform.graph.nodes import (
+    bytes_of,
+    called,
+    changes_state,
+    is_tensor_node,
+    path_of,
+    returned,
+    value,
+    writes,
+)
 
 log = logging.getLogger(__name__)
 
-FEWEST = 24  # layers from which on a graph is compiled in pieces
+FEWEST = 24  # layers from which on a graph is compiled layer by layer
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
@@ -44,30 +58,33 @@ class _Piece:
 
 
 def compiled_in_pieces(
-    graph: fx.GraphModule, arguments: Sequence[Any], compile: Compile
+    graph: fx.GraphModule, arguments: Sequence[Any], compile: Compile, bucket: int | None = None
 ) -> Callable[..., list[Any]] | None:
-    """The graph, compiled layer by layer for such arguments; None where it has few layers, or cannot be cut.
+    """The graph, compiled in pieces for such arguments; None where it is too small, or cannot be cut.
 
     Args:
         graph: of operations and fused ops.
         arguments: tensors, and numbers, of a call.
         compile: compiles one piece for such arguments.
+        bucket: how many bytes of gradients are reduced at a time while the backward goes on; None where none
+            are.
     """
-    pieces = _pieces(graph)
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    given = dict(zip(placeholders, arguments, strict=True))
+    pieces = _pieces(graph, given, bucket)
     if pieces is None:
         return None
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     try:
-        _compile(pieces, dict(zip(placeholders, arguments, strict=True)), compile)
+        _compile(pieces, given, compile)
     except Exception as error:
-        log.info("a graph is compiled whole, its layers could not be by themselves", exc_info=error)
+        log.info("a graph is compiled whole, its pieces could not be by themselves", exc_info=error)
         return None
     outputs = returned(graph.graph)
 
     def run(*given: Any) -> list[Any]:
         values = dict(zip(placeholders, given, strict=True))
         for piece in pieces:
-            found = piece.run(*(values[node] for node in piece.inputs))
+            found = piece.run(*(joined_anew(values[node]) for node in piece.inputs))
             values.update(zip(piece.outputs, found, strict=True))
             for node in piece.dead:
                 del values[node]
@@ -76,12 +93,16 @@ def compiled_in_pieces(
     return run
 
 
-def _pieces(graph: fx.GraphModule) -> list[_Piece] | None:
-    """The runs of operations of one layer, and those between; None where the graph may not be cut into
-    them."""
+def _pieces(
+    graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None
+) -> list[_Piece] | None:
+    """The runs of operations of one layer, and those between, of a deep graph; of others the runs that have
+    a bucket of gradients. None where the graph has none, or may not be cut into them."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     runs = [list(run) for _, run in groupby(nodes, _layer)]
     if len({_layer(run[0]) for run in runs} - {""}) < FEWEST:
+        runs = [] if bucket is None else _by_bytes(runs, given, bucket)
+    if len(runs) < 2:
         return None
     # a write would be one to a copy, and a setting that is switched hold for a part of what it is to hold for
     if any(map(writes, nodes)) or not all(map(_puts_settings_back, runs)):
@@ -98,6 +119,56 @@ def _pieces(graph: fx.GraphModule) -> list[_Piece] | None:
     for node in {*last} - {*returned(graph.graph)}:
         last[node].dead = (*last[node].dead, node)
     return pieces
+
+
+def _by_bytes(
+    layers: Sequence[Sequence[fx.Node]], given: Mapping[fx.Node, Any], bucket: int
+) -> list[list[fx.Node]]:
+    """The operations in runs that have so many bytes of gradients at least, counted from the end, where a
+    backward begins.
+
+    They are cut between layers, and within a layer where no more is handed on than before or after it: what
+    a compiler would fuse there is what it fuses between layers, a sum with the norm that reads it.
+    """
+    nodes = [node for layer in layers for node in layer]
+    handed_on, gradients = _handed_on(nodes), _gradients(nodes, given)
+    starts = [*accumulate(map(len, layers), initial=0)]
+    places = {*starts}
+    for start, stop in pairwise(starts):
+        if _layer(nodes[start]):
+            most = max(handed_on[start], handed_on[stop])
+            places |= {place for place in range(start + 1, stop) if handed_on[place] <= most}
+    cuts, waiting = [len(nodes)], 0
+    for place in reversed(range(len(nodes))):
+        waiting += gradients[place]
+        if waiting >= bucket and place in places:
+            cuts.append(place)
+            waiting = 0
+    # what is left over is done with the run after it
+    return [nodes[start:stop] for start, stop in pairwise([0, *cuts[-2::-1]])]
+
+
+def _handed_on(nodes: Sequence[fx.Node]) -> list[float]:
+    """How many bytes of what is computed before each of the operations, and after all, is read by it or later
+    ones; infinite where that is no tensor."""
+    place = {node: number for number, node in enumerate(nodes)}
+    handed_on = [0.0] * (len(nodes) + 1)
+    for node, number in place.items():
+        last = max((place[user] for user in node.users if user in place), default=number)
+        for between in range(number + 1, last + 1):
+            handed_on[between] += bytes_of(node) if is_tensor_node(node) else inf
+    return handed_on
+
+
+def _gradients(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> list[int]:
+    """Of how many bytes of trained tensors each of the operations is the first reader: its backward is the
+    one after which their gradients are known."""
+    trained = {node: held.nbytes for node, held in given.items() if _is_trained(held)}
+    return [sum(trained.pop(read, 0) for read in node.all_input_nodes) for node in nodes]
+
+
+def _is_trained(held: Any) -> bool:
+    return isinstance(held, Tensor) and held.requires_grad
 
 
 def _puts_settings_back(run: Sequence[fx.Node]) -> bool:

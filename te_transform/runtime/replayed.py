@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from te_transform.backends.joined import check_unwritten, versions
+from te_transform.backends.joined import check_unwritten, known_as, versions
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.tracing import in_backward, saving_hooks
 from te_transform.runtime.console import status
@@ -525,9 +525,7 @@ def call_on_views(
 
 
 def _view(argument: Tensor) -> Tensor:
-    view = argument.view_as(argument)
-    view.__dict__.update(argument.__dict__)  # which parameters it was made of
-    return view
+    return known_as(argument.view_as(argument), argument)
 
 
 def autocast_now(device: str) -> dict[str, Any]:
@@ -547,9 +545,7 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
 def _copied(argument: Tensor) -> Tensor:
     """A tensor of the same numbers and layout, in memory of its own."""
     own = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
-    own.copy_(argument.detach()).requires_grad_(_is_trained(argument))
-    own.__dict__.update(argument.__dict__)  # which parameters it was made of
-    return own
+    return known_as(own.copy_(argument.detach()).requires_grad_(_is_trained(argument)), argument)
 
 
 @contextlib.contextmanager
