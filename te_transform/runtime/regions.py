@@ -127,17 +127,16 @@ def _by_bytes(
     """The operations in runs that have so many bytes of gradients at least, counted from the end, where a
     backward begins.
 
-    They are cut between layers, and within a layer where no more is handed on than before or after it: what
-    a compiler would fuse there is what it fuses between layers, a sum with the norm that reads it.
+    They are cut between layers. The first layer, behind whose backward there is little left to compute while
+    its gradients are reduced, is also cut where it hands on no more than it begins or ends with. What a
+    compiler could have fused there is what it fuses between layers, a sum with the norm that reads it.
     """
     nodes = [node for layer in layers for node in layer]
     handed_on, gradients = _handed_on(nodes), _gradients(nodes, given)
     starts = [*accumulate(map(len, layers), initial=0)]
-    places = {*starts}
-    for start, stop in pairwise(starts):
-        if _layer(nodes[start]):
-            most = max(handed_on[start], handed_on[stop])
-            places |= {place for place in range(start + 1, stop) if handed_on[place] <= most}
+    first = next((run for run in pairwise(starts) if _layer(nodes[run[0]])), (0, 0))
+    most = max(handed_on[place] for place in first)
+    places = {*starts, *(place for place in range(*first) if handed_on[place] <= most)}
     cuts, waiting = [len(nodes)], 0
     for place in reversed(range(len(nodes))):
         waiting += gradients[place]
