@@ -145,10 +145,12 @@ def loaded(layer: nn.Module, source: nn.Module, group: dist.ProcessGroup | None)
     return layer
 
 
-def ours(job: Job, compile: bool = False, accumulates: bool = True) -> Callable[[], None]:
+def ours(
+    job: Job, compile: bool = False, graphs: bool = False, accumulates: bool = True
+) -> Callable[[], None]:
     """A step of the original, converted; kernels add gradients to buffers if it `accumulates`."""
     backend = "te" if job.x.is_cuda else "torch"
-    options = {"recipe": job.recipe, "compile": compile, "verify": False, "inplace": True}
+    options = {"recipe": job.recipe, "compile": compile, "graphs": graphs, "verify": False, "inplace": True}
     converted = te_transform.convert(job.layer(), job.x, backend=backend, **options)
     if job.is_divided:
         mesh = init_device_mesh(job.x.device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -175,6 +177,7 @@ CONTENDERS: dict[str, Callable[[Job], Callable[[], None]]] = {
     HAND: by_hand,
     "ours": ours,
     "ours, compiled": partial(ours, compile=True),
+    "ours, compiled, CUDA graphs": partial(ours, compile=True, graphs=True),
     "ours, gradients added by autograd": partial(ours, accumulates=False),
 }
 

@@ -214,11 +214,9 @@ def by_hand(model: nn.Module, wrap: str, inputs: Inputs, recipe: str = "bf16") -
     return Made(model, with_positions(inputs), loss_parallel, forward, reduce)
 
 
-def ours(
-    model: nn.Module, wrap: str, inputs: Inputs, recipe: str | None = None, compile: bool = False
-) -> Made:
+def ours(model: nn.Module, wrap: str, inputs: Inputs, recipe: str | None = None, **ways: bool) -> Made:
     backend = "te" if model.device.type == "cuda" else "torch"
-    options = {"recipe": recipe, "compile": compile, "verify": False, "inplace": True}
+    options = {"recipe": recipe, "verify": False, "inplace": True, **ways}
     converted = te_transform.convert(model, inputs, backend=backend, **options)
     if wrap == "TP":
         te_transform.parallelize(converted, mesh_of(model), inputs, sequence_parallel=True)
@@ -238,6 +236,8 @@ MAKE: dict[str, Callable[..., Made]] = {
     "ours, bf16, compiled": partial(ours, compile=True),
     "ours, fp8-delayed, compiled": partial(ours, recipe="fp8-delayed", compile=True),
     "ours, fp8-current, compiled": partial(ours, recipe="fp8-current", compile=True),
+    "ours, bf16, CUDA graphs": partial(ours, compile=True, graphs=True),
+    "ours, fp8-delayed, CUDA graphs": partial(ours, recipe="fp8-delayed", compile=True, graphs=True),
     "compiled by block, asynchronous": asynchronous,  # the last: what goes wrong in it ends the process
 }
 

@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 CALLS = 5
 
 
-def divided(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def divided(
+    name: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
     sample = sample_of(ALL[name], dtype)
     torch.manual_seed(0)
     model = zero_dropout(ALL[name].build()).to(dtype)

@@ -59,7 +59,6 @@ class Known:
         answers = tuple(None if isinstance(held, Tensor) else held for held in values.values())
         self.key = (answers, states.pattern)
 
-
     def stay_as(self, arguments: Iterable[Any]) -> list[bool]:
         """As `stays`, where ranks have to find the same: what is computed stays where it is these arguments'
         own memory, and not a copy that each call makes anew."""

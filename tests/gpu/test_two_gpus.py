@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
 from te_transform.backends import limits
+from te_transform.runtime.converted import converted_of
 from tests.gpu.test_training import VOCAB, llama
 from tests.ranks import mesh, scales_before, spawn
 from tests.test_parallelize import check_dropouts, dropouts, equal, errors, gradients, whole
@@ -252,3 +253,38 @@ def test_two_gpus_train_shards_in_fp8(
     for key in ("kept", "after"):
         torch.testing.assert_close(one[key], other[key], rtol=0, atol=0)
     torch.testing.assert_close(one["kept"], one["before"], rtol=0, atol=0)
+
+
+def replayed_on_shards(recipe: str | None, compile: bool) -> dict[str, Any]:
+    """Losses of the divided model without and with CUDA graphs, and why calls run without."""
+    import transformer_engine.pytorch  # noqa: F401
+
+    limits.at_any_size.__enter__()
+    losses = []
+    for graphs in (False, True):
+        torch._dynamo.reset()
+        model = te_transform.convert(
+            seeded(llama), common_batch(), backend="te", recipe=recipe, compile=compile, graphs=graphs
+        ).train()
+        te_transform.parallelize(model, mesh("cuda"), common_batch(), sequence_parallel=True)
+        losses.append(train(model, common_batch))
+    notes = [note for note in te_transform.report(model).notes if "without CUDA graphs" in note]
+    kinds = sum(
+        kind.graphs is not None
+        for graph in converted_of(model).graphs
+        for lowered in graph.compiled.lowered.values()
+        for prepared in lowered.runs.values()
+        for kind in prepared.replayed.kinds.values()
+    )
+    return {"losses": losses, "notes": notes, "kinds": kinds}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("recipe", [None, "fp8-delayed"])
+def test_two_gpus_replay_shards(recipe: str | None, compile: bool, tmp_path: Path) -> None:
+    one, other = spawn(replayed_on_shards, 2, tmp_path, recipe, compile, backend="nccl")
+    assert one["notes"] == other["notes"] == []
+    assert one["kinds"] == other["kinds"] == 1
+    assert one["losses"][1] == other["losses"][1]
+    for loss, known in zip(*one["losses"], strict=True):
+        assert abs(loss - known) <= BOUNDS[recipe] * known, one["losses"]
