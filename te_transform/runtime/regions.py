@@ -93,9 +93,7 @@ def compiled_in_pieces(
     return run
 
 
-def _pieces(
-    graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None
-) -> list[_Piece] | None:
+def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None) -> list[_Piece] | None:
     """The runs of operations of one layer, and those between, of a deep graph; of others the runs that have
     a bucket of gradients. None where the graph has none, or may not be cut into them."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
