@@ -1,6 +1,10 @@
 """Train a small Llama on several GPUs, or on a CPU, with FSDP2; whatever is killed goes on where it was.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_fsdp.py --steps 100 --folder checkpoints
+
+Without the variable torchrun keeps one store over restarts (PyTorch 2.13): a process that starts again
+may find the address of one that is gone there, and fail, as nobody answers (pytorch/pytorch#135712).
 
 It reads the Python standard library's own sources, byte by byte. Every few steps a checkpoint is written: the
 sharded model and optimizer, the step and FP8's scales; data and random numbers are those of the step. Run it

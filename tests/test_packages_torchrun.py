@@ -1,5 +1,6 @@
 """examples/train_fsdp.py under torchrun: whatever is killed, and whenever, goes on where it was."""
 
+import os
 import re
 import subprocess
 import sys
@@ -25,7 +26,8 @@ def run(folder: Path, *killed: str, ranks: int = 2, restarts: int = 0) -> subpro
         *("--steps", str(STEPS), "--every", str(EVERY), "--layers", "2", "--width", "32"),
         *("--folder", str(folder)),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
+    fresh = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as the example says, for restarts
+    return subprocess.run(command, env=fresh, capture_output=True, text=True, timeout=HANGS)
 
 
 def losses_of(ran: subprocess.CompletedProcess[str]) -> dict[int, float]:
