@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.convert import DEEP
 from te_transform.graph.capture import SETTINGS
 from te_transform.runtime.converted import converted_of
 from tests.attacks import Block, Pair, X, call, with_input_gradient
@@ -27,7 +26,9 @@ from tests.conversions import calls
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
-backend = import_module("te_transform.convert").te_transform  # the package's `convert` is the function
+front_door = import_module("te_transform.convert")  # the package's `convert` is the function
+backend = front_door.te_transform
+DEEP = 2  # blocks, of more than which a model is deep where the fixture is used
 
 LONGER = torch.randn(3, 7, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -44,6 +45,11 @@ def graphs(model: nn.Module) -> int:
 
 
 # Whole, or block by block
+
+
+@pytest.fixture
+def deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_door, "DEEP", DEEP)
 
 
 def test_a_model_is_one_graph_for_training_and_one_for_evaluation() -> None:
@@ -87,6 +93,7 @@ def test_a_norm_whose_sizes_are_asked_for_is_fused_at_sizes_that_vary() -> None:
     assert graphs(pair.converted) == 2
 
 
+@pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.integration)])
 def test_the_blocks_of_a_deep_model_share_a_graph_for_its_report(verify: bool) -> None:
     pair = Pair.of(seeded(Tiny, DEEP + 2), verify=verify)
@@ -106,6 +113,7 @@ def test_the_blocks_of_a_deep_model_share_a_graph_for_its_report(verify: bool) -
     assert any("from then on" in note for note in report.notes)
 
 
+@pytest.mark.usefixtures("deep")
 def test_parameters_of_a_deep_model_lie_next_to_each_other() -> None:
     model = te_transform.convert(seeded(Tiny, DEEP + 1), X, verify=False)
     for block in model.blocks:
@@ -487,6 +495,7 @@ def test_code_that_does_something_else_in_a_subclass_runs_as_it_is(inplace: bool
         assert torch.equal(found(X), model(X))
 
 
+@pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("layers", [2, DEEP + 1])
 def test_an_encoder_hands_back_zeros_for_padding_as_where_it_is_not_traced(layers: int) -> None:
     """In evaluation alone, where it makes nested tensors; in training it is fused."""

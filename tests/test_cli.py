@@ -17,6 +17,9 @@ from te_transform.cli import main
 from te_transform.load import LoadError, load
 from te_transform.passes import PIPELINE
 from te_transform.runtime import timing
+from tests import test_compiled
+
+compilations = test_compiled.compilations  # a fixture: the compiler is AOTAutograd's tracing alone
 
 FACTORY = """
 import torch
@@ -115,6 +118,7 @@ def test_inspect_predicts_times(capsys: pytest.CaptureFixture[str], inference: b
     assert all(each["seconds"] > 0 for each in times if not each["why"].startswith("not"))
 
 
+@pytest.mark.usefixtures("compilations")
 def test_tune_keeps_the_fastest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
