@@ -20,7 +20,6 @@ from tests.threads import in_threads
 from tests.zoo import CASES, EXTRA, Case, tensors, zero_dropout
 
 ALL = {**CASES, **EXTRA}
-MULTI_QUERY = ("*self_attn", "*self_attention")  # one head of keys and values, which nothing divides
 
 
 def sample_of(case: Case) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def close(found: Tensor, exact: Tensor, scale: float) -> bool:
     return (found - exact).norm().item() <= 1e-6 * max(scale, exact.norm().item())
 
 
-def compare(case: Case, count: int, sequence: bool, skip: tuple[str, ...] = ()) -> list[Layout]:
+def compare(case: Case, count: int) -> list[Layout]:
     """In fp64, where only a wrong sum is off by more than rounding, some of which is in fp32 by the models'
     own casts."""
     sample = {
@@ -79,21 +78,22 @@ def compare(case: Case, count: int, sequence: bool, skip: tuple[str, ...] = ()) 
     }
     layouts = []
     for captured in capture(zero_dropout(case.build()).double().train(), sample, dynamic=False):
-        layouts.append(lay_out(canonicalize(captured.module.graph), count, skip))
-        check(captured, layouts[-1], count, sequence)
+        layouts.append(lay_out(canonicalize(captured.module.graph), count))
+        check(captured, layouts[-1], count)
     return layouts
 
 
-def check(captured: Captured, layout: Layout, count: int, sequence: bool) -> None:
-    """Outputs and gradients on each of the ranks are those of the whole graph."""
+def check(captured: Captured, layout: Layout, count: int) -> None:
+    """Outputs and gradients on each of the ranks are those of the whole graph, in sequence parallelism too."""
     whole = executable(captured, canonicalize(captured.module.graph))
     outputs, exact = gradients(whole, captured.inputs)
     scale = max((grad.norm().item() for grad in exact if grad is not None), default=0.0)
-    for found, grads in in_threads(count, partial(on_one_rank, captured, layout, sequence)):
-        assert all(map(partial(close, scale=0.0), found, outputs))
-        for grad, expected in zip(grads, exact, strict=True):
-            assert (grad is None) == (expected is None)
-            assert grad is None or close(grad, expected, scale)
+    for sequence in (False, True):
+        for found, grads in in_threads(count, partial(on_one_rank, captured, layout, sequence)):
+            assert all(map(partial(close, scale=0.0), found, outputs)), f"{sequence=}"
+            for grad, expected in zip(grads, exact, strict=True):
+                assert (grad is None) == (expected is None), f"{sequence=}"
+                assert grad is None or close(grad, expected, scale), f"{sequence=}"
 
 
 _ONE_HEAD = (
@@ -117,10 +117,9 @@ WHOLE: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ALL)
-def test_two_ranks_compute_what_one_does(name: str, sequence: bool) -> None:
-    places = [place for layout in compare(ALL[name], 2, sequence) for place in layout.places]
+def test_two_ranks_compute_what_one_does(name: str) -> None:
+    places = [place for layout in compare(ALL[name], 2) for place in layout.places]
     whole = {(place.what, *place.reasons) for place in places if place.reasons}
     if name == "torch_mha_bare":  # its query, key and value are one tensor, of which dynamo knows
         assert whole == {("linear", _PARTS), ("linear", _LEAVES)}
@@ -138,7 +137,7 @@ def test_four_ranks_with_a_mask() -> None:
     (captured,) = capture(zero_dropout(CASES["gpt2"].build()).double().eval(), sample, dynamic=False)
     layout = lay_out(canonicalize(captured.module.graph), 4)
     assert {"head", "embedding", "attention", "mlp"} == {place.what for place in layout.places}
-    check(captured, layout, 4, sequence=True)
+    check(captured, layout, 4)
 
 
 # as LLAMA, whose keys have two heads
@@ -151,13 +150,12 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", GROUPS)
-def test_fewer_heads_of_keys_than_ranks(name: str, sequence: bool) -> None:
+def test_fewer_heads_of_keys_than_ranks(name: str) -> None:
     """Ranks that read the same heads have copies of them."""
     count, others = GROUPS[name]
     case = ALL[name.removesuffix("_8")]
-    for layout in compare(replace(case, build=partial(case.build, **others)), count, sequence):
+    for layout in compare(replace(case, build=partial(case.build, **others)), count):
         assert not [place for place in layout.places if place.what == "attention" and place.reasons]
         assert any(shards.copies > 1 for shards in layout.shards.values())
 
