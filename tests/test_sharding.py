@@ -84,7 +84,7 @@ def compare(case: Case, count: int) -> list[Layout]:
 
 
 def check(captured: Captured, layout: Layout, count: int) -> None:
-    """Outputs and gradients on each rank are those of the whole graph, with sequence parallelism and without."""
+    """Each rank has the outputs and gradients of the whole graph, in sequence parallelism and without it."""
     whole = executable(captured, canonicalize(captured.module.graph))
     outputs, exact = gradients(whole, captured.inputs)
     scale = max((grad.norm().item() for grad in exact if grad is not None), default=0.0)
