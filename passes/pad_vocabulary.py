@@ -14,9 +14,10 @@ LEAST = 4096  # rows; products with fewer take no time that is worth a copy of t
 def refuse(linear: Operation, pad_vocabulary: bool, compile: bool | str) -> Iterator[str | None]:
     """Whether it would help, and is wanted."""
     rows = linear.weight.shape[0]
-    if rows % ALIGNED == 0 or rows < LEAST or compile:  # inductor pads by itself
+    is_input = not isinstance(rows, int)  # a weight that the caller brings, with as many rows as they like
+    if is_input or rows % ALIGNED == 0 or rows < LEAST or compile:  # inductor pads by itself
         yield None
-    if not pad_vocabulary:
+    elif not pad_vocabulary:
         yield (
             f"a product with {rows:,} rows, no multiple of {ALIGNED}, takes a GPU three times as long as one "
             "that is padded with zeros: allow pad_vocabulary=True"

@@ -236,6 +236,11 @@ def _loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return model, inputs_of(asked.input, device)
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if positions and asked.length and asked.length > positions:
+        raise OptionError(
+            f"--length is {asked.length}, the configuration allows {positions} (max_position_embeddings): "
+            "pass at most that, or a configuration with more positions"
+        )
     usual = min(asked.usual_length, positions or asked.usual_length)
     inputs = invent(model, asked.batch, asked.length or usual)
     if type(model).__name__.endswith(_LANGUAGE_MODELS) and not asked.inference:

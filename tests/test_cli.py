@@ -289,6 +289,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda folder: ["models_of_mine:two", "--input", "2x4x16", "--html", "/proc/page.html"],
         "--html has /proc/page.html, which cannot be written",
     ),
+    "too long": (
+        lambda folder: ["llama", "--length", "33"],
+        "--length is 33, the configuration allows 32 (max_position_embeddings): pass at most that",
+    ),
     "no number": (lambda folder: ["llama", "--expect", "linear=all"], "--expect has 'linear=all'"),
 }
 

@@ -5,10 +5,11 @@ original, and so do its gradients.
 """
 
 import copy
+import io
 import os
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from te_transform.runtime import compiled
 from te_transform.runtime.converted import converted_of
 from tests.models.drawn import (
     ACTIVATIONS,
+    BRANCHES,
+    DROPOUTS,
     HEADS,
     LONGEST,
     MASKS,
@@ -48,6 +51,10 @@ REPLAYED = 4  # calls of a kind: two that warm up, one that is recorded, one tha
 # What is done to a model after it was converted
 
 
+def nothing(model: nn.Module) -> None:
+    pass
+
+
 def in_place(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,8 +66,13 @@ def elsewhere(model: nn.Module) -> None:
         parameter.data = parameter.data * 1.1
 
 
+def linear(module: nn.Module) -> nn.Module:
+    """What an adapter stands for."""
+    return linear(module.base) if isinstance(module, Adapter) else module
+
+
 def parameter_replaced(model: nn.Module) -> None:
-    up = model.blocks[0].mlp.up
+    up = linear(model.blocks[0].mlp.up)
     up.weight = nn.Parameter(up.weight.detach() * 1.5)
 
 
@@ -88,24 +100,44 @@ def scaling_changed(model: nn.Module) -> None:
     model.blocks[-1].attention.scaling = 0.7
 
 
+def twice(module: nn.Module, given: tuple, out: Tensor) -> Tensor:
+    return out * 2
+
+
+def linears_one_more(module: nn.Module, given: tuple, out: Any) -> Any:
+    return out + 1 if isinstance(module, nn.Linear) else None
+
+
+def linears_of_more(module: nn.Module, given: tuple) -> Any:
+    return (given[0] * 1.5,) if isinstance(module, nn.Linear) else None
+
+
+def norms_of_more(module: nn.Module, given: tuple) -> tuple:
+    return (given[0] * 1.5,)
+
+
 def hook_on_a_block(model: nn.Module) -> None:
-    model.blocks[0].mlp.register_forward_hook(lambda module, given, out: out * 2)
+    model.blocks[0].mlp.register_forward_hook(twice)
 
 
 def hook_on_a_linear(model: nn.Module) -> None:
-    model.blocks[-1].mlp.up.register_forward_hook(lambda module, given, out: out + 1)
+    linear(model.blocks[-1].mlp.up).register_forward_hook(linears_one_more)
 
 
 def hook_before_a_norm(model: nn.Module) -> None:
-    model.blocks[0].norm2.register_forward_pre_hook(lambda module, given: (given[0] * 1.5,))
+    model.blocks[0].norm2.register_forward_pre_hook(norms_of_more)
 
 
 def gradient_hook(model: nn.Module) -> None:
-    model.blocks[0].attention.o.weight.register_hook(lambda grad: grad * 2)
+    linear(model.blocks[0].attention.o).weight.register_hook(lambda grad: grad * 2)
+
+
+def threefold(x: Tensor, *given: Any) -> Tensor:
+    return x * 3
 
 
 def forward_replaced(model: nn.Module) -> None:
-    model.blocks[-1].mlp.forward = lambda x: x * 2
+    model.blocks[-1].mlp.forward = threefold
 
 
 def norms_frozen(model: nn.Module) -> None:
@@ -119,11 +151,28 @@ def attention_frozen(model: nn.Module) -> None:
 
 def one_of_three_frozen(model: nn.Module) -> None:
     attention = model.blocks[0].attention
-    (attention.k if hasattr(attention, "k") else attention.o).weight.requires_grad_(False)
+    linear(attention.k if hasattr(attention, "k") else attention.o).weight.requires_grad_(False)
+
+
+def frozen(model: nn.Module) -> None:
+    model.requires_grad_(False)
+
+
+def head_alone(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+
+
+def thawed(model: nn.Module) -> None:
+    model.requires_grad_(True)
 
 
 def in_float64(model: nn.Module) -> None:
     model.double()
+
+
+def in_bfloat16(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
 
 
 def buffer_written(model: nn.Module) -> None:
@@ -138,10 +187,10 @@ def dropout_on(model: nn.Module) -> None:
 
 
 def block_removed(model: nn.Module) -> None:
-    del model.blocks[0]
-    if not len(model.blocks):
-        model.blocks.append(nn.Module())
-        model.blocks[0].forward = lambda x, *given: x * 3
+    if len(model.blocks) > 1:
+        del model.blocks[0]
+    else:
+        model.blocks[0].forward = threefold
 
 
 def block_called_twice(model: nn.Module) -> None:
@@ -154,16 +203,16 @@ def tied_later(model: nn.Module) -> None:
 
 
 def parametrized(model: nn.Module) -> None:
-    parametrizations.weight_norm(model.blocks[0].mlp.up)
+    parametrizations.weight_norm(linear(model.blocks[0].mlp.up))
 
 
 class Adapter(nn.Module):
-    def __init__(self, base: nn.Linear):
+    def __init__(self, base: nn.Module):
         super().__init__()
         torch.manual_seed(2)
-        self.base = base
-        self.a = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
-        self.b = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+        self.base, own = base, linear(base)
+        self.a = nn.Linear(own.in_features, 2, bias=False, dtype=own.weight.dtype)
+        self.b = nn.Linear(2, own.out_features, bias=False, dtype=own.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.b(self.a(x))
@@ -188,14 +237,26 @@ def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-CHANGES: tuple[Callable[[nn.Module], nn.Module | None], ...] = (
-    in_place, elsewhere, parameter_replaced, module_replaced, norm_replaced, eps_changed,
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def reverted(model: nn.Module) -> None:
+    if converted_of(model) is not None:
+        te_transform.revert(model)
+
+
+BEFORE: tuple[Callable[[nn.Module], nn.Module | None], ...] = (
+    nothing, in_place, elsewhere, parameter_replaced, module_replaced, norm_replaced, eps_changed,
     activation_replaced, scaling_changed, hook_on_a_block, hook_on_a_linear, hook_before_a_norm,
-    gradient_hook, forward_replaced, norms_frozen, attention_frozen, one_of_three_frozen, in_float64,
-    buffer_written, dropout_on, block_removed, block_called_twice, tied_later, parametrized, adapted, loaded,
-    assigned, copied,
+    gradient_hook, forward_replaced, norms_frozen, attention_frozen, one_of_three_frozen, frozen, head_alone,
+    in_float64, in_bfloat16, buffer_written, dropout_on, block_removed, block_called_twice, tied_later,
+    parametrized, adapted, loaded, assigned, copied, pickled,
 )  # fmt: skip
-BY_NAME = {change.__name__: change for change in CHANGES}
+CHANGES = {change.__name__: change for change in (*BEFORE, thawed, reverted)}
 
 # How it is called
 
@@ -222,55 +283,124 @@ class Call:
         return ids, kept
 
     def of(self, model: nn.Module, wide: bool = False) -> dict[str, Tensor | None]:
-        """The logits, and where the mode records them the gradients of all parameters, by their names."""
+        """What the model returns, and where the mode records them the gradients of all parameters, by their
+        names."""
         model.train(self.training)
         torch.manual_seed(3)
         given = self.inputs()
         if self.how in ("no_grad", "inference_mode"):
             with getattr(torch, self.how)():
-                return {"logits": model(*given).clone()}
+                return {name: value.clone() for name, value in returned(model(*given)).items()}
         if self.how == "autocast":
             with nullcontext() if wide else torch.autocast("cpu", torch.bfloat16):
-                return {"logits": model(*given).detach()}
+                return {"logits": returned(model(*given))["logits"].detach()}
+        if self.how == "generation":
+            with torch.no_grad():
+                return self.step_by_step(model, *given)
+        if self.how == "func.grad":
+            return self.functional(model, given)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        logits = self.logits(model, given, trained)
-        if not logits.requires_grad:
-            return {"logits": logits}
-        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(4))
-        loss = (logits * noise.to(logits.dtype)).sum()
-        grads = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
-        return {"logits": logits.detach(), **dict(zip(trained, grads, strict=True))}
+        with self.around():
+            if self.how == "accumulated":
+                loss = loss_of(self.called(model, given, trained))
+                loss.requires_grad and loss.backward()
+            found = self.called(model, given, trained)
+            return found | self.gradients(found, trained)
 
-    def logits(self, model: nn.Module, given: tuple[Tensor, ...], trained: dict[str, nn.Parameter]) -> Tensor:
+    def around(self) -> AbstractContextManager[Any]:
+        """What holds for the whole of a call, its backward too."""
+        if self.how == "offloaded":
+            return torch.autograd.graph.save_on_cpu()
+        if self.how == "hook on all modules":
+            return nn.modules.module.register_module_forward_hook(linears_one_more)
+        if self.how == "hook before all modules":
+            return nn.modules.module.register_module_forward_pre_hook(linears_of_more)
+        return nullcontext()
+
+    def called(
+        self, model: nn.Module, given: tuple[Tensor, ...], trained: dict[str, nn.Parameter]
+    ) -> dict[str, Tensor]:
         if self.how == "checkpoint":
-            return checkpoint(model, *given, use_reentrant=False)
+            return returned(checkpoint(model, *given, use_reentrant=False))
         if self.how == "functional_call":
             others = {name: parameter * 1.05 for name, parameter in trained.items()}
-            return torch.func.functional_call(model, others, given)
+            return returned(torch.func.functional_call(model, others, given))
+        if self.how == "vmap":
+
+            def of_one(*row: Tensor) -> Tensor:
+                return returned(model(*(part[None] for part in row)))["logits"][0]
+
+            return {"logits": torch.vmap(of_one, randomness="different")(*given)}
         if self.how == "twice":
-            first = model(*given)
-            return first + model(given[0].flip(0), *given[1:]).flip(0)
+            both = returned(model(*given)), returned(model(given[0].flip(0), *given[1:]))
+            return {"logits": both[0]["logits"] + both[1]["logits"].flip(0)}
+        if self.how == "cached":
+            return self.step_by_step(model, *given)
         if self.how == "a thread":
-            found: list[Any] = []
+            with ThreadPoolExecutor(1) as threads:
+                return threads.submit(lambda: returned(model(*given))).result()
+        if self.how == "by keyword":
+            return returned(model(**dict(zip(("ids", "padding"), given, strict=False))))
+        return returned(model(*given))
 
-            def run() -> None:
-                try:
-                    found.append(model(*given))
-                except Exception as error:
-                    found.append(error)
+    def step_by_step(self, model: nn.Module, ids: Tensor, padding: Tensor | None = None) -> dict[str, Tensor]:
+        """All tokens but the last two, then these one by one."""
+        cache = model.drawn.empty_cache(len(ids), model.head.weight.dtype)
+        start, parts = max(1, ids.shape[1] - 2), []
+        for begin, end in ((0, start), *((at, at + 1) for at in range(start, ids.shape[1]))):
+            kept = () if padding is None else (padding[:, :end],)
+            found, cache = model(ids[:, begin:end], *kept, cache=cache)
+            parts.append(found)
+        return returned((torch.cat(parts, 1), cache))
 
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
-            if isinstance(found[0], Exception):
-                raise found[0]
-            return found[0]
-        return model(*given)
+    def gradients(
+        self, found: dict[str, Tensor], trained: dict[str, nn.Parameter]
+    ) -> dict[str, Tensor | None]:
+        if not any(value.requires_grad for value in found.values()):
+            return {}
+        if self.how == "autograd.grad":
+            grads = torch.autograd.grad(loss_of(found), [*trained.values()], allow_unused=True)
+            return dict(zip(trained, grads, strict=True))
+        if self.how == "backward twice":
+            loss_of(found).backward(retain_graph=True)
+        loss_of(found).backward()
+        grads = {name: parameter.grad for name, parameter in trained.items()}
+        for parameter in trained.values():
+            parameter.grad = None
+        return grads
+
+    def functional(self, model: nn.Module, given: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+        def loss(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            logits = returned(torch.func.functional_call(model, parameters, given))["logits"]
+            return logits.sin().sum(), logits
+
+        grads, logits = torch.func.grad(loss, has_aux=True)(parameters)
+        return {"logits": logits, **grads}
+
+
+def loss_of(found: dict[str, Tensor]) -> Tensor:
+    noise = torch.Generator().manual_seed(4)
+    parts = [(v * torch.randn(v.shape, generator=noise).to(v.dtype)).sum() for v in found.values()]
+    return sum(parts, torch.zeros(()))
+
+
+def returned(out: Any) -> dict[str, Tensor]:
+    """The logits, and the keys and values, by names."""
+    if isinstance(out, Tensor):
+        return {"logits": out}
+    logits, cache = out
+    pairs = enumerate(cache if isinstance(cache, tuple) else cache.layers)
+    kept = {f"{name} {layer}": part for layer, pair in pairs for name, part in zip("kv", pair, strict=True)}
+    return {"logits": logits, **kept}
 
 
 HOWS = (
     "gradients", "no_grad", "inference_mode", "autocast", "checkpoint", "functional_call", "twice",
-    "a thread",
+    "a thread", "cached", "generation", "offloaded", "hook on all modules", "hook before all modules",
+    "func.grad", "vmap", "autograd.grad", "accumulated",
+    "backward twice", "by keyword",
 )  # fmt: skip
 
 
@@ -283,14 +413,16 @@ WAYS: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A model and what happens to it."""
+    """A model and what happens to it: the first call comes before the changes, one more after each."""
 
     model: Drawn
-    change: str
+    changes: tuple[str, ...]
     calls: tuple[Call, ...]
     dtype: str = "float32"
     verify: bool = False
     way: str = "fused"
+    before: str = "nothing"  # what is done to it before it is converted
+    inplace: bool = False
 
 
 # Drawing
@@ -304,16 +436,32 @@ def goes_together(drawn: Drawn) -> Drawn:
         drawn = replace(drawn, repeat="expand")
     if drawn.spelling != "sdpa" and drawn.mask == "causal flag":
         drawn = replace(drawn, mask="causal -inf")
+    if drawn.checkpoints is not None:  # a block that is repeated would add to the cache once more
+        drawn = replace(drawn, cache=None)
     return drawn
 
 
 def possible(drawing: Drawing) -> Drawing:
-    """The drawing, without what PyTorch itself cannot do: functional_call() leaves a module that has two
-    places with the other parameters."""
-    if not drawing.model.shared:
-        return drawing
-    calls = (replace(c, how="gradients") if c.how == "functional_call" else c for c in drawing.calls)
-    return replace(drawing, calls=tuple(calls))
+    """The drawing, without what PyTorch itself cannot do."""
+    done = {drawing.before, *drawing.changes}
+    if {"parametrized", "pickled"} <= done:
+        drawing = replace(drawing, changes=tuple("copied" if c == "pickled" else c for c in drawing.changes))
+    if drawing.before == "gradient_hook":  # which a copy has not
+        drawing = replace(drawing, inplace=True)
+    return replace(drawing, calls=tuple(possible_call(call, drawing.model) for call in drawing.calls))
+
+
+def possible_call(call: Call, model: Drawn) -> Call:
+    """The call, as far as PyTorch and the model take it."""
+    functional = call.how in ("functional_call", "func.grad")
+    wrong = functional and model.shared  # a module that has two places is left with the other parameters
+    # a checkpoint repeats the forward with the module's own parameters, a reentrant one within backward()
+    wrong |= model.checkpoints is not None and (functional or call.how in ("checkpoint", "vmap"))
+    wrong |= model.checkpoints == "blocks, reentrant" and call.how in ("autograd.grad", "backward twice")
+    wrong |= model.branch == "values" and call.how == "vmap"
+    if wrong or (call.how in ("cached", "generation") and model.cache is None):
+        return replace(call, how="gradients")
+    return replace(call, how="generation") if call.how == "cached" and model.cache == "room" else call
 
 
 def one_of(*choices: Any) -> st.SearchStrategy:
@@ -335,13 +483,16 @@ MODEL = st.builds(
     scale=one_of(None, "another", "on queries", "none"),
     activation=one_of(*ACTIVATIONS),
     gate=one_of(None, "first", "second", "packed first", "packed second"),
-    dropout=one_of(0.0, 0.0, 0.1),
+    dropout=one_of(0.0, 0.0, 0.1, 0.4),
+    dropouts=one_of(frozenset(DROPOUTS)) | st.frozensets(one_of(*DROPOUTS)),
     tied=st.booleans(),
     shared=st.booleans(),
     layers=one_of(1, 2),
-    branches=st.booleans(),
+    branch=one_of(None, *BRANCHES),
     once=st.booleans(),
     in_place=st.booleans(),
+    cache=one_of(None, "tuples", "object", "room"),
+    checkpoints=one_of(None, None, "blocks", "blocks, reentrant", "mlp"),
 ).map(goes_together)
 CALL = st.builds(
     Call,
@@ -352,35 +503,57 @@ CALL = st.builds(
     padding=one_of(None, "right", "left"),
 )
 # The same call again notices a change by its guards alone; one of another size is captured anew anyway.
-CALLS = CALL.map(lambda call: (call, call)) | st.tuples(CALL, CALL)
+CALLS = CALL.map(lambda call: (call, call, call)) | st.tuples(CALL, CALL, CALL)
+ONE = one_of(*CHANGES)
+SEVERAL = st.tuples(ONE) | st.tuples(ONE) | st.tuples(ONE, ONE) | one_of(("frozen", "thawed"))
 DRAWING = st.builds(
     Drawing,
     model=MODEL,
-    change=one_of(*BY_NAME),
+    changes=SEVERAL,
     calls=CALLS,
     dtype=one_of("float32", "float32", "float32", "float64", "bfloat16"),
     verify=st.booleans(),
     way=one_of("fused", *WAYS),
+    before=one_of("nothing", *(change.__name__ for change in BEFORE)),
+    inplace=st.booleans(),
 ).map(possible)
 
 # Comparing
 
 
 def check(drawing: Drawing) -> None:
-    """Convert the model, call both, change both, and call both again."""
-    original = drawing.model.build().to(getattr(torch, drawing.dtype))
-    before, after = drawing.calls
-    sample = replace(before, how="gradients").inputs()
+    """Convert the model, call both, change both and call both again, as often as there are changes."""
+    first, *later = drawing.calls
     options = WAYS[drawing.way]
-    converted = te_transform.convert(original, sample, verify=drawing.verify, **options)
-    change = BY_NAME[drawing.change]
-    for _ in range(REPLAYED if "graphs" in options else 1):
-        compare(original, converted, before)
-    original, converted = (change(model) or model for model in (original, converted))
-    for _ in range(REPLAYED if "graphs" in options else 1):
-        compare(original, converted, after)
-    failures = converted_of(converted).failures
-    assert not any("Error" in sentence for sentence in failures), failures
+    original, converted = prepared(drawing), prepared(drawing)
+    sample = replace(first, how="gradients").inputs()
+    converted = te_transform.convert(
+        converted, sample, verify=drawing.verify, inplace=drawing.inplace, **options
+    )
+    state, times = converted_of(converted), REPLAYED if "graphs" in options else 1
+    for _ in range(times):
+        compare(original, converted, first)
+    for change, call in zip(drawing.changes, later, strict=False):
+        original, converted = (CHANGES[change](model) or model for model in (original, converted))
+        state = converted_of(converted) or state
+        for _ in range(times):
+            compare(original, converted, call)
+    assert not any("Error" in sentence for sentence in state.failures), state.failures
+    same_state(original, converted)
+
+
+def prepared(drawing: Drawing) -> nn.Module:
+    model = drawing.model.build().to(getattr(torch, drawing.dtype))
+    return CHANGES[drawing.before](model) or model
+
+
+def same_state(original: nn.Module, converted: nn.Module) -> None:
+    """What is saved of them is the same, bit by bit."""
+    expected, found = original.state_dict(), converted.state_dict()
+    assert [*found] == [*expected]
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    original.load_state_dict(found)
 
 
 def compare(original: nn.Module, converted: nn.Module, call: Call) -> None:
@@ -428,16 +601,16 @@ LLAMA = Drawn(
     rotary="half", activation="silu", gate="first",
 )  # fmt: skip
 KEPT = {
-    "GPT-2": Drawing(Drawn(dropout=0.1, tied=True), "copied", (Call(training=True), Call("twice"))),
+    "GPT-2": Drawing(Drawn(dropout=0.1, tied=True), ("copied",), (Call(training=True), Call("twice"))),
     "Llama": Drawing(
-        LLAMA, "elsewhere", (Call(padding="left"), Call("no_grad", length=5)), way="CUDA graphs"
+        LLAMA, ("elsewhere",), (Call(padding="left"), Call("no_grad", length=5)), way="CUDA graphs"
     ),
     "a row that sees nothing": Drawing(
         replace(LLAMA, spelling="in fp32", projections="packed", groups=1),
-        "buffer_written", (Call(batch=1, length=7, padding="left"), Call("no_grad")), dtype="float64",
+        ("buffer_written",), (Call(batch=1, length=7, padding="left"), Call("no_grad")), dtype="float64",
     ),
     "joined after a copy, in inference mode": Drawing(
-        replace(LLAMA, mask="causal -inf", branches=True), "copied",
+        replace(LLAMA, mask="causal -inf", branch="length"), ("copied",),
         (Call("inference_mode", length=10), Call("inference_mode", length=14)),
         verify=True, way="CUDA graphs",
     ),

@@ -186,7 +186,7 @@ PARTLY: dict[str, tuple[Callable[[nn.Module], object], dict[str, int], str | Non
     "a buffer": (
         weight_buffer,
         HEAD_LEFT,
-        "the linear's weight is a buffer or a constant, a parameter is needed",
+        "the linear's weight is a buffer, a constant or an input, a parameter is needed",
     ),
     "a norm used twice": (norm_reused, ALL, None),
     "a shared linear": (share_projections, APART, SAME),

@@ -54,7 +54,7 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
         if is_matrix and (not isinstance(source, fx.Node) or source.op != "placeholder"):
             yield f"{what} is computed at every call, a parameter is needed"
         elif is_matrix and not is_parameter(source):
-            yield f"{what} is a buffer or a constant, a parameter is needed"
+            yield f"{what} is a buffer, a constant or an input, a parameter is needed"
         elif is_traceable_wrapper_subclass(held) and not isinstance(held, Quantized):
             yield f"{what} is a {type(held).__name__}, a plain tensor is needed"
         elif not held.is_floating_point():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, WORDS, LONGEST = 32, 4, 40, 24
 SIZE = WIDTH // HEADS
@@ -31,12 +33,15 @@ class Drawn:
     activation: str = "gelu tanh"
     gate: str | None = None
     dropout: float = 0.0
+    dropouts: frozenset[str] = frozenset({"embed", "scores", "mlp"})  # where
     tied: bool = False
     shared: bool = False
     layers: int = 2
-    branches: bool = False
+    branch: str | None = None  # what the forward asks for with `if`
     once: bool = False  # the model makes masks and rotary angles, not each layer for itself
     in_place: bool = False  # residuals are added, and masks filled, in the tensors that there are
+    cache: str | None = None  # of keys and values: in which form it is passed in and returned
+    checkpoints: str | None = None  # what the forward computes anew in the backward of a training
 
     def build(self) -> nn.Module:
         """The model, always of the same weights."""
@@ -50,6 +55,12 @@ class Drawn:
                     elif "embed" in name:
                         parameter.normal_()
         return model
+
+    def empty_cache(self, batch: int, dtype: torch.dtype) -> Any:
+        """What the first call is given for a cache."""
+        if self.cache == "room":
+            return Room(batch, self.groups, self.layers + 1, dtype)
+        return Growing() if self.cache == "object" else None
 
 
 # Norms
@@ -98,32 +109,58 @@ NORMS = {
     "none": nn.Identity,
 }
 
+
+# Activations, by names under which a pickle finds them
+
+
+def gelu_by_hand(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def gelu_tanh_by_hand(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def silu_by_hand(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def nothing(x: Tensor) -> Tensor:
+    return x
+
+
 ACTIVATIONS = {
     "gelu": F.gelu,
-    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu by hand": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
-    "gelu tanh by hand": lambda x: (
-        0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-    ),
-    "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu tanh": partial(F.gelu, approximate="tanh"),
+    "gelu by hand": gelu_by_hand,
+    "gelu tanh by hand": gelu_tanh_by_hand,
+    "quick gelu": quick_gelu,
     "silu": F.silu,
-    "silu by hand": lambda x: x * torch.sigmoid(x),
+    "silu by hand": silu_by_hand,
     "relu": torch.relu,
-    "squared relu": lambda x: F.relu(x).square(),
+    "squared relu": squared_relu,
     "mish": F.mish,
     "tanh": torch.tanh,
-    "none": lambda x: x,
+    "none": nothing,
 }
 
 # Positions
 
 
-def angles_of(drawn: Drawn, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def angles_of(drawn: Drawn, x: Tensor, past: int) -> tuple[Tensor, Tensor] | None:
     """The cosines and sines of the positions in x [batch, length, width], as [length, size]."""
     if drawn.rotary is None:
         return None
     size = SIZE // 2 if drawn.rotary == "partial" else SIZE
-    angles = torch.outer(torch.arange(x.shape[1]), 10000.0 ** (-torch.arange(0, size, 2) / size))
+    angles = torch.outer(torch.arange(past, past + x.shape[1]), 10000.0 ** (-torch.arange(0, size, 2) / size))
     angles = angles.to(torch.float32)
     if drawn.rotary != "interleaved":
         angles = torch.cat((angles, angles), -1)
@@ -141,29 +178,69 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, how: str) -> Tensor:
     return torch.cat((part * cos + half * sin, rest), -1)
 
 
-# Masks: what is added to scores [batch, heads, length, length], or which are kept
+# Caches of keys and values [batch, groups, length, size], for each layer
 
 
-def hidden_of(name: str, length: int, padding: Tensor | None) -> Tensor | None:
+class Growing:
+    """Each call joins what it has to what there is."""
+
+    def __init__(self, layers: Any = ()):
+        self.layers = list(layers)
+
+    def length(self) -> int:
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer == len(self.layers):
+            self.layers.append((k, v))
+        else:
+            before = self.layers[layer]
+            self.layers[layer] = torch.cat((before[0], k), 2), torch.cat((before[1], v), 2)
+        return self.layers[layer]
+
+
+class Room:
+    """There is room for all tokens, which calls write to."""
+
+    def __init__(self, batch: int, groups: int, layers: int, dtype: torch.dtype):
+        sizes = 2, batch, groups, LONGEST, SIZE
+        self.layers, self.end = [torch.zeros(sizes, dtype=dtype) for _ in range(layers)], 0
+
+    def length(self) -> int:
+        return self.end
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.layers[layer]
+        end = self.end + k.shape[2]
+        keys[:, :, self.end : end] = k
+        values[:, :, self.end : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+
+# Masks: what is added to scores [batch, heads, length, all that there are], or which are kept
+
+
+def hidden_of(name: str, length: int, past: int, padding: Tensor | None) -> Tensor | None:
     """True where a key is hidden."""
-    order = torch.arange(length)
-    later = order[None, :] > order[:, None]
+    order = torch.arange(past + length)
+    later = order[None, :] > order[past:, None]
     if name == "padding":
         return None if padding is None else ~padding[:, None, None, :]
     if name == "padding and causal":
         return later if padding is None else later | ~padding[:, None, None, :]
     if name.startswith("window"):
-        return later | (order[:, None] - order[None, :] > 3)
+        return later | (order[past:, None] - order[None, :] > 3)
     return later if name.startswith("causal") else None
 
 
-def tables(drawn: Drawn, x: Tensor, padding: Tensor | None) -> tuple[Any, Any]:
+def tables(drawn: Drawn, x: Tensor, past: int, padding: Tensor | None) -> tuple[Any, Any]:
     """What layers may share: which keys are hidden, and the cosines and sines of the positions."""
-    return hidden_of(drawn.mask, x.shape[1], padding), angles_of(drawn, x)
+    return hidden_of(drawn.mask, x.shape[1], past, padding), angles_of(drawn, x, past)
 
 
-def slopes(length: int) -> Tensor:
-    distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+def slopes(length: int, past: int) -> Tensor:
+    order = torch.arange(past + length)
+    distance = order[None, :] - order[past:, None]
     return distance.clamp(max=0) * torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(HEADS, 1, 1)
 
 
@@ -180,6 +257,14 @@ def fill_of(drawn: Drawn, scores: Tensor) -> float:
     return torch.finfo(scores.dtype).min if fill is None else fill
 
 
+DROPOUTS = "embed", "scores", "attention", "inner", "mlp", "path"
+
+
+def dropout(drawn: Drawn, place: str) -> nn.Dropout:
+    """What is there at a place; "path" is for the whole of a residual, of each sequence."""
+    return nn.Dropout(drawn.dropout if place in drawn.dropouts else 0.0)
+
+
 class Attention(nn.Module):
     """Self-attention over [batch, length, width]."""
 
@@ -193,7 +278,7 @@ class Attention(nn.Module):
         else:
             self.qkv = nn.Linear(WIDTH, sum(self.sizes), bias="q" in drawn.biases)
         self.o = nn.Linear(WIDTH, WIDTH, bias="o" in drawn.biases)
-        self.drop, self.p = nn.Dropout(drawn.dropout), drawn.dropout
+        self.drop, self.drop_out = dropout(drawn, "scores"), dropout(drawn, "attention")
         self.register_buffer("kept", torch.ones(LONGEST, LONGEST).tril().bool().view(1, 1, LONGEST, LONGEST))
         self.scaling = {None: SIZE**-0.5, "another": 0.3, "on queries": SIZE**-0.5, "none": 1.0}[drawn.scale]
 
@@ -207,19 +292,23 @@ class Attention(nn.Module):
             parts = self.qkv(x).split(self.sizes, -1)
         return [part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in parts]
 
-    def forward(self, x: Tensor, padding: Tensor | None, shared: tuple[Any, Any] | None) -> Tensor:
+    def forward(
+        self, x: Tensor, padding: Tensor | None, shared: tuple[Any, Any] | None, cache: Any, layer: int
+    ) -> Tensor:
         drawn = self.drawn
         q, k, v = self.heads(x)
-        hidden, angles = shared or tables(drawn, x, padding)
+        hidden, angles = shared or tables(drawn, x, 0 if cache is None else cache.length(), padding)
         if angles is not None:
             q, k = (turned(part, *angles, drawn.rotary) for part in (q, k))
+        if cache is not None:
+            k, v = cache.update(layer, k, v)
         if drawn.groups < HEADS and drawn.repeat != "enable_gqa":
             k, v = (self.repeated(part) for part in (k, v))
         scale = self.scaling
         if drawn.scale == "on queries":
             q, scale = q * scale, 1.0
         out = self.core(q, k, v, scale, hidden)
-        return self.o(out.transpose(1, 2).flatten(2))
+        return self.drop_out(self.o(out.transpose(1, 2).flatten(2)))
 
     def repeated(self, part: Tensor) -> Tensor:
         times = HEADS // self.drawn.groups
@@ -228,20 +317,20 @@ class Attention(nn.Module):
         return part.repeat_interleave(times, dim=1)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
-        drawn, length = self.drawn, q.shape[-2]
-        bias = slopes(length).to(q.dtype) if drawn.mask == "slopes" else None
+        drawn, length, past = self.drawn, q.shape[-2], k.shape[-2] - q.shape[-2]
+        bias = slopes(length, past).to(q.dtype) if drawn.mask == "slopes" else None
         if drawn.mask == "causal buffer":
-            hidden = ~self.kept[:, :, :length, :length]
+            hidden = ~self.kept[:, :, past : past + length, : past + length]
         if drawn.spelling.startswith("sdpa"):
-            how: dict[str, Any] = {"dropout_p": self.p if self.training else 0.0, "scale": scale}
+            how: dict[str, Any] = {"dropout_p": self.drop.p if self.training else 0.0, "scale": scale}
             if drawn.groups < HEADS and drawn.repeat == "enable_gqa":
                 how["enable_gqa"] = True
             if drawn.mask == "causal flag":
-                how["is_causal"] = True
+                how["is_causal"] = not past  # calls with a past are of one token
             elif hidden is not None and (drawn.mask.endswith("bool") or "padding" in drawn.mask):
                 how["attn_mask"] = ~hidden
             elif hidden is not None:
-                zeros = torch.zeros(length, length, dtype=q.dtype)
+                zeros = torch.zeros(length, past + length, dtype=q.dtype)
                 how["attn_mask"] = zeros.masked_fill(hidden, fill_of(drawn, q))
             elif bias is not None:
                 how["attn_mask"] = bias[None]
@@ -281,7 +370,8 @@ class MLP(nn.Module):
         if drawn.gate in ("first", "second"):
             self.gate = nn.Linear(WIDTH, inner, bias="gate" in drawn.biases)
         self.down = nn.Linear(inner, WIDTH, bias="down" in drawn.biases)
-        self.act, self.drop = ACTIVATIONS[drawn.activation], nn.Dropout(drawn.dropout)
+        self.act, self.drop = ACTIVATIONS[drawn.activation], dropout(drawn, "mlp")
+        self.drop_inner = dropout(drawn, "inner")
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.drawn.gate
@@ -293,7 +383,7 @@ class MLP(nn.Module):
         else:
             both = self.act(self.gate(x)), self.up(x)
             inner = both[0] * both[1] if gate == "first" else both[1] * both[0]
-        return self.drop(self.down(inner))
+        return self.drop(self.down(self.drop_inner(inner)))
 
 
 PLACEMENTS = ("pre", "post", "sandwich", "parallel", "parallel with two norms")
@@ -302,56 +392,96 @@ PLACEMENTS = ("pre", "post", "sandwich", "parallel", "parallel with two norms")
 class Block(nn.Module):
     def __init__(self, drawn: Drawn):
         super().__init__()
-        self.placement, self.branches, self.in_place = drawn.placement, drawn.branches, drawn.in_place
-        self.attention, self.mlp = Attention(drawn), MLP(drawn)
+        self.drawn, self.attention, self.mlp = drawn, Attention(drawn), MLP(drawn)
+        self.path = dropout(drawn, "path")
         self.norm1, self.norm2 = NORMS[drawn.norm](), NORMS[drawn.norm]()
         if drawn.placement == "sandwich":
             self.norm3, self.norm4 = NORMS[drawn.norm](), NORMS[drawn.norm]()
 
     def plus(self, x: Tensor, out: Tensor) -> Tensor:
-        if self.in_place:
+        if self.training and self.path.p:
+            out = out * self.path(out.new_ones(out.shape[0], 1, 1))
+        if self.drawn.in_place:
             out += x
             return out
         return x + out
 
+    def feed_forward(self, x: Tensor) -> Tensor:
+        if self.drawn.checkpoints == "mlp" and self.training:
+            return checkpoint(self.mlp, x, use_reentrant=False)
+        return self.mlp(x)
+
     def forward(self, x: Tensor, *given: Any) -> Tensor:
-        if self.branches and x.shape[1] > 10:
+        placement = self.drawn.placement
+        if self.drawn.branch == "length" and x.shape[1] > 10:
             x = x + 0.5 * self.mlp(self.norm2(x))
-        if self.placement == "post":
+        if placement == "post":
             x = self.norm1(self.plus(x, self.attention(x, *given)))
-            return self.norm2(self.plus(x, self.mlp(x)))
-        if self.placement == "sandwich":
+            return self.norm2(self.plus(x, self.feed_forward(x)))
+        if placement == "sandwich":
             x = self.plus(x, self.norm3(self.attention(self.norm1(x), *given)))
-            return self.plus(x, self.norm4(self.mlp(self.norm2(x))))
-        if self.placement == "parallel":
+            return self.plus(x, self.norm4(self.feed_forward(self.norm2(x))))
+        if placement == "parallel":
             normed = self.norm1(x)
-            return x + self.attention(normed, *given) + self.mlp(normed)
-        if self.placement == "parallel with two norms":
-            return x + self.attention(self.norm1(x), *given) + self.mlp(self.norm2(x))
+            return x + self.attention(normed, *given) + self.feed_forward(normed)
+        if placement == "parallel with two norms":
+            return x + self.attention(self.norm1(x), *given) + self.feed_forward(self.norm2(x))
         x = self.plus(x, self.attention(self.norm1(x), *given))
-        return self.plus(x, self.mlp(self.norm2(x)))
+        return self.plus(x, self.feed_forward(self.norm2(x)))
+
+
+BRANCHES = "length", "mode", "gradients", "values", "calls"
 
 
 class Model(nn.Module):
-    """Token ids [batch, length] -> logits [batch, length, words]."""
+    """Token ids [batch, length] -> logits [batch, length, words]; with a cache (logits, cache).
+
+    The padding is of all tokens, also those that are in the cache.
+    """
 
     def __init__(self, drawn: Drawn):
         super().__init__()
-        self.drawn = drawn
+        self.drawn, self.calls = drawn, 0
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Embedding(LONGEST, WIDTH)
         first = Block(drawn)
         self.blocks = nn.ModuleList(
             first if drawn.shared or not layer else Block(drawn) for layer in range(drawn.layers)
         )
-        self.norm, self.drop = NORMS[drawn.norm](), nn.Dropout(drawn.dropout)
+        self.norm, self.drop = NORMS[drawn.norm](), dropout(drawn, "embed")
         self.head = nn.Linear(WIDTH, WORDS, bias="head" in drawn.biases)
         if drawn.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
-        x = self.drop(self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
-        shared = tables(self.drawn, x, padding) if self.drawn.once else None
-        for block in self.blocks:
-            x = block(x, padding, shared)
-        return self.head(self.norm(x))
+    def forward(self, ids: Tensor, padding: Tensor | None = None, cache: Any = None) -> Any:
+        drawn, given = self.drawn, cache
+        if drawn.cache == "tuples":
+            cache = Growing(given or ())
+        past = 0 if cache is None else cache.length()
+        positions = torch.arange(past, past + ids.shape[1], device=ids.device)
+        x = self.drop(self.embed(ids) + self.positions(positions))
+        if self.scales(ids):
+            x = x * 1.5
+        shared = tables(drawn, x, past, padding) if drawn.once else None
+        for layer, block in enumerate(self.blocks):
+            if (drawn.checkpoints or "").startswith("blocks") and self.training:
+                again = drawn.checkpoints == "blocks, reentrant"
+                x = checkpoint(block, x, padding, shared, cache, layer, use_reentrant=again)
+            else:
+                x = block(x, padding, shared, cache, layer)
+        logits = self.head(self.norm(x))
+        if cache is None:
+            return logits
+        if drawn.cache == "room":
+            cache.end = past + ids.shape[1]
+        return logits, tuple(cache.layers) if drawn.cache == "tuples" else cache
+
+    def scales(self, ids: Tensor) -> bool:
+        """What people ask for beside sizes: modes, numbers in tensors, what the model keeps for itself."""
+        branch = self.drawn.branch
+        if branch == "calls":
+            self.calls = 1 - self.calls
+            return bool(self.calls)
+        if branch == "values":
+            return bool(ids.sum() % 2)
+        return self.training if branch == "mode" else branch == "gradients" and torch.is_grad_enabled()

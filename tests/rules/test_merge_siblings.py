@@ -165,7 +165,7 @@ REFUSES = {
         written(next_to_each_other, q=linear(H, 0), k=linear()),
         "one of the linears has no rows, each needs some",
     ),
-    "a buffer": (a_buffer, "the linear's weight is a buffer or a constant, a parameter is needed"),
+    "a buffer": (a_buffer, "the linear's weight is a buffer, a constant or an input, a parameter is needed"),
 }
 
 

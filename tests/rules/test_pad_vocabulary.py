@@ -120,3 +120,25 @@ def test_changes_nothing_where_it_does_not_pad() -> None:
     report = fused(written(lambda m, x: m.head(x), head=linear(H, WORDS)), pad_vocabulary=True)
     assert report.counts == {"pad_vocabulary": 1}
     assert X.dtype is torch.float32
+
+
+def test_leaves_alone_a_weight_that_calls_bring() -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(H, H)
+
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return F.linear(self.first(x), weight)
+
+    def weight(rows: int) -> Tensor:
+        return torch.randn(rows, H, generator=torch.Generator().manual_seed(rows))
+
+    model = seeded(Given)
+    converted = te_transform.convert(model, (X, weight(WORDS)))
+    for rows in (WORDS + 2, WORDS + 6):  # of varying numbers from the second call on
+        assert torch.equal(converted(X, weight(rows)), model(X, weight(rows)))
+    report = te_transform.report(converted)
+    assert not [note for note in report.notes if "Error" in note]
+    sentence = "the linear's weight is a buffer, a constant or an input, a parameter is needed"
+    assert reasons(report, "linear") == {sentence}
