@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,10 +158,16 @@ def _capture_and_report(
     made: nn.Module, original: nn.Module | None, converted: Converted, samples: Sequence[Inputs]
 ) -> None:
     enter(made, converted)
-    seen = _first_calls(made, converted, samples, original)
-    if converted.in_pieces:  # which only a first call can show
+    seen, why = _Seen(), None
+    try:
         seen = _first_calls(made, converted, samples, original)
-    if converted.checker is not None and (why := _traced_otherwise(made, seen.outputs, samples[0], original)):
+        if converted.in_pieces:  # which only a first call can show
+            seen = _first_calls(made, converted, samples, original)
+    except TraceError as error:
+        why = _fails_captured(made, samples, original, error)
+    if converted.checker is not None and why is None:
+        why = _traced_otherwise(made, seen.outputs, samples[0], original)
+    if why is not None:
         converted.failures.append(why)
         converted.options = replace(converted.options, as_it_is=True)
         seen.graphs.clear()
@@ -313,6 +319,47 @@ def _traced_otherwise(
         f"captured, the forward computes other numbers, off by {off:.2g}: it does something else where it is "
         "traced or in a subclass, one that does the same is needed; the model runs the user's own code"
     )
+
+
+def _fails_captured(
+    model: nn.Module, samples: Sequence[Inputs], original: nn.Module | None, error: TraceError
+) -> str:
+    """Why the captured forward raised on samples that the model takes.
+
+    Raises:
+        TraceError: the model does not take them.
+        ModelError: the model does, and its copy does not.
+    """
+
+    def takes(one: nn.Module) -> bool:
+        with own_classes(one), preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
+            try:
+                for sample in samples:
+                    _call(one.train(), sample)
+            except TraceError:
+                return False
+        return True
+
+    if takes(model):
+        return _raises_captured(error)
+    if original is not None and takes(original):
+        raise ModelError(
+            f"the copy of {type(model).__name__} raises {_raised(error)}, and the original does not: "
+            "copy.deepcopy() leaves out what the forward reads, as it does with __slots__, pass inplace=True"
+        ) from error
+    raise error
+
+
+def _raises_captured(error: TraceError) -> str:
+    return (
+        f"captured, the forward raises {_raised(error)}: it does something else where it is traced or in a "
+        "subclass, one that does the same is needed; the model runs the user's own code"
+    )
+
+
+def _raised(error: TraceError) -> str:
+    """What the forward raised, its first line."""
+    return f"{type(error.__cause__).__name__}: {error.__cause__}".partition("\n")[0]
 
 
 def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -473,6 +520,10 @@ def _planned(
             return planned, _dry_call(model, planned, sample, tensors)
         except TraceError as error:
             failed = error
+    with suppress(Exception), preserved(model), tensors(model, sample) as (args, kwargs):
+        model.train()(*args, **kwargs)
+        planned.failures.append(_raises_captured(failed))
+        return planned, _Seen()
     raise failed
 
 

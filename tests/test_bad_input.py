@@ -211,6 +211,32 @@ def test_a_model_that_cannot_be_copied_asks_for_inplace():
     te_transform.report(model).expect(layernorm_mlp=1)
 
 
+class Slotted(nn.Module):
+    """PyTorch copies a module's __dict__ alone."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_a_copy_that_lacks_what_the_forward_reads_asks_for_inplace():
+    model = Slotted()
+    with untouched(model), pytest.raises(ModelError) as raised:
+        te_transform.convert(model, X)
+    assert str(raised.value) == (
+        "the copy of Slotted raises AttributeError: 'Slotted' object has no attribute 'scale', and the "
+        "original does not: copy.deepcopy() leaves out what the forward reads, as it does with __slots__, "
+        "pass inplace=True"
+    )
+    expected = model(X)
+    assert torch.equal(te_transform.convert(model, X, inplace=True)(X), expected)
+
+
 class Final(nn.Module):
     """A class that nobody may derive from."""
 

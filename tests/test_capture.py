@@ -495,6 +495,26 @@ def test_code_that_does_something_else_in_a_subclass_runs_as_it_is(inplace: bool
         assert torch.equal(found(X), model(X))
 
 
+class LooksItselfUp(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * FACTORS[type(self)]
+
+
+FACTORS = {LooksItselfUp: 2.0}
+RAISES = "captured, the forward raises KeyError: <class 'tests.test_capture.LooksItselfUp'>: "
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_code_that_raises_in_a_subclass_runs_as_it_is(verify: bool) -> None:
+    model = seeded(LooksItselfUp)
+    converted = te_transform.convert(model, X, verify=verify)
+    assert any(RAISES in note for note in te_transform.report(converted).notes)
+    assert any(RAISES in note for note in te_transform.inspect(model, X).notes)
+    assert torch.equal(converted(X), model(X))
+    with pytest.raises(te_transform.TraceError, match="failed on the example inputs"):  # whatever its class
+        te_transform.convert(model, X[..., 1:])
+
+
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("layers", [2, DEEP + 1])
 def test_an_encoder_hands_back_zeros_for_padding_as_where_it_is_not_traced(layers: int) -> None:
