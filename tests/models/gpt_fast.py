@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, HEADS, KV_HEADS, FFN, LENGTH, VOCAB, LAYERS = 64, 4, 2, 96, 64, 99, 2
+from tests.models.meta_llama import FeedForward
+
+WIDTH, HEADS, KV_HEADS, LENGTH, VOCAB, LAYERS = 64, 4, 2, 64, 99, 2
 HEAD = WIDTH // HEADS
 
 
@@ -47,16 +49,6 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v.view(batch, length, KV_HEADS, HEAD)))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.wo(y.transpose(1, 2).contiguous().view(batch, length, WIDTH))
-
-
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(WIDTH, FFN, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(FFN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
