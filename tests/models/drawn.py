@@ -187,8 +187,8 @@ class Growing:
     def __init__(self, layers: Any = ()):
         self.layers = list(layers)
 
-    def length(self) -> int:
-        return self.layers[0][0].shape[2] if self.layers else 0
+    def length(self, layer: int = 0) -> int:
+        return self.layers[layer][0].shape[2] if layer < len(self.layers) else 0
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if layer == len(self.layers):
@@ -206,7 +206,7 @@ class Room:
         sizes = 2, batch, groups, LONGEST, SIZE
         self.layers, self.end = [torch.zeros(sizes, dtype=dtype) for _ in range(layers)], 0
 
-    def length(self) -> int:
+    def length(self, layer: int = 0) -> int:
         return self.end
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,7 +297,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         drawn = self.drawn
         q, k, v = self.heads(x)
-        hidden, angles = shared or tables(drawn, x, 0 if cache is None else cache.length(), padding)
+        hidden, angles = shared or tables(drawn, x, 0 if cache is None else cache.length(layer), padding)
         if angles is not None:
             q, k = (turned(part, *angles, drawn.rotary) for part in (q, k))
         if cache is not None:

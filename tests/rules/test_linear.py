@@ -78,7 +78,10 @@ REFUSES = {
         written(lambda m, x: F.linear(x, m.inner.weight, m.inner.bias[:1]), inner=linear()),
         "the linear's bias is [1], one number for each of 16 rows is needed",
     ),
-    "a buffer": (with_buffer, "the linear's weight is a buffer, a constant or an input, a parameter is needed"),
+    "a buffer": (
+        with_buffer,
+        "the linear's weight is a buffer, a constant or an input, a parameter is needed",
+    ),
     "complex numbers": (
         complex_numbers,
         "the linear's weight is complex64, a floating point parameter is needed",
