@@ -47,6 +47,16 @@ def cell() -> tuple[Callable[[], float], Callable[[float], None]]:
 READ, WRITE = cell()
 
 
+def twice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
+
+
+def on_linears(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What nn.Module has for it, and twice that for linears."""
+    doubled = twice(method)
+    return lambda self, *args: doubled(self, *args) if isinstance(self, nn.Linear) else method(self, *args)
+
+
 # What the forward reads, and what changes (undone by pytest's monkeypatch)
 
 GLOBALS = {
@@ -65,6 +75,26 @@ GLOBALS = {
     "a function that is matched": (
         lambda s, x: 1.0,
         lambda patch: patch.setattr(F, "linear", lambda x, weight, bias=None: x @ (2 * weight.t())),
+    ),
+    "a function of F, around it": (
+        lambda s, x: F.dropout(x, 0.0),
+        lambda patch: patch.setattr(F, "dropout", twice(F.dropout)),
+    ),
+    "a function of F that is matched, around it": (
+        lambda s, x: 1.0,
+        lambda patch: patch.setattr(F, "layer_norm", twice(F.layer_norm)),
+    ),
+    "what calls modules": (
+        lambda s, x: 1.0,
+        lambda patch: patch.setattr(nn.Module, "__call__", on_linears(nn.Module.__call__)),
+    ),
+    "what calls modules, inside": (
+        lambda s, x: 1.0,
+        lambda patch: patch.setattr(nn.Module, "_call_impl", on_linears(nn.Module._call_impl)),
+    ),
+    "what calls modules of a class": (
+        lambda s, x: 1.0,
+        lambda patch: patch.setattr(nn.Linear, "__call__", twice(nn.Module.__call__), raising=False),
     ),
     "another class's attribute": (
         lambda s, x: getattr(Block, "late", 1.0),
@@ -125,6 +155,17 @@ def draw(read: Callable[[Any, Tensor], Any], source: Callable[[], Any]) -> None:
     found = reads(read, source).agree(thrice)
     outputs = [found[f"output {place}"] for place in range(3)]
     assert not all(torch.equal(outputs[0], output) for output in outputs)
+
+
+# What the user tells dynamo is about the user's own captures
+
+
+@pytest.mark.parametrize("setting", ["prepare_freezing", "install_free_tensors", "error_on_recompile"])
+def test_dynamos_settings_may_be_others(setting: str) -> None:
+    """All is fused as ever, and what changes is noticed."""
+    with torch._dynamo.config.patch({setting: True}):
+        pair = Pair.of(Block, rules="layernorm_mlp")
+        pair.attack(lambda model: setattr(model.norm, "eps", 1.0))
 
 
 # Modes that the call runs in

@@ -40,6 +40,9 @@ SETTINGS = {
     "skip_tensor_guards_with_matching_dict_tags": False,
     "skip_guards_on_constant_func_defaults": False,  # else default arguments that change are not seen
     "recompile_limit": 64,  # training, evaluation and generation, at their sizes, with a graph each
+    # for inference, and for export: parameters would be constants, or buffers, of the graph
+    "prepare_freezing": False,
+    "install_free_tensors": False,
     "optimize_ddp": False,  # a graph that runs eagerly needs no cuts at DDP's buckets
     "suppress_errors": True,  # code that dynamo fails on runs as it is
     "side_effect_replay_policy": "silent",  # else stack traces are written for a log, in 3% of the time
@@ -147,6 +150,11 @@ def noting_reasons() -> Iterator[list[str]]:
     finally:
         said = [list(Counter(counters[kind]) - known) for kind, known in zip(kinds, before, strict=True)]
         reasons += said[0] or said[1]
+
+
+def is_switched_off() -> bool:
+    """Whether somebody has told dynamo to leave all code as it is, in this process or for this while."""
+    return torch._dynamo.config.disable or torch._dynamo.eval_frame._stance.stance == "force_eager"
 
 
 def is_our_capture() -> bool:

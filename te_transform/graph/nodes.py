@@ -6,8 +6,10 @@ from __future__ import annotations
 import inspect
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -153,6 +155,18 @@ def class_of(node: fx.Node) -> str:
 def called(node: fx.Node) -> str:
     """The bare name of what the node calls: `add` of torch.add, Tensor.add, operator.add and the method."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def replaced_function(graph: fx.Graph) -> str | None:
+    """The name of a Python function of PyTorch's that the graph calls and in whose place there is another by
+    now: graphs run as code, in which such functions stand by their names."""
+    for node in graph.nodes:
+        module = getattr(node.target, "__module__", None)
+        if isinstance(node.target, FunctionType) and module.partition(".")[0] == "torch":
+            name = node.target.__name__
+            if getattr(sys.modules.get(module), name, node.target) is not node.target:
+                return f"{module}.{name}"
+    return None
 
 
 def returned(graph: fx.Graph) -> Any:

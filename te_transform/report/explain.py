@@ -8,10 +8,15 @@ from pathlib import Path
 
 from torch import fx
 
+from te_transform.graph.capture import is_switched_off
 from te_transform.plan.layout import Place
 from te_transform.plan.rule import Outcome
 from te_transform.report.places import gather, listed
 
+_SWITCHED_OFF = (
+    "nothing of the forward was captured, dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, "
+    'torch._dynamo.config.disable or torch.compiler.set_stance("force_eager")) and has to be on: it runs as it is'
+)
 _CODE = re.compile(r'File "([^"]+)", line (\d+), in \S+, code: (.+)')
 
 
@@ -29,7 +34,7 @@ def explain_graphs(
     for path, graph in graphs:
         modules.setdefault(graph, []).append(path)
     if not modules:
-        yield "nothing of the forward was captured, it runs as it is"
+        yield _SWITCHED_OFF if is_switched_off() else "nothing of the forward was captured, it runs as it is"
     if len(modules) > 1:
         yield f"the forward was captured as {len(modules)} graphs, the largest is the one shown"
     for paths in modules.values():

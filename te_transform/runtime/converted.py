@@ -28,7 +28,7 @@ from te_transform.backends import gradients
 from te_transform.backends.joined import lay
 from te_transform.canonicalize import functions
 from te_transform.graph.capture import capture, is_capturing, is_compiling_here, is_our_capture
-from te_transform.graph.nodes import called
+from te_transform.graph.nodes import called, replaced_function
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
 from te_transform.plan.model import CONVERTED, ModelError
@@ -49,6 +49,11 @@ _RECOMPUTES = (
 _WRITES = (
     "an autograd.Function in the forward writes in place to its argument, whose gradients dynamo captures as "
     "if it had not: it runs as the user's own code"
+)
+
+_REPLACED = (
+    "somebody has replaced PyTorch's {} by a function that calls it, and a captured graph, which calls PyTorch's "
+    "functions by name, would call both: what calls it runs as the user's own code"
 )
 
 _NESTS = (
@@ -97,7 +102,7 @@ class Converted:
     parallel: Parallel | None = None
     uncaptured: set[type] = field(default_factory=set)  # of a divided model: dynamo gave up on their code
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
-    forwards: dict[type, Any] = field(default_factory=dict)  # those that the model's classes had meanwhile
+    methods: dict[type, tuple] = field(default_factory=dict)  # that calls of the model's classes ran meanwhile
 
     def backend(
         self, captured: fx.GraphModule, example_inputs: list[Any], kind: type = nn.Module
@@ -115,9 +120,9 @@ class Converted:
             if self.recomputes and _RECOMPUTES not in self.failures:
                 self.failures.append(_RECOMPUTES)
             raise SkipFrame(_RECOMPUTES)
-        if functions.write_to_what_they_are_given(captured):
-            self.failures += [_WRITES] * (_WRITES not in self.failures)
-            raise SkipFrame(_WRITES)
+        if (why := _why_uncaptured(captured)) is not None:
+            self.failures += [why] * (why not in self.failures)
+            raise SkipFrame(why)
         if _has_layers_evaluated_whole(captured) and any(map(_makes_nested_tensors, self._modules())):
             self.leaving.add(kind)
             self.nests = True
@@ -128,7 +133,7 @@ class Converted:
             # checkpoint finds as many saved tensors when it repeats them
             return captured.forward
         if (model := self.model and self.model()) is not None:
-            self.forwards |= _forwards(model)
+            self.methods |= {kind: _methods_called(kind) for kind in _own_classes(model)}
         return self._fused(captured) if self.parallel is None else self.parallel.graph(captured, self._fused)
 
     def _fused(self, captured: fx.GraphModule) -> Callable[..., Any]:
@@ -279,10 +284,10 @@ class Converted:
             self.first_block = next(map(weakref.ref, blocks(model)), type(None))
         if self.apart:
             self.lay_again(model)
-        # dynamo guards the class of a module, not what the class has for a forward
-        if any(kind.forward is not forward for kind, forward in self.forwards.items()):
+        # dynamo guards the class of a module, not what the class has for a forward, nor who calls that
+        if any(_methods_called(kind) != methods for kind, methods in self.methods.items()):
             self.runs.clear()
-            self.forwards.clear()
+            self.methods.clear()
         first = self.first_block()
         if is_sharded(first):
             self.by_block = self.in_pieces = True
@@ -516,16 +521,29 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}
 
 
-def _forwards(model: nn.Module) -> dict[type, Any]:
-    """The forward of each class in the model, where the class gives the same object whenever it is asked."""
-    kinds = {_ORIGINALS.get(type(module), type(module)) for module in model.modules()}
-    return {kind: kind.forward for kind in kinds if kind.forward is kind.forward}
+def _own_classes(model: nn.Module) -> set[type]:
+    return {_ORIGINALS.get(type(module), type(module)) for module in model.modules()}
+
+
+def _methods_called(kind: type) -> tuple:
+    """What calls of the modules of a class go through; a forward that is another object each time it is asked
+    for, as a descriptor makes it, tells nothing."""
+    forward = kind.forward if kind.forward is kind.forward else None
+    return kind.__call__, kind._call_impl, forward
 
 
 def is_sharded(block: nn.Module | None) -> bool:
     """Whether fully_shard() has been applied to it: its hooks cut a capture of the whole model into
     pieces."""
     return block is not None and any(kind.__name__ == "FSDPModule" for kind in type(block).__mro__)
+
+
+def _why_uncaptured(captured: fx.GraphModule) -> str | None:
+    """Why a graph would compute something else than the forward, None where it does not."""
+    if functions.write_to_what_they_are_given(captured):
+        return _WRITES
+    name = replaced_function(captured.graph)
+    return None if name is None else _REPLACED.format(name)
 
 
 def has_checkpoints(captured: fx.GraphModule) -> bool:
