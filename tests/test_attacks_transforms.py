@@ -180,6 +180,10 @@ def test_a_selective_checkpoint() -> None:
         return checkpoint(model, x.requires_grad_(), use_reentrant=False, context_fn=contexts)
 
     Pair.shared(Tiny).agree(act)
+    pair = Pair.of(Tiny)
+    for parameter in pair.converted.parameters():
+        parameter.data = parameter.data.clone()
+    pair.agree(act)  # nothing is laid together again within its forward, nor where that is repeated
 
 
 def test_a_checkpoint_draws_the_same_random_numbers_again() -> None:

@@ -158,7 +158,7 @@ class Join(nn.Module):
         parameters = tuple(part for part in parts if isinstance(part, Tensor))
         has_zeros, stored = len(parameters) < len(parts), tuple(map(_stored, parameters))
         if None in stored or transformed():
-            # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie together
+            # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie so
             whole = None if has_zeros else quantized.joined(parameters)
             if whole is None:
                 return ops.join(*parts)
@@ -363,7 +363,8 @@ def _pointers(parameters: Sequence[Tensor]) -> tuple[int, ...]:
 def _can_be_laid(parameters: Sequence[Tensor]) -> bool:
     first = parameters[0]
     plain = all(
-        type(p) in (nn.Parameter, Tensor) and type(p.data) is Tensor and not is_traceable_wrapper_subclass(p.data)
+        type(p) in (nn.Parameter, Tensor) and type(p.data) is Tensor
+        and not is_traceable_wrapper_subclass(p.data)
         and p.dtype == first.dtype and p.device == first.device and p.shape[1:] == first.shape[1:]
         and p.device.type != "meta" and p.is_contiguous() and p.numel() and not p.is_inference()
         for p in parameters

@@ -35,7 +35,7 @@ from te_transform.plan.model import CONVERTED, ModelError
 from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import Apart
-from te_transform.runtime.modes import is_foreign_mode_on, set_aside
+from te_transform.runtime.modes import is_dispatch_mode_on, is_foreign_mode_on, set_aside
 from te_transform.runtime.parallel import Parallel, ParallelError, stored
 from te_transform.runtime.precision import Precision
 
@@ -282,7 +282,7 @@ class Converted:
         if self.first_block is None:
             self.model = weakref.ref(model)
             self.first_block = next(map(weakref.ref, blocks(model)), type(None))
-        if self.apart:
+        if self.apart and not is_dispatch_mode_on():  # it would take that for a part of the forward
             self.lay_again(model)
         # dynamo guards the class of a module, not what the class has for a forward, nor who calls that
         if any(_methods_called(kind) != methods for kind, methods in self.methods.items()):
