@@ -102,7 +102,9 @@ class Converted:
     parallel: Parallel | None = None
     uncaptured: set[type] = field(default_factory=set)  # of a divided model: dynamo gave up on their code
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
-    methods: dict[type, tuple] = field(default_factory=dict)  # that calls of the model's classes ran meanwhile
+    methods: dict[type, tuple] = field(
+        default_factory=dict
+    )  # that calls of the model's classes ran meanwhile
 
     def backend(
         self, captured: fx.GraphModule, example_inputs: list[Any], kind: type = nn.Module
