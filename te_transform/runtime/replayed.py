@@ -614,20 +614,34 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
             found += recorded.backward([seeds.get(place) for place in recorded.tensors])
         off = [*map(distance, found, expected)]
         del found
-    # In FP8 rounding goes far, and kernels that add up in any order round differently in each call: thousands
-    # of numbers in bf16 that are added to one row, as an embedding's gradients are, by several percent.
-    allowed = [DIFFERENT] * len(off)
-    for _ in range(REPEATS):
-        if owner.agreed(_too_far(off, allowed)) is None:
-            return recorded, None
-        again = [2 * each for each in _distances(owner, kind, held, seeds, expected)]
-        allowed = [*map(max, allowed, again)]
-    why = owner.agreed(_too_far(off, allowed))
+    why = _beyond_rounding(owner, kind, held, seeds, expected, off)
     return (recorded if why is None else None), why
 
 
+def _beyond_rounding(
+    owner: Replayed,
+    kind: Kind,
+    held: list[Any],
+    seeds: Mapping[int, Tensor],
+    expected: Sequence[Any],
+    off: Sequence[float],
+) -> str | None:
+    """What of a recording is further off from what the function computed than rounding takes it, or None.
+
+    In FP8 rounding goes far, and kernels that add up in any order round differently in each call: thousands of
+    numbers in bf16 that are added to one row, as an embedding's gradients are, by several percent.
+    """
+    allowed = [DIFFERENT] * len(off)
+    for _ in range(REPEATS):
+        if owner.agreed(_too_far(off, allowed)) is None:
+            return None
+        again = [2 * each for each in _distances(owner, kind, held, seeds, expected)]
+        allowed = [*map(max, allowed, again)]
+    return owner.agreed(_too_far(off, allowed))
+
+
 def _too_far(off: Sequence[float], allowed: Sequence[float]) -> str | None:
-    """What of a recording is further off than rounding takes it, or None."""
+    """The result that is furthest from what is allowed, if it is further off, or None."""
     each, most = max(zip(off, allowed, strict=True), key=lambda pair: pair[0] / pair[1])
     if each <= most:
         return None
