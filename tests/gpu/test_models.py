@@ -42,7 +42,10 @@ def test_kernels_of_te_run(name: str) -> None:
     pair = converted(name)
     pair.run(sample(name), training=True)
     found = [
-        k for p in pair.converted.parameters() for k in state_of(p).kernels.values() if k.made is not None
+        (name, k)
+        for name, p in pair.converted.named_parameters()
+        for k in state_of(p).kernels.values()
+        if k.made is not None
     ]
     fused = {site.rule for site in pair.report.fused}
-    assert bool(found) == bool(fused & {"layernorm_linear", "layernorm_mlp"}), str(pair.report)
+    assert bool(found) == bool(fused & {"layernorm_linear", "layernorm_mlp"}), f"{found}\n{pair.report}"
