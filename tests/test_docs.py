@@ -54,7 +54,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     batch = {"input_ids": ids, "labels": ids}
     dataset = [dict.fromkeys(batch, row) for row in LLAMA_IDS]
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    model = llama(2)
+    model = llama()
     yield {"torch": torch, "te_transform": te_transform, "model": model, "batch": batch, "dataset": dataset}
     torch.distributed.destroy_process_group()
 
