@@ -33,9 +33,14 @@ def spawn(
     """What work(*arguments) returns in each of so many processes, which are one group; with "nccl" each has a
     GPU.
 
-    The first exception of a process is raised here, by torch.multiprocessing.
+    The first exception of a process is raised here, by torch.multiprocessing. Where there is no GPU to be
+    initialized, processes are forked off one that has imported what they need: each of them takes seconds.
     """
-    torch.multiprocessing.spawn(_work, (work, ranks, folder, arguments, backend), nprocs=ranks)
+    method = "spawn" if backend == "nccl" else "forkserver"
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    torch.multiprocessing.start_processes(
+        _work, (work, ranks, folder, arguments, backend), nprocs=ranks, start_method=method
+    )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
