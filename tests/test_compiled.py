@@ -88,6 +88,16 @@ def test_the_compiler_gets_the_options_of_the_mode(mode: bool | str, compilation
     assert options == list_mode_options("default" if mode is True else mode)
 
 
+@pytest.mark.integration
+def test_inductor_itself(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in its place is called as it is."""
+    monkeypatch.undo()
+    pair = compiled_pair(Block)
+    pair.agree()
+    assert not compilations
+    assert not any("uncompiled" in note for note in te_transform.report(pair.converted).notes)
+
+
 def test_each_size_is_compiled_once_and_not_too_many_are(compilations: Compilations) -> None:
     pair = compiled_pair(Block)
     lengths = range(1, 4 + compiled.MOST)
