@@ -16,6 +16,7 @@ from te_transform.canonicalize import canonicalize
 from te_transform.plan.layout import Layout, lay_out
 from te_transform.runtime.sharded import on_shards
 from tests.captures import Captured, capture, executable
+from tests.conversions import LATER, each
 from tests.threads import in_threads
 from tests.zoo import CASES, EXTRA, Case, tensors, zero_dropout
 
@@ -117,7 +118,8 @@ WHOLE: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
+# of those that are left to `make integrations` elsewhere, these two have a head of keys that is not divided
+@each(ALL, later={*LATER} - {"falcon", "gemma3_text"})
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     places = [place for layout in compare(ALL[name], 2) for place in layout.places]
     whole = {(place.what, *place.reasons) for place in places if place.reasons}
