@@ -26,7 +26,7 @@ from te_transform.runtime import compiled, regions
 from tests.attacks import Block, Pair
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
 from tests.models.tiny import WIDTH
-from tests.zoo import seeded
+from tests.zoo import seeded, zero_dropout
 
 backend = import_module("te_transform.convert").te_transform  # the package's `convert` is the function
 
@@ -206,6 +206,45 @@ def test_pieces_compute_what_the_whole_does(
     assert (len(compilations) > 1) == (kind is Layers)
     assert len(compilations) < 2 * 6, "some layers are equal"
     assert not any("uncompiled" in note for note in te_transform.report(pair.converted).notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"), [("gpt2", 3), pytest.param("vit", 3, marks=pytest.mark.integration)]
+)
+def test_pieces_of_a_bucket_compute_what_the_whole_does(
+    name: str, pieces: int, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under DDP; the weight of GPT-2's head is that of its embedding."""
+    case = ALL[name]
+    model, inputs = zero_dropout(seeded(case.build)), case.sample()
+    monkeypatch.setattr(compiled, "bucket_size", lambda: sum(p.nbytes for p in model.parameters()) // 8)
+    converted = te_transform.convert(model, inputs, verify=False, compile=True)
+    expected, found = (gradients(each, inputs) for each in (model, converted))
+    trained = [key for key, grad in expected.items() if grad is not None and grad.norm() > 1e-4]
+    assert error([found[key] for key in trained], [expected[key] for key in trained]) < EVERYWHERE
+    assert len(compilations) == pieces
+    assert not any("uncompiled" in note for note in te_transform.report(converted).notes)
+
+
+class Wide(nn.Module):
+    """Its layers are numbered, but none is made of others: activations would be cut off from products."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(kind for _ in range(4) for kind in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_a_sequence_of_single_operations_is_not_cut(
+    compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "bucket_size", lambda: 1)
+    compiled_pair(Wide).agree()
+    assert len(compilations) == 1
 
 
 def test_what_fails_in_pieces_is_compiled_whole(

@@ -99,7 +99,7 @@ def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | N
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     runs = [list(run) for _, run in groupby(nodes, _layer)]
     if len({_layer(run[0]) for run in runs} - {""}) < FEWEST:
-        runs = [] if bucket is None else _by_bytes(runs, given, bucket)
+        runs = [] if bucket is None else _by_bytes(nodes, given, bucket)
     if len(runs) < 2:
         return None
     # a write would be one to a copy, and a setting that is switched hold for a part of what it is to hold for
@@ -119,22 +119,10 @@ def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | N
     return pieces
 
 
-def _by_bytes(
-    layers: Sequence[Sequence[fx.Node]], given: Mapping[fx.Node, Any], bucket: int
-) -> list[list[fx.Node]]:
+def _by_bytes(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: int) -> list[list[fx.Node]]:
     """The operations in runs that have so many bytes of gradients at least, counted from the end, where a
-    backward begins.
-
-    They are cut between layers. The first layer, behind whose backward there is little left to compute while
-    its gradients are reduced, is also cut where it hands on no more than it begins or ends with. What a
-    compiler could have fused there is what it fuses between layers, a sum with the norm that reads it.
-    """
-    nodes = [node for layer in layers for node in layer]
-    handed_on, gradients = _handed_on(nodes), _gradients(nodes, given)
-    starts = [*accumulate(map(len, layers), initial=0)]
-    first = next((run for run in pairwise(starts) if _layer(nodes[run[0]])), (0, 0))
-    most = max(handed_on[place] for place in first)
-    places = {*starts, *(place for place in range(*first) if handed_on[place] <= most)}
+    backward begins; none if there is a single one."""
+    places, gradients = _places(nodes), _gradients(nodes, given)
     cuts, waiting = [len(nodes)], 0
     for place in reversed(range(len(nodes))):
         waiting += gradients[place]
@@ -142,7 +130,25 @@ def _by_bytes(
             cuts.append(place)
             waiting = 0
     # what is left over is done with the run after it
-    return [nodes[start:stop] for start, stop in pairwise([0, *cuts[-2::-1]])]
+    return [[*nodes[start:stop]] for start, stop in pairwise([0, *cuts[-2::-1]])]
+
+
+def _places(nodes: Sequence[fx.Node]) -> set[int]:
+    """Where to cut the operations.
+
+    That is between layers: of the modules that are one of many those that are made of others, which the
+    activation in an nn.Sequential is not. The first layer, behind whose backward there is little left to
+    compute while its gradients are reduced, is also cut where it hands on no more than it begins or ends
+    with. What a compiler could have fused there is what it fuses between layers, a sum with the norm that
+    reads it.
+    """
+    layers = {_layer(node) for node in nodes if _layer(node) != path_of(node)} - {""}
+    sizes = [len([*run]) for _, run in groupby(nodes, lambda node: layers & {_layer(node)})]
+    starts = [*accumulate(sizes, initial=0)]
+    first = next((run for run in pairwise(starts) if _layer(nodes[run[0]]) in layers), (0, 0))
+    handed_on = _handed_on(nodes)
+    most = max(handed_on[place] for place in first)
+    return {*starts, *(place for place in range(*first) if handed_on[place] <= most)}
 
 
 def _handed_on(nodes: Sequence[fx.Node]) -> list[float]:
