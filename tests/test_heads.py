@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.runtime import heads
+from te_transform.runtime import compiled, heads
 from tests import stand_in, test_compiled, test_replayed
 from tests.attacks import WIDTH, Block, Pair, X
 from tests.test_compiled import Compilations
@@ -118,6 +118,19 @@ def test_a_gradient_of_the_logits_beside_the_loss(of: Any, compilations: Compila
     agree_in_training(pair)
     assert len(compilations) == compiled + 1
     assert COLUMNS not in in_graphs()
+
+
+def test_runs_beside_pieces(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under DDP: the gradient of the head is there before that of all else is computed."""
+    monkeypatch.setattr(compiled, "bucket_size", lambda: 1)
+    pair = Pair.of(words(), compile=True, backend="te")
+    for of in (loss_of, loss_and_logits, logits_alone, loss_of):
+        pair.agree(of)
+    # what is before it, then the head without a gradient of its logits, and with one
+    linears = [[node.target for node in graph.graph.nodes].count(F.linear) for graph, _ in compilations]
+    assert linears[1:] == [1, 1]
+    assert linears[0] > 1
+    assert not any("a graph" in note for note in te_transform.report(pair.converted).notes)
 
 
 def write_to_logits(model: nn.Module, x: Tensor) -> Any:

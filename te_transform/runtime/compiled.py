@@ -241,7 +241,8 @@ class CompiledGraph:
     ) -> Prepared | None:
         """What runs calls with these arguments; None where the compiler fails."""
         graph = lowered.with_known(known)
-        head = head_of(graph, self._compiled if self.compile else None) if self.graphs else None
+        is_apart = self.graphs or bucket is not None  # what the head gives is copied, or reduced, by itself
+        head = head_of(graph, self._compiled if self.compile else None) if is_apart else None
         graph = graph if head is None else head.rest
         given = [*arguments, *known.tensors]
         run = self._compiled(graph, given, bucket) if self.compile else self._plain(graph)

@@ -1,4 +1,5 @@
-"""The head of a language model beside CUDA graphs, with the loss that reads it.
+"""The head of a language model beside CUDA graphs, with the loss that reads it; and beside what is compiled
+in pieces, so that its gradient is the first to be reduced.
 
 What CUDA graphs return is copied, for the next call writes to the same memory. Many logits take longer to
 copy than the CPU takes to launch the head and its loss, while the GPU still computes the layers.
