@@ -32,7 +32,8 @@ BOUNDS = {None: 0.005, "fp8-delayed": 0.02, "fp8-current": 0.02}
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
+    """In buckets of a quarter of a MiB, so that a compiled model is cut into pieces."""
+    return DistributedDataParallel(model, bucket_cap_mb=0.25)
 
 
 def fsdp(model: nn.Module) -> nn.Module:
