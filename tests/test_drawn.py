@@ -250,6 +250,12 @@ def reverted(model: nn.Module) -> None:
         te_transform.revert(model)
 
 
+def converted_again(model: nn.Module) -> nn.Module:
+    if converted_of(model) is None:
+        return model
+    return te_transform.convert(te_transform.revert(model), inplace=True)
+
+
 BEFORE: tuple[Callable[[nn.Module], nn.Module | None], ...] = (
     nothing, in_place, elsewhere, parameter_replaced, module_replaced, norm_replaced, eps_changed,
     activation_replaced, scaling_changed, hook_on_a_block, hook_on_a_linear, hook_before_a_norm,
@@ -257,7 +263,7 @@ BEFORE: tuple[Callable[[nn.Module], nn.Module | None], ...] = (
     in_float64, in_bfloat16, buffer_written, dropout_on, block_removed, block_called_twice, tied_later,
     parametrized, adapted, loaded, assigned, copied, pickled,
 )  # fmt: skip
-CHANGES = {change.__name__: change for change in (*BEFORE, thawed, reverted)}
+CHANGES = {change.__name__: change for change in (*BEFORE, thawed, reverted, converted_again)}
 
 # How it is called
 
@@ -338,6 +344,12 @@ class Call:
             return {"logits": both[0]["logits"] + both[1]["logits"].flip(0)}
         if self.how == "cached":
             return self.step_by_step(model, *given)
+        if self.how == "its parts":
+            return {"logits": by_parts(model, *given)}
+        if self.how == "after an error":
+            with pytest.raises(IndexError):  # there are no positions for as many
+                model(torch.zeros(1, LONGEST + 1, dtype=torch.int64))
+            torch.manual_seed(5)
         if self.how == "a thread":
             with ThreadPoolExecutor(1) as threads:
                 return threads.submit(lambda: returned(model(*given))).result()
@@ -382,6 +394,13 @@ class Call:
         return {"logits": logits, **grads}
 
 
+def by_parts(model: nn.Module, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+    x = model.embed(ids)
+    for layer, block in enumerate(model.blocks):
+        x = block(x, padding, None, None, layer)
+    return model.head(model.norm(x))
+
+
 def loss_of(found: dict[str, Tensor]) -> Tensor:
     noise = torch.Generator().manual_seed(4)
     parts = [(v * torch.randn(v.shape, generator=noise).to(v.dtype)).sum() for v in found.values()]
@@ -402,7 +421,7 @@ HOWS = (
     "gradients", "no_grad", "inference_mode", "autocast", "checkpoint", "functional_call", "twice",
     "a thread", "cached", "generation", "offloaded", "hook on all modules", "hook before all modules",
     "func.grad", "vmap", "autograd.grad", "accumulated",
-    "backward twice", "by keyword",
+    "backward twice", "by keyword", "its parts", "after an error",
 )  # fmt: skip
 
 
@@ -450,13 +469,14 @@ def possible(drawing: Drawing) -> Drawing:
         drawing = replace(drawing, changes=tuple("copied" if c == "pickled" else c for c in drawing.changes))
     if drawing.before == "gradient_hook":  # which a copy has not
         drawing = replace(drawing, inplace=True)
-    return replace(drawing, calls=tuple(possible_call(call, drawing.model) for call in drawing.calls))
+    shared = drawing.model.shared or "block_called_twice" in done
+    return replace(drawing, calls=tuple(possible_call(c, drawing.model, shared) for c in drawing.calls))
 
 
-def possible_call(call: Call, model: Drawn) -> Call:
+def possible_call(call: Call, model: Drawn, shared: bool) -> Call:
     """The call, as far as PyTorch and the model take it."""
     functional = call.how in ("functional_call", "func.grad")
-    wrong = functional and model.shared  # a module that has two places is left with the other parameters
+    wrong = functional and shared  # a module that has two places is left with the other parameters
     # a checkpoint repeats the forward with the module's own parameters, a reentrant one within backward()
     wrong |= model.checkpoints is not None and (functional or call.how in ("checkpoint", "vmap"))
     wrong |= model.checkpoints == "blocks, reentrant" and call.how in ("autograd.grad", "backward twice")
@@ -596,7 +616,7 @@ def emulated(way: str) -> Iterator[None]:
         yield
 
 
-# What is tried each time: the parts of GPT-2 and of Llama, and whatever failed once
+# What is tried each time: the parts of GPT-2 and of Llama, caches, checkpoints, and whatever failed once
 
 LLAMA = Drawn(
     norm="rms in fp32", groups=2, biases=frozenset(), repeat="expand", mask="padding and causal",
@@ -606,6 +626,14 @@ KEPT = {
     "GPT-2": Drawing(Drawn(dropout=0.1, tied=True), ("copied",), (Call(training=True), Call("twice"))),
     "Llama": Drawing(
         LLAMA, ("elsewhere",), (Call(padding="left"), Call("no_grad", length=5)), way="CUDA graphs"
+    ),
+    "keys and values that are passed on": Drawing(
+        replace(LLAMA, cache="tuples"), ("frozen", "thawed"),
+        (Call("cached"), Call("generation"), Call("cached", training=True)),
+    ),
+    "checkpoints, and dropouts in all places": Drawing(
+        Drawn(dropout=0.4, dropouts=frozenset(DROPOUTS), checkpoints="blocks, reentrant"), ("pickled",),
+        (Call(training=True), Call("accumulated", training=True)), before="attention_frozen",
     ),
     "a row that sees nothing": Drawing(
         replace(LLAMA, spelling="in fp32", projections="packed", groups=1),
