@@ -121,11 +121,16 @@ def _from_config(
         raise LoadError(f"{path} is read by transformers: pip install transformers") from error
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise LoadError(f"{path} has no config.json")
+        raise LoadError(
+            f"{path} has no config.json, a folder with one, a config file, or package.module:factory is "
+            "needed"
+        )
     try:
         told = json.loads(file.read_text("utf-8"))
     except ValueError as error:
-        raise LoadError(f"{file} is no JSON ({error})") from error
+        raise LoadError(
+            f"{file} is no JSON ({error}), a config is needed: code is named as package.module:factory"
+        ) from error
     if not isinstance(told, dict):
         raise LoadError(f"{file} has a {type(told).__name__}, the object of a config is needed")
     if "auto_map" in told and not trust_remote_code:

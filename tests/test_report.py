@@ -488,6 +488,9 @@ def test_says_which_blocks_share_a_graph() -> None:
 
 def test_says_that_nothing_was_captured() -> None:
     assert list(explain_graphs([])) == ["nothing of the forward was captured, it runs as it is"]
+    with torch._dynamo.config.patch(disable=True):
+        (said,) = explain_graphs([])
+    assert "dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, " in said
 
 
 def test_one_graph_needs_no_words() -> None:

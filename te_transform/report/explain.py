@@ -14,8 +14,9 @@ from te_transform.plan.rule import Outcome
 from te_transform.report.places import gather, listed
 
 _SWITCHED_OFF = (
-    "nothing of the forward was captured, dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, "
-    'torch._dynamo.config.disable or torch.compiler.set_stance("force_eager")) and has to be on: it runs as it is'
+    "nothing of the forward was captured, dynamo is switched off (by TORCHDYNAMO_DISABLE, "
+    'TORCH_COMPILE_DISABLE, torch._dynamo.config.disable or torch.compiler.set_stance("force_eager")) and '
+    "has to be on: it runs as it is"
 )
 _CODE = re.compile(r'File "([^"]+)", line (\d+), in \S+, code: (.+)')
 

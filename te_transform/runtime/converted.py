@@ -52,8 +52,8 @@ _WRITES = (
 )
 
 _REPLACED = (
-    "somebody has replaced PyTorch's {} by a function that calls it, and a captured graph, which calls PyTorch's "
-    "functions by name, would call both: what calls it runs as the user's own code"
+    "somebody has replaced PyTorch's {} by a function that calls it, and a captured graph, which calls "
+    "PyTorch's functions by name, would call both: what calls it runs as the user's own code"
 )
 
 _NESTS = (
@@ -102,9 +102,7 @@ class Converted:
     parallel: Parallel | None = None
     uncaptured: set[type] = field(default_factory=set)  # of a divided model: dynamo gave up on their code
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
-    methods: dict[type, tuple] = field(
-        default_factory=dict
-    )  # that calls of the model's classes ran meanwhile
+    methods: dict[type, tuple] = field(default_factory=dict)  # what calls of the classes went through
 
     def backend(
         self, captured: fx.GraphModule, example_inputs: list[Any], kind: type = nn.Module

@@ -628,8 +628,8 @@ def _beyond_rounding(
 ) -> str | None:
     """What of a recording is further off from what the function computed than rounding takes it, or None.
 
-    In FP8 rounding goes far, and kernels that add up in any order round differently in each call: thousands of
-    numbers in bf16 that are added to one row, as an embedding's gradients are, by several percent.
+    In FP8 rounding goes far, and kernels that add up in any order round differently in each call: thousands
+    of numbers in bf16 that are added to one row, as an embedding's gradients are, by several percent.
     """
     allowed = [DIFFERENT] * len(off)
     for _ in range(REPEATS):
