@@ -231,6 +231,15 @@ def test_what_is_packed_for_the_backward_may_be_changed() -> None:
     assert seen
 
 
+def test_a_forward_that_is_set_before_the_conversion_is_named() -> None:
+    model = seeded(Tiny)
+    model.forward = lambda x: 2 * Tiny.forward(model, x)
+    converted = te_transform.convert(model, X, inplace=True)
+    (said,) = te_transform.report(converted).breaks
+    assert "a forward is set on the model itself, as accelerate's prepare() sets one" in said
+    assert torch.equal(converted(X), 2 * seeded(Tiny)(X))
+
+
 def test_a_forward_set_on_an_instance() -> None:
     """As accelerate puts its own in front of a module's, for one of the children and for the model."""
 

@@ -56,6 +56,7 @@ def compose(
     predicted = inputs and has_kernels and not compiled
     found = [tuple(_told(path, plan, options, inside, model.training)) for path, plan in plans]
     priced = any(outcome.seconds is not None for told in found for outcome in told)
+    captured = [(path, plan.captured) for path, plan in plans]
     return Report(
         type(model).__name__,
         tuple(_outcomes(found, {path for path, _ in model.named_modules()})),
@@ -70,7 +71,7 @@ def compose(
             *([cost.NOTE] if priced else ()),
             *notes,
         ),
-        tuple(explain_graphs(((path, plan.captured) for path, plan in plans), reasons)),
+        tuple(explain_graphs(captured, reasons, "forward" in vars(model))),
         precision,
         memory=memory.predict(plans, model.parameters(), inputs, inside) if predicted else None,
         options=options.asked(),

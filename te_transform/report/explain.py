@@ -14,15 +14,18 @@ from te_transform.plan.rule import Outcome
 from te_transform.report.places import gather, listed
 
 _SWITCHED_OFF = (
-    "nothing of the forward was captured, dynamo is switched off (by TORCHDYNAMO_DISABLE, "
-    'TORCH_COMPILE_DISABLE, torch._dynamo.config.disable or torch.compiler.set_stance("force_eager")) and '
-    "has to be on: it runs as it is"
+    "dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, torch._dynamo.config.disable or "
+    'torch.compiler.set_stance("force_eager")) and has to be on: '
+)
+_SET_ON_MODEL = (
+    "a forward is set on the model itself, as accelerate's prepare() sets one for mixed precision, and that "
+    "of its class is needed (convert first, then prepare): "
 )
 _CODE = re.compile(r'File "([^"]+)", line (\d+), in \S+, code: (.+)')
 
 
 def explain_graphs(
-    graphs: Iterable[tuple[str, fx.GraphModule]], reasons: Iterable[str] = ()
+    graphs: Iterable[tuple[str, fx.GraphModule]], reasons: Iterable[str] = (), is_set: bool = False
 ) -> Iterator[str]:
     """How many graphs the forward was captured as, which blocks share one, and why it is not one alone.
 
@@ -30,12 +33,14 @@ def explain_graphs(
         graphs: the captured graphs, each with the path of the captured module, "" for the whole model. A
             graph that blocks share comes once for each block; the report shows the largest.
         reasons: what dynamo said meanwhile of code that it does not capture.
+        is_set: whether somebody has set a forward on the model itself.
     """
     modules: dict[fx.GraphModule, list[str]] = {}
     for path, graph in graphs:
         modules.setdefault(graph, []).append(path)
     if not modules:
-        yield _SWITCHED_OFF if is_switched_off() else "nothing of the forward was captured, it runs as it is"
+        why = _SWITCHED_OFF if is_switched_off() else _SET_ON_MODEL if is_set else ""
+        yield f"nothing of the forward was captured, {why}it runs as it is"
     if len(modules) > 1:
         yield f"the forward was captured as {len(modules)} graphs, the largest is the one shown"
     for paths in modules.values():
