@@ -33,3 +33,9 @@ def transformed() -> bool:
     Views into memory and hand-made backwards have no meaning in there.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def batches_gradients() -> bool:
+    """Whether a backward is for several gradients at once, as torch.autograd.grad(is_grads_batched=True) has
+    them."""
+    return torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")

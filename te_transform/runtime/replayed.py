@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from te_transform.backends.joined import check_unwritten, known_as, versions
 from te_transform.backends.limits import on_kernels_device
-from te_transform.backends.tracing import in_backward, saving_hooks
+from te_transform.backends.tracing import batches_gradients, in_backward, saving_hooks
 from te_transform.runtime.console import status
 
 log = logging.getLogger(__name__)
@@ -464,7 +464,7 @@ class _Replay(torch.autograd.Function):
         if given != graphs.wanted:
             # A gradient of zeros for the others would not do: parameters that nothing reached would get one.
             kind.record_for({graphs.tensors[number] for number in given}, ctx.owner.note)
-        if given != graphs.wanted or not is_last or torch.is_grad_enabled():
+        if given != graphs.wanted or not is_last or torch.is_grad_enabled() or batches_gradients():
             return None, None, None, *_computed_again(ctx, grads)
         _check_unchanged(ctx.watched)
         found = graphs.backward(grads)
