@@ -29,8 +29,7 @@ def llama(**settings: Any) -> nn.Module:
 
 
 def pair_of(**settings: Any) -> Pair:
-    inputs = {"input_ids": IDS, "use_cache": False}  # as most tests call it: the capture is theirs too
-    pair = Pair.of(llama(**settings), inputs, rules=LAYERS * "merge_siblings ")
+    pair = Pair.of(llama(**settings), {"input_ids": IDS}, rules=LAYERS * "merge_siblings ")
     return Pair(*pair.models, IDS)
 
 
