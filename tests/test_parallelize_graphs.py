@@ -129,3 +129,32 @@ def test_shards_of_shards_run_without(tmp_path: Path) -> None:
     for found in spawn(sharded_too, 1, tmp_path):
         assert len(found) == 1
         assert "fully_shard() gathers" in found[0]
+
+
+def accumulated() -> dict[str, Any]:
+    """How far gradients are that four batches are added to, once calls are replayed, and whether those of an
+    evaluation in between are in the way."""
+    emulate(pytest.MonkeyPatch())
+    found = []
+    for warm_ups in (100, 2):
+        replayed.WARM_UPS = warm_ups
+        model, sample = divided("llama", graphs=True)
+        for _ in range(4):
+            gradients(model, sample)
+            model.zero_grad()
+        for number in range(4):
+            ids = (sample["input_ids"] + number) % 90
+            batch = sample | {"input_ids": ids, "labels": ids}
+            last = gradients(model, batch)
+            with torch.no_grad():
+                model.eval()(**batch)
+            model.train()
+        found.append({name: grad.clone() for name, grad in last.items()})
+    return {"off": distance(*found[::-1]), "counts": dict(Emulated.counts), "notes": notes(model)}
+
+
+def test_gradients_of_shards_are_accumulated(tmp_path: Path) -> None:
+    for found in spawn(accumulated, 2, tmp_path):
+        assert found["notes"] == []
+        assert found["counts"]["backward"] > 4
+        assert found["off"] < 1e-5
