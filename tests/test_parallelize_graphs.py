@@ -158,3 +158,26 @@ def test_gradients_of_shards_are_accumulated(tmp_path: Path) -> None:
         assert found["notes"] == []
         assert found["counts"]["backward"] > 4
         assert found["off"] < 1e-5
+
+
+def moved_on_one_rank() -> dict[str, Any]:
+    """One rank's parameters are laid elsewhere: it calls the function, the other goes on replaying."""
+    emulate(pytest.MonkeyPatch())
+    model, sample = divided("llama", graphs=True)
+    found = []
+    for number in range(CALLS):
+        if number == CALLS - 1 and dist.get_rank() == 1:
+            local = model.model.layers[0].mlp.down_proj.weight._local_tensor
+            local.data = local.data.clone()
+        found.append(gradients(model, sample))
+        model.zero_grad()
+    return {"off": distance(found[-1], found[0]), "counts": dict(Emulated.counts), "notes": notes(model)}
+
+
+def test_a_rank_whose_parameters_moved_keeps_up(tmp_path: Path) -> None:
+    first, second = spawn(moved_on_one_rank, 2, tmp_path)
+    assert first["off"] < 1e-5
+    assert second["off"] < 1e-5
+    assert first["counts"]["forward"] == second["counts"]["forward"] + 1
+    assert first["notes"] == []
+    assert len(second["notes"]) == 1

@@ -289,9 +289,7 @@ def several_at_once(model: nn.Module, x: Tensor) -> Tensor:
     return torch.autograd.grad(out, x, torch.arange(3.0), is_grads_batched=True)[0]
 
 
-@pytest.mark.parametrize(
-    "act", [again, second_derivative, several_at_once, of_one_output, of_neither, freed]
-)
+@pytest.mark.parametrize("act", [again, second_derivative, several_at_once, of_one_output, of_neither, freed])
 def test_other_backwards_than_the_recorded_one(act: Callable[[nn.Module, Tensor], Any]) -> None:
     pair = pair_of(Deep)
     for _ in range(3):

@@ -31,8 +31,9 @@ class Owner(Protocol):
     def options_now(self) -> Options:
         """Those of the conversion, without what the model as it is now does not go with."""
 
-    def agreed(self, why: str | None) -> str | None:
-        """Why something cannot be done, on this rank or on another one of a divided model."""
+    @property
+    def agreed(self) -> Callable[[str | None], str | None] | None:
+        """Of a divided model: why something cannot be done, on this rank or on another one."""
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
         """What is wrong with sites of the graph on the values of its first call."""

@@ -31,7 +31,7 @@ from te_transform.backends.quantized import addresses, closed, forms_of
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
-from te_transform.graph.nodes import MADE_ANEW, returned, stays_in_place, storages, value
+from te_transform.graph.nodes import returned, stays_in_place, storages, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.console import status
@@ -81,7 +81,7 @@ class CompiledGraph:
         options: Options,
         uncompiled: Callable[..., Any],
         failures: list[str],
-        agreed: Callable[[str | None], str | None],
+        agreed: Callable[[str | None], str | None] | None,
     ):
         self.plan, self.apart, self.without, self.backend = plan, apart, frozenset(without), options.backend
         self.compile, self.graphs = options.compile, options.graphs
@@ -95,7 +95,6 @@ class CompiledGraph:
         seen = written(plan.captured.graph)
         self.writes = [place for place, node in enumerate(placeholders) if node in seen]
         self.stays = [stays_in_place(node) or node in seen for node in placeholders]
-        self.is_divided = any(MADE_ANEW in node.meta for node in placeholders)
         self.outputs_overlap = _overlap(plan.captured.graph)
         # the fused products, each with the place of its first parameter; and those that may run in FP8
         self.weights = {
@@ -156,7 +155,7 @@ class CompiledGraph:
     def _step(self, arguments: Sequence[Any], precision: tuple) -> tuple | None:
         """What two calls without gradients that one recording computes have in common; None where only a look
         at more than the arguments' memory could tell."""
-        if not self.graphs or torch.is_grad_enabled():
+        if not self.graphs or torch.is_grad_enabled() or self.agreed is not None:
             return None
         others = [argument for argument, stays in zip(arguments, self.stays, strict=True) if not stays]
         if self.writes:
@@ -251,7 +250,7 @@ class CompiledGraph:
         if self.outputs_overlap:
             self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
             return Prepared(run, head)
-        known_stay = known.stay_as(compress(arguments, self.stays)) if self.is_divided else known.stays
+        known_stay = known.stay_as(compress(arguments, self.stays)) if self.agreed else known.stays
         forms = forms_of(given)
         stays = [*self.stays, *known_stay, *(True for _ in forms)]
         states = [len(arguments) + place for place in known.written]

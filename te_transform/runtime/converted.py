@@ -159,11 +159,10 @@ class Converted:
         self.failures += [_GATHERED] * (_GATHERED not in self.failures)
         return replace(self.options, graphs=False)
 
-    def agreed(self, why: str | None) -> str | None:
-        """Why something cannot be done, on this rank or on another one of a divided model."""
-        if self.parallel is None or not self.parallel.ranks.any(why is not None):
-            return why
-        return why or "another rank cannot"
+    @property
+    def agreed(self) -> Callable[[str | None], str | None] | None:
+        """Of a divided model: why something cannot be done, on this rank or on another one."""
+        return None if self.parallel is None else self.parallel.agreed
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
         """What is wrong with sites of the graph on the values of its first call, in the model's own dtype."""

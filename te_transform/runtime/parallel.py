@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from te_transform.backends.collectives import Move, Ranks, Shards
 from te_transform.backends.joined import share_state, standing_for
+from te_transform.graph.nodes import MADE_ANEW
 from te_transform.plan.layout import Place
 from te_transform.runtime.sharded import Unshardable, on_shards
 
@@ -146,6 +147,11 @@ class Parallel:
                 made[id(divided)] = nn.Parameter(held.detach().full_tensor(), held.requires_grad)
             module._parameters[name] = made[id(divided)]
 
+    def agreed(self, why: str | None) -> str | None:
+        """Why something cannot be done, on this rank or on another one; waits for all of them."""
+        refused = self.ranks.any(why is not None)
+        return why or ("another rank cannot" if refused else None)
+
     @contextmanager
     def standing_in(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Stand-ins in the places of these modules' parameters, for a call that is captured."""
@@ -234,6 +240,8 @@ class _Divided:
         try:
             made = on_shards(self.captured, known, ranks, sequence)
         except Unshardable:  # by parameters that are gathered for each call
+            for node in self.captured.graph.nodes:
+                node.meta[MADE_ANEW] = node.name in shards
             return self.fuse(self.captured), None
         if made.common_random:
             check_random(ranks)

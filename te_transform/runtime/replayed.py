@@ -55,8 +55,10 @@ class Replayed:
         writes: the places of the arguments that it writes to.
         states: the places of those in which it notes what it has seen, for others: FP8's largest values.
         note: gets a sentence where calls cannot be replayed.
-        agreed: why calls cannot be, on this rank or on another of a divided model: what is recorded is called
-            more often, and exchanges numbers with the others each time.
+        agreed: of a divided model, why calls cannot be, on this rank or on another. A recording calls the
+            function more often than a call does, and each of these calls exchanges numbers with other ranks:
+            all have to record in the same one. So the kind of a call is not told by where its tensors lie,
+            which each rank finds by itself; where they do not lie as in the recording, the function runs.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class Replayed:
         writes: Sequence[int],
         states: Sequence[int],
         note: Callable[[str], None],
-        agreed: Callable[[str | None], str | None] = lambda why: why,
+        agreed: Callable[[str | None], str | None] | None = None,
     ):
-        self.run, self.stays, self.writes, self.note, self.agreed = run, stays, writes, note, agreed
+        self.run, self.stays, self.writes, self.note = run, stays, writes, note
+        self.is_divided, self.agreed = agreed is not None, agreed or (lambda why: why)
         self.changes = [*writes, *states]
         self.kinds: dict[tuple, Kind] = {}
         self.lock = threading.RLock()
@@ -87,7 +90,16 @@ class Replayed:
                 kind.copies_gradients, kind.graphs = True, None  # whoever holds them keeps the memory
             if kind.graphs is None:
                 self._record(kind, arguments)
-            return self.run(*arguments) if kind.graphs is None else kind.replayed(self, arguments)
+            if kind.graphs is None or (self.is_divided and not self._lies(kind.graphs, arguments)):
+                return self.run(*arguments)
+            return kind.replayed(self, arguments)
+
+    def _lies(self, graphs: _Recorded, arguments: Sequence[Any]) -> bool:
+        """Whether what stays lies where it was recorded."""
+        lies = all(arguments[place].data_ptr() == at for place, at in graphs.staying.items())
+        if not lies:
+            self.note("calls of a divided model run without CUDA graphs where its parameters lie elsewhere")
+        return lies
 
     def again(self, kind: Kind) -> Callable[..., Sequence[Any]] | None:
         """What replays calls without gradients of this kind, by whoever's arguments; None where nothing
@@ -106,7 +118,9 @@ class Replayed:
     def kind_of(self, arguments: Sequence[Any]) -> Kind:
         """Calls that differ in nothing but the values of their tensors."""
         told = tuple(
-            (a.data_ptr() if stays else None, a.requires_grad) if isinstance(a, Tensor) else a
+            (a.data_ptr() if stays and not self.is_divided else None, a.requires_grad)
+            if isinstance(a, Tensor)
+            else a
             for a, stays in zip(arguments, self.stays, strict=True)
         )
         key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), stream_now(), told
