@@ -331,8 +331,8 @@ def _fails_captured(
         ModelError: the model does, and its copy does not.
     """
 
-    def takes(one: nn.Module) -> bool:
-        with own_classes(one), preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
+    def takes(one: nn.Module, twin: nn.Module | None) -> bool:
+        with own_classes(one), preserved(one, twin), torch.set_grad_enabled(_is_trainable(model)):
             try:
                 for sample in samples:
                     _call(one.train(), sample)
@@ -340,9 +340,9 @@ def _fails_captured(
                 return False
         return True
 
-    if takes(model):
+    if takes(model, original):
         return _raises_captured(error)
-    if original is not None and takes(original):
+    if original is not None and takes(original, model):
         raise ModelError(
             f"the copy of {type(model).__name__} raises {_raised(error)}, and the original does not: "
             "copy.deepcopy() leaves out what the forward reads, as it does with __slots__, pass inplace=True"
