@@ -70,14 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without dynamo's logs: the stacks of what a sentence of ours says, unless they are asked for."""
-    logger = logging.getLogger("torch")
-    before = logger.level
+    """Without the logs of dynamo, the stacks of what a sentence of ours says, and of torchao, which
+    transformers imports where it is installed, on kernels that nothing here calls; unless asked for."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch", "torchao"))}
     try:
-        logger.setLevel(before if "TORCH_LOGS" in os.environ else logging.CRITICAL)
+        for logger in levels if "TORCH_LOGS" not in os.environ else ():
+            logger.setLevel(logging.CRITICAL)
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _parser() -> argparse.ArgumentParser:
