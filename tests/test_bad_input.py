@@ -426,6 +426,15 @@ def test_options_are_checked_first(name: str):
             assert sentence in str(raised.value)
 
 
+def test_what_raises_in_the_captured_forward_is_said_without_the_graph():
+    with pytest.raises(TraceError) as raised:
+        te_transform.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), X.long())
+    assert str(raised.value) == (
+        "Sequential failed on the example inputs (int64[2, 5, 16]): RuntimeError: mat1 and mat2 must have "
+        "the same dtype, but got Long and Float\nPass example_inputs that a plain model(...) call accepts."
+    )
+
+
 def test_a_backend_that_is_not_there_says_what_is_missing():
     from te_transform.backends import choose
 

@@ -28,7 +28,8 @@ class TraceError(RuntimeError):
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, error: Exception) -> TraceError:
-        kind, raised = type(model).__name__, f"{type(error).__name__}: {error}"
+        said = str(error).partition("\n\nWhile executing")[0]  # where in the graph fx adds to what was raised
+        kind, raised = type(model).__name__, f"{type(error).__name__}: {said}"
         if inputs.invented:
             return cls(
                 f"no example inputs were given, and {kind} failed on those that were invented for it "
