@@ -426,6 +426,13 @@ def test_options_are_checked_first(name: str):
             assert sentence in str(raised.value)
 
 
+def test_a_misspelled_option_is_named():
+    known = "backend, passes, recipe, skip, approximate, pad_vocabulary, chunked_loss, compile, graphs"
+    with pytest.raises(OptionError) as raised:
+        te_transform.inspect(tiny(), X, recpie="fp8-delayed")
+    assert str(raised.value) == f"there is no option 'recpie', one of {known}, inplace, verify is needed"
+
+
 def test_what_raises_in_the_captured_forward_is_said_without_the_graph():
     with pytest.raises(TraceError) as raised:
         te_transform.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), X.long())

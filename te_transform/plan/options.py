@@ -98,6 +98,9 @@ class Options:
             OptionError: what was given, what is needed.
             te_transform.backends.BackendError: the backend cannot run here.
         """
+        known = [name for name in cls.__dataclass_fields__ if name not in ("backend_reason", "as_it_is")]
+        if unknown := [name for name in flags if name not in known]:
+            raise OptionError(f"there is no option {unknown[0]!r}, one of {', '.join(known)} is needed")
         if backend not in ("auto", "te", "torch"):
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
         mode, graphs = flags.get("compile", False), flags.get("graphs", False)
