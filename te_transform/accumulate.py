@@ -18,6 +18,7 @@ from te_transform.backends.gradients import Gradients
 from te_transform.backends.joined import state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.running import forget_weights
+from te_transform.plan.model import check_module
 from te_transform.runtime.converted import is_divided
 
 
@@ -66,10 +67,11 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
 
     Raises:
         AccumulationError: a step too many was taken; the model is wrapped by DDP, whose hooks see no gradient
-            that a kernel adds; or somebody else keeps main_grad. Where the body raises, the buffers are
-            dropped and `.grad` keeps what other parameters got.
+            that a kernel adds; somebody else keeps main_grad; or steps or dtype is none. Where the body
+            raises, the buffers are dropped and `.grad` keeps what other parameters got.
+        te_transform.ModelError: `model` is no module.
     """
-    _check(model, steps)
+    _check(model, steps, dtype)
     gradients, parameters = Gradients(dtype), dict(model.named_parameters(remove_duplicate=False))
     running = Accumulation(steps, parameters, gradients)
     hook = model.register_forward_pre_hook(lambda module, _: _count(module, running))
@@ -87,9 +89,14 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
         forget_weights(parameters.values())
 
 
-def _check(model: nn.Module, steps: int) -> None:
+def _check(model: nn.Module, steps: int, dtype: torch.dtype) -> None:
+    check_module(model, "accumulate")
     if not isinstance(steps, int) or steps < 1:
         raise AccumulationError(f"steps is {steps!r}, a number of forward passes from 1 on is needed")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise AccumulationError(
+            f"dtype is {dtype!r}, one of floating point is needed to sum up gradients in: torch.float32"
+        )
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise AccumulationError(
             "the model is wrapped by DistributedDataParallel, which reduces gradients as autograd hands "

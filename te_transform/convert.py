@@ -27,7 +27,7 @@ from te_transform.passes import PIPELINE
 from te_transform.plan import cost
 from te_transform.plan.assign import assign, products_in
 from te_transform.plan.match import Plan
-from te_transform.plan.model import ModelError, check_model
+from te_transform.plan.model import ModelError, check_model, check_module
 from te_transform.plan.options import OptionError, Options
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.quantize import dequantize_weights
@@ -587,7 +587,12 @@ def _report_of_whole(model: nn.Module, converted: Converted) -> Report:
 
 def revert(converted: nn.Module) -> nn.Module:
     """Take the captured forward off again; modules, parameters and what they hold were never changed, but
-    where parallelize() has divided them: then parameters are gathered, on all ranks of the mesh at once."""
+    where parallelize() has divided them: then parameters are gathered, on all ranks of the mesh at once.
+
+    Raises:
+        ModelError: `converted` is no module.
+    """
+    check_module(converted, "revert")
     dequantize_weights(converted)
     leave(converted)
     return converted

@@ -14,6 +14,7 @@ from te_transform.backends.joined import is_stored, state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.quantized import exact, is_quantized, quantize
 from te_transform.backends.running import forget_weights
+from te_transform.plan.model import check_module
 from te_transform.runtime.converted import is_divided
 
 
@@ -49,7 +50,9 @@ def quantize_weights(model: nn.Module) -> Quantized:
 
     Raises:
         QuantizationError: nothing in `model` has run in FP8, or it is divided among ranks.
+        te_transform.ModelError: `model` is no module.
     """
+    check_module(model, "quantize_weights")
     if is_divided(model):
         raise QuantizationError(
             "the model is divided among ranks, its weights are DTensors, plain ones are needed: quantize the "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from te_transform.plan.model import ModelError
+from te_transform.plan.model import ModelError, check_module
 from te_transform.runtime.converted import converted_of
 from te_transform.runtime.precision import Precision
 
@@ -31,7 +31,7 @@ def scaling_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     Raises:
         ModelError: there is no converted model in `model`.
     """
-    owner, precision = _found(model)
+    owner, precision = _found(model, "scaling_state")
     return {} if precision is None else precision.scales(owner)
 
 
@@ -42,7 +42,13 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
         ModelError: there is no converted model in `model`, or the state is another model's, or that of
             another recipe; nothing is loaded then.
     """
-    owner, precision = _found(model)
+    owner, precision = _found(model, "load_scaling_state")
+    rows = list(state.values()) if isinstance(state, Mapping) else [None]
+    if not all(isinstance(row, Mapping) and all(isinstance(t, Tensor) for t in row.values()) for row in rows):
+        raise ModelError(
+            f"the scales are a {type(state).__name__}, a dict of dicts of tensors is needed: load what "
+            "te_transform.scaling_state() returned for a model that was converted with this recipe"
+        )
     needed = {} if precision is None else precision.template(owner)
     sizes = {name: {key: [*value.shape] for key, value in row.items()} for name, row in state.items()}
     for name in dict.fromkeys([*needed, *sizes]):
@@ -59,8 +65,9 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
         precision.load_scales(copied)
 
 
-def _found(model: nn.Module) -> tuple[nn.Module, Precision | None]:
-    """The converted model in `model`, and its precision if that keeps scales."""
+def _found(model: nn.Module, function: str) -> tuple[nn.Module, Precision | None]:
+    """The converted model in `model`, which `function` was given, and its precision if that keeps scales."""
+    check_module(model, function)
     for module in model.modules():
         if (converted := converted_of(module)) is not None:
             precision = converted.precision

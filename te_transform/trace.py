@@ -11,6 +11,7 @@ from te_transform.graph.capture import capture, on_fake_tensors
 from te_transform.graph.edit import name_model_tensors
 from te_transform.graph.inputs import TraceError, as_inputs
 from te_transform.graph.preserve import preserved
+from te_transform.plan.model import check_module
 
 
 def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -> fx.GraphModule:
@@ -30,7 +31,9 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
     Raises:
         TraceError: the forward failed on these inputs, or dynamo captures it in several pieces.
         te_transform.InputError: there are no inputs and none can be invented.
+        te_transform.ModelError: `model` is no module.
     """
+    check_module(model, "trace")
     inputs = as_inputs(model, example_inputs)[0]
     found: list[fx.GraphModule] = []
 

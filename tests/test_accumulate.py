@@ -164,6 +164,9 @@ def test_what_is_wrong_is_said(model: nn.Module) -> None:
     for steps in (0, -1, 2.5, None):
         with pytest.raises(te_transform.AccumulationError, match=r"a number of forward passes from 1 on"):
             te_transform.accumulate(model, steps=steps).__enter__()
+    for dtype in ("bfloat16", torch.int32):
+        with pytest.raises(te_transform.AccumulationError, match=r"dtype is .*, one of floating point"):
+            te_transform.accumulate(model, steps=1, dtype=dtype).__enter__()
     with te_transform.accumulate(model, steps=1):
         train(model, X[:1])
         with pytest.raises(te_transform.AccumulationError, match=r"forward pass 2 of accumulate\(steps=1\)"):

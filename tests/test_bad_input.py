@@ -156,6 +156,26 @@ def test_what_is_no_plain_model_is_named(name: str, inplace: bool):
             assert sentence in str(raised.value)
 
 
+OTHERS: dict[str, Callable[[object], object]] = {
+    "trace": lambda model: te_transform.trace(model, X),
+    "revert": te_transform.revert,
+    "quantize_weights": te_transform.quantize_weights,
+    "scaling_state": te_transform.scaling_state,
+    "load_scaling_state": lambda model: te_transform.load_scaling_state(model, {}),
+    "accumulate": lambda model: te_transform.accumulate(model, steps=2).__enter__(),
+}
+
+
+@pytest.mark.parametrize("what", [None, "gpt2", nn.Linear, {}], ids=str)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_model_is_named_by_the_other_functions(name: str, what: object):
+    with pytest.raises(ModelError) as raised:
+        OTHERS[name](what)
+    assert str(raised.value) == (
+        f"{name}() was given a {type(what).__name__}, a torch.nn.Module is needed: pass the model itself"
+    )
+
+
 @pytest.fixture
 def process_group(tmp_path) -> Iterator[None]:
     torch.distributed.init_process_group(

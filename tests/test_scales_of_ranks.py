@@ -243,6 +243,9 @@ def test_scales_of_another_model_are_refused(te: ModuleType) -> None:
         te_transform.load_scaling_state(model, wrong)
     with pytest.raises(te_transform.ModelError, match=r"scales of other.weight are .*, none are needed"):
         te_transform.load_scaling_state(model, {**saved, "other.weight": saved["blocks.0.o.weight"]})
+    for none in (None, [saved], *({**saved, "blocks.0.o.weight": row} for row in (3.0, {"scale": 3}))):
+        with pytest.raises(te_transform.ModelError, match=r"are a \w+, a dict of dicts of tensors is needed"):
+            te_transform.load_scaling_state(model, none)
     del saved["blocks.0.o.weight"]
     with pytest.raises(te_transform.ModelError, match=r"scales of blocks.0.o.weight are missing, "):
         te_transform.load_scaling_state(model, saved)

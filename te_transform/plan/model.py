@@ -20,11 +20,7 @@ def check_model(model: Any) -> None:
     Raises:
         ModelError: what was given, what is needed, what to do.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"convert() was given a {type(model).__name__}, a torch.nn.Module is needed: pass the model "
-            "itself"
-        )
+    check_module(model, "convert")
     kind = type(model).__name__
     for path, module in model.named_modules():
         where = f"its part {path} ({type(module).__name__})" if path else kind
@@ -52,6 +48,19 @@ def check_model(model: Any) -> None:
         )
     if next(model.parameters(), None) is None:
         raise ModelError(f"{kind} has no parameters, there is nothing to convert: pass a model with weights")
+
+
+def check_module(model: Any, function: str) -> None:
+    """Raise unless the model that `function` was given is a module.
+
+    Raises:
+        ModelError: what was given, what is needed, what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{function}() was given a {type(model).__name__}, a torch.nn.Module is needed: pass the model "
+            "itself"
+        )
 
 
 def _compiled_class() -> type:
