@@ -367,6 +367,15 @@ def test_another_class_is_refused() -> None:
         verify(nn.Linear(8, 8), converted)
 
 
+def test_models_without_numbers_are_refused() -> None:
+    model, x = OneBatch(), torch.randn(2, 3, 8)
+    converted = te_transform.convert(model, x)
+    with pytest.raises(ValueError, match="the first model is on the meta device, numbers"):
+        verify(OneBatch().to("meta"), converted, x)
+    with pytest.raises(ValueError, match="the second model is on the meta device"):
+        verify(model, converted.to("meta"), x)
+
+
 class HasSparse(nn.Module):
     """As openai/whisper has one."""
 

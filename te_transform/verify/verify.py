@@ -75,6 +75,12 @@ def _check(model: nn.Module, converted: nn.Module) -> None:
             f"the first model is a {type(model).__name__}, the second was a {type(converted).__name__}, the "
             "same class is needed: pass the model that was converted"
         )
+    for which, each in (("first", model), ("second", converted)):
+        if any(parameter.is_meta for parameter in each.parameters()):
+            raise ValueError(
+                f"the {which} model is on the meta device, numbers to compare are needed: move it by "
+                "to_empty(device=...) and load its weights first"
+            )
 
 
 def _uncompile(model: nn.Module) -> None:
