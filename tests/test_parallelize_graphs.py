@@ -156,8 +156,34 @@ def accumulated() -> dict[str, Any]:
 def test_gradients_of_shards_are_accumulated(tmp_path: Path) -> None:
     for found in spawn(accumulated, 2, tmp_path):
         assert found["notes"] == []
-        assert found["counts"]["backward"] > 4
+        assert found["counts"]["recorded"] == 2  # in training and in evaluation
+        assert found["counts"]["backward"] == 7  # the check, two of the first four, and all that are added up
         assert found["off"] < 1e-5
+
+
+def held_on_one_rank() -> dict[str, Any]:
+    """One rank's gradients are somebody's, who may not see them change."""
+    emulate(pytest.MonkeyPatch())
+    model, sample = divided("llama", graphs=True)
+    parameter, kept = model.model.layers[0].mlp.down_proj.weight, []
+    for _ in range(CALLS):
+        last = gradients(model, sample)
+        if dist.get_rank() == 1:
+            kept.append(parameter.grad.to_local().detach())
+        model.zero_grad()
+    off = max(
+        [(grad - last["model.layers.0.mlp.down_proj.weight"].chunk(2, 1)[1]).norm() for grad in kept],
+        default=0,
+    )
+    return {"off": float(off), "counts": dict(Emulated.counts), "notes": notes(model)}
+
+
+def test_a_rank_whose_gradients_are_kept_keeps_up(tmp_path: Path) -> None:
+    first, second = spawn(held_on_one_rank, 2, tmp_path)
+    assert first["counts"]["forward"] > second["counts"]["forward"]
+    assert first["counts"]["recorded"] == second["counts"]["recorded"] == 1
+    assert second["off"] < 1e-5
+    assert first["notes"] == second["notes"] == []
 
 
 def moved_on_one_rank() -> dict[str, Any]:

@@ -88,10 +88,22 @@ def parameters_of(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def standing_for(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor` as a weight that has the state of `parameter`, which it was computed from; differentiable."""
+    """`tensor` as a weight that has the state of `parameter`, a DTensor that it was computed from;
+    differentiable."""
     made = _Alias.apply(tensor)
-    made._te_transform_joined = (parameter,)
+    made._te_transform_joined = (local(parameter),)
+    made._te_transform_stored = parameter
     return made
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What a DTensor holds in this process; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def stored_in(argument: Any) -> Tensor | None:
+    """The parameter that an argument of a graph is, or stands for, as its module holds it."""
+    return argument if is_stored(argument) else getattr(argument, "_te_transform_stored", None)
 
 
 class _Alias(torch.autograd.Function):
@@ -133,7 +145,7 @@ class Source:
         return () if None in found else found
 
 
-def is_stored(weight: Tensor | None) -> bool:
+def is_stored(weight: Any) -> bool:
     """Whether it is a parameter as a module holds it."""
     return isinstance(weight, nn.Parameter)
 

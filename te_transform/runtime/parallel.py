@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from te_transform.backends.collectives import Move, Ranks, Shards
-from te_transform.backends.joined import share_state, standing_for
+from te_transform.backends.joined import local, share_state, standing_for
 from te_transform.graph.nodes import MADE_ANEW
 from te_transform.plan.layout import Place
 from te_transform.runtime.sharded import Unshardable, on_shards
@@ -60,7 +60,7 @@ class Divided:
             # writes to a DTensor are counted there alone, and weights in FP8 are kept by the count of what it
             # holds; once a call has taken its share, which is a view of that, it may not be counted any more
             self.version = held._version
-            increment_version(held._local_tensor)
+            increment_version(local(held))
         return made
 
     def share(self, ranks: Ranks, move: Move | None) -> Tensor:
@@ -80,9 +80,8 @@ class Divided:
         return self._standing(self.held.full_tensor())
 
     def _standing(self, tensor: Tensor) -> Tensor:
-        local = self.held._local_tensor  # to_local() makes another in each call
-        share_state(self.stand_in, local)
-        return standing_for(tensor, local)
+        share_state(self.stand_in, local(self.held))  # to_local() makes another tensor in each call
+        return standing_for(tensor, self.held)
 
 
 @dataclass(eq=False)
@@ -197,8 +196,7 @@ class Parallel:
 
 def stored(model: nn.Module) -> Iterator[Tensor]:
     """What holds the model's parameters in this process: they themselves, a DTensor's local tensor."""
-    for parameter in model.parameters():
-        yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    yield from map(local, model.parameters())
 
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:

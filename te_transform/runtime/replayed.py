@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from te_transform.backends.joined import check_unwritten, known_as, versions
+from te_transform.backends.joined import check_unwritten, known_as, local, stored_in, versions
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.tracing import batches_gradients, in_backward, saving_hooks
 from te_transform.runtime.console import status
@@ -87,6 +87,8 @@ class Replayed:
             if kind.calls < WARM_UPS or not kind.knows_gradients():
                 return kind.warmed_up(self.run, arguments)
             if kind.graphs is not None and not kind.graphs.frees_gradients(arguments):
+                if self.is_divided:  # on the other ranks nobody may hold them
+                    return self.run(*arguments)
                 kind.copies_gradients, kind.graphs = True, None  # whoever holds them keeps the memory
             if kind.graphs is None:
                 self._record(kind, arguments)
@@ -421,10 +423,10 @@ class _Recorded:
         held = self._held()
         if not held:
             return True
-        for argument in arguments:
-            grad = argument.grad if isinstance(argument, torch.nn.Parameter) else None
-            if grad is not None and grad.untyped_storage()._cdata in held:
-                argument.grad = grad.clone()
+        for parameter in map(stored_in, arguments):
+            grad = None if parameter is None else parameter.grad
+            if grad is not None and local(grad).untyped_storage()._cdata in held:
+                parameter.grad = grad.clone()
         grad = None  # else it would be held here
         return not self._held()
 
