@@ -59,6 +59,10 @@ log = logging.getLogger(__name__)
 # first call.
 DEEP = 8
 _ONE_AT_A_TIME = threading.RLock()  # threads share random states, which a conversion puts back
+_SET_ON_MODEL = (
+    "a forward is set on the model itself, as accelerate's prepare() sets one for mixed precision, and that "
+    "of its class is needed (convert first, then prepare): it runs as it is, with parts that are captured"
+)
 _LATER = "what is around the blocks is captured in the first call, and in te_transform.report() from then on"
 
 
@@ -431,6 +435,8 @@ def _report(model: nn.Module, converted: Converted, seen: _Seen, sample: Inputs)
     if options.recipe is not None:
         others = _products_around(model, [path for path, _ in plans])
         precision = assign(plans, options.recipe, options.backend, others)
+    if plans and "forward" in vars(model) and not converted.entered:
+        converted.failures += [_SET_ON_MODEL] * (_SET_ON_MODEL not in converted.failures)
     return compose(model, plans, options, precision, str(sample), converted.failures, seen.reasons)
 
 

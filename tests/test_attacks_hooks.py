@@ -1,6 +1,7 @@
 """Hooks of all kinds, before the conversion and after it, see and change what they would of the original."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -238,6 +239,45 @@ def test_a_forward_that_is_set_before_the_conversion_is_named() -> None:
     (said,) = te_transform.report(converted).breaks
     assert "a forward is set on the model itself, as accelerate's prepare() sets one" in said
     assert torch.equal(converted(X), 2 * seeded(Tiny)(X))
+
+
+class Headed(nn.Module):
+    """A backbone, which is a part that is captured where it is called by itself, and a head."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.backbone, self.head = Backbone(blocks), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+
+class Backbone(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Tiny() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("blocks", [2, 9])
+def test_a_forward_that_is_set_is_named_where_parts_are_captured(blocks: int) -> None:
+    said = "a forward is set on the model itself, as accelerate's prepare() sets one"
+
+    def notes(forward: Callable[..., Tensor]) -> list[list[str]]:
+        model = seeded(Headed, blocks)
+        model.forward = functools.partial(forward, model)
+        planned = te_transform.inspect(model, X)
+        made = te_transform.report(te_transform.convert(model, X, inplace=True))
+        assert planned.counts["layernorm_mlp"] == made.counts["layernorm_mlp"] > 0
+        return [[note for note in report.all_notes() if said in note] for report in (planned, made)]
+
+    for found in notes(Headed.forward):
+        assert len(found) == 1
+    assert notes(lambda model, x: 2 * type(model).forward(model, x)) == [[], []]
 
 
 def test_a_forward_set_on_an_instance() -> None:

@@ -85,6 +85,7 @@ class Converted:
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
     recomputes: bool = False  # whether there are checkpoints in it, and no blocks to capture
     nests: bool = False  # whether it makes nested tensors in evaluation where it is not traced
+    entered: bool = False  # whether a call has come through the model's own forward, not its parts' alone
     leaving: set[type] = field(default_factory=set)  # the classes whose forward runs as it is in this call
     # weak references to the model and its first block; None where nobody has looked yet
     model: Callable[[], nn.Module | None] | None = None
@@ -181,6 +182,7 @@ class Converted:
         """A call of the model, of a part of it, or of a block; `forward` is the one of its own class."""
         if place.role is Role.PART and _calling.get():
             return forward(module, *args, **kwargs)
+        self.entered = self.entered or place.is_root
         token = _calling.set(True)
         try:
             return self._call(place, forward, module, args, kwargs)
