@@ -28,7 +28,7 @@ from te_transform.plan import cost
 from te_transform.plan.assign import assign, products_in
 from te_transform.plan.match import Plan
 from te_transform.plan.model import ModelError, check_model, check_module
-from te_transform.plan.options import OptionError, Options
+from te_transform.plan.options import OptionError, Options, check_skip
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.quantize import dequantize_weights
 from te_transform.report.compose import compose
@@ -133,7 +133,7 @@ def convert(
         inplace=inplace,
         verify=verify,
     )
-    options.check_skip(model)
+    check_skip(options.skip, model)
     samples = as_inputs(model, example_inputs)
     if compile == "auto" and samples[0].invented:
         raise InputError(
@@ -508,7 +508,7 @@ def plans_of(
 def _asked(model: nn.Module, example_inputs: Any, options: dict[str, Any]) -> tuple[Options, Inputs]:
     check_model(model)
     asked = Options.of(model, PIPELINE, planning=True, **options)
-    asked.check_skip(model)
+    check_skip(asked.skip, model)
     return asked, as_inputs(model, example_inputs)[0]
 
 

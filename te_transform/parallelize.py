@@ -23,7 +23,7 @@ from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
 from te_transform.plan.layout import Place, lay_out
 from te_transform.plan.model import wrapped_by
-from te_transform.plan.options import IN_CUDA_GRAPHS, Options
+from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, check_skip, globs_of
 from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.parallel import Parallel, ParallelError
 from te_transform.runtime.precision import Precision
@@ -58,11 +58,14 @@ def parallelize(
 
     Raises:
         ParallelError: the model, the mesh or both do not fit; nothing has been changed then.
-        InputError, TraceError: as convert() does.
+        OptionError, InputError, TraceError: as convert() does.
     """
     state, ranks = _checked(converted, mesh)
+    check_skip(globs := globs_of(skip), converted)
+    if not isinstance(sequence_parallel, bool):
+        raise OptionError(f"sequence_parallel is {sequence_parallel!r}, True or False is needed")
     sample = as_inputs(converted, example_inputs)[0]
-    found = _laid_out(converted, sample, ranks, (skip,) if isinstance(skip, str) else tuple(skip))
+    found = _laid_out(converted, sample, ranks, globs)
     _check_found(converted, found, ranks)
     parallel = Parallel(ranks, sequence_parallel, tuple(found.places))
     with _keeping_scales(converted, state.precision, ranks) as load_scales:

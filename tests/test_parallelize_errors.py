@@ -81,6 +81,24 @@ def test_nothing_is_left_to_divide(ranks: int) -> None:
     unchanged(model, model, mesh(2), sample(), match=said, skip="*")
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"skip": "layer.0"}, "skip has 'layer.0', which names no module of QuickstartModel"),
+        ({"skip": 3}, "skip is 3, module paths or globs"),
+        ({"skip": [3]}, "skip has 3, module paths or globs"),
+        ({"sequence_parallel": "yes"}, "sequence_parallel is 'yes', True or False is needed"),
+    ],
+    ids=str,
+)
+def test_options_are_checked_first(ranks: int, options: dict[str, Any], said: str) -> None:
+    model = converted()
+    with pytest.raises(te_transform.OptionError, match=re.escape(said)):
+        te_transform.parallelize(model, mesh(2), sample(), **options)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "not a model": (lambda: 3, "parallelize() was given a int, a converted model is needed"),
     "not converted": (original, "QuickstartModel is not converted, a converted model is needed"),

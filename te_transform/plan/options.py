@@ -116,13 +116,7 @@ class Options:
                 f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE"
             )
         cls._check_recipe(recipe, chosen, reason)
-        if not isinstance(skip, (str, tuple, list, set, frozenset)):
-            raise OptionError(f"skip is {skip!r}, module paths or globs such as 'model.layers.0*' are needed")
-        globs = (skip,) if isinstance(skip, str) else tuple(skip)
-        if wrong := [glob for glob in globs if not isinstance(glob, str)]:
-            raise OptionError(
-                f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed"
-            )
+        globs = globs_of(skip)
         if not isinstance(mode, bool) and mode not in (*COMPILE_MODES, "auto"):
             known = ", ".join((*COMPILE_MODES, "auto"))
             raise OptionError(f"compile is {mode!r}, a bool or one of {known} is needed")
@@ -176,19 +170,36 @@ class Options:
         except ValueError as error:
             raise OptionError(f"recipe is {named!r}, {error}") from error
 
-    def check_skip(self, model: nn.Module) -> None:
-        """Raise unless every path or glob of `skip` names a module of `model`.
 
-        Raises:
-            OptionError: what was given, what is needed.
-        """
-        paths = [path for path, _ in model.named_modules()]
-        for glob in self.skip:
-            if not any(fnmatchcase(path, glob) for path in paths):
-                raise OptionError(
-                    f"skip has {glob!r}, which names no module of {type(model).__name__}: a path like "
-                    f"{paths[-1]!r} is needed, or a glob, see model.named_modules()"
-                )
+def globs_of(skip: Any) -> tuple[str, ...]:
+    """The module paths and globs that `skip=` is given.
+
+    Raises:
+        OptionError: what was given, what is needed.
+    """
+    if not isinstance(skip, (str, tuple, list, set, frozenset)):
+        raise OptionError(f"skip is {skip!r}, module paths or globs such as 'model.layers.0*' are needed")
+    globs = (skip,) if isinstance(skip, str) else tuple(skip)
+    if wrong := [glob for glob in globs if not isinstance(glob, str)]:
+        raise OptionError(
+            f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed"
+        )
+    return globs
+
+
+def check_skip(globs: tuple[str, ...], model: nn.Module) -> None:
+    """Raise unless every path or glob names a module of `model`.
+
+    Raises:
+        OptionError: what was given, what is needed.
+    """
+    paths = [path for path, _ in model.named_modules()]
+    for glob in globs:
+        if not any(fnmatchcase(path, glob) for path in paths):
+            raise OptionError(
+                f"skip has {glob!r}, which names no module of {type(model).__name__}: a path like "
+                f"{paths[-1]!r} is needed, or a glob, see model.named_modules()"
+            )
 
 
 def _name_of(recipe: Any) -> str:
