@@ -33,10 +33,15 @@ def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any
         group: the processes; None is all of them.
 
     Raises:
-        RanksError: no process group is there, or processes differ from the first one; the message says in
-            what, and what each has.
+        RanksError: `mesh` is none, no process group is there, or processes differ from the first one; the
+            message says in what, and what each has.
         ModelError: `converted` does not come from te_transform.convert().
     """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise RanksError(
+            f"the mesh is a {type(mesh).__name__}, a DeviceMesh is needed: pass the one that the model is "
+            "going to be sharded over, and a process group as group="
+        )
     own = _fingerprint(converted, mesh)
     if not (dist.is_available() and dist.is_initialized()):
         raise RanksError(

@@ -257,5 +257,7 @@ def test_ranks_are_checked_in_a_process_group(te: ModuleType) -> None:
     model, _ = begun()
     with pytest.raises(te_transform.RanksError, match="no process group is there, one is needed: call torch"):
         te_transform.check_ranks(model)
+    with pytest.raises(te_transform.RanksError, match="the mesh is a str, a DeviceMesh is needed"):
+        te_transform.check_ranks(model, "tp")
     with pytest.raises(te_transform.ModelError, match="Net has no report"):
         te_transform.check_ranks(ranks.net())
