@@ -257,6 +257,28 @@ def test_a_copy_that_lacks_what_the_forward_reads_asks_for_inplace():
     assert torch.equal(te_transform.convert(model, X, inplace=True)(X), expected)
 
 
+class Writes(nn.Module):
+    """Writes to its parameter, its buffer and an attribute, and then fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight += 1
+        self.seen += 1
+        self.calls += 1
+        raise RuntimeError("no forward today")
+
+
+def test_a_forward_that_writes_and_fails_leaves_the_original_as_it_was():
+    model = Writes()
+    with untouched(model), pytest.raises(TraceError, match="no forward today"):
+        te_transform.convert(model, X)
+
+
 class Final(nn.Module):
     """A class that nobody may derive from."""
 
