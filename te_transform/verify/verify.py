@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from te_transform.graph.inputs import Inputs, as_inputs
@@ -81,6 +82,12 @@ def _check(model: nn.Module, converted: nn.Module) -> None:
                 f"the {which} model is on the meta device, numbers to compare are needed: move it by "
                 "to_empty(device=...) and load its weights first"
             )
+    first, second = (any(isinstance(p, DTensor) for p in each.parameters()) for each in (model, converted))
+    if first != second:
+        raise ValueError(
+            f"the {'first' if first else 'second'} model is divided among ranks and the other is whole, two "
+            "whole ones are needed: verify() before parallelize() or fully_shard()"
+        )
 
 
 def _uncompile(model: nn.Module) -> None:
