@@ -160,7 +160,8 @@ def test_a_model_that_is_divided(tmp_path: Any) -> None:
         te_transform.parallelize(model, mesh(1), x)
         assert torch.allclose(model(x), expected, atol=1e-5)
         unchanged(model, model, mesh(1), x, match="is divided among 1 ranks already, a whole one is needed")
-        with pytest.raises(ValueError, match="the second model is divided among ranks and the other is whole"):
+        said = "the second model is divided among ranks and the other is whole"
+        with pytest.raises(ValueError, match=said):
             te_transform.verify(original(), model, x)
         with pytest.raises(ParallelError, match="cannot be copied"):
             copy.deepcopy(model)
