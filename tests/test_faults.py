@@ -107,6 +107,7 @@ def is_as_it_was(model: nn.Module) -> None:
 # model's, which then runs as it is: only an interrupt ends the conversion there.
 STEPS: dict[str, ModuleType] = {
     "check_model": converting,
+    "check_skip": converting,
     "as_inputs": converting,
     "blocks": converting,
     "_capture_and_report": converting,
