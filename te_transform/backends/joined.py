@@ -101,7 +101,7 @@ def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def stored_in(argument: Any) -> Tensor | None:
+def parameter_of(argument: Any) -> Tensor | None:
     """The parameter that an argument of a graph is, or stands for, as its module holds it."""
     return argument if is_stored(argument) else getattr(argument, "_te_transform_stored", None)
 
@@ -168,9 +168,10 @@ class Join(nn.Module):
         A number stands for so many zeros, see ops.join.
         """
         parameters = tuple(part for part in parts if isinstance(part, Tensor))
-        has_zeros, stored = len(parameters) < len(parts), tuple(map(_stored, parameters))
-        if None in stored or transformed():
-            # DTensors, tensors of a function transform, torch.func's stand-ins; weights in FP8 may lie so
+        has_zeros, held = len(parameters) < len(parts), tuple(map(_held, parameters))
+        if None in held or transformed():
+            # DTensors, tensors of a function transform, torch.func's stand-ins; and weights in FP8, which may
+            # lie next to each other in their own way
             whole = None if has_zeros else quantized.joined(parameters)
             if whole is None:
                 return ops.join(*parts)
@@ -179,25 +180,30 @@ class Join(nn.Module):
         buffer = None if has_zeros else adjacent(parameters)
         if buffer is None:
             if not has_zeros:
-                self._note(parameters, stored)
+                self._note(parameters, held)
             buffer = ops.join(*(part.detach() if isinstance(part, Tensor) else part for part in parts))
         joined = buffer.detach()
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
             used: list[bool] = []
             joined = _Joined.apply(buffer, used, *parts)
             joined._te_transform_used, joined._te_transform_parts = used, parts
-        joined._te_transform_joined = stored
+        joined._te_transform_joined = held
         return joined
 
-    def _note(self, parameters: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
-        places = _pointers(stored)
-        if state_of(stored[0]).refused != places and _pointers(parameters) == places:
-            self.apart.append(tuple(map(weakref.ref, stored)))
+    def _note(self, parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+        places = _pointers(held)
+        # a share that a call has computed lies elsewhere, and would next time
+        if state_of(held[0]).refused != places and _pointers(parameters) == places:
+            self.apart.append(tuple(map(weakref.ref, held)))
 
 
-def _stored(part: Tensor) -> Tensor | None:
-    """The parameter, or what holds this rank's share of it, where that is what the tensor stands for."""
-    return part if type(part) is nn.Parameter else part.__dict__.get("_te_transform_joined", (None,))[0]
+def _held(part: Tensor) -> Tensor | None:
+    """What holds the numbers of the parameter that a part is, or stands for, in this process; None where it
+    is no parameter's."""
+    if type(part) is nn.Parameter:
+        return part
+    stored = part.__dict__.get("_te_transform_stored")
+    return None if stored is None else local(stored)
 
 
 def joined_anew(weight: Any) -> Any:
@@ -217,8 +223,9 @@ def joined_anew(weight: Any) -> Any:
 def known_as(tensor: Tensor, other: Tensor) -> Tensor:
     """`tensor`, that stands for `other`, as a weight that was made of the same parameters; its gradient goes
     to whom it stands for."""
-    told = {name: held for name, held in other.__dict__.items() if name != "_te_transform_parts"}
-    tensor.__dict__.update(told)
+    for name, told in other.__dict__.items():
+        if name.startswith("_te_transform") and name != "_te_transform_parts":
+            setattr(tensor, name, told)
     return tensor
 
 

@@ -25,7 +25,7 @@ from torch._dynamo.exc import SkipFrame
 from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends import gradients
-from te_transform.backends.joined import lay
+from te_transform.backends.joined import lay, local
 from te_transform.canonicalize import functions
 from te_transform.graph.capture import capture, is_capturing, is_compiling_here, is_our_capture
 from te_transform.graph.nodes import called, replaced_function
@@ -36,7 +36,7 @@ from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import is_dispatch_mode_on, is_foreign_mode_on, set_aside
-from te_transform.runtime.parallel import Parallel, ParallelError, stored
+from te_transform.runtime.parallel import Parallel, ParallelError
 from te_transform.runtime.precision import Precision
 
 log = logging.getLogger(__name__)
@@ -153,9 +153,10 @@ class Converted:
     def options_now(self) -> Options:
         """The options, without CUDA graphs where fully_shard() divides a divided model's parameters again: it
         gathers them elsewhere in each call, on each rank by itself."""
+        if self.parallel is None or not self.options.graphs:
+            return self.options
         first = self.first_block and self.first_block()
-        sharded = any(map(is_sharded, (self.model and self.model(), first)))
-        if self.parallel is None or not self.options.graphs or not sharded:
+        if not any(map(is_sharded, (self.model and self.model(), first))):
             return self.options
         self.failures += [_GATHERED] * (_GATHERED not in self.failures)
         return replace(self.options, graphs=False)
@@ -320,7 +321,8 @@ class Converted:
     def lay_again(self, model: nn.Module) -> None:
         """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's
         stand-ins are not, whose memory it frees."""
-        groups, own = {tuple(r() for r in group) for group in self.apart}, set(map(id, stored(model)))
+        groups = {tuple(r() for r in group) for group in self.apart}
+        own = {id(local(parameter)) for parameter in model.parameters()}
         self.apart.clear()
         for group in groups:
             if all(id(tensor) in own for tensor in group):

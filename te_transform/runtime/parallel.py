@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from te_transform.backends.collectives import Move, Ranks, Shards
 from te_transform.backends.joined import local, share_state, standing_for
-from te_transform.graph.nodes import MADE_ANEW
+from te_transform.graph.nodes import MADE_ANEW, is_parameter
 from te_transform.plan.layout import Place
 from te_transform.runtime.sharded import Unshardable, on_shards
 
@@ -194,11 +194,6 @@ class Parallel:
         return _Divided(self, captured, fuse)
 
 
-def stored(model: nn.Module) -> Iterator[Tensor]:
-    """What holds the model's parameters in this process: they themselves, a DTensor's local tensor."""
-    yield from map(local, model.parameters())
-
-
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter, and its name there."""
     path, _, own = name.rpartition(".")
@@ -238,8 +233,8 @@ class _Divided:
         try:
             made = on_shards(self.captured, known, ranks, sequence)
         except Unshardable:  # by parameters that are gathered for each call
-            for node in self.captured.graph.nodes:
-                node.meta[MADE_ANEW] = node.name in shards
+            for node in filter(is_parameter, self.captured.graph.nodes):
+                node.meta[MADE_ANEW] = True
             return self.fuse(self.captured), None
         if made.common_random:
             check_random(ranks)

@@ -166,12 +166,9 @@ def _handed_on(nodes: Sequence[fx.Node]) -> list[float]:
 def _gradients(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> list[int]:
     """Of how many bytes of trained tensors each of the operations is the first reader: its backward is the
     one after which their gradients are known."""
-    trained = {node: held.nbytes for node, held in given.items() if _is_trained(held)}
+    tensors = {node: held for node, held in given.items() if isinstance(held, Tensor)}
+    trained = {node: held.nbytes for node, held in tensors.items() if held.requires_grad}
     return [sum(trained.pop(read, 0) for read in node.all_input_nodes) for node in nodes]
-
-
-def _is_trained(held: Any) -> bool:
-    return isinstance(held, Tensor) and held.requires_grad
 
 
 def _puts_settings_back(run: Sequence[fx.Node]) -> bool:
