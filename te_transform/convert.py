@@ -27,17 +27,17 @@ from te_transform.passes import PIPELINE
 from te_transform.plan import cost
 from te_transform.plan.assign import assign, products_in
 from te_transform.plan.match import Plan
-from te_transform.plan.model import ModelError, check_model, check_module
+from te_transform.plan.model import ModelError, check_model, check_module, wrapped_by
 from te_transform.plan.options import OptionError, Options, check_skip
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.quantize import dequantize_weights
 from te_transform.report.compose import compose
-from te_transform.report.explain import divided
+from te_transform.report.explain import SET_ON_MODEL, divided
 from te_transform.report.report import Report
 from te_transform.runtime import timing
 from te_transform.runtime.calibrate import calibrate
 from te_transform.runtime.captured import CapturedGraph
-from te_transform.runtime.console import progress
+from te_transform.runtime.console import in_a_line, progress
 from te_transform.runtime.converted import (
     Converted,
     blocks,
@@ -59,10 +59,7 @@ log = logging.getLogger(__name__)
 # first call.
 DEEP = 8
 _ONE_AT_A_TIME = threading.RLock()  # threads share random states, which a conversion puts back
-_SET_ON_MODEL = (
-    "a forward is set on the model itself, as accelerate's prepare() sets one for mixed precision, and that "
-    "of its class is needed (convert first, then prepare): it runs as it is, with parts that are captured"
-)
+_SET_ON_MODEL = f"{SET_ON_MODEL}it runs as it is, with parts that are captured"
 _LATER = "what is around the blocks is captured in the first call, and in te_transform.report() from then on"
 
 
@@ -117,7 +114,7 @@ def convert(
         InputError, OptionError, BackendError, TraceError: as their messages say. Whatever is raised, `model`
             is bitwise what it was.
     """
-    check_model(model)
+    check_model(model, "convert")
     options = Options.of(
         model,
         PIPELINE,
@@ -230,8 +227,7 @@ def _timings(
             found[name] = Timing(name, timing.seconds_of(made, samples[0]))
         except Exception as error:
             log.debug("where that came from", exc_info=error)
-            said = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
-            found[name] = Timing(name, None, said)
+            found[name] = Timing(name, None, in_a_line(error))
         finally:
             leave(made)
             _free_gpu_memory()
@@ -344,26 +340,22 @@ def _fails_captured(
                 return False
         return True
 
+    raised = error.__cause__ or error
     if takes(model, original):
-        return _raises_captured(error)
+        return _raises_captured(raised)
     if original is not None and takes(original, model):
         raise ModelError(
-            f"the copy of {type(model).__name__} raises {_raised(error)}, and the original does not: "
+            f"the copy of {type(model).__name__} raises {in_a_line(raised)}, and the original does not: "
             "copy.deepcopy() leaves out what the forward reads, as it does with __slots__, pass inplace=True"
         ) from error
     raise error
 
 
-def _raises_captured(error: TraceError) -> str:
+def _raises_captured(raised: BaseException) -> str:
     return (
-        f"captured, the forward raises {_raised(error)}: it does something else where it is traced or in a "
-        "subclass, one that does the same is needed; the model runs the user's own code"
+        f"captured, the forward raises {in_a_line(raised)}: it does something else where it is traced or in "
+        "a subclass, one that does the same is needed; the model runs the user's own code"
     )
-
-
-def _raised(error: TraceError) -> str:
-    """What the forward raised, its first line."""
-    return f"{type(error.__cause__).__name__}: {error.__cause__}".partition("\n")[0]
 
 
 def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -506,7 +498,7 @@ def plans_of(
 
 
 def _asked(model: nn.Module, example_inputs: Any, options: dict[str, Any]) -> tuple[Options, Inputs]:
-    check_model(model)
+    check_model(model, "inspect")
     asked = Options.of(model, PIPELINE, planning=True, **options)
     check_skip(asked.skip, model)
     return asked, as_inputs(model, example_inputs)[0]
@@ -528,7 +520,7 @@ def _planned(
             failed = error
     with suppress(Exception), preserved(model), tensors(model, sample) as (args, kwargs):
         model.train()(*args, **kwargs)
-        planned.failures.append(_raises_captured(failed))
+        planned.failures.append(_raises_captured(failed.__cause__ or failed))
         return planned, _Seen()
     raise failed
 
@@ -562,8 +554,10 @@ def report(converted: nn.Module) -> Report:
     """
     found = converted_of(converted) if isinstance(converted, nn.Module) else None
     if found is None:
+        wrapper = wrapped_by(converted) if isinstance(converted, nn.Module) else None
         raise ModelError(
             f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
+            + (": pass its .module" if wrapper else "")
         )
     if found.whole:
         found.report = _report_of_whole(converted, found)

@@ -17,7 +17,7 @@ _SWITCHED_OFF = (
     "dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, torch._dynamo.config.disable or "
     'torch.compiler.set_stance("force_eager")) and has to be on: '
 )
-_SET_ON_MODEL = (
+SET_ON_MODEL = (
     "a forward is set on the model itself, as accelerate's prepare() sets one for mixed precision, and that "
     "of its class is needed (convert first, then prepare): "
 )
@@ -39,7 +39,7 @@ def explain_graphs(
     for path, graph in graphs:
         modules.setdefault(graph, []).append(path)
     if not modules:
-        why = _SWITCHED_OFF if is_switched_off() else _SET_ON_MODEL if is_set else ""
+        why = _SWITCHED_OFF if is_switched_off() else SET_ON_MODEL if is_set else ""
         yield f"nothing of the forward was captured, {why}it runs as it is"
     if len(modules) > 1:
         yield f"the forward was captured as {len(modules)} graphs, the largest is the one shown"

@@ -34,7 +34,7 @@ from te_transform.canonicalize import written
 from te_transform.graph.nodes import returned, stays_in_place, storages, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
-from te_transform.runtime.console import status
+from te_transform.runtime.console import in_a_line, status
 from te_transform.runtime.heads import head_of
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.lowered import Known, Lowered
@@ -298,7 +298,7 @@ class CompiledGraph:
             # left the last one it raises
             with suppress(RuntimeError):
                 functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-            said = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+            said = in_a_line(error)
             log.warning("a graph runs uncompiled, %s", said)
             log.debug("where that came from", exc_info=error)
             self._note(f"a graph runs uncompiled, {said}")

@@ -1,4 +1,4 @@
-"""What long work shows on a terminal; nothing elsewhere."""
+"""What a person is told: of long work, on a terminal alone, and of an error in a line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def progress(items: Collection[T], doing: str) -> Iterator[T]:
     """The items, one by one, with a bar on stderr if a person is watching."""
     console, watched = Console(stderr=True), sys.stderr.isatty()
     yield from track(items, f"te_transform: {doing}", console=console, disable=not watched, transient=True)
+
+
+def in_a_line(error: BaseException) -> str:
+    """The class of an error, and the first line of what it says."""
+    return ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
 
 
 def status(doing: str) -> AbstractContextManager[Any]:

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from te_transform.backends.joined import check_unwritten, known_as, local, stored_in, versions
+from te_transform.backends.joined import check_unwritten, known_as, local, parameter_of, versions
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.tracing import batches_gradients, in_backward, saving_hooks
-from te_transform.runtime.console import status
+from te_transform.runtime.console import in_a_line, status
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,10 @@ class Replayed:
         """Whether what stays lies where it was recorded."""
         lies = all(arguments[place].data_ptr() == at for place, at in graphs.staying.items())
         if not lies:
-            self.note("calls of a divided model run without CUDA graphs where its parameters lie elsewhere")
+            self.note(
+                "a graph of a divided model runs without CUDA graphs, its parameters lie elsewhere than when "
+                "it was recorded: change what they hold in place, as copy_() and load_state_dict() do"
+            )
         return lies
 
     def again(self, kind: Kind) -> Callable[..., Sequence[Any]] | None:
@@ -153,7 +156,7 @@ class Replayed:
                 with status("recording CUDA graphs"), _RECORDING:
                     kind.graphs, why = _recorded(self, kind, arguments)
             except Exception as error:
-                why = _said(error)
+                why = _why(error)
         if why is not None:
             kind.graphs, kind.refused = None, True
             log.warning("a graph runs without CUDA graphs, %s", why)
@@ -170,9 +173,9 @@ def stream_now() -> int:
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on else 0
 
 
-def _said(error: Exception) -> str:
+def _why(error: Exception) -> str:
     log.debug("where that came from", exc_info=error)
-    return ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+    return in_a_line(error)
 
 
 def _is_recorded_by_others() -> bool:
@@ -423,7 +426,7 @@ class _Recorded:
         held = self._held()
         if not held:
             return True
-        for parameter in map(stored_in, arguments):
+        for parameter in map(parameter_of, arguments):
             grad = None if parameter is None else parameter.grad
             if grad is not None and local(grad).untyped_storage()._cdata in held:
                 parameter.grad = grad.clone()
@@ -618,7 +621,7 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
             with _as_it_was(held, owner.changes):
                 recorded = _Recorded(owner, kind, held, outputs)
         except Exception as error:
-            why = _said(error)
+            why = _why(error)
     if (why := owner.agreed(why)) is not None or recorded is None:
         return None, why
     recorded.watch(saved)
