@@ -42,6 +42,10 @@ def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any
             f"the mesh is a {type(mesh).__name__}, a DeviceMesh is needed: pass the one that the model is "
             "going to be sharded over, and a process group as group="
         )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise RanksError(
+            f"the group is a {type(group).__name__}, a process group or None (for all) is needed"
+        )
     own = _fingerprint(converted, mesh)
     if not (dist.is_available() and dist.is_initialized()):
         raise RanksError(

@@ -11,7 +11,8 @@ from te_transform.graph.capture import capture, on_fake_tensors
 from te_transform.graph.edit import name_model_tensors
 from te_transform.graph.inputs import TraceError, as_inputs
 from te_transform.graph.preserve import preserved
-from te_transform.plan.model import check_module
+from te_transform.plan.model import ModelError, check_module
+from te_transform.runtime.converted import is_divided
 
 
 def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -> fx.GraphModule:
@@ -31,9 +32,14 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
     Raises:
         TraceError: the forward failed on these inputs, or dynamo captures it in several pieces.
         te_transform.InputError: there are no inputs and none can be invented.
-        te_transform.ModelError: `model` is no module.
+        te_transform.ModelError: `model` is no module, or is divided among ranks.
     """
     check_module(model, "trace")
+    if is_divided(model):
+        raise ModelError(
+            f"{type(model).__name__} is divided among ranks, a whole model is needed: trace() it before "
+            "parallelize(), or read the graphs of te_transform.report(model)"
+        )
     inputs = as_inputs(model, example_inputs)[0]
     found: list[fx.GraphModule] = []
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import weight_norm
+from torch.utils.data import DataLoader
 
 import te_transform
 from te_transform import BackendError, InputError, ModelError, OptionError, TraceError
@@ -157,6 +158,7 @@ def test_what_is_no_plain_model_is_named(name: str, inplace: bool):
 
 
 OTHERS: dict[str, Callable[[object], object]] = {
+    "inspect": lambda model: te_transform.inspect(model, X),
     "trace": lambda model: te_transform.trace(model, X),
     "revert": te_transform.revert,
     "quantize_weights": te_transform.quantize_weights,
@@ -221,6 +223,18 @@ def test_a_wrapped_model_is_named(wrap: Callable, process_group: None):
     with pytest.raises(ModelError) as raised:
         te_transform.convert(model, X)
     assert str(raised.value) == sentence
+
+
+def test_a_converted_model_that_is_wrapped_is_named(process_group: None):
+    model, converted = tiny(), te_transform.convert(tiny(), X)
+    wrapped = ddp(converted)
+    with pytest.raises(ValueError, match=r"the second model is wrapped by Dist.*needed: pass its \.module"):
+        te_transform.verify(model, wrapped, X)
+    with pytest.raises(ModelError, match=r"convert\(\) returns a model that has one: pass its \.module"):
+        te_transform.report(wrapped)
+    with pytest.raises(te_transform.RanksError, match="the group is a str, a process group or None"):
+        te_transform.check_ranks(converted, group="gloo")
+    te_transform.check_ranks(converted, group=torch.distributed.group.WORLD)
 
 
 def test_a_model_that_cannot_be_copied_asks_for_inplace():
@@ -320,6 +334,12 @@ INPUTS = {
     ),
     "a number": (tiny, 3, InputError, "example_inputs has a int, a tensor, a tuple (args)"),
     "a set": (tiny, {1}, InputError, "example_inputs has a set, a tensor, a tuple (args)"),
+    "a loader": (
+        tiny,
+        DataLoader([X, X]),
+        InputError,
+        "of those is needed: pass a batch of it, next(iter(loader))",
+    ),
     "an empty list": (tiny, [], InputError, "example_inputs is an empty list, one sample at least is needed"),
     "a list of None": (tiny, [None], InputError, "example_inputs has a NoneType, a tensor, a tuple (args)"),
     "an empty tuple": (tiny, (), TraceError, "Tiny failed on the example inputs (none): TypeError:"),

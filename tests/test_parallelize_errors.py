@@ -160,6 +160,10 @@ def test_a_model_that_is_divided(tmp_path: Any) -> None:
         te_transform.parallelize(model, mesh(1), x)
         assert torch.allclose(model(x), expected, atol=1e-5)
         unchanged(model, model, mesh(1), x, match="is divided among 1 ranks already, a whole one is needed")
+        with pytest.raises(
+            te_transform.ModelError, match="is divided among ranks, a whole model is needed: tr"
+        ):
+            te_transform.trace(model, x)
         said = "the second model is divided among ranks and the other is whole"
         with pytest.raises(ValueError, match=said):
             te_transform.verify(original(), model, x)

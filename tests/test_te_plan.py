@@ -412,6 +412,8 @@ def test_a_recipe_object_cannot_be_written(tmp_path: Path) -> None:
 def test_a_site_is_in_or_has_a_reason() -> None:
     with pytest.raises(PrecisionError, match="'lm_head' has True, None, \"fp8\" or a reason is needed"):
         PrecisionPlan("mxfp8", {"lm_head": True})
+    with pytest.raises(PrecisionError, match="sites is a list, a dict from a site's name to None"):
+        PrecisionPlan("fp8-delayed", ["lm_head"])
     with pytest.raises(PrecisionError, match="small_calls is 1, True or False is needed"):
         PrecisionPlan("mxfp8", small_calls=1)
 

@@ -89,9 +89,13 @@ def _one(sample: Any) -> Inputs:
         return Inputs(sample)
     if isinstance(sample, dict) or hasattr(sample, "keys"):  # a tokenizer's BatchEncoding is a mapping too
         return Inputs((), dict(sample))
+    is_loader = isinstance(sample, torch.utils.data.DataLoader)
+    what_to_do = (
+        "pass a batch of it, next(iter(loader))" if is_loader else "wrap it, for instance (x,) or {'x': x}"
+    )
     raise InputError(
         f"example_inputs has a {type(sample).__name__}, a tensor, a tuple (args), a dict (kwargs) or a list "
-        "of those is needed: wrap it, for instance (x,) or {'x': x}"
+        f"of those is needed: {what_to_do}"
     )
 
 

@@ -14,13 +14,13 @@ class ModelError(TypeError):
     """What was given is no model that convert() can take; the message says what to pass instead."""
 
 
-def check_model(model: Any) -> None:
-    """Raise unless `model` is a plain, initialised, unwrapped module with parameters.
+def check_model(model: Any, function: str) -> None:
+    """Raise unless what `function` was given is a plain, initialised, unwrapped module with parameters.
 
     Raises:
         ModelError: what was given, what is needed, what to do.
     """
-    check_module(model, "convert")
+    check_module(model, function)
     kind = type(model).__name__
     for path, module in model.named_modules():
         where = f"its part {path} ({type(module).__name__})" if path else kind

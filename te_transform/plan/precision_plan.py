@@ -37,6 +37,11 @@ class PrecisionPlan:
     small_calls: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sites, dict):
+            kind = type(self.sites).__name__
+            raise PrecisionError(
+                f'sites is a {kind}, a dict from a site\'s name to None, "fp8" or a reason is needed'
+            )
         for site, why in self.sites.items():
             if why is not None and not isinstance(why, str):
                 raise PrecisionError(f'{site!r} has {why!r}, None, "fp8" or a reason is needed')

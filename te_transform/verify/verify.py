@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.preserve import preserved
+from te_transform.plan.model import wrapped_by
 from te_transform.runtime.console import progress
 from te_transform.runtime.converted import original_forward
 from te_transform.verify.bisect import Called, bisect_failures, conversions, watched
@@ -71,6 +72,11 @@ def _check(model: nn.Module, converted: nn.Module) -> None:
             f"the second model is a {type(converted).__name__} that te_transform.convert() did not return, a "
             "converted model is needed: verify(model, te_transform.convert(model))"
         )
+    for which, each in (("first", model), ("second", converted)):
+        if hasattr(each, "module") and (wrapper := wrapped_by(each)):
+            raise ValueError(
+                f"the {which} model is wrapped by {wrapper}, the plain one is needed: pass its .module"
+            )
     if not isinstance(converted, type(model)):  # whose class is a subclass, of the same name
         raise ValueError(
             f"the first model is a {type(model).__name__}, the second was a {type(converted).__name__}, the "
