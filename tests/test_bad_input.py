@@ -85,12 +85,12 @@ def compile_forward(model: nn.Module) -> None:
 MODELS = {
     "None": (
         not_a_model(None),
-        "convert() was given a NoneType, a torch.nn.Module is needed: pass the model itself",
+        "() was given a NoneType, a torch.nn.Module is needed: pass the model itself",
     ),
-    "a class": (not_a_model(nn.Linear), "convert() was given a type, a torch.nn.Module is needed"),
+    "a class": (not_a_model(nn.Linear), "() was given a type, a torch.nn.Module is needed"),
     "a state dict": (
         lambda: tiny().state_dict(),
-        "convert() was given a OrderedDict, a torch.nn.Module is needed",
+        "() was given a OrderedDict, a torch.nn.Module is needed",
     ),
     "no parameters": (
         nn.ReLU,
