@@ -44,7 +44,7 @@ from tests.test_compiled import trace
 from tests.test_replayed import emulate
 
 MODELS = int(os.environ.get("TE_TRANSFORM_FUZZ", "24"))
-PARTS = max(4, MODELS // 100)  # each is one test, of the models that its number gives
+PARTS = max(4, MODELS // 20)  # each is one test, of the models that its number gives
 BOUND = 1e-5  # how far fp32 may be off, relative to the norm of what is compared
 ULP = 2**-8  # of bf16
 REPLAYED = 4  # calls of a kind: two that warm up, one that is recorded, one that is replayed
