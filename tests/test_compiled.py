@@ -36,7 +36,19 @@ Act = Callable[[nn.Module, Tensor], Any]
 
 def trace(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
     """In the place of inductor: what AOTAutograd hands to it, as it is."""
-    return aot_module_simplified(graph, arguments, fw_compiler=lambda g, _: make_boxed_func(g.forward))
+
+    def backward(graph: fx.GraphModule, _: Any) -> Any:
+        # dropouts whose results the forward keeps stand here too, read by nobody: they would draw
+        graph.graph.eliminate_dead_code(lambda node: node.is_impure() and not is_random(node))
+        graph.recompile()
+        return make_boxed_func(graph.forward)
+
+    def is_random(node: fx.Node) -> bool:
+        return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+    return aot_module_simplified(
+        graph, arguments, fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=backward
+    )
 
 
 @pytest.fixture(autouse=True)

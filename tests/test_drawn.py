@@ -487,6 +487,7 @@ def possible_call(call: Call, model: Drawn, shared: bool) -> Call:
     wrong |= model.checkpoints is not None and (functional or call.how in ("checkpoint", "vmap"))
     wrong |= model.checkpoints == "blocks, reentrant" and call.how in ("autograd.grad", "backward twice")
     wrong |= model.branch == "values" and call.how == "vmap"
+    wrong |= model.branch == "calls" and call.how == "checkpoint"  # repeated, it goes the other way
     if wrong or (call.how in ("cached", "generation") and model.cache is None):
         return replace(call, how="gradients")
     return replace(call, how="generation") if call.how == "cached" and model.cache == "room" else call
@@ -649,6 +650,12 @@ KEPT = {
         replace(LLAMA, mask="causal -inf", branch="length"), ("copied",),
         (Call("inference_mode", length=10), Call("inference_mode", length=14)),
         verify=True, way="CUDA graphs",
+    ),
+    "an error in the call that is recorded": Drawing(
+        Drawn(), ("nothing",), (Call("after an error", length=1),) * 2, way="CUDA graphs",
+    ),
+    "dropouts that are compiled, twice": Drawing(
+        Drawn(dropout=0.1), ("nothing",), (Call("accumulated", length=1, training=True),) * 2, way="compiled",
     ),
 }  # fmt: skip
 

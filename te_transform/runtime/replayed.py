@@ -90,9 +90,9 @@ class Replayed:
                 if self.is_divided:  # on the other ranks nobody may hold them
                     return self.run(*arguments)
                 kind.copies_gradients, kind.graphs = True, None  # whoever holds them keeps the memory
-            if kind.graphs is None:
-                self._record(kind, arguments)
-            if kind.graphs is None or (self.is_divided and not self._lies(kind.graphs, arguments)):
+            if kind.graphs is None and (why := self._record(kind, arguments)) is not None:
+                return self._refused(kind, why, arguments)
+            if self.is_divided and not self._lies(kind.graphs, arguments):
                 return self.run(*arguments)
             return kind.replayed(self, arguments)
 
@@ -143,8 +143,8 @@ class Replayed:
             if kind.graphs is not None and kind.graphs.has_moved():
                 self.kinds.pop(key, None)
 
-    def _record(self, kind: Kind, arguments: Sequence[Any]) -> None:
-        """Record a call and hold it to the function; a kind that cannot be replayed is refused."""
+    def _record(self, kind: Kind, arguments: Sequence[Any]) -> str | None:
+        """Record a call and hold it to the function; why such calls cannot be replayed."""
         for each in list(_ALL):  # another graph's, if the change that moved parameters made this one
             each.forget_moved()
         why = _unfit(arguments)
@@ -158,9 +158,18 @@ class Replayed:
             except Exception as error:
                 why = _why(error)
         if why is not None:
-            kind.graphs, kind.refused = None, True
-            log.warning("a graph runs without CUDA graphs, %s", why)
-            self.note(f"a graph runs without CUDA graphs, {why}")
+            kind.graphs = None
+        return why
+
+    def _refused(self, kind: Kind, why: str, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The call as it is, and so are all of its kind from now on; where it raises, as it does for inputs
+        that do not fit, the next one is recorded. (On several ranks it might raise on one alone.)"""
+        kind.refused = self.is_divided
+        outputs = self.run(*arguments)
+        kind.refused = True
+        log.warning("a graph runs without CUDA graphs, %s", why)
+        self.note(f"a graph runs without CUDA graphs, {why}")
+        return outputs
 
 
 _ALL: weakref.WeakSet[Replayed] = weakref.WeakSet()
