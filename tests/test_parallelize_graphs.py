@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import te_transform
@@ -213,3 +214,26 @@ def test_a_rank_whose_parameters_moved_keeps_up(tmp_path: Path) -> None:
     assert first["counts"]["forward"] == second["counts"]["forward"] + 1
     assert first["notes"] == []
     assert len(second["notes"]) == 1
+
+
+def ended() -> dict[str, Any]:
+    """What is freed when another group ends, and when that of a divided model does, which is still there."""
+    emulate(pytest.MonkeyPatch())
+    group, other = (dist.new_group([0, 1]) for _ in range(2))
+    sample = sample_of(ALL["llama"], torch.float32)
+    model = te_transform.convert(ALL["llama"].build(), sample, backend="torch", verify=False, graphs=True)
+    model = te_transform.parallelize(model, DeviceMesh.from_group(group, "cpu"), sample)
+    for _ in range(CALLS):
+        kept = loss_of(model(**sample))
+        kept.backward()
+        model.zero_grad()
+    freed = []
+    for each in (other, group):
+        dist.destroy_process_group(each)
+        freed.append(Emulated.counts["freed"])
+    return {"freed": freed, "recorded": Emulated.counts["recorded"], "loss": kept.item()}
+
+
+def test_what_is_recorded_is_freed_before_its_group_ends(tmp_path: Path) -> None:
+    for found in spawn(ended, 2, tmp_path):
+        assert found["freed"] == [0, found["recorded"]] == [0, 1]

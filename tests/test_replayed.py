@@ -67,6 +67,9 @@ class Emulated:
         with torch.enable_grad():
             overwrite(self.gradients, self.backward(self.live))
 
+    def free(self) -> None:
+        self.counts["freed"] += 1
+
 
 def overwrite(kept: list[Tensor | None], made: list[Tensor | None]) -> None:
     for old, new in zip(kept, made, strict=True):

@@ -8,14 +8,16 @@ where it is `entered`, as what a column-parallel linear reads is: there each ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import reduce
+from functools import cache, reduce, wraps
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +26,34 @@ from te_transform.backends.tracing import compiling
 
 # What functional collectives call; its Python wrappers have other names in PyTorch 2.13 than before.
 _OPS = torch.ops._c10d_functional
+
+
+class Recording(Protocol):
+    """What holds CUDA graphs."""
+
+    def free(self) -> None:
+        """Free them; nothing is replayed any more."""
+
+
+_RECORDINGS: weakref.WeakKeyDictionary[Recording, str] = weakref.WeakKeyDictionary()  # by groups' names
+
+
+@cache
+def _watch_ends() -> None:
+    """Free recordings before shutdown() and abort() of a process group, which PyTorch has no hook for."""
+    for end in ("shutdown", "abort"):
+        setattr(dist.ProcessGroup, end, _freeing(getattr(dist.ProcessGroup, end)))
+
+
+def _freeing(end: Callable[..., None]) -> Callable[..., None]:
+    @wraps(end)
+    def freeing(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> None:
+        for recording, name in [*_RECORDINGS.items()]:
+            if name == group.group_name:
+                recording.free()
+        end(group, *arguments, **options)
+
+    return freeing
 
 
 @dataclass(frozen=True)
@@ -118,6 +148,21 @@ class Ranks:
         """Whether something holds on one of the ranks; waits for all of them."""
         told = torch.tensor([holds], dtype=torch.int32, device=self.mesh.device_type)
         return bool(_all_reduced(told, "max", self.group).item())
+
+    def agreed(self, why: str | None) -> str | None:
+        """Why something cannot be done, on this rank or on another one; waits for all of them."""
+        refused = self.any(why is not None)
+        return why or ("another rank cannot" if refused else None)
+
+    def freed_before_end(self, recording: Recording) -> None:
+        """Free a recording of exchanges between the ranks before their group ends.
+
+        NCCL waits there until no CUDA graph has an exchange of the group in it, for ever if nobody frees them
+        (pytorch/pytorch#115388), and whoever calls destroy_process_group() at the end of a script still has
+        the model.
+        """
+        _watch_ends()
+        _RECORDINGS[recording] = self.group
 
     def joined(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' `x` behind each other."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from te_transform.backends.collectives import Ranks
 from te_transform.backends.tracing import transformed
 from te_transform.canonicalize import written
 from te_transform.graph.nodes import name_in_model
@@ -32,8 +33,8 @@ class Owner(Protocol):
         """Those of the conversion, without what the model as it is now does not go with."""
 
     @property
-    def agreed(self) -> Callable[[str | None], str | None] | None:
-        """Of a divided model: why something cannot be done, on this rank or on another one."""
+    def ranks(self) -> Ranks | None:
+        """Those that the model is divided among."""
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
         """What is wrong with sites of the graph on the values of its first call."""
@@ -75,7 +76,7 @@ class CapturedGraph:
         self.compiled: CompiledGraph | None = None
         if options.compile or options.graphs:
             self.compiled = CompiledGraph(
-                self.plan, apart, self.disabled, options, self.run, failures, self.owner.agreed
+                self.plan, apart, self.disabled, options, self.run, failures, self.owner.ranks
             )
 
     def __call__(self, *arguments: Any) -> Any:

@@ -25,7 +25,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
 
 from te_transform.backends import limits
-from te_transform.backends.collectives import OwnRandom
+from te_transform.backends.collectives import OwnRandom, Ranks
 from te_transform.backends.joined import state_of
 from te_transform.backends.quantized import addresses, closed, forms_of
 from te_transform.backends.running import in_recipe
@@ -70,7 +70,7 @@ class CompiledGraph:
         options: of the conversion.
         uncompiled: runs where the graph cannot, the compiler fails, or was called too often.
         failures: gets a sentence for that.
-        agreed: see Replayed.
+        ranks: that the model is divided among.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class CompiledGraph:
         options: Options,
         uncompiled: Callable[..., Any],
         failures: list[str],
-        agreed: Callable[[str | None], str | None] | None,
+        ranks: Ranks | None,
     ):
         self.plan, self.apart, self.without, self.backend = plan, apart, frozenset(without), options.backend
         self.compile, self.graphs = options.compile, options.graphs
         self.in_cuda_graphs = options.in_cuda_graphs
         self.how = "uncompiled" if options.compile else "without CUDA graphs"
-        self.uncompiled, self.failures, self.agreed = uncompiled, failures, agreed
+        self.uncompiled, self.failures, self.ranks = uncompiled, failures, ranks
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varies = any(map(_varies, placeholders))
@@ -155,7 +155,7 @@ class CompiledGraph:
     def _step(self, arguments: Sequence[Any], precision: tuple) -> tuple | None:
         """What two calls without gradients that one recording computes have in common; None where only a look
         at more than the arguments' memory could tell."""
-        if not self.graphs or torch.is_grad_enabled() or self.agreed is not None:
+        if not self.graphs or torch.is_grad_enabled() or self.ranks is not None:
             return None
         others = [argument for argument, stays in zip(arguments, self.stays, strict=True) if not stays]
         if self.writes:
@@ -250,7 +250,7 @@ class CompiledGraph:
         if self.outputs_overlap:
             self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
             return Prepared(run, head)
-        known_stay = known.stay_as(compress(arguments, self.stays)) if self.agreed else known.stays
+        known_stay = known.stay_as(compress(arguments, self.stays)) if self.ranks else known.stays
         forms = forms_of(given)
         stays = [*self.stays, *known_stay, *(True for _ in forms)]
         states = [len(arguments) + place for place in known.written]
@@ -258,7 +258,7 @@ class CompiledGraph:
         def recorded(*tensors: Any) -> Any:
             return run(*closed(tensors, forms))
 
-        replayed = Replayed(recorded, stays, self.writes, states, self._note, self.agreed)
+        replayed = Replayed(recorded, stays, self.writes, states, self._note, self.ranks)
         return Prepared(run, head, replayed, forms)
 
     def _plain(self, graph: fx.GraphModule) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from torch._dynamo.exc import SkipFrame
 from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends import gradients
+from te_transform.backends.collectives import Ranks
 from te_transform.backends.joined import lay, local
 from te_transform.canonicalize import functions
 from te_transform.graph.capture import capture, is_capturing, is_compiling_here, is_our_capture
@@ -162,9 +163,9 @@ class Converted:
         return replace(self.options, graphs=False)
 
     @property
-    def agreed(self) -> Callable[[str | None], str | None] | None:
-        """Of a divided model: why something cannot be done, on this rank or on another one."""
-        return None if self.parallel is None else self.parallel.agreed
+    def ranks(self) -> Ranks | None:
+        """Those that the model is divided among."""
+        return None if self.parallel is None else self.parallel.ranks
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
         """What is wrong with sites of the graph on the values of its first call, in the model's own dtype."""

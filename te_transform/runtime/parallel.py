@@ -146,11 +146,6 @@ class Parallel:
                 made[id(divided)] = nn.Parameter(held.detach().full_tensor(), held.requires_grad)
             module._parameters[name] = made[id(divided)]
 
-    def agreed(self, why: str | None) -> str | None:
-        """Why something cannot be done, on this rank or on another one; waits for all of them."""
-        refused = self.ranks.any(why is not None)
-        return why or ("another rank cannot" if refused else None)
-
     @contextmanager
     def standing_in(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Stand-ins in the places of these modules' parameters, for a call that is captured."""

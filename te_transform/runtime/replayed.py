@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
+from te_transform.backends.collectives import Ranks
 from te_transform.backends.joined import check_unwritten, known_as, local, parameter_of, versions
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.tracing import batches_gradients, in_backward, saving_hooks
@@ -55,10 +56,10 @@ class Replayed:
         writes: the places of the arguments that it writes to.
         states: the places of those in which it notes what it has seen, for others: FP8's largest values.
         note: gets a sentence where calls cannot be replayed.
-        agreed: of a divided model, why calls cannot be, on this rank or on another. A recording calls the
-            function more often than a call does, and each of these calls exchanges numbers with other ranks:
-            all have to record in the same one. So the kind of a call is not told by where its tensors lie,
-            which each rank finds by itself; where they do not lie as in the recording, the function runs.
+        ranks: that the model is divided among. A recording calls the function more often than a call does,
+            and each of these calls exchanges numbers with other ranks: all have to record in the same one. So
+            the kind of a call is not told by where its tensors lie, which each rank finds by itself; where
+            they do not lie as in the recording, the function runs.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Replayed:
         writes: Sequence[int],
         states: Sequence[int],
         note: Callable[[str], None],
-        agreed: Callable[[str | None], str | None] | None = None,
+        ranks: Ranks | None = None,
     ):
         self.run, self.stays, self.writes, self.note = run, stays, writes, note
-        self.is_divided, self.agreed = agreed is not None, agreed or (lambda why: why)
+        self.ranks, self.is_divided = ranks, ranks is not None
         self.changes = [*writes, *states]
         self.kinds: dict[tuple, Kind] = {}
         self.lock = threading.RLock()
@@ -95,6 +96,10 @@ class Replayed:
             if self.is_divided and not self._lies(kind.graphs, arguments):
                 return self.run(*arguments)
             return kind.replayed(self, arguments)
+
+    def agreed(self, why: str | None) -> str | None:
+        """Why calls cannot be replayed, on this rank or on another."""
+        return why if self.ranks is None else self.ranks.agreed(why)
 
     def _lies(self, graphs: _Recorded, arguments: Sequence[Any]) -> bool:
         """Whether what stays lies where it was recorded."""
@@ -318,6 +323,11 @@ class Graphs:
         """Compute `gradients` anew, of the last forward."""
         self.second.replay()
 
+    def free(self) -> None:
+        """Let go of what was recorded, which cannot be replayed any more."""
+        self.first.reset()
+        self.second.reset()
+
 
 def _end_capture(device: torch.device, pool: Any) -> None:
     """End for PyTorch what CUDA broke off.
@@ -380,6 +390,8 @@ class _Recorded:
 
         with _casting_anew():
             self.graphs = Graphs(forward, backward if kind.trained else None, returned[0].device)
+        if owner.ranks is not None:
+            owner.ranks.freed_before_end(self.graphs)
         self.storages = {grad.untyped_storage()._cdata: grad.untyped_storage()
                          for grad in self.graphs.gradients if grad is not None}  # fmt: skip
         self.alone: dict[int, int] = {}  # how often each of them is held where nobody else holds it
