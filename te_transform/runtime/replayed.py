@@ -390,8 +390,6 @@ class _Recorded:
 
         with _casting_anew():
             self.graphs = Graphs(forward, backward if kind.trained else None, returned[0].device)
-        if owner.ranks is not None:
-            owner.ranks.freed_before_end(self.graphs)
         self.storages = {grad.untyped_storage()._cdata: grad.untyped_storage()
                          for grad in self.graphs.gradients if grad is not None}  # fmt: skip
         self.alone: dict[int, int] = {}  # how often each of them is held where nobody else holds it
@@ -641,6 +639,8 @@ def _recorded(owner: Replayed, kind: Kind, arguments: Sequence[Any]) -> tuple[_R
         try:
             with _as_it_was(held, owner.changes):
                 recorded = _Recorded(owner, kind, held, outputs)
+                if owner.ranks is not None:
+                    owner.ranks.freed_before_end(recorded.graphs)
         except Exception as error:
             why = _why(error)
     if (why := owner.agreed(why)) is not None or recorded is None:
