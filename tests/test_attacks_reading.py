@@ -260,3 +260,43 @@ def test_columns_have_the_strides_of_the_original() -> None:
         return [(*t.stride(), t.is_contiguous(), t.storage_offset()) for t in model(x)]
 
     Pair.shared(Columns, "merge_siblings").agree(act)
+
+
+# What a linear gives that reads a norm's output turned: the length first in memory, if nobody looks
+
+
+class Turned(nn.Module):
+    """The norm of what has the length first, a linear that has it second, and what is done to that."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor, act: Callable[..., Any] = lambda y: y, by: str = "transposed") -> Any:
+        return act(self.head(TURNS[by](self.norm(x))))
+
+
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(0, 1),
+    "permuted": lambda x: x.permute(1, 0, 2).contiguous(),
+}
+LOOKS: dict[str, Callable[..., Any]] = {
+    "viewed": lambda y: y.view(-1, 8).log_softmax(-1),
+    "viewed by another": lambda y: y.view_as(y.new_empty(y.numel())),
+    "handed out": lambda y: y,
+    "its strides read": lambda y: y * y.stride(0) + y.is_contiguous(),
+    "of one shape with what is viewed": lambda y: (2 * y).softmax(-1).view(-1),
+    "strided": lambda y: torch.as_strided(y, (3,), (2,)),
+    "written to": lambda y: y.view(-1).mul_(2),
+    "multiplied": lambda y: y @ y.mT,
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_is_turned_lies_in_memory_as_it_did(look: str, turn: str) -> None:
+    def act(model: nn.Module, x: Tensor) -> list[Any]:
+        y = model(x, LOOKS[look], turn)
+        return [y, y.is_contiguous(), y.storage_offset()]
+
+    Pair.shared(Turned, "layernorm_linear").agree(act)

@@ -94,11 +94,11 @@ def _keeps_last(turn: fx.Node) -> bool:
 
 def _ends_in_linears(user: fx.Node) -> bool:
     """Whether a reader of a norm is a linear, or turns it for linears alone."""
-    turned = user.target in _TURNS and all(reader.target is ops.linear for reader in user.users)
+    turned = user.target in TURNS and all(reader.target is ops.linear for reader in user.users)
     return turned or user.target is ops.linear
 
 
-_TURNS = (torch.transpose, torch.permute)
+TURNS = (torch.transpose, torch.permute)
 _X, _WEIGHT, _BIAS = Var("x", is_tensor_node), Var("weight", _is_parameter(2)), Var("bias", _is_parameter(1))
 _FLAT = Call(torch.reshape, _X, Var("flat"))
 
@@ -113,5 +113,5 @@ BIASES = (
         _biased,
     ),
 )
-TURNED = (Spelling(Linear(Call(_TURNS, Norm(_X))), _turned),)
+TURNED = (Spelling(Linear(Call(TURNS, Norm(_X))), _turned),)
 FLATTENED = (Spelling(Call(torch.reshape, Linear(_FLAT), Var("shape")), _unflattened),)

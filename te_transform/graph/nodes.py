@@ -242,6 +242,8 @@ _VIEWS = frozenset(
         "unsqueeze", "view", "view_as",
     }
 )  # fmt: skip
+# Calls whose result lies in memory in the same way, however their arguments do.
+_PRODUCTS = frozenset({"baddbmm", "bmm", "linear", "matmul", "scaled_dot_product_attention"})
 # Calls that see how a tensor lies in memory.
 _LAYOUTS = frozenset(
     {
@@ -269,6 +271,15 @@ def shows_layout(node: fx.Node) -> bool:
         if may_be_view(user) and shows_layout(user):
             return True
     return False
+
+
+def goes_into_products(node: fx.Node) -> bool:
+    """Whether products and attention alone read it, or views of it: they give the same in any layout."""
+    return all(
+        user.op in ("call_function", "call_method")
+        and (goes_into_products(user) if may_be_view(user) else called(user) in _PRODUCTS)
+        for user in node.users
+    )
 
 
 def size_of(node: fx.Node) -> Any:

@@ -20,9 +20,11 @@ from te_transform.backends import plain
 from te_transform.backends.joined import Join, Split
 from te_transform.backends.masks import Mask
 from te_transform.canonicalize import written
+from te_transform.canonicalize.linears import TURNS
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import (
     dtype_of,
+    goes_into_products,
     is_model_tensor,
     is_parameter,
     is_random,
@@ -135,7 +137,11 @@ class _Lowering:
         parts = self._split(site, at, made) if site.is_merged else {}
         for canonical, old in outputs.items():
             new = self._own(old, parts[canonical], at) if parts else self._node(canonical, at, made, new=True)
-            if not parts and old.name in self.written:
+            if canonical.target in TURNS and old.name not in self.written and goes_into_products(old):
+                edit.take_any_layout(old)
+            elif canonical.target in TURNS:  # the linear's own result lies in its order
+                new = self._own_copy(new, at)
+            elif not parts and old.name in self.written:
                 # Autograd lets nobody write to a view that comes out of a Function, as kernels return it, and
                 # the backward of attention reads what its forward returned.
                 new = edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
@@ -194,8 +200,11 @@ class _Lowering:
         if not shows_layout(old) and old.name not in self.written:
             edit.take_any_layout(old)
             return columns
+        return self._own_copy(columns, at)
+
+    def _own_copy(self, x: fx.Node, at: fx.Node) -> fx.Node:
         own = {"memory_format": torch.contiguous_format}
-        return edit.insert_call(self.graph, at, torch.clone, (columns,), own, like=columns)
+        return edit.insert_call(self.graph, at, torch.clone, (x,), own, like=x)
 
     def _names_in(self, site: Site) -> set[str]:
         inside, _ = reference(self.plan, site)
