@@ -52,6 +52,10 @@ FORMATS: dict[str, tuple[Save, Save]] = {
         lambda model, folder: torch.save(model.state_dict(), folder / "model.pt"),
         lambda model, folder: model.load_state_dict(torch.load(folder / "model.pt", mmap=True), assign=True),
     ),
+    "torch, parameters": (
+        lambda model, folder: torch.save(dict(model.named_parameters()), folder / "model.pt"),
+        lambda model, folder: model.load_state_dict(torch.load(folder / "model.pt"), strict=False),
+    ),
     "torch.distributed.checkpoint": (_save_state, _load_state),
 }
 

@@ -8,6 +8,7 @@ looked up at each call, by their pointers; where they do not, they are joined by
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ class State:
     """What te_transform keeps for a parameter.
 
     It belongs to the parameter, not to a graph or a module, because one captured graph serves many layers. A
-    copy or a pickle of the parameter starts with an empty one.
+    copy or a pickle of the parameter starts with an empty one; in a file, which whoever has no te_transform
+    may read, an empty dict stands for it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,7 @@ class State:
         self.gradients: Any = None  # where its gradients are summed up for the time being, see gradients.py
 
     def __reduce__(self) -> tuple:
-        return State, ()
+        return OrderedDict, ()  # torch.load() takes it from anybody's file, and no class of ours
 
     def __deepcopy__(self, memo: dict) -> State:
         return State()
@@ -72,7 +74,7 @@ def state_of(weight: Tensor) -> State:
     """The state of a parameter; of what `Join` returned, that of the first parameter in it."""
     owner = parameters_of(weight)[0]
     state = owner.__dict__.get("_te_transform")
-    if state is None:
+    if not isinstance(state, State):  # none yet, or what a file has in its place
         state = owner._te_transform = State()
     return state
 
@@ -344,7 +346,7 @@ def check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
 def adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
     """The buffer that all the parameters, or ranks' shares of them, lie in, in this order, if they do."""
     state = parameters_of(parameters[0])[0].__dict__.get("_te_transform")
-    group = state.group if state is not None else None
+    group = state.group if isinstance(state, State) else None
     return group.buffer if group is not None and group.lies(parameters) else None
 
 
