@@ -1,6 +1,6 @@
 """te_transform: any PyTorch transformer on fused ops, with the same weights and the same answers."""
 
-from te_transform.accumulate import AccumulationError, accumulate
+from te_transform.accumulate import Accumulation, AccumulationError, accumulate
 from te_transform.backends import BackendError
 from te_transform.check_ranks import RanksError, check_ranks
 from te_transform.convert import convert, inspect, report, revert
@@ -11,7 +11,8 @@ from te_transform.plan.model import ModelError
 from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 from te_transform.plan.rule import Outcome, Rule
-from te_transform.quantize import QuantizationError, quantize_weights
+from te_transform.quantize import QuantizationError, Quantized, quantize_weights
+from te_transform.report.report import ExpectationError, Report
 from te_transform.runtime.parallel import ParallelError
 from te_transform.scaling_state import load_scaling_state, scaling_state
 from te_transform.trace import trace
@@ -20,8 +21,10 @@ from te_transform.verify.verify import verify
 
 __all__ = [
     "PIPELINE",
+    "Accumulation",
     "AccumulationError",
     "BackendError",
+    "ExpectationError",
     "InputError",
     "ModelError",
     "OptionError",
@@ -30,7 +33,9 @@ __all__ = [
     "PrecisionError",
     "PrecisionPlan",
     "QuantizationError",
+    "Quantized",
     "RanksError",
+    "Report",
     "Rule",
     "TraceError",
     "Verification",

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_transform.convert import report
+from te_transform.plan.options import Options
 from te_transform.runtime.converted import converted_of
 
 _PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")
@@ -33,8 +34,8 @@ def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any
         group: the processes; None is all of them.
 
     Raises:
-        RanksError: `mesh` is none, no process group is there, or processes differ from the first one; the
-            message says in what, and what each has.
+        RanksError: `mesh` or `group` is something else, no process group is there, or processes differ from
+            the first one; the message says in what, and what each has.
         ModelError: `converted` does not come from te_transform.convert().
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -73,10 +74,16 @@ def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str
         "the model": f"{type(converted).__name__} of {len(parameters)} parameters ({_digest(parameters)})",
         "the plan": f"{len(made.fused)} fused sites ({_digest(f'{s.rule} {s.path}' for s in made.fused)})",
         "the recipe": "none" if precision is None else f"{precision.recipe} ({_digest([precision.sites])})",
-        "the options": f"backend={options.backend.NAME} compile={options.compile} graphs={options.graphs}",
+        "the options": " ".join(f"{name}={told}" for name, told in _told(options).items()),
         "the mesh": "none" if mesh is None else f"{mesh.mesh.tolist()} {mesh.mesh_dim_names}",
         **{f"the version of {name}": _version(name) for name in _PACKAGES},
     }
+
+
+def _told(options: Options) -> dict[str, Any]:
+    """The options that change what runs, in words; skip= shows in the plan."""
+    names = ("compile", "graphs", "approximate", "pad_vocabulary", "chunked_loss")
+    return {"backend": options.backend.NAME, **{name: getattr(options, name) for name in names}}
 
 
 def _digest(lines: Any) -> str:

@@ -7,7 +7,6 @@ import copy
 import gc
 import logging
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from te_transform.backends.joined import lay
 from te_transform.graph.capture import noting_reasons, on_fake_tensors
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
-from te_transform.graph.preserve import preserved
+from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.passes import PIPELINE
 from te_transform.plan import cost
 from te_transform.plan.assign import assign, products_in
@@ -58,11 +57,11 @@ log = logging.getLogger(__name__)
 # all of them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its
 # first call.
 DEEP = 8
-_ONE_AT_A_TIME = threading.RLock()  # threads share random states, which a conversion puts back
 _SET_ON_MODEL = f"{SET_ON_MODEL}it runs as it is, with parts that are captured"
 _LATER = "what is around the blocks is captured in the first call, and in te_transform.report() from then on"
 
 
+@one_at_a_time
 def convert(
     model: nn.Module,
     example_inputs: Any = None,
@@ -147,8 +146,7 @@ def _convert(
     """Convert `made` itself, which may be a copy of an original; what is raised leaves it as it was."""
     converted = Converted(options, len(blocks(made)) > DEEP, check_sites if options.verify else None)
     try:
-        with _ONE_AT_A_TIME:
-            _capture_and_report(made, original, converted, samples)
+        _capture_and_report(made, original, converted, samples)
         return made
     except BaseException:
         leave(made)
@@ -432,6 +430,7 @@ def _report(model: nn.Module, converted: Converted, seen: _Seen, sample: Inputs)
     return compose(model, plans, options, precision, str(sample), converted.failures, seen.reasons)
 
 
+@one_at_a_time
 def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
     """What convert() would do with the same arguments, and why not more; no GPU and no Transformer Engine is
     needed, and the model is left as it was.
@@ -607,8 +606,14 @@ def te_transform(
     Nothing is laid out, checked or reported beforehand: that is what convert() is for.
 
     Raises:
-        OptionError: an option has a value that it cannot have.
+        OptionError: an option has a value that it cannot have, or torch.compile was given a mode.
+        BackendError: the backend that is asked for cannot run here.
     """
+    if "mode" in options:
+        raise OptionError(
+            f"mode is {options['mode']!r}, it is for PyTorch's own backends: pass "
+            f"options={{'compile': {options['mode']!r}}}"
+        )
     held = nn.ParameterList([value for value in example_inputs if isinstance(value, nn.Parameter)])
     chosen = Options.of(held, PIPELINE, **(options.get("options") or {}))
     if chosen.compile == "auto":

@@ -314,6 +314,30 @@ def test_threads_convert_and_capture_at_once_and_put_settings_back() -> None:
     assert {te_transform.report(model).counts["layernorm_mlp"] for model in models} == {1}
 
 
+@pytest.mark.parametrize("other", [te_transform.inspect, te_transform.convert, te_transform.trace])
+def test_threads_look_at_one_model_at_once(other: Callable[..., Any]) -> None:
+    for _ in range(5):
+        model, ready, found = seeded(Tiny), threading.Barrier(2), []
+
+        def look(
+            function: Callable[..., Any],
+            model: nn.Module = model,
+            ready: threading.Barrier = ready,
+            found: list[Any] = found,
+        ) -> None:
+            ready.wait()
+            found.append(function(model, X))
+
+        threads = [threading.Thread(target=look, args=(each,)) for each in (te_transform.inspect, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 2
+        reports = [each for each in found if isinstance(each, type(te_transform.inspect(seeded(Tiny), X)))]
+        assert all(report.counts["layernorm_mlp"] == 1 for report in reports)
+
+
 def test_a_capture_logs_no_error() -> None:
     """PyTorch 2.11 writes the settings of each capture as JSON, and logs an error where that fails."""
     logged: list[logging.LogRecord] = []

@@ -41,6 +41,12 @@ def test_token_ids_are_tried_where_floats_fail(takes: str, shape: tuple[int, ...
     assert te_transform.verify(model, converted)
 
 
+def test_who_has_dummy_inputs_need_not_be_of_transformers() -> None:
+    model = Reads("ids")
+    model.dummy_inputs = {}
+    assert te_transform.inspect(model).counts["linear"] == 1
+
+
 def test_an_error_says_all_that_was_invented_and_what_it_raised() -> None:
     with pytest.raises(InputError) as raised:
         te_transform.convert(Reads("nothing"))

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -129,11 +129,10 @@ def what_is_said(cases: tuple[str, ...]) -> dict[str, str]:
         skip = ("model.layers.0",) if other == "plan" else ()
         recipe = "fp8-current" if other == "recipe" else "fp8-delayed"
         ids = {"input_ids": LLAMA_IDS[:2], "labels": LLAMA_IDS[:2]}
-        fused = te_transform.convert(
-            model, ids, backend="te", recipe=recipe, inplace=True, verify=False, skip=skip
-        )
-        ranks = [0, 1] if other == "mesh" else [1, 0]
-        mesh: Any = SimpleNamespace(mesh=torch.tensor(ranks), mesh_dim_names=("shards",))
+        asked = {"recipe": recipe, "skip": skip, "approximate": other == "options"}
+        fused = te_transform.convert(model, ids, backend="te", inplace=True, verify=False, **asked)
+        dimension = "replicas" if other == "mesh" else "shards"
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,))
         with pytest.MonkeyPatch.context() as patch:
             if other == "version":
                 patch.setitem(te_transform.check_ranks.__globals__, "version", lambda package: "0.0.1")
@@ -149,7 +148,8 @@ SAID = {
     "model": r"rank 1 has the model LlamaForCausalLM of 12 parameters \(\w+\), rank 0 has .* of 21 ",
     "plan": r"rank 1 has the plan \d+ fused sites \(\w+\), rank 0 has \d+ fused sites",
     "recipe": r"rank 1 has the recipe fp8-current \(\w+\), rank 0 has fp8-delayed \(",
-    "mesh": r"^rank 1 has the mesh \[0, 1\] .*, rank 0 has \[1, 0\] .*: all have to convert the same model",
+    "options": r"^rank 1 has the options backend=te .*approximate=True .*, rank 0 has .*approximate=False ",
+    "mesh": r"^rank 1 has the mesh \[0, 1\] \('replicas',\), rank 0 has \[0, 1\] \('shards',\): all have to ",
     "version": r"rank 1 has the version of te_transform 0.0.1, rank 0 has \d",
     "nothing": r"^$",
 }

@@ -4,6 +4,7 @@ whom."""
 import copy
 import inspect
 import pickle
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_transform.backends import limits, plain
+from te_transform.backends import cudnn, limits, plain
 from te_transform.backends.joined import Join, lay, state_of
 from te_transform.backends.running import forget_weights, running
 from tests import stand_in
@@ -218,6 +219,33 @@ def test_attention_that_may_be_replayed_says_what_cudnn_needs(
     assert whole is None
     has, needs = "100 queries and 100 keys in what may become a CUDA graph", "multiples of 128 there"
     assert odd == (f"{has}, cuDNN's kernels need {needs}" if captured else None)
+
+
+def test_threads_leave_the_order_of_kernels_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that comes first leaves first."""
+    monkeypatch.setattr(cudnn, "without_attention", lambda *_: None)
+    inside, leave = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
+    heads, before = random(1, 2, 8, 8), torch._C._get_sdp_priority_order()
+
+    def attend(place: int) -> None:
+        def waits(*_: Any) -> Tensor:
+            inside[place].set()
+            assert leave[place].wait(10)
+            return heads
+
+        op = cudnn.DotProductAttention(twice=False)
+        op._attend = waits
+        op(heads, heads, heads)
+
+    threads = [threading.Thread(target=attend, args=(place,)) for place in range(2)]
+    for place, thread in enumerate(threads):
+        thread.start()
+        assert inside[place].wait(10)
+    assert torch._C._get_sdp_priority_order() != before
+    for place, thread in enumerate(threads):
+        leave[place].set()
+        thread.join()
+    assert torch._C._get_sdp_priority_order() == before
 
 
 def test_odd_sizes_stay_out_of_fp8(te: ModuleType) -> None:

@@ -32,7 +32,7 @@ class Backend(Protocol):
     PaddedLinear: Callable[[], FusedOp]
     LayerNormLinear: Callable[..., FusedOp]
     LayerNormMLP: Callable[..., FusedOp]
-    DotProductAttention: Callable[[], FusedOp]
+    DotProductAttention: Callable[..., FusedOp]
     Rotary: Callable[[], FusedOp]
     CrossEntropy: Callable[[], FusedOp]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -31,19 +32,33 @@ class DotProductAttention(plain.DotProductAttention):
         if why := without_attention(query, key, value, mask, rest[1]):
             self.plain_calls[why] += 1
             return super().attend(query, key, value, mask, *rest)
-        with _First():
+        with _FIRST:
             return super().attend(query, key, value, mask, *rest)
 
 
 class _First:
     """cuDNN before the other kernels: on an H100 twice as fast as FlashAttention 2, which PyTorch prefers.
 
-    sdpa_kernel(set_priority=True) reads and writes each kernel's own switch as well, 30 us of the CPU.
+    sdpa_kernel(set_priority=True) reads and writes each kernel's own switch as well, 30 us of the CPU. The
+    order is that of all threads: the first that comes in changes it, the last that leaves puts it back.
     """
 
+    def __init__(self) -> None:
+        self.lock, self.inside, self.order = threading.Lock(), 0, []
+
     def __enter__(self) -> None:
-        self.order = torch._C._get_sdp_priority_order()
-        torch._C._set_sdp_priority_order([_CUDNN, *(kernel for kernel in self.order if kernel != _CUDNN)])
+        with self.lock:
+            if not self.inside:
+                self.order = torch._C._get_sdp_priority_order()
+                others = [kernel for kernel in self.order if kernel != _CUDNN]
+                torch._C._set_sdp_priority_order([_CUDNN, *others])
+            self.inside += 1
 
     def __exit__(self, *_: object) -> None:
-        torch._C._set_sdp_priority_order(self.order)
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                torch._C._set_sdp_priority_order(self.order)
+
+
+_FIRST = _First()

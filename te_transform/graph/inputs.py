@@ -132,7 +132,7 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Inputs
 
 
 def _candidates(model: nn.Module, batch: int, length: int) -> list[Inputs]:
-    if hasattr(model, "dummy_inputs") and isinstance(getattr(model, "config", None), object):
+    if hasattr(model, "main_input_name") and hasattr(getattr(model, "config", None), "get_text_config"):
         return _for_hugging_face(model, batch, length)
     required = [
         p

@@ -158,6 +158,7 @@ class AnyOrder(Pattern):
 
     def __init__(self, target: Callable, *operands: Pattern):
         self.target, self.operands, self.roots = target, operands, frozenset((target,))
+        self.depth = len(operands) - 1 + max(operand.depth for operand in operands)
 
     def __repr__(self) -> str:
         return self.target.__name__
@@ -182,7 +183,7 @@ class Each(Pattern):
     """A list or tuple whose items match `items`, one by one: the argument of torch.cat."""
 
     def __init__(self, *items: Pattern):
-        self.items = items
+        self.items, self.depth = items, max((item.depth for item in items), default=0)
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         if not isinstance(value, (list, tuple)) or len(value) != len(self.items):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
+import threading
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,22 @@ _DEPTH = 5  # how deep: a module, its attributes, what these hold, ...
 _CONTAINERS = (dict, list, set, deque)
 _NOT_STATE = (type, types.ModuleType, types.FunctionType, nn.Parameter)
 _HOLDERS = ("types", "argparse")  # whose namespaces hold a user's values; Python's other objects go on
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, whose calls other threads wait for: they share random states, and a model that is looked
+    at has another class, other tensors or another mode meanwhile."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _ONE_AT_A_TIME:
+            return function(*args, **kwargs)
+
+    return run
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ REPEATS = 16
 
 Run = Callable[..., Sequence[Any]]
 _RECORDING = threading.RLock()  # PyTorch records in one stream that all threads share
+_LISTING = threading.Lock()  # of what there is in `_ALL`, which other threads add to
 
 
 class Replayed:
@@ -76,7 +77,8 @@ class Replayed:
         self.changes = [*writes, *states]
         self.kinds: dict[tuple, Kind] = {}
         self.lock = threading.RLock()
-        _ALL.add(self)
+        with _LISTING:
+            _ALL.add(self)
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         if _is_recorded_by_others():
@@ -150,7 +152,9 @@ class Replayed:
 
     def _record(self, kind: Kind, arguments: Sequence[Any]) -> str | None:
         """Record a call and hold it to the function; why such calls cannot be replayed."""
-        for each in list(_ALL):  # another graph's, if the change that moved parameters made this one
+        with _LISTING:
+            everyone = list(_ALL)
+        for each in everyone:  # another graph's, if the change that moved parameters made this one
             each.forget_moved()
         why = _unfit(arguments)
         if not kind.writes <= {*self.changes}:

@@ -136,7 +136,7 @@ class _Sharding:
             args[place] = self._local(node, new)
         moved = {argument: self._argument(node, argument, found) for argument in node.all_input_nodes}
         args = fx.node.map_aggregate(tuple(args), lambda a: moved.get(a, a) if isinstance(a, fx.Node) else a)
-        self._call(node, args, found)
+        self._call(node, args)
         if found.is_term:
             self._sum(node)
         elif found.shards is not None and draws(node):
@@ -145,7 +145,7 @@ class _Sharding:
     def _local(self, node: fx.Node, new: Any) -> Any:
         return self.ranks.shape(self.shapes[node], new.shards) if isinstance(new, Local) else new
 
-    def _call(self, node: fx.Node, args: tuple, found: Step) -> None:
+    def _call(self, node: fx.Node, args: tuple) -> None:
         if node.target is F.embedding:
             op = ShardedEmbedding(self.ranks, self.held[node.args[1]], (*args, None)[2])
             edit.read_shards(node, args[:2], self._named("embedding", node, op))

@@ -14,7 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import te_transform
 from te_transform import Rule
 from te_transform.backends.op import FusedOp
-from te_transform.graph.pattern import Call, Linear, Var
+from te_transform.graph import ops
+from te_transform.graph.pattern import AnyOrder, Call, Linear, Var
 from te_transform.passes import PIPELINE, layernorm_linear, layernorm_mlp, linear, merge_siblings
 from tests.attacks import Pair
 from tests.models.tiny import Tiny
@@ -194,6 +195,15 @@ def test_most_of_a_pattern_says_what_stood_in_its_way() -> None:
         fc2=tables.linear(FFN, H),
     )
     assert reasons(sites(make), "layernorm_mlp") == {"the mul reads tanh, columns is needed"}
+
+
+def test_less_than_half_of_a_pattern_in_any_order_is_no_near_miss() -> None:
+    inner = Linear(Call(ops.relu, Linear(Var("y"), role="up"), role="act"), role="down")
+    pattern = AnyOrder(torch.add, Var("x"), inner)
+    assert pattern.depth == Call(torch.add, Var("x"), inner).depth
+    make = written(lambda model, x: x + torch.sin(x) + model.fc(x), fc=tables.linear(H, H))
+    rule = replace(linear.RULE, name="any_order", pattern=pattern, refuse=lambda: ())
+    assert not sites(make, passes=[rule]).sites
 
 
 def test_a_linear_that_is_merged_with_others_beside_the_mlp_says_so() -> None:
