@@ -416,6 +416,13 @@ def test_torch_compile_with_wrong_options() -> None:
         compiled(X)
 
 
+def test_a_mode_of_torch_compile_is_an_option_of_ours() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(seeded(Tiny), backend=backend, mode="reduce-overhead")
+    with pytest.raises(Exception, match=r"pass options={'compile': 'reduce-overhead'}"):
+        compiled(X)
+
+
 def test_the_backend_is_registered_by_its_name() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
     module, _, name = project["project"]["entry-points"]["torch_dynamo_backends"]["te_transform"].partition(
