@@ -104,6 +104,30 @@ def test_a_norm_may_change(name: str) -> None:
     Pair.of(model, rules=rules).attack(lambda model: change(model.odd.norm), with_input_gradient)
 
 
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "times one": lambda x: x * 1.0,
+    "plus nothing": lambda x: x + 0,
+    "less nothing": lambda x: x - 0.0,
+    "over one": lambda x: x / 1,
+    "joined to nothing": lambda x: torch.cat([x], -1),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_what_is_written_to_before_the_norm(name: str) -> None:
+    """As a residual that is scaled by a factor of one, and added to in place."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.mlp(x)
+        kept = COPIES[name](x)
+        x += 1
+        return x + self.mlp(self.norm(kept))
+
+    model = odd(forward)
+    model.odd.norm = type("Norm", (Norm,), {"forward": rms})()
+    Pair.of(model).agree(with_input_gradient)
+
+
 PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable]] = {
     "RMSNorm's eps, None at first": (lambda: nn.RMSNorm(WIDTH), put(eps=1.0)),
     "LayerNorm's bias": (lambda: nn.LayerNorm(WIDTH), put(bias=None)),

@@ -263,6 +263,74 @@ def test_a_mask_written_to_between_two_calls_of_one_training_step() -> None:
     Pair.of(model_of(*MASKS["causal, -inf"])).agree(act)
 
 
+# What a forward writes to masks between their making and their use
+
+
+def negated(length: int) -> Callable[[Tensor], Tensor]:
+    """What a mask is the negation of is written to before it is applied."""
+    kept = causal(length)
+    hidden = ~kept
+    kept.fill_(True)
+    return lambda scores: scores.masked_fill(hidden, NEGATIVE)
+
+
+def fill_of_rows(length: int) -> Callable[[Tensor], Tensor]:
+    fill = torch.full((length, length), -1e9)
+    fill[0] = 0.0
+    return lambda scores: torch.where(causal(length), scores, fill)
+
+
+def fill_of_a_diagonal(length: int) -> Callable[[Tensor], Tensor]:
+    fill = torch.full((length, length), -1e9)
+    fill.diagonal(1).fill_(0.0)
+    return lambda scores: torch.where(causal(length), scores, fill)
+
+
+def times_one(length: int) -> Callable[[Tensor], Tensor]:
+    bias = torch.zeros(length, length).masked_fill(~causal(length), NEGATIVE)
+    kept = bias * 1.0
+    bias.fill_(0.0)
+    return lambda scores: scores + kept
+
+
+@pytest.mark.parametrize("make", [negated, fill_of_rows, fill_of_a_diagonal, times_one])
+def test_what_a_mask_is_made_of_is_written_to_before_it_is_applied(make: Callable[..., Any]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        masked = make(x.shape[1])
+        return self.out((masked(q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    Pair.of(seeded(type("Written", (Attention,), {"forward": forward}))).agree()
+
+
+@pytest.mark.parametrize("fill", [NEGATIVE, -1e4])
+def test_a_mask_written_to_between_two_layers(fill: float) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        hidden, outputs = ~causal(x.shape[1]), []
+        for _ in range(2):
+            outputs.append((q @ k.transpose(-2, -1)).masked_fill(hidden, fill).softmax(-1) @ v)
+            hidden[:, :3] = False
+        return outputs
+
+    pair = Pair.of(seeded(type("Twice", (Attention,), {"forward": forward})), rules="attention attention")
+    with torch.no_grad():  # a backward would need the mask as it was
+        pair.agree()
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("fill", [NEGATIVE, -1e4])
+def test_a_scale_that_is_not_positive(scale: float, fill: float) -> None:
+    """PyTorch's kernels hide what lies ahead before they scale: -inf times 0 would be NaN."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        found = (q @ k.transpose(-2, -1) * scale).masked_fill(~causal(x.shape[1]), fill)
+        return self.out((found.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    Pair.of(seeded(type("Scaled", (Attention,), {"forward": forward}))).agree()
+
+
 # Masks that are arguments
 
 

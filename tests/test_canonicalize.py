@@ -155,6 +155,8 @@ NOT_RMS_NORMS = {
     "the weight is computed": lambda m, x: x * _inverse(x) * (m.w * 2),
     "a unit vector, of what is not short": lambda m, x: F.normalize(x, dim=-1, eps=1e-4) * HIDDEN**0.5 * m.w,
     "the sum": lambda m, x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) * m.w,
+    "a unit vector, of what may be 0": lambda m, x: F.normalize(x, dim=-1, eps=1e-22) * HIDDEN**0.5 * m.w,
+    "in fp64": lambda m, x: (x.double() * _inverse(x.double())).to(x.dtype) * m.w,
 }
 
 
@@ -303,6 +305,7 @@ NOT_LAYER_NORMS = {
     "unbiased": lambda m, x: m.w * _centered(x) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6),
     "another mean": lambda m, x: m.w * (x - x.mean(-2, True)) * torch.rsqrt(x.var(-1, False, True) + 1e-6),
     "not centered": lambda m, x: m.w * x * torch.rsqrt(x.var(-1, False, True) + 1e-6),
+    "in fp64": lambda m, x: F.layer_norm(x.double(), (HIDDEN,), m.w.double(), m.b.double()).to(x.dtype),
 }
 
 

@@ -66,6 +66,9 @@ ATTENTIONS = {
     "in place": lambda m, q, k, v, mask: scores(q, k).masked_fill_(mask, float("-inf")).softmax(-1) @ v,
     "where": lambda m, q, k, v, mask: torch.where(mask, -math.inf, scores(q, k)).softmax(-1) @ v,
     "where not": lambda m, q, k, v, mask: torch.where(~mask, scores(q, k), -math.inf).softmax(-1) @ v,
+    "in a tensor, by name": lambda m, q, k, v, mask: (
+        torch.where(~mask, scores(q, k), torch.full([], fill_value=-math.inf)).softmax(-1) @ v
+    ),
     "in a tensor": lambda m, q, k, v, mask: (
         torch.where(~mask, scores(q, k), torch.full([], -math.inf)).softmax(-1) @ v
     ),
@@ -172,6 +175,15 @@ def test_a_mask_that_is_added_to_a_filled_one(kept: bool, padding: Tensor) -> No
     assert ops.sdpa not in targets(canonical(partial(function, fill=-1e4), *QKV, CAUSAL, later))
 
 
+def test_a_mask_that_is_added_to_a_filled_one_in_fp64() -> None:
+    least, wide = torch.finfo(torch.float32).min, [tensor.double() for tensor in QKV]
+    function = lambda m, q, k, v, hidden, later: (  # noqa: E731
+        (scores(q, k).masked_fill(hidden, least) + later).softmax(-1) @ v
+    )
+    later = torch.randn(LENGTH, LENGTH, dtype=torch.float64)
+    assert ops.sdpa in targets(canonical(function, *wide, CAUSAL, later, bound=1e-14))
+
+
 def test_scores_in_fp32_of_queries_and_keys_in_16_bits() -> None:
     narrow = [tensor.bfloat16() for tensor in QKV]
     wider = lambda m, q, k, v: scores(q.float(), k.float()).softmax(-1).to(v.dtype) @ v  # noqa: E731
@@ -239,6 +251,10 @@ NOT_ATTENTIONS = {
     "learned scale": lambda m, q, k, v, mask: (q @ k.mT * m.scale).softmax(-1) @ v,
     "masked behind the softmax": lambda m, q, k, v, mask: scores(q, k).softmax(-1).masked_fill(mask, 0) @ v,
     "transposed weights": lambda m, q, k, v, mask: scores(q, k).softmax(-1).mT @ v,
+    "scores in fp64": lambda m, q, k, v, mask: scores(q.double(), k.double()).softmax(-1).to(v.dtype) @ v,
+    "a softmax in fp64": lambda m, q, k, v, mask: scores(q, k).double().softmax(-1).to(v.dtype) @ v,
+    "a negative scale": lambda m, q, k, v, mask: (q @ k.mT * -0.5).softmax(-1) @ v,
+    "keys for all batches": lambda m, q, k, v, mask: scores(q, k[0]).softmax(-1) @ v[0],
     "the mask is the larger": lambda m, q, k, v, mask: (scores(q[:1], k[:1]) + m.bias).softmax(-1) @ v,
 }
 

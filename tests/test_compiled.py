@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_transform
 from te_transform.runtime import compiled, regions
-from tests.attacks import Block, Pair
+from tests.attacks import Attends, Block, Pair
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
-from tests.models.tiny import WIDTH
+from tests.models.tiny import WIDTH, Attention
 from tests.zoo import seeded, zero_dropout
 
 backend = import_module("te_transform.convert").te_transform  # the package's `convert` is the function
@@ -108,6 +108,28 @@ def test_inductor_itself(compilations: Compilations, monkeypatch: pytest.MonkeyP
     pair.agree()
     assert not compilations
     assert not any("uncompiled" in note for note in te_transform.report(pair.converted).notes)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_inductor_does_not_take_kernels_whose_gradients_are_wrong(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a mask of finite numbers hides whole rows, as left padding does."""
+    monkeypatch.undo()
+    mask = torch.ones(5, 5).triu(1).index_fill(1, torch.tensor([0, 1]), 1.0) * torch.finfo(torch.float32).min
+
+    def attend(self: Any, x: Tensor) -> Tensor:
+        projected = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in projected)
+        found = (q @ k.transpose(-2, -1) * scale + mask).softmax(-1) @ v
+        return self.out_proj(found.transpose(1, 2).flatten(2))
+
+    model = seeded(Attends)
+    model.attention = seeded(type("Attention", (Attention,), {"forward": attend}))
+    pair = compiled_pair(model, rules="attention")
+    assert not any("uncompiled" in note for note in te_transform.report(pair.converted).notes)
+    pair.agree()
 
 
 def test_each_size_is_compiled_once_and_not_too_many_are(compilations: Compilations) -> None:

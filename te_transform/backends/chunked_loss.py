@@ -100,21 +100,25 @@ class _Losses(torch.autograd.Function):
         known = ~counted | ((flat >= 0) & (flat < len(weight)))
         torch._assert_async(known.all(), f"a target is no word of the {len(weight)} that there are")
         wide = torch.promote_types(x.dtype, torch.float32)
-        # the logarithm of the exponentials' sum, and the logits of the targets
-        total = rows.new_full((len(rows),), -torch.inf, dtype=wide)
+        # the largest logits, the logarithm of the sum of all exponentials relative to them, which would be
+        # rounded away in one number with them, and the logits of the targets
+        top = rows.new_full((len(rows),), -torch.inf, dtype=wide)
+        total = top
         own = rows.new_zeros(len(rows), dtype=wide)
         for part in _parts(rows, weight, bias):
             logits = part.logits(rows)
             inside, column = part.inside(flat)
             own += torch.where(inside, logits.gather(1, column).squeeze(1).to(wide), 0.0)
-            total = torch.logaddexp(total, _logsumexp(logits, wide))
-        ctx.save_for_backward(x, weight, bias, flat, total)
+            largest, less = _top_and_logsumexp(logits, wide)
+            before, top = top, torch.maximum(top, largest)
+            total = torch.logaddexp(total + _below(before, top), less + _below(largest, top))
+        ctx.save_for_backward(x, weight, bias, flat, top, total)
         ctx.ignore_index = ignore_index
-        return torch.where(counted, total - own, 0.0).view(targets.shape)
+        return torch.where(counted, top - own + total, 0.0).view(targets.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, flat, total = ctx.saved_tensors
+        x, weight, bias, flat, top, total = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         rows, wide = x.reshape(-1, x.shape[-1]), total.dtype
         each = torch.where(flat != ctx.ignore_index, grad.reshape(-1).to(wide), 0.0).unsqueeze(1)
@@ -125,7 +129,7 @@ class _Losses(torch.autograd.Function):
             inside, column = part.inside(flat)
             # softmax less one at the target, by the gradient of the row's loss
             logits = part.logits(rows)
-            found = (logits - total.unsqueeze(1)).exp_()  # in the wider dtype of the two
+            found = (logits - top.unsqueeze(1)).sub_(total.unsqueeze(1)).exp_()  # in the wider dtype of the two
             found.scatter_add_(1, column, -inside.to(wide).unsqueeze(1))
             found = torch.mul(found, each, out=logits)  # rounded in the logits' place
             if of_x:
@@ -137,11 +141,17 @@ class _Losses(torch.autograd.Function):
         return None if dx is None else dx.to(x.dtype).view_as(x), dw, db, None, None
 
 
-def _logsumexp(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Over the columns, in a wider dtype, by the one kernel that reads narrow numbers and computes so."""
+def _top_and_logsumexp(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The largest of the columns, and the logarithm of the exponentials' sum relative to it; in a wider
+    dtype, by the one kernel that reads narrow numbers and computes so."""
     top, place = logits.max(1, keepdim=True)
     less = torch.log_softmax(logits, 1, dtype=dtype).gather(1, place)
-    return torch.where(top.isneginf(), -torch.inf, top.to(dtype) - less).squeeze(1)
+    return top.squeeze(1).to(dtype), torch.where(top.isneginf(), 0.0, -less).squeeze(1)
+
+
+def _below(largest: Tensor, top: Tensor) -> Tensor:
+    """How much lower than `top`, which is the larger, a largest logit is: at most 0, -inf where both are."""
+    return torch.where(top.isneginf(), top, largest - top)
 
 
 def _multiplied(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

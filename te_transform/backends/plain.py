@@ -278,6 +278,8 @@ class DotProductAttention(FusedOp):
             if torch.is_grad_enabled():
                 # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong
                 # (torch 2.13): they normalize by a log-sum-exp in which the number of keys is rounded away
+                if compiling.get():  # inductor would put one of them in the place of PyTorch's own products
+                    return _in_fp32(query, key, value, mask, *how)
                 kernels = sdpa_kernel(SDPBackend.MATH)
         with kernels:
             out = ops.sdpa(query, key, value, mask, *how)
@@ -380,7 +382,7 @@ def _written_out(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """The attention in operations that have every derivative, and those of a derivative forward: the softmax
     that PyTorch's own attention calls has no backward of the latter (torch 2.13)."""
@@ -392,9 +394,16 @@ def _written_out(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         hides = mask.dtype is torch.bool
-        scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
+        # by a sum of scores and a mask inductor knows attention
+        scores = scores.masked_fill(~mask, -torch.inf) if hides else scores - (-mask)
     weights = scores.softmax(-1)
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
+
+
+def _in_fp32(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """The attention written out in fp32 or wider, as PyTorch's own products and softmax are."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return _written_out(query.to(wide), key.to(wide), value.to(wide), *rest).to(query.dtype)
 
 
 def _math(*arguments: Any) -> Tensor:

@@ -41,6 +41,8 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     read_results(graph)
     read_sizes_early(graph)
     canonical = edit.copy_graph(graph)
+    for node in written(canonical):  # also where the copy will have a new value instead of the write
+        node.meta["written"] = True
     cuts = barriers(canonical)
     edit.number_regions(canonical, lambda node: node in cuts or nodes.changes_state(node))
     spell(canonical, must_stay(canonical))

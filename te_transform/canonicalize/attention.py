@@ -11,7 +11,7 @@ from torch import fx
 
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of
+from te_transform.graph.nodes import dtype_of, is_tensor_node, is_wider, same_shape, shape_of
 from te_transform.graph.pattern import Call, Match, Maybe, OneOf, Pattern, Var
 
 HIDES = -1e4  # a score at or below this has, beside any other, a probability of zero
@@ -114,9 +114,19 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
         and all(user in match.nodes for node in weights for user in node.users)
         and all(dtype_of(node) is dtype_of(query) for node in (root, *operands))
         and dtype_of(scores).itemsize >= dtype_of(query).itemsize
+        and not is_wider(weights, query)
+        and all(_lies_as(node, scores) for node in operands[:-1])
+        and _lies_as(match.bound["value"], root)
+        and _scale(match.bound) > 0  # kernels hide before they scale
         and same_shape(shape_of(query)[:-2], shape_of(scores)[:-2])
         and same_shape(shapes[0][:-2], shape_of(root)[:-2])
     )
+
+
+def _lies_as(operand: fx.Node, product: fx.Node) -> bool:
+    """Whether an operand [batch * heads, ..] is one of a product of as many; others are not looked at."""
+    shape = shape_of(operand)
+    return len(shape) == 4 or same_shape(shape[:-2], shape_of(product)[:-2])
 
 
 def _heads_agree(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
@@ -164,7 +174,10 @@ class _Lift:
         return self.insert(torch.transpose, (x, -2, -1))
 
     def negate(self, x: fx.Node) -> fx.Node:
-        return x.args[0] if x.target is torch.logical_not else self.insert(torch.logical_not, (x,), like=x)
+        """`not x`; what x is the negation of, where nothing is written to in between."""
+        here = x.meta.get("region") == self.match.root.meta["region"]
+        negated = x.target is torch.logical_not and here
+        return x.args[0] if negated else self.insert(torch.logical_not, (x,), like=x)
 
 
 def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
@@ -210,7 +223,7 @@ def _filled_and_added(
 ) -> fx.Node:
     """A fill with a mask added to it and to the scores, as GPT-Neo's padding is to its causal one."""
     later = lift(found["later"], found["added"])
-    if dtype_of(later) is not torch.float32:  # which has no room for the fill
+    if dtype_of(later).itemsize < torch.float32.itemsize:  # which has no room for the fill
         later = lift.insert(ops.cast, (later, torch.float32))
     kept = later if bias is None else lift.insert(torch.add, (later, bias))
     pair = kept, lift.insert(torch.add, (later, fill))
@@ -222,9 +235,15 @@ def _unless(lift: _Lift, bias: fx.Node, hidden: fx.Node, fill: float) -> fx.Node
 
 
 def _constant(fill: Any) -> float | None:
-    """The number that a score is filled with, if it is one; models wrap it in a tensor of the right dtype."""
+    """The number that a score is filled with, if it is one; models wrap it in a tensor of the right dtype.
+
+    Who reads such a tensor for anything else may write to it.
+    """
     if isinstance(fill, fx.Node) and fill.target in (torch.tensor, torch.full):
-        fill = fill.args[0 if fill.target is torch.tensor else 1]
+        if any(user.target not in (torch.where, torch.masked_fill) for user in fill.users):
+            return None
+        place, name = (0, "data") if fill.target is torch.tensor else (1, "fill_value")
+        fill = fill.args[place] if len(fill.args) > place else fill.kwargs.get(name)
     return float(fill) if _number(fill) else None
 
 

@@ -22,9 +22,15 @@ def drop_noise(graph: fx.Graph) -> None:
         if node in shared or node.op != "call_function" or node.kwargs:
             continue
         value = _NOISE[node.target](*node.args, node) if node.target in _NOISE else None
-        if value is not None:
+        if value is not None and not _is_apart(node):
             edit.bypass(graph, node, value)
     edit.eliminate_dead_code(graph)
+
+
+def _is_apart(node: fx.Node) -> bool:
+    """Whether the call makes a copy that is read behind a write in place: the model may have written to what
+    it is a copy of, also where this graph has a new value instead of the write."""
+    return node.target in _COPIES and any(user.meta["region"] != node.meta["region"] for user in node.users)
 
 
 def _if(condition: Callable[..., bool]) -> Callable[..., fx.Node | None]:
@@ -96,6 +102,8 @@ _ANY_LAYOUT = _OPS | {
     torch.reshape, torch.transpose, torch.t, operator.getitem, torch.matmul, torch.bmm, F.linear
 }  # fmt: skip
 _BROADCAST = (torch.add, torch.sub, torch.mul, torch.div, torch.masked_fill, torch.where)
+
+_COPIES = (torch.add, torch.sub, torch.mul, torch.div, torch.cat)
 
 # target -> the argument that a call of it hands on, given its arguments and the node; None where it does more
 _NOISE: dict[Any, Callable[..., fx.Node | None]] = {

@@ -12,7 +12,14 @@ from torch import fx
 
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import ops
-from te_transform.graph.nodes import dtype_of, is_model_tensor, is_tensor_node, same_shape, shape_of
+from te_transform.graph.nodes import (
+    dtype_of,
+    is_model_tensor,
+    is_tensor_node,
+    is_wider,
+    same_shape,
+    shape_of,
+)
 from te_transform.graph.pattern import AnyOrder, Call, Match, Maybe, OneOf, Pattern, Var
 
 _TINY = 1e-8  # the length of no row that is not zero
@@ -54,12 +61,16 @@ def _rms_norm_of_normalize(graph: fx.Graph, match: Match) -> tuple | None:
     """x / max(|x|, least) * sqrt(width), which is x / sqrt(mean(x^2) + least^2 / width).
 
     They differ where |x| is about `least` alone, which nothing but zeros is if it is 1e-12: both are 0 at 0,
-    and as steep there. In fp16 that is 0, and the quotient of a row of zeros is NaN.
+    and as steep there. In fp16 that is 0, and the quotient of a row of zeros is NaN; and so it would be where
+    the square is 0 in the dtype that it is added in.
     """
     x, weight = _operands(match)
     width, least = shape_of(x)[-1], match.bound["least"]
+    added_in = torch.promote_types(dtype_of(x), torch.float32)
     is_tiny = torch.finfo(dtype_of(x)).smallest_normal < least <= _TINY
     if not isinstance(width, int) or not math.isclose(match.bound["factor"], math.sqrt(width)) or not is_tiny:
+        return None
+    if least**2 / width < torch.finfo(added_in).smallest_normal:
         return None
     if not _normalizes_last(match) or not _keeps_dtype(match):
         return None
@@ -84,7 +95,7 @@ def _keeps_dtype(match: Match) -> bool:
     root, (x, weight) = match.root, _operands(match)
     widens = root.target is ops.cast and dtype_of(root).itemsize >= dtype_of(root.args[0]).itemsize
     result = dtype_of(x) if weight is None else torch.promote_types(dtype_of(x), dtype_of(weight))
-    return not widens and result is dtype_of(root)
+    return not widens and result is dtype_of(root) and not is_wider(match.nodes, root)
 
 
 _X = _cast(Var("x", is_tensor_node))

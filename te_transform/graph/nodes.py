@@ -84,6 +84,12 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return value(node).dtype
 
 
+def is_wider(inside: Iterable[fx.Node], like: fx.Node) -> bool:
+    """Whether one of these is computed in a wider dtype than an op has for such a value: its own or fp32."""
+    widest = max(dtype_of(like).itemsize, torch.float32.itemsize)
+    return any(dtype_of(node).itemsize > widest for node in inside)
+
+
 def numel_of(node: fx.Node) -> int:
     """How many numbers, at the sizes that the graph was captured with."""
     if not is_tensor_node(node):

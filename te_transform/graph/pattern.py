@@ -237,7 +237,9 @@ class Read(Pattern):
 
     def match(self, value: Any, so_far: Match, misses: list[Miss]) -> Iterator[Match]:
         for match in self.inner.match(value, replace(so_far, nodes=()), misses):
-            if not any(node.meta.get("written") for node in match.nodes):
+            found = (held for name, held in match.bound.items() if name not in so_far.bound)
+            read = (node for node in (*match.nodes, *found) if isinstance(node, fx.Node))
+            if not any(node.meta.get("written") for node in read):
                 yield replace(match, nodes=so_far.nodes)
 
 

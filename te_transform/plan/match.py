@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from te_transform.canonicalize import canonicalize, written
+from te_transform.canonicalize import canonicalize
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import argument, called, is_model_tensor, name_in_model, path_of, value
 from te_transform.graph.pattern import Match, Miss, Siblings, find
@@ -110,8 +110,6 @@ def plan(captured: fx.GraphModule, options: Options, is_part: bool = False) -> P
             outside is no reason yet: a block, to which the model gives cosines and sines.
     """
     canonical = canonicalize(captured.graph)
-    for node in written(canonical):
-        node.meta["written"] = True
     made = Plan(captured, canonical, edit.snapshot(canonical))
     for rule in options.passes:
         if rule.needs_kernels and not options.backend.HAS_KERNELS:

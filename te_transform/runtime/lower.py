@@ -229,7 +229,7 @@ class _Lowering:
         args, kwargs = self._inner(node.args, at, made), self._inner(dict(node.kwargs), at, made)
         if node.target is not ops.join:
             key = (node.target, args, tuple(kwargs.items()))
-            is_mask = is_tensor_node(node) and dtype_of(node) is torch.bool
+            is_mask = is_tensor_node(node) and dtype_of(node) is torch.bool and not self._reads_written(args)
             if is_mask and key in self.shared:  # all layers have the same one, which is looked at once
                 return self.shared[key]
             call = edit.insert_call(self.graph, at, node.target, args, kwargs, like=node)
@@ -239,6 +239,10 @@ class _Lowering:
         name = f"join_{at.name}_{len(made)}"
         self.module.add_submodule(name, Join(self.apart))
         return edit.insert_call(self.graph, at, name, args, like=node)
+
+    def _reads_written(self, args: tuple) -> bool:
+        """Whether a call has an argument that may be written to before it is made again."""
+        return any(arg.name in self.written for arg in args if isinstance(arg, fx.Node))
 
     def _with_mask(self, site: Site, args: tuple, at: fx.Node) -> tuple:
         """The arguments of attention with its mask found out at run time, where that is possible.

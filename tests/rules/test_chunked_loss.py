@@ -99,6 +99,19 @@ def test_computes_the_same(name: str, dtype: torch.dtype) -> None:
             assert (one - wide).norm() <= allowed
 
 
+@pytest.mark.parametrize("gain", [0.5, 1.0])
+def test_words_that_are_nearly_certain(gain: float) -> None:
+    """Their losses are small numbers, differences of large logits."""
+    model = seeded(FUSES["summed"])
+    with torch.no_grad():
+        seen = model.norm(X).flatten(0, 1)
+        model.head.weight.zero_().index_add_(0, TARGETS.flatten(), gain * seen)
+        converted = te_transform.convert(model, X, chunked_loss=True, verify=False)
+    exact = step(copy.deepcopy(model).double(), X.double())
+    for one, own, wide in zip(step(converted, X), step(model, X), exact, strict=True):
+        assert (one - wide).norm() <= 1.5 * (own - wide).norm() + 1e-7 * wide.norm()
+
+
 def test_holds_no_logits_and_says_so_by_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, logits_of_part = [], chunked_loss.Part.logits
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
+from te_transform.backends import limits
 from tests import stand_in
 from tests.rules.tables import HEADS, Make, Written, reasons, sites, written
 from tests.zoo import seeded
@@ -46,6 +47,13 @@ def over_and_over(model: Written, x: Tensor) -> Tensor:
 def rows(model: Written, x: Tensor) -> Tensor:
     turns = torch.stack([angles(model, x), 2 * angles(model, x)])
     return turned(x, turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1))
+
+
+def written_to(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)[None]
+    cos, sin = turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1)
+    turns.mul_(2)
+    return turned(x, cos, sin) + turns.sum().to(x.dtype)
 
 
 def frequencies() -> nn.Buffer:
@@ -157,3 +165,11 @@ def test_other_rotations_stay(function) -> None:
 def test_plain_pytorch_has_no_kernel_for_it() -> None:
     report = sites(model_of(of(llama)), Q, backend="torch")
     assert not any(site.rule == "rotary" for site in report.sites)
+
+
+def test_angles_that_are_written_to_before_the_rotation_are_not_taken_instead(te: ModuleType) -> None:
+    model = seeded(model_of(of(written_to)))
+    model[0].frequencies.data = frequencies().data
+    with limits.at_any_size, torch.no_grad():  # as where the kernel runs
+        converted = te_transform.convert(model, Q, backend="te", verify=False)
+        torch.testing.assert_close(converted(Q), model(Q), atol=0.02, rtol=0.02)
