@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from te_transform.backends import BackendError
 from te_transform.convert import convert, inspect
@@ -31,7 +32,7 @@ from te_transform.convert import report as report_of
 from te_transform.graph.inputs import BATCH, InputError, Inputs, TraceError, invent
 from te_transform.load import LoadError, inputs_of, load
 from te_transform.passes import PIPELINE
-from te_transform.plan.model import ModelError
+from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError
 from te_transform.report.page import versions
@@ -82,10 +83,15 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+def _printing_aside() -> redirect_stdout:
+    """What the user's code prints meanwhile is no part of what is asked for, as JSON it could not be read."""
+    return redirect_stdout(sys.stderr)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="te-transform", description="Transformers on fused ops.")
     parser.add_argument("--version", action="version", version=versions())
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     planned = commands.add_parser("inspect", help="what would be fused, and why not more, on any machine")
     _add_model(planned, length=2048, backend="te")
@@ -161,17 +167,24 @@ def _page(text: str) -> Path:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
+    if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
 
 
 def _inspect(asked: argparse.Namespace) -> int:
     expected = dict(map(_expectation, asked.expect))
-    with status(f"building {asked.model}"):
+    with _printing_aside(), status(f"building {asked.model}"):
         model, inputs = _loaded(asked, on_meta=True)
-    with status("capturing"):
-        report = inspect(model, inputs, compile="auto" if asked.times else False, **_options(asked))
+    options = {"compile": "auto" if asked.times else False, **_options(asked)}
+    try:
+        with _printing_aside(), status("capturing"):
+            report = inspect(model, inputs, **options)
+    except TraceError as error:
+        if not isinstance(error.__cause__, DataDependentOutputException):
+            raise
+        with _printing_aside(), status("capturing with weights, which the forward branches on"):
+            report = inspect(*_loaded(asked, on_meta=False), **options)
     _write(asked, report, report)
     try:
         report.expect(**expected)
@@ -182,11 +195,12 @@ def _inspect(asked: argparse.Namespace) -> int:
 
 
 def _verify(asked: argparse.Namespace) -> int:
-    with status(f"building {asked.model}"):
+    with _printing_aside(), status(f"building {asked.model}"):
         model, inputs = _loaded(asked, on_meta=False)
-    converted = convert(model, inputs, **_options(asked))
     try:
-        found = verify(model, converted, inputs)
+        with _printing_aside():
+            converted = convert(model, inputs, **_options(asked))
+            found = verify(model, converted, inputs)
     except ValueError as error:
         raise OptionError(str(error)) from error
     _write(
@@ -196,10 +210,11 @@ def _verify(asked: argparse.Namespace) -> int:
 
 
 def _tune(asked: argparse.Namespace) -> int:
-    with status(f"building {asked.model}"):
+    with _printing_aside(), status(f"building {asked.model}"):
         model, inputs = _loaded(asked, on_meta=False)
     inputs = replace(inputs, invented=False)  # their sizes were asked for
-    tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
+    with _printing_aside():
+        tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
     kept = f'kept for convert(..., compile="auto") of such a model with such inputs, in {timing.file()}'
     _write(asked, tuned, "\n".join([*tuned.all_timings(), kept]), chosen=tuned.chosen)
     return 0
@@ -233,11 +248,12 @@ def _loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs
     )
     if not on_meta and torch.cuda.is_available():
         model.cuda()
+    check_model(model, asked.command)
     model.train(not asked.inference)
     if asked.input:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return model, inputs_of(asked.input, device)
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    positions = max(getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0, 0)
     if positions and asked.length and asked.length > positions:
         raise OptionError(
             f"--length is {asked.length}, the configuration allows {positions} (max_position_embeddings): "
@@ -245,14 +261,15 @@ def _loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs
         )
     usual = min(asked.usual_length, positions or asked.usual_length)
     inputs = invent(model, asked.batch, asked.length or usual)
-    if type(model).__name__.endswith(_LANGUAGE_MODELS) and not asked.inference:
+    is_language_model = type(model).__name__.endswith(_LANGUAGE_MODELS) and "input_ids" in inputs.kwargs
+    if is_language_model and not asked.inference:
         inputs = replace(inputs, kwargs={**inputs.kwargs, "labels": inputs.kwargs["input_ids"]})
     return model, inputs
 
 
 def _expectation(text: str) -> tuple[str, int]:
     rule, _, count = text.partition("=")
-    if rule not in {rule.name for rule in PIPELINE} or not count.isdigit():
+    if rule not in {rule.name for rule in PIPELINE} or not count.isdecimal():
         known = ", ".join(rule.name for rule in PIPELINE)
         raise OptionError(f"--expect has {text!r}, RULE=N is needed, for a rule of {known}")
     return rule, int(count)
@@ -287,7 +304,7 @@ def _models(asked: argparse.Namespace) -> int:
     page = resources.files("te_transform").joinpath("models.md").read_text("utf-8")
     tables = [line.strip("| ") for line in page.splitlines() if line.startswith("|")]
     head, _, *rows = ([cell.strip(" `") for cell in line.split("|")] for line in tables)
-    table = Table(*head, box=box.SIMPLE_HEAD)
+    table = Table(*(Column(name, overflow="fold") for name in head), box=box.SIMPLE_HEAD)
     for names, *counts in rows:
         found = [name for name in names.split(", ") if asked.name.lower() in name]
         if found and counts[0].isdigit():  # no head of another table

@@ -91,8 +91,10 @@ def _from_factory(name: str, on_meta: bool) -> nn.Module:
         found: Any = importlib.import_module(home)
         for attribute in attributes.split("."):
             found = getattr(found, attribute)
-    except (ImportError, AttributeError) as error:
-        raise LoadError(f"{name!r} cannot be imported ({error}): package.module:factory is needed") from error
+    except (Exception, SystemExit) as error:  # a file of Python does what it likes while it is imported
+        raise LoadError(
+            f"{name!r} cannot be imported ({type(error).__name__}: {error}): package.module:factory is needed"
+        ) from error
     model = found if isinstance(found, nn.Module) else _called(found, name, on_meta)
     if not isinstance(model, nn.Module):
         raise LoadError(f"{name!r} gave a {type(model).__name__}, a torch.nn.Module is needed")
@@ -178,9 +180,14 @@ def _set_layers(config: Any, layers: int) -> None:
     text = config.get_text_config()
     if not hasattr(text, "num_hidden_layers"):
         raise LoadError(f"a {type(config).__name__} has no number of layers to set")
-    text.num_hidden_layers = layers
+    try:
+        text.num_hidden_layers = layers
+    except NotImplementedError as error:  # there are several numbers
+        raise LoadError(
+            f"a {type(config).__name__} has no one number of layers to set ({error}): edit the config"
+        ) from error
     for name in ("decoder_layers", "num_decoder_layers"):
         if hasattr(text, name):
             setattr(text, name, layers)
-    if getattr(text, "layer_types", None):
+    if vars(text).get("layer_types"):  # else it follows from the number
         text.layer_types = text.layer_types[:layers]

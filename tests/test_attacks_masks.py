@@ -196,6 +196,12 @@ def keyword(make: Callable[[Tensor, Any], dict[str, Any]]) -> Callable[..., dict
     return lambda self, x, mask: make(x, None if mask is None else mask[..., : x.shape[1], : x.shape[1]])
 
 
+def in_a_vmap(x: Tensor) -> Tensor:
+    """A window, of a function of two positions: transformers makes masks of functions so."""
+    spots = torch.arange(x.shape[1])
+    return torch.vmap(lambda q: torch.vmap(lambda k: (k <= q) & (q - k < 9))(spots))(spots)
+
+
 SDPA: dict[str, tuple[Callable[..., Any], Tensor | None]] = {
     "the flag, by length": (keyword(lambda x, mask: {"is_causal": x.shape[1] > 5}), None),
     "a boolean buffer": (keyword(lambda x, mask: {"attn_mask": mask}), causal()),
@@ -205,6 +211,7 @@ SDPA: dict[str, tuple[Callable[..., Any], Tensor | None]] = {
     ),
     "from sizes": (keyword(lambda x, mask: {"attn_mask": causal(LONGEST)[: x.shape[1], : x.shape[1]]}), None),
     "a window": (keyword(lambda x, mask: {"attn_mask": mask}), causal() & ~causal(offset=-9)),
+    "in a vmap": (keyword(lambda x, mask: {"attn_mask": in_a_vmap(x)}), None),
     "scaled": (keyword(lambda x, mask: {"is_causal": True, "scale": 0.1}), None),
 }
 

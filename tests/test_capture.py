@@ -352,6 +352,37 @@ def test_a_capture_logs_no_error() -> None:
     assert [record.getMessage() for record in logged] == []
 
 
+class GivesUp(nn.Module):
+    """Dynamo leaves its forward, and traces what that calls: the part that holds its blocks, too."""
+
+    class Part(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                raise AttributeError("nothing that is traced has this")
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.part = self.Part(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def test_who_gives_up_on_a_forward_is_not_taken_for_a_compiler() -> None:
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("te_transform")
+    logger.addHandler(handler)
+    try:
+        report = te_transform.report(te_transform.convert(seeded(GivesUp), X))
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in logged] == []
+    assert not [note for note in report.notes if "Logger" in note or "method call" in note]  # of our own
+
+
 def test_a_limit_on_graphs_is_kept_and_beyond_it_the_users_own_code_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

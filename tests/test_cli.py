@@ -44,6 +44,21 @@ def two():
 def number():
     return 3
 
+class TinyForCausalLM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.block = nn.Embedding(32, 16), Block()
+
+    def forward(self, ids):
+        return self.block(self.words(ids))
+
+def prints():
+    print("reading weights")
+    return two()
+
+def scripted():
+    return torch.jit.script(two())
+
 def exits():
     raise SystemExit(3)
 
@@ -76,6 +91,18 @@ def written(folder: Path, **changed: Any) -> str:
     file = folder / "other.json"
     file.write_text(json.dumps(told))
     return str(file)
+
+
+def saved(folder: Path, kind: str, **told: Any) -> str:
+    """The config of a small model of another kind."""
+    config = getattr(transformers, f"{kind}Config")(**{"vocab_size": 64, "hidden_size": 32} | told)
+    config.save_pretrained(folder / kind)
+    return str(folder / kind)
+
+
+def python(folder: Path, name: str, code: str) -> str:
+    (folder / f"{name}.py").write_text(code)
+    return f"{name}:two"
 
 
 def listed(folder: Path) -> str:
@@ -224,6 +251,43 @@ def test_inputs_may_be_told(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_a_language_model_of_ones_own_has_no_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "models_of_mine:TinyForCausalLM", "--length", "4"]) == 0
+    assert "(int64[2, 4])" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_a_factory_prints_is_no_part_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "models_of_mine:prints", "--input", "2x4x16", "--json"]) == 0
+    told, errors = capsys.readouterr()
+    assert json.loads(told)["fused"] == {"layernorm_mlp": 2}
+    assert errors == "reading weights\n"
+
+
+def test_a_config_without_a_number_of_positions_takes_any_length(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    sizes = {"d_model": 32, "d_head": 16, "n_layer": 1, "n_head": 2, "d_inner": 64}
+    name = saved(folder, "XLNet", **sizes, architectures=["XLNetLMHeadModel"])  # has -1 positions
+    assert main(["inspect", name, "--length", "4"]) == 0
+    assert "input_ids=int64[2, 4]" in capsys.readouterr().out
+
+
+def test_layers_of_a_config_whose_kinds_of_layers_follow_from_their_number(folder: Path) -> None:
+    name = saved(folder, "Mamba", num_hidden_layers=3, architectures=["MambaForCausalLM"])
+    assert len(load(name, on_meta=True, layers=1).backbone.layers) == 1
+
+
+def test_a_forward_that_branches_on_values_is_inspected_with_weights(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
+    name = saved(folder, "TrOCR", **sizes, architectures=["TrOCRForCausalLM"])
+    assert main(["inspect", name, "--length", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "Data-dependent branching" in " ".join(told.split())
+    assert "sites fused" in told
+
+
 def test_weights_beside_a_config_are_read(folder: Path) -> None:
     model = load("llama")
     model.save_pretrained(folder / "llama")
@@ -292,6 +356,22 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "too long": (
         lambda folder: ["llama", "--length", "33"],
         "--length is 33, the configuration allows 32 (max_position_embeddings): pass at most that",
+    ),
+    "no Python": (lambda folder: [python(folder, "no_python", "def two(:")], "(SyntaxError: invalid syntax"),
+    "a module that exits": (lambda folder: [python(folder, "exiting", "exit(3)")], "(SystemExit: 3)"),
+    "a path of a module": (lambda folder: ["./models_of_mine:two"], "cannot be imported (TypeError: "),
+    "a scripted model": (lambda folder: ["models_of_mine:scripted"], "is a ScriptModule, a Python module is"),
+    "no one number of layers": (
+        lambda folder: [
+            saved(folder, "ProphetNet", architectures=["ProphetNetForCausalLM"]),
+            "--layers",
+            "1",
+        ],
+        "a ProphetNetConfig has no one number of layers to set",
+    ),
+    "no decimal number": (
+        lambda folder: ["llama", "--expect", "linear=\N{SUPERSCRIPT TWO}"],
+        "RULE=N is needed",
     ),
     "no number": (lambda folder: ["llama", "--expect", "linear=all"], "--expect has 'linear=all'"),
 }

@@ -284,6 +284,38 @@ def test_a_site_that_raises_in_a_later_call_is_taken_back_and_named(monkeypatch:
     assert all("NotImplementedError: no such kernel" in note for note in found)
 
 
+class Flattened(nn.Module):
+    """Attention over batch and heads in one dimension, as fairseq writes it: one size is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        length, batch, width = x.shape
+        q = self.q(x).view(length, batch * 2, -1).transpose(0, 1)
+        k, v = (
+            p(x).view(length, batch, 2, -1).permute(1, 2, 0, 3).reshape(batch * 2, length, -1)
+            for p in (self.k, self.v)
+        )
+        scores = (q @ k.mT).view(batch, 2, length, length) + mask
+        y = torch.bmm(scores.view(batch * 2, length, length).softmax(-1), v)
+        return y.transpose(0, 1).contiguous().view(length, batch, width)
+
+
+def test_a_site_is_built_alone_with_sizes_that_only_the_fused_op_asks_for() -> None:
+    def inputs(length: int, batch: int) -> tuple[Tensor, Tensor]:
+        hidden = torch.full((length, length), -torch.inf).triu(1)
+        return torch.randn(length, batch, WIDTH), hidden
+
+    model = Flattened()
+    converted = te_transform.convert(model, inputs(12, 2), backend="torch")
+    for sizes in ((7, 3), (5, 4)):
+        given = inputs(*sizes)
+        torch.testing.assert_close(converted(*given), model(*given))
+    assert not [note for note in te_transform.report(converted).notes if "taken back" in note]
+
+
 class WrongInBackward(plain.LayerNormLinear):
     def forward(self, x: Tensor, *weights: Tensor) -> Tensor:
         return super().forward(x + (x - x.detach()), *weights)

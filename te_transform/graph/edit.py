@@ -356,12 +356,13 @@ def extract(
     """What computes `outputs` from the nodes in `boundary` and from placeholders, as a module of its own.
 
     Returns:
-        The module, which returns a tuple, and the nodes that are its arguments, in the order of the graph.
+        The module, which returns a tuple, and the nodes that are its arguments, in the order of the graph;
+        all of the boundary are, though sizes may be read by nothing but what replaces the module.
     """
-    inside, inputs, waiting, boundary = set(), set(), list(outputs), set(boundary)
+    inside, inputs, waiting = set(), set(boundary), list(outputs)
     while waiting:
         node = waiting.pop()
-        if node in boundary or node.op == "placeholder":
+        if node in inputs or node.op == "placeholder":
             inputs.add(node)
         elif node not in inside:
             inside.add(node)

@@ -238,6 +238,11 @@ def is_random(node: fx.Node) -> bool:
     return bool(_RANDOM.match(called(node).strip("_")))
 
 
+def is_batched(node: fx.Node) -> bool:
+    """Whether the node takes a tensor into a vmap(), or out of it."""
+    return called(node) in ("_add_batch_dim", "_remove_batch_dim")
+
+
 # Calls whose result may be a view of their first argument.
 _VIEWS = frozenset(
     {

@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import SkipFrame
+from torch._guards import CompileContext
 from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends import gradients
@@ -558,13 +560,17 @@ def has_checkpoints(captured: fx.GraphModule) -> bool:
 
 @torch._dynamo.assume_constant_result  # dynamo calls it while tracing, and no call of it is in the graph
 def _tell_compilers() -> bool:
-    if not is_our_capture() and not torch.compiler.is_exporting():
+    # where dynamo gives up on a forward it traces what that calls: is_compiling_here() is true there
+    traced = CompileContext.try_get() is not None
+    if traced and not is_our_capture() and not torch.compiler.is_exporting():
         log.warning(
             "a converted model is compiled from outside, which compiles the user's own forward: to compile "
             "what te_transform made of it, pass compile=True to te_transform.convert()"
         )
     return True
 
+
+skip_code(_tell_compilers.__code__)  # and what it asks is no part of the user's forward
 
 _CLASSES: dict[type, type] = {}
 _ORIGINALS: dict[type, type] = {}

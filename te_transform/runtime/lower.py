@@ -25,6 +25,7 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import (
     dtype_of,
     goes_into_products,
+    is_batched,
     is_model_tensor,
     is_parameter,
     is_random,
@@ -275,10 +276,11 @@ class _Lowering:
 
     def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
         """Whether a mask is made of sizes, buffers and data alone, all of them as they are when it is
-        made."""
+        made; and not in a vmap(), which begins and ends with calls that nothing reads."""
         inside = [node for node in make.graph.nodes if node.op not in ("placeholder", "output")]
-        pure = not any(
-            is_random(node) or (node.op != "call_function" and node.op != "call_method") for node in inside
+        pure = all(
+            node.op in ("call_function", "call_method") and not is_random(node) and not is_batched(node)
+            for node in inside
         )
         learned = any(is_parameter(node) for node in inputs) or any(
             is_tensor_node(node) and node.meta["example_value"].requires_grad for node in (*inputs, *inside)
