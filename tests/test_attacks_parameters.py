@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 import te_transform
 from tests.attacks import Block, Pair, X, call, named, with_input_gradient
@@ -226,6 +227,21 @@ def test_swapped_tensors_are_right_or_refused() -> None:
             model.head.weight.data.mul_(2)
     assert refused <= 1
     pair.agree()
+
+
+def test_weights_that_are_tensor_subclasses_may_be_moved() -> None:
+    """As torchao's quantized ones: Module.to() swaps them, where nobody refers to them."""
+    model = seeded(lambda: nn.Sequential(*(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) * 2))
+    for linear in model[1::2]:
+        pair = (linear.weight.detach().clone() for _ in range(2))
+        linear.weight = nn.Parameter(TwoTensor(*pair), requires_grad=False)
+    x = torch.randn(2, 5, WIDTH)
+    with torch.no_grad():  # a graph for the backward would hold them
+        expected, wide = model(x).a, model.double()(x.double()).a
+        converted = te_transform.convert(model.float(), x, inplace=True)
+        torch.testing.assert_close(converted(x).a, expected)
+        torch.testing.assert_close(converted.double()(x.double()).a, wide)
+        torch.testing.assert_close(converted.float()(x).a, expected)
 
 
 # By name

@@ -30,13 +30,18 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     copied, copies = fx.Graph(), {}
     for node in graph.nodes:
         twin = copied.node_copy(node, copies.__getitem__)
-        twin.meta = dict(node.meta)
+        twin.meta = _without_argument(node.meta)
         twin.meta["path"] = known.path_of(node)
         twin.meta["origin"] = node.name
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
         copies[node] = twin
     return copied
+
+
+def _without_argument(meta: dict[str, Any]) -> dict[str, Any]:
+    """What is noted of a node without the tensor that it was captured with, which dynamo drops too."""
+    return {key: noted for key, noted in meta.items() if key != "grapharg"}
 
 
 def number_regions(graph: fx.Graph, barriers: Callable[[fx.Node], bool]) -> None:
@@ -266,9 +271,10 @@ def copy_by_name(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Node]]:
     """A copy of the graph, and its nodes by the names of those they were copied from."""
     copied, copies = fx.Graph(), {}
     for node in graph.nodes:
-        copies[node] = copied.node_copy(node, copies.__getitem__)
+        copies[node] = twin = copied.node_copy(node, copies.__getitem__)
+        twin.meta = _without_argument(node.meta)
         if hasattr(node, "_dynamo_source"):
-            copies[node]._dynamo_source = node._dynamo_source
+            twin._dynamo_source = node._dynamo_source
     return copied, {node.name: twin for node, twin in copies.items()}
 
 

@@ -10,6 +10,7 @@ from itertools import chain, count
 from typing import Any
 
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from te_transform.canonicalize import canonicalize
 from te_transform.graph import edit, ops
@@ -91,6 +92,15 @@ class Plan:
     def joins(self) -> list[fx.Node]:
         """The canonical nodes that join the parameters of several linears."""
         return [node for node in self.canonical.nodes if node.target is ops.join]
+
+    def forget_tensors(self) -> None:
+        """Refer no longer to the tensors that the graph was captured with, once dynamo is done with it.
+
+        PyTorch swaps no tensor that somebody refers to, be it weakly, and Module.to() swaps torchao's.
+        """
+        held = (value(node) for node in self.captured.graph.nodes)
+        for mode in {known.fake_mode for known in held if isinstance(known, FakeTensor)}:
+            mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
     def roll_back(self, reasons: dict[Site, str]) -> None:
         """Take sites back, each for a reason, which then stands in the report."""

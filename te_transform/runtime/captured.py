@@ -100,6 +100,7 @@ class CapturedGraph:
     def _check(self, arguments: Sequence[Any]) -> None:
         """Take back the sites that are wrong on the values of this call."""
         self.unchecked = False
+        self.plan.forget_tensors()
         with unwritten(self.plan.captured, arguments):
             wrong = self.owner.check(self, arguments)
         if wrong:
