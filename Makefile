@@ -27,7 +27,7 @@ fuzz: $(READY)
 against:
 	$(PYTHON) -m venv .venv-against
 	.venv-against/bin/python -m pip install -q --no-compile torch$(TORCH:%===%)
-	.venv-against/bin/python -m pip install -q --no-compile transformers$(TRANSFORMERS:%===%) -e '.[test,demo]'
+	.venv-against/bin/python -m pip install -q --no-compile transformers$(TRANSFORMERS:%===%) -e '.[test]'
 	.venv-against/bin/python -m pip list
 	OMP_NUM_THREADS=1 .venv-against/bin/python -m pytest -n auto --dist loadgroup -m "not integration"
 
@@ -51,7 +51,7 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test,demo]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test]'
 	touch $@
 
 # packages with models that want torchvision or an old huggingface-hub, see tests/others.py

@@ -45,7 +45,7 @@ def refuse(
     if activation.op == "gelu" and gated != "no" and not approximate:
         yield (
             "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation behind a gate: "
-            "allow approximate=True"
+            "allow approximate=True, in float32 with verify=False"
         )
     elif activation.op != "gelu" and activation.op not in known:
         yield f"the activation is {activation.op}, LayerNormMLP has {', '.join(sorted(known))}"

@@ -130,7 +130,7 @@ def test_fuses(name: str) -> None:
 
 ERF = (
     "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation behind a gate: allow "
-    "approximate=True"
+    "approximate=True, in float32 with verify=False"
 )
 REFUSES: dict[str, tuple[Make, str]] = {
     "exact gelu, gated": (gated(F.gelu), ERF),
