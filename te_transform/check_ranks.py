@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from te_transform.convert import report
 from te_transform.plan.options import Options
 from te_transform.runtime.converted import converted_of
+from te_transform.runtime.timing import version_of
 
 _PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")
 
@@ -76,7 +76,7 @@ def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str
         "the recipe": "none" if precision is None else f"{precision.recipe} ({_digest([precision.sites])})",
         "the options": " ".join(f"{name}={told}" for name, told in _told(options).items()),
         "the mesh": "none" if mesh is None else f"{mesh.mesh.tolist()} {mesh.mesh_dim_names}",
-        **{f"the version of {name}": _version(name) for name in _PACKAGES},
+        **{f"the version of {name}": version_of(name) or "none" for name in _PACKAGES},
     }
 
 
@@ -88,10 +88,3 @@ def _told(options: Options) -> dict[str, Any]:
 
 def _digest(lines: Any) -> str:
     return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()[:12]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

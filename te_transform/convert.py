@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from te_transform.backends.joined import lay
-from te_transform.graph.capture import noting_reasons, on_fake_tensors
+from te_transform.graph.capture import noting_reasons, on_fake_tensors, ways_to_call
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.passes import PIPELINE
@@ -47,7 +47,7 @@ from te_transform.runtime.converted import (
     own_classes,
 )
 from te_transform.runtime.precision import Precision
-from te_transform.runtime.replayed import distance
+from te_transform.runtime.replayed import distance, rounding
 from te_transform.runtime.timing import Timing
 from te_transform.verify.check import check_sites
 
@@ -88,7 +88,8 @@ def convert(
         recipe: None, "fp8-delayed", "fp8-current", "fp8-block", "mxfp8" or a TE recipe object.
         passes: the rules to run, in order; None is te_transform.PIPELINE.
         skip: module paths or globs left alone, with all they contain.
-        approximate: allow rules that change the numbers (the exact GELU becomes the tanh one).
+        approximate: allow rules that change the numbers (the exact GELU becomes the tanh one); in float32,
+            whose bounds that is beyond, with verify=False.
         pad_vocabulary: on a GPU, compute the product of a head whose vocabulary is no multiple of 8 with rows
             of zeros, up to a multiple of 64, several times as fast; logits and parameters keep their sizes.
         chunked_loss: where a loss with gradients is computed, never hold its logits in memory, nor their
@@ -309,9 +310,8 @@ def _traced_otherwise(
     with own_classes(model):
         expected = outputs()
         off = _off(found, expected)
-        allowed = 0.01 if all(tensor.dtype.itemsize > 2 for tensor in expected) else 0.3
         # what draws random numbers of its own tells nothing
-        if off <= allowed or _off(outputs(), expected):
+        if off <= rounding(expected) or _off(outputs(), expected):
             return None
     return (
         f"captured, the forward computes other numbers, off by {off:.2g}: it does something else where it is "
@@ -509,8 +509,8 @@ def _planned(
     """Capture the forward without memory if that is possible; block by block if it is deep, and not wanted
     `whole`."""
     # what lies between blocks, or anywhere, may look at values, which fake tensors lack
-    ways = [(True, on_fake_tensors)] * (len(blocks(model)) > DEEP and not whole) + [(False, on_fake_tensors)]
-    ways += [(False, _on_its_own_tensors)] * (not any(p.is_meta for p in model.parameters()))
+    ways = [(True, on_fake_tensors)] * (len(blocks(model)) > DEEP and not whole)
+    ways += [(False, tensors) for tensors in ways_to_call(model)]
     for by_block, tensors in ways:
         planned = Converted(options, by_block=by_block)
         try:
@@ -539,11 +539,6 @@ def _dry_call(model: nn.Module, planned: Converted, sample: Inputs, tensors: Cal
     return seen
 
 
-@contextmanager
-def _on_its_own_tensors(model: nn.Module, sample: Inputs) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    yield sample.clone()
-
-
 def report(converted: nn.Module) -> Report:
     """What convert() did to this model: sites fused and refused, with reasons, and the graphs before and
     after.
@@ -553,10 +548,10 @@ def report(converted: nn.Module) -> Report:
     """
     found = converted_of(converted) if isinstance(converted, nn.Module) else None
     if found is None:
-        wrapper = wrapped_by(converted) if isinstance(converted, nn.Module) else None
+        is_wrapped = isinstance(converted, nn.Module) and wrapped_by(converted)
         raise ModelError(
             f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
-            + (": pass its .module" if wrapper else "")
+            + (": pass its .module" if is_wrapped and hasattr(converted, "module") else "")
         )
     if found.whole:
         found.report = _report_of_whole(converted, found)

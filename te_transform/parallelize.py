@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.backends.collectives import Ranks, Shards
 from te_transform.canonicalize import canonicalize
-from te_transform.graph.capture import capture, on_fake_tensors
+from te_transform.graph.capture import capture, ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
@@ -27,7 +27,7 @@ from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, chec
 from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.parallel import Parallel, ParallelError
 from te_transform.runtime.precision import Precision
-from te_transform.runtime.replayed import distance
+from te_transform.runtime.replayed import distance, rounding
 
 
 def parallelize(
@@ -177,8 +177,7 @@ class _Found:
 def _laid_out(model: nn.Module, sample: Inputs, ranks: Ranks, skip: tuple[str, ...]) -> _Found:
     """What the ranks divide of the forward, which is captured on tensors without memory if that is
     possible."""
-    ways = [on_fake_tensors] + [_on_its_own_tensors] * (not any(p.is_meta for p in model.parameters()))
-    for tensors in ways:
+    for tensors in ways_to_call(model):
         found = _Found()
         try:
             with preserved(model), tensors(model, sample) as (args, kwargs):
@@ -209,11 +208,6 @@ def _laying_out(
         return run
 
     return backend
-
-
-@contextmanager
-def _on_its_own_tensors(model: nn.Module, sample: Inputs) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    yield sample.clone()
 
 
 def _check_found(model: nn.Module, found: _Found, ranks: Ranks) -> None:
@@ -285,9 +279,7 @@ def _check_outputs(
     off = max(map(distance, after, before), default=0.0)
     found = [off]
     dist.broadcast_object_list(found, group_src=0, group=ranks.mesh.get_group())
-    wide = not in_fp8 and all(tensor.dtype.itemsize > 2 for tensor in before)
-    allowed = 0.01 if wide else 0.3
-    if not found[0] <= allowed:
+    if not found[0] <= rounding(before, in_fp8):
         raise ParallelError(
             f"divided among {ranks.count} ranks, {type(model).__name__} returns other numbers, off by "
             f"{found[0]:.2g}: code that is not captured reads its parameters, see te_transform.report()"

@@ -85,11 +85,13 @@ def dequantize_weights(model: nn.Module) -> None:
     """Let plain parameters take the place of those that are held in FP8 alone, with their values."""
     made: dict[int, nn.Parameter] = {}
     for module, name, parameter in list(_places(model)):
-        if is_quantized(parameter):
+        if not is_quantized(parameter):
+            continue
+        if id(parameter) not in made:
             with torch.inference_mode(False), torch.no_grad():  # else they could not be trained
                 held = nn.Parameter(exact(parameter), requires_grad=parameter.requires_grad)
-            plain = made.setdefault(id(parameter), held)
-            module._parameters[name] = plain
+            made[id(parameter)] = held
+        module._parameters[name] = made[id(parameter)]
     for module in model.modules():
         for key, hook in list(module._state_dict_hooks.items()):
             if hook is _save_exact:

@@ -127,9 +127,9 @@ class _Losses(torch.autograd.Function):
         db = torch.empty_like(bias) if of_bias else None
         for part in _parts(rows, weight, bias):
             inside, column = part.inside(flat)
-            # softmax less one at the target, by the gradient of the row's loss
+            # softmax less one at the target, by the gradient of the row's loss, in the wider dtype of the two
             logits = part.logits(rows)
-            found = (logits - top.unsqueeze(1)).sub_(total.unsqueeze(1)).exp_()  # in the wider dtype of the two
+            found = (logits - top.unsqueeze(1)).sub_(total.unsqueeze(1)).exp_()
             found.scatter_add_(1, column, -inside.to(wide).unsqueeze(1))
             found = torch.mul(found, each, out=logits)  # rounded in the logits' place
             if of_x:

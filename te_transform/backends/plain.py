@@ -394,7 +394,7 @@ def _written_out(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         hides = mask.dtype is torch.bool
-        # by a sum of scores and a mask inductor knows attention
+        # inductor would put a fused kernel in the place of softmax(scores + mask)
         scores = scores.masked_fill(~mask, -torch.inf) if hides else scores - (-mask)
     weights = scores.softmax(-1)
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import count
 from types import FunctionType
@@ -177,6 +177,17 @@ def is_compiling_here() -> bool:
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return True
     return torch.compiler.is_compiling() and CompileContext.try_get() is not None
+
+
+def ways_to_call(model: nn.Module) -> list[Callable[..., AbstractContextManager]]:
+    """Without memory, and on the model's own tensors, where it has any, for code that looks at values."""
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    return [on_fake_tensors] if on_meta else [on_fake_tensors, _on_its_own_tensors]
+
+
+@contextmanager
+def _on_its_own_tensors(model: nn.Module, inputs: Inputs) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    yield inputs.clone()
 
 
 @contextmanager

@@ -78,6 +78,12 @@ def _is_compiled(forward: Any) -> bool:
     )
 
 
+def is_sharded(module: nn.Module | None) -> bool:
+    """Whether fully_shard() has been applied to it: FSDP fills the memory of its parameters anew in each
+    call, of which their versions tell nothing, and its hooks cut a capture of a whole model into pieces."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)  # which imports nothing
+
+
 def wrapped_by(model: nn.Module) -> str | None:
     """The name of the distributed wrapper around the model or a part of it."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

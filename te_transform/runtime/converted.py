@@ -34,7 +34,7 @@ from te_transform.graph.capture import capture, is_capturing, is_compiling_here,
 from te_transform.graph.nodes import called, replaced_function
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
-from te_transform.plan.model import CONVERTED, ModelError
+from te_transform.plan.model import CONVERTED, ModelError, is_sharded
 from te_transform.plan.options import Options
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.lower import Apart
@@ -536,12 +536,6 @@ def _methods_called(kind: type) -> tuple:
     for, as a descriptor makes it, tells nothing."""
     forward = kind.forward if kind.forward is kind.forward else None
     return kind.__call__, kind._call_impl, forward
-
-
-def is_sharded(block: nn.Module | None) -> bool:
-    """Whether fully_shard() has been applied to it: its hooks cut a capture of the whole model into
-    pieces."""
-    return block is not None and any(kind.__name__ == "FSDPModule" for kind in type(block).__mro__)
 
 
 def _why_uncaptured(captured: fx.GraphModule) -> str | None:

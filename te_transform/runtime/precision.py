@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +17,7 @@ from te_transform.backends.joined import State, state_of
 from te_transform.backends.limits import small_calls_in_fp8
 from te_transform.backends.running import forget_weights, running
 from te_transform.backends.tracing import in_backward, transformed
+from te_transform.plan.model import is_sharded
 from te_transform.runtime.ranks import groups_of, maximum
 
 
@@ -58,7 +58,7 @@ class Precision:
             return
         from te_transform.backends import te
 
-        weights_stay = not model.training and not _is_sharded(model)
+        weights_stay = not model.training and not is_sharded(model)
         small = small_calls_in_fp8 if self.small_calls else contextlib.nullcontext()
         if not state_of(next(model.parameters())).told:
             self._tell(model)
@@ -161,10 +161,3 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters by the names that they had before blocks were wrapped for activation checkpoints."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name.replace("_checkpoint_wrapped_module.", ""), parameter
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP fills the memory of the parameters anew in each call, of which their versions tell
-    nothing."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
