@@ -6,6 +6,7 @@ import torch
 from torch import fx, nn
 
 from te_transform.graph import ops
+from te_transform.graph.nodes import is_bias
 from te_transform.graph.pattern import Call, OneOf
 from te_transform.plan import scores
 from te_transform.plan.rule import Operation, Rule
@@ -21,14 +22,17 @@ def refuse(
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:
         yield None
-    if called and mask is not None and mask.requires_grad and not backend.HAS_BIAS:
+    is_learned = mask is not None and mask.requires_grad
+    # a gradient needs the scores that were written out, and what is added to them
+    is_trained = mask is not None and is_bias(mask) and attention.query.requires_grad
+    if not backend.HAS_BIAS and (is_learned if called else is_trained):
         yield "the attention adds a bias to its scores, TE's fast cores have none"
 
 
 def build(backend, attention: Operation) -> nn.Module:
     """The attention core; masks, lengths and dropout are arguments of its call."""
-    # what was written out can be differentiated twice, PyTorch's own function cannot
-    return backend.DotProductAttention(twice="scaled_dot_product_attention" not in attention.spelled)
+    called = "scaled_dot_product_attention" in attention.spelled
+    return backend.DotProductAttention(written_out=not called, wide_scores=bool(attention.wide_scores))
 
 
 RULE = Rule(

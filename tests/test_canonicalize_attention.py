@@ -102,10 +102,10 @@ def test_attention(name: str) -> None:
     graph = canonical(ATTENTIONS[name], *QKV, CAUSAL)
     assert op_counts(graph) == {"sdpa": 1}
     assert not targets(graph) & {torch.softmax, torch.matmul, torch.bmm}
-    query, key, value, mask, p, causal, scale, grouped = the(graph, ops.sdpa)
+    query, key, value, mask, p, causal, scale, grouped, wide_scores = the(graph, ops.sdpa)
     assert all(len(shape_of(node)) == 4 for node in (query, key, value))
     assert dtype_of(mask) is torch.bool
-    assert (p, causal, grouped) == (0.0, False, False)
+    assert (p, causal, grouped, wide_scores) == (0.0, False, False, False)
     assert scale == pytest.approx(WIDTH**-0.5)
 
 
@@ -189,6 +189,7 @@ def test_scores_in_fp32_of_queries_and_keys_in_16_bits() -> None:
     wider = lambda m, q, k, v: scores(q.float(), k.float()).softmax(-1).to(v.dtype) @ v  # noqa: E731
     graph = canonical(wider, *narrow, bound=0.01)
     assert [dtype_of(node) for node in the(graph, ops.sdpa)[:3]] == [torch.bfloat16] * 3
+    assert the(graph, ops.sdpa)[8] is True
     narrower = lambda m, q, k, v: scores(q.bfloat16(), k.bfloat16()).float().softmax(-1) @ v  # noqa: E731
     assert ops.sdpa not in targets(canonical(narrower, *QKV))
 
@@ -296,7 +297,7 @@ def test_repeated_heads_are_grouped_queries(repeat) -> None:
     ):
         graph = canonical(spelling, q, k, v)
         assert targets(graph) <= {ops.sdpa, torch.transpose}
-        _, key, value, *_, grouped = the(graph, ops.sdpa)
+        _, key, value, *_, grouped = the(graph, ops.sdpa)[:8]
         assert grouped is True
         assert shape_of(key) == shape_of(value) == (BATCH, 2, LENGTH, WIDTH)
 

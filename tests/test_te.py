@@ -233,7 +233,7 @@ def test_threads_leave_the_order_of_kernels_as_it_was(monkeypatch: pytest.Monkey
             assert leave[place].wait(10)
             return heads
 
-        op = cudnn.DotProductAttention(twice=False)
+        op = cudnn.DotProductAttention(written_out=False)
         op._attend = waits
         op(heads, heads, heads)
 

@@ -62,7 +62,8 @@ QUICKSTART = TWO | {"layernorm_mlp": 2, "layernorm_linear": 2, "linear": 2}
 COUNTS = {
     **dict.fromkeys(("quickstart", "quickstart_mask"), QUICKSTART),
     "nanogpt_manual": NANOGPT,
-    **dict.fromkeys(("gpt2", "bloom"), GPT),
+    "gpt2": GPT,
+    "bloom": {rule: count for rule, count in GPT.items() if rule != "attention"},
     **dict.fromkeys(("llama", "llama_eager", "qwen3", "gemma3_text"), LLAMA),
     "phi3": GPT | {"rotary": 4},
     "bert": ENCODER,
@@ -104,6 +105,7 @@ REFUSED = {
             "bert.encoder.layer.1.attention.self  x1",
         ],
     },
+    "bloom": {("attention", BIAS): ["transformer.h.{0,1}.self_attention  x2"]},
     "t5": {
         ("attention", BIAS): [
             "encoder.block.{0,1}.layer.0.SelfAttention  x2",

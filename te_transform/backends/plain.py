@@ -5,7 +5,6 @@ The reference that everything is tested against on any machine, and the right lo
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -213,13 +212,15 @@ class DotProductAttention(FusedOp):
     """softmax(q k^T * scale + mask) v, by scaled_dot_product_attention.
 
     Args:
-        twice: whether it has a second derivative whatever kernel runs; calls of scaled_dot_product_attention
-            have only that of the kernel, and so need not pay for it.
+        written_out: whether the model has it in operations, which have a second derivative: this has one too,
+            whatever kernel runs. Calls of scaled_dot_product_attention have only that of the kernel, and so
+            need not pay for it.
+        wide_scores: whether the model computes scores in fp32 of queries in 16 bits.
     """
 
-    def __init__(self, twice: bool = True):
+    def __init__(self, written_out: bool = True, wide_scores: bool = False):
         super().__init__()
-        self.twice = twice
+        self.written_out, self.wide_scores = written_out, wide_scores
 
     def forward(
         self,
@@ -245,13 +246,16 @@ class DotProductAttention(FusedOp):
         elif hidden is not None:
             query = ops.zero_hidden(query, hidden)
         rest = (mask, dropout_p, is_causal, scale, enable_gqa)
-        if transformed():
-            out = _written_out(query, key, value, *rest)
+        # where a mask of finite numbers hides a whole row, the gradients of fused kernels are wrong (torch
+        # 2.13): they normalize by a log-sum-exp in which the number of keys is rounded away
+        biased = self.written_out and isinstance(mask, Tensor) and mask.is_floating_point()
+        if transformed() or (biased and torch.is_grad_enabled()):
+            out = _written_out(query, key, value, *rest, wide_scores=self.wide_scores)
         else:
             # a compiler decides by itself what a backward keeps, and has no second one
             value = value if compiling.get() else _alone(value, query, key)
             # with dropout the plain version would draw other random numbers
-            twice = self.twice and not dropout_p and not compiling.get()
+            twice = self.written_out and not dropout_p and not compiling.get()
             arguments = (query, key, value, *rest)
             out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
         return _with_nan_rows(out, value, mask) if nan_rows and mask is not None and hidden is None else out
@@ -270,19 +274,12 @@ class DotProductAttention(FusedOp):
         others = dropout_p or is_causal or torch.is_grad_enabled()
         if mask is not None and query.dim() == 4 and not others and limits.written_out(query, key):
             return _in_two_products(query, key, value, mask, scale)
-        kernels: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self.twice and mask is not None and mask.is_floating_point():
-            if mask.is_cuda:
-                # its kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
-                mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
-            if torch.is_grad_enabled():
-                # where a mask of finite numbers hides a whole row, the fused kernels' gradients are wrong
-                # (torch 2.13): they normalize by a log-sum-exp in which the number of keys is rounded away
-                if compiling.get():  # inductor would put one of them in the place of PyTorch's own products
-                    return _in_fp32(query, key, value, mask, *how)
-                kernels = sdpa_kernel(SDPBackend.MATH)
-        with kernels:
-            out = ops.sdpa(query, key, value, mask, *how)
+        if self.written_out and mask is not None and mask.is_floating_point() and mask.is_cuda:
+            if mask.dtype is not query.dtype:  # which its kernels refuse
+                return _written_out(query, key, value, mask, *how, wide_scores=self.wide_scores)
+            # its kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
+            mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
+        out = ops.sdpa(query, key, value, mask, *how)
         if out.grad_fn is not None and "Cudnn" in out.grad_fn.name():
             out.register_hook(_in_one_order)
         return out
@@ -311,7 +308,8 @@ def _ungrouped(
 
 def _in_two_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Attention with scores in fp32, as the fused kernels have them."""
-    scores = _multiplied_in_fp32(query.flatten(0, 1), key.flatten(0, 1).transpose(-2, -1))
+    keys = key.expand(*query.shape[:2], -1, -1)  # which all heads may share
+    scores = _multiplied_in_fp32(query.flatten(0, 1), keys.flatten(0, 1).transpose(-2, -1))
     scores = scores.unflatten(0, query.shape[:2]) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
     return torch.ops.aten._safe_softmax(scores, -1).to(value.dtype) @ value
@@ -383,27 +381,26 @@ def _written_out(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool = False,
+    wide_scores: bool = False,
 ) -> Tensor:
     """The attention in operations that have every derivative, and those of a derivative forward: the softmax
     that PyTorch's own attention calls has no backward of the latter (torch 2.13)."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (part.repeat_interleave(groups, -3) for part in (key, value))
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query.float() @ key.float().mT) if wide_scores else query @ key.mT
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        hides = mask.dtype is torch.bool
-        # inductor would put a fused kernel in the place of softmax(scores + mask)
-        scores = scores.masked_fill(~mask, -torch.inf) if hides else scores - (-mask)
-    weights = scores.softmax(-1)
+    if mask is None or mask.dtype is torch.bool:
+        scores = scores * factor
+        scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    elif compiling.get():  # inductor would put a fused kernel in the place of softmax(scores + mask)
+        scores = scores * factor - (-mask)
+    else:
+        scores = torch.add(mask, scores, alpha=factor)
+    weights = scores.softmax(-1).to(value.dtype)
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
-
-
-def _in_fp32(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """The attention written out in fp32 or wider, as PyTorch's own products and softmax are."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return _written_out(query.to(wide), key.to(wide), value.to(wide), *rest).to(query.dtype)
 
 
 def _math(*arguments: Any) -> Tensor:

@@ -92,7 +92,9 @@ def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     if masks is None:
         return None
     query, mask = masks
-    arguments = (query, key, value, mask, found.get("dropout_p", 0.0), False, _scale(found), False)
+    wide_scores = dtype_of(found["scores"]).itemsize > dtype_of(query).itemsize
+    how = (found.get("dropout_p", 0.0), False, _scale(found), False, wide_scores)
+    arguments = (query, key, value, mask, *how)
     if len(shape_of(root)) == 4:
         return ops.sdpa, arguments
     same_width = same_shape(shape_of(query)[-1:], shape_of(value)[-1:])

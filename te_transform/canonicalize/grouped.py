@@ -30,7 +30,7 @@ def _grouped(graph: fx.Graph, match: Match) -> tuple | None:
     key, value = (_few(graph, match, name) for name in ("key", "value"))
     if key is None or value is None or not same_shape(shape_of(key)[1:2], shape_of(value)[1:2]):
         return None
-    return ops.sdpa, (match.bound["query"], key, value, *match.root.args[3:7], True)
+    return ops.sdpa, (match.bound["query"], key, value, *match.root.args[3:7], True, *match.root.args[8:])
 
 
 def _few(graph: fx.Graph, match: Match, name: str) -> fx.Node | None:
@@ -55,7 +55,7 @@ def _shared(graph: fx.Graph, match: Match) -> tuple | None:
     single = same_shape(key[-3:-2], (1,)) and same_shape(value[-3:-2], (1,))
     if match.root.args[7] or not single or not isinstance(query[-3], int) or query[-3] == 1:
         return None
-    return ops.sdpa, (*match.root.args[:7], True)
+    return ops.sdpa, (*match.root.args[:7], True, *match.root.args[8:])
 
 
 GROUPED_QUERIES = (

@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 MADE_ANEW = "te_transform_made_anew"  # in the meta of an argument that is no parameter's own memory
@@ -88,6 +88,12 @@ def is_wider(inside: Iterable[fx.Node], like: fx.Node) -> bool:
     """Whether one of these is computed in a wider dtype than an op has for such a value: its own or fp32."""
     widest = max(dtype_of(like).itemsize, torch.float32.itemsize)
     return any(dtype_of(node).itemsize > widest for node in inside)
+
+
+def is_bias(mask: Tensor) -> bool:
+    """Whether what is added to scores [batch, heads, queries, keys] is another number for each head, as ALiBi
+    and relative positions are, and so no mask that only hides."""
+    return mask.is_floating_point() and mask.dim() > 2 and not same_shape(mask.shape[-3:-2], (1,))
 
 
 def numel_of(node: fx.Node) -> int:

@@ -94,10 +94,12 @@ def sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    wide_scores: bool = False,
 ) -> Tensor:
     """softmax(q k^T * scale + mask) v over [..., heads, length, width]; PyTorch's mask: True or 0 is kept.
 
     scale None is 1 / sqrt(width). With enable_gqa, each key/value head serves a run of query heads.
+    `wide_scores` says that the model computes scores in fp32 of queries in 16 bits; here they always are.
     """
     return F.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

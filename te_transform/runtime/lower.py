@@ -26,6 +26,7 @@ from te_transform.graph.nodes import (
     dtype_of,
     goes_into_products,
     is_batched,
+    is_bias,
     is_model_tensor,
     is_parameter,
     is_random,
@@ -33,6 +34,7 @@ from te_transform.graph.nodes import (
     same_shape,
     shape_of,
     shows_layout,
+    value,
 )
 from te_transform.plan.match import Plan, Site
 
@@ -229,12 +231,14 @@ class _Lowering:
         """The same call in the graph that runs."""
         args, kwargs = self._inner(node.args, at, made), self._inner(dict(node.kwargs), at, made)
         if node.target is not ops.join:
-            key = (node.target, args, tuple(kwargs.items()))
-            is_mask = is_tensor_node(node) and dtype_of(node) is torch.bool and not self._reads_written(args)
-            if is_mask and key in self.shared:  # all layers have the same one, which is looked at once
+            # All layers have the same mask, which is made, and looked at, once; floating ones in each mode.
+            is_hiding = is_tensor_node(node) and dtype_of(node) is torch.bool
+            key = (node.target, args, tuple(kwargs.items()), None if is_hiding else node.meta["region"])
+            shared = is_tensor_node(node) and not is_random(node) and not self._reads_written(args)
+            if shared and key in self.shared:
                 return self.shared[key]
             call = edit.insert_call(self.graph, at, node.target, args, kwargs, like=node)
-            if is_mask:
+            if shared:
                 self.shared[key] = call
             return call
         name = f"join_{at.name}_{len(made)}"
@@ -257,7 +261,8 @@ class _Lowering:
         if isinstance(query, fx.Node) and query.target is ops.zero_hidden:
             query, hidden = query.args
         # A single query sees other keys at each step of a generation: each look would wait for the GPU.
-        if isinstance(mask, fx.Node) and not same_shape(shape_of(query)[-2:-1], (1,)):
+        is_one = same_shape(shape_of(query)[-2:-1], (1,))
+        if isinstance(mask, fx.Node) and not is_one and not is_bias(value(mask)):
             mask = self._proved(mask, hidden, at)
         # softmax makes a row of -inf NaN, which PyTorch's attention makes 0
         written_out = "scaled_dot_product_attention" not in site.node.meta["spelled"]

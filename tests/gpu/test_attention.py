@@ -98,7 +98,7 @@ def test_of_a_joined_product_the_values_alone_are_kept() -> None:
     """Queries and keys are turned, and so are other tensors than those that the product gave."""
     from te_transform.backends import te
 
-    core, size = te.DotProductAttention(twice=False), 2 * 1024 * 4 * 64 * 2  # bytes of the values
+    core, size = te.DotProductAttention(written_out=False), 2 * 1024 * 4 * 64 * 2  # bytes of the values
     x = torch.randn(2, 1024, 12 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     before = torch.cuda.memory_allocated()
     query, key, value = ((x * 1).view(2, 1024, 12, 64).transpose(1, 2)).split(4, 1)
@@ -120,7 +120,7 @@ def test_a_single_query_with_a_mask(batch: int, keys: int, compile: bool) -> Non
         torch.randn(batch, *size, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
         for size in ((8, 1), (2, keys), (2, keys))
     ]
-    core = plain.DotProductAttention(twice=False)  # as for calls of scaled_dot_product_attention
+    core = plain.DotProductAttention(written_out=False)  # as for calls of scaled_dot_product_attention
     kept = torch.arange(keys, device="cuda").expand(batch, 1, 1, keys) < keys // 2
     kept = kept & (torch.arange(batch, device="cuda").view(-1, 1, 1, 1) != 3)  # where a row sees nothing
     options = (0.0, False, None, True)
@@ -131,3 +131,33 @@ def test_a_single_query_with_a_mask(batch: int, keys: int, compile: bool) -> Non
             attend = torch.compile(core.attend) if compile else core.attend
             found = attend(*parts, mask, *options)
         assert (found - exact).norm() <= 2**-8 * exact.norm()
+
+
+@pytest.mark.parametrize("wide_scores", [False, True])
+@pytest.mark.parametrize("heads", [8, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_mask_that_is_added(dtype: torch.dtype, heads: int, wide_scores: bool) -> None:
+    """Biases and rows that are hidden everywhere, in the dtype of the scores or, as models cast it, fp32."""
+    from te_transform.backends import te
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    parts = [
+        torch.randn(2, count, 1024, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for count in (8, heads, heads)
+    ]
+    mask = torch.randn(2, 8, 1024, 1024, generator=generator, device="cuda").to(dtype)
+    mask[0, :, :3] = torch.finfo(dtype).min
+    core, rest = te.DotProductAttention(wide_scores=wide_scores), (mask, 0.0, False, 0.125, heads == 1)
+    given, wide = [[x.to(kind).requires_grad_() for x in parts] for kind in (torch.bfloat16, torch.float64)]
+    query, key, value = wide
+    exact = (query @ key.mT * 0.125 + mask).softmax(-1) @ value
+    with torch.no_grad():
+        assert (core(*given, *rest) - exact).norm() <= 0.01 * exact.norm()
+    found, cotangent = core(*given, *rest), torch.randn_like(exact)
+    assert (found - exact).norm() <= 0.01 * exact.norm()
+    grads = (
+        torch.autograd.grad(found, given, cotangent.bfloat16()),
+        torch.autograd.grad(exact, wide, cotangent),
+    )
+    for got, wanted in zip(*grads, strict=True):
+        assert (got - wanted).norm() <= 0.02 * wanted.norm()

@@ -1,5 +1,7 @@
 """Attention, written out or called by name, becomes one attention core."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -228,7 +230,7 @@ def test_values_are_kept_without_the_product_that_they_are_a_part_of(of: Make, c
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.add(t.untyped_storage()._cdata) or t.detach(), lambda t: t
     ):
-        out = plain.DotProductAttention(twice=False)(query, key, value)
+        out = plain.DotProductAttention(written_out=False)(query, key, value)
     assert (product.untyped_storage()._cdata not in kept) == copied
     torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value))
 
@@ -300,3 +302,33 @@ def test_few_queries_with_a_mask_written_out(
     assert found.dtype is torch.bfloat16
     # what attends to each key is rounded to bf16 before it multiplies the values, as in the fused kernels
     assert (found - exact).norm() <= 2**-8 * exact.norm()
+
+
+@pytest.mark.parametrize("wide_scores", [False, True])
+def test_an_added_mask_is_trained_with_as_the_model_has_it(wide_scores: bool) -> None:
+    """With scores of its own dtype, in bf16, and gradients that are right in rows that are hidden everywhere,
+    as those of the fused kernels are not."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.randn(2, 3, 5, 7, generator=generator).bfloat16()
+    mask[0, :, :2] = torch.finfo(torch.bfloat16).min
+    narrow = [torch.randn(2, 3, n, 8, generator=generator).bfloat16() for n in (5, 7, 7)]
+
+    def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key = (part.float() if wide_scores else part for part in (query, key))
+        return (query @ key.mT * 0.5 + mask).softmax(-1).to(value.dtype) @ value
+
+    def core(*parts: Tensor) -> Tensor:
+        return plain.DotProductAttention(wide_scores=wide_scores)(*parts, mask, 0.0, False, 0.5)
+
+    def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT * 0.5 + mask).softmax(-1) @ value
+
+    def results(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        parts = [part.to(dtype).requires_grad_() for part in narrow]
+        out = function(*parts)
+        return [out, *torch.autograd.grad(out, parts, torch.ones_like(out))]
+
+    narrowly = (results(function, torch.bfloat16) for function in (core, own))
+    for found, theirs, wanted in zip(*narrowly, results(exact, torch.float64), strict=True):
+        assert found.dtype is torch.bfloat16
+        assert (found - wanted).norm() <= 1.1 * (theirs - wanted).norm() + 2**-9 * wanted.norm()
