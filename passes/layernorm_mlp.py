@@ -54,7 +54,7 @@ def refuse(
             f"the {gated} of the first linear's outputs is activated, LayerNormMLP activates the "
             f"{' or the '.join(backend.GATES[1:])}"
         )
-    if gated != "no" and not 2 * half == fc1.width == max(end, fc1.width):
+    if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
         yield (
             f"the gate has {half} of the first linear's {fc1.width} outputs, LayerNormMLP has as many in the "
             "gate as beside it"

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from tests.attacks import OTHER, Attends, Block, Pair, X, odd
+from tests.attacks import OTHER, Attends, Block, Pair, X, odd, with_input_gradient
 from tests.conversions import calls
 from tests.models.tiny import WIDTH, Tiny
 from tests.test_attacks_reading import Cube, Doubled, Tripled
@@ -237,6 +237,17 @@ def in_a_thread(self: Any, x: Tensor) -> Tensor:
     return x + found[0]
 
 
+def attends_to_itself(self: Any, x: Tensor) -> Tensor:
+    """Attention that is written out; the first row sees nothing and is uniform."""
+    hidden = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).triu()
+    return (self.q(x) @ self.k(x).mT).masked_fill(hidden, -1e9).softmax(-1) @ x
+
+
+def gradient_of_attention(self: Any, x: Tensor) -> Any:
+    x = self.mlp(self.norm(x))
+    return torch.autograd.grad(attends_to_itself(self, x[:, None]).square().sum(), x, create_graph=True)
+
+
 CALLS = {
     "a dict": lambda s, x: {"out": s.mlp(s.norm(x)), "in": x, "name": "block", "none": None},
     "an error that it catches": caught,
@@ -244,6 +255,10 @@ CALLS = {
     "functional_call": with_other_weights,
     "a block called twice": twice,
     "vmap": lambda s, x: torch.vmap(lambda row: s.mlp(s.norm(row)))(x),
+    "vmap, of several linears": lambda s, x: torch.vmap(lambda row: s.q(row) @ s.k(row).mT @ s.norm(row))(x),
+    "vmaps in a vmap": lambda s, x: torch.vmap(torch.vmap(lambda row: s.q(row) * s.k(row)))(x),
+    "attention in a vmap": lambda s, x: torch.vmap(lambda row: attends_to_itself(s, row[None, None]))(x),
+    "the gradient of an attention": gradient_of_attention,
     "a gradient": lambda s, x: torch.func.grad(lambda z: s.mlp(s.norm(z)).sum())(x),
     "a branch on a number": lambda s, x: s.mlp(s.norm(x)) if s.norm(x).sum().item() > 1e3 else s.norm(x),
     "a thread": in_a_thread,
@@ -252,7 +267,10 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_ways_to_call_and_to_return(name: str) -> None:
-    Pair.of(odd(CALLS[name])).agree()
+    linears = {"q": nn.Linear(WIDTH, WIDTH), "k": nn.Linear(WIDTH, WIDTH)}
+    pair = Pair.of(odd(CALLS[name], **linears))
+    assert not [note for note in te_transform.report(pair.converted).notes if "RuntimeError" in note]
+    pair.agree(with_input_gradient)
 
 
 RECOMPUTED = {

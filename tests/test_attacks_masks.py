@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.attacks import Pair, X, named
+from tests.attacks import Block, Pair, X, named
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded
 
@@ -178,6 +178,24 @@ HIDDEN: dict[str, tuple[Callable[..., Any], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("nothing", ["no rows", "no keys"])
+def test_attention_over_nothing(nothing: str) -> None:
+    """Its learned bias has a gradient of zeros, and a NaN in one row stays in that row."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        keys = 0 if nothing == "no keys" else None
+        scores = q @ k[:, :, :keys].mT + self.learned[..., :keys]
+        return x + self.out((scores.softmax(-1) @ v[:, :, :keys]).transpose(1, 2).flatten(2))
+
+    base = type("Learned", (Attention,), {"forward": forward})
+    model = model_of(added, None, base)
+    model.learned = nn.Parameter(torch.ones(HEADS, 1, X.shape[1]))
+    pair = Pair.of(nn.Sequential(seeded(Block), model))
+    broken = X.index_fill(0, torch.tensor([1]), torch.nan)
+    pair.agree(lambda model, x: model(x[:0] if nothing == "no rows" else broken))
+
+
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_row_that_sees_nothing(name: str) -> None:
     """Of -inf it is NaN; of a number, the mean of all values."""
@@ -200,6 +218,18 @@ def in_a_vmap(x: Tensor) -> Tensor:
     """A window, of a function of two positions: transformers makes masks of functions so."""
     spots = torch.arange(x.shape[1])
     return torch.vmap(lambda q: torch.vmap(lambda k: (k <= q) & (q - k < 9))(spots))(spots)
+
+
+def of_a_gradient(self: Any, x: Tensor, mask: Any = None) -> Tensor:
+    """The gradient of attention, the first row of which sees nothing."""
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(-1)
+    return torch.func.grad(
+        lambda z: F.scaled_dot_product_attention(*self.heads(z), attn_mask=mask).square().sum()
+    )(x)
+
+
+def test_a_row_that_sees_nothing_in_a_function_that_is_differentiated() -> None:
+    Pair.of(model_of(added, None, type("Fused", (Fused,), {"forward": of_a_gradient}))).agree()
 
 
 SDPA: dict[str, tuple[Callable[..., Any], Tensor | None]] = {

@@ -256,6 +256,13 @@ NOT_ATTENTIONS = {
     "a softmax in fp64": lambda m, q, k, v, mask: scores(q, k).double().softmax(-1).to(v.dtype) @ v,
     "a negative scale": lambda m, q, k, v, mask: (q @ k.mT * -0.5).softmax(-1) @ v,
     "keys for all batches": lambda m, q, k, v, mask: scores(q, k[0]).softmax(-1) @ v[0],
+    "one mask for all scores": lambda m, q, k, v, mask: (
+        scores(q, k).masked_fill(mask.any(), -1e9).softmax(-1) @ v
+    ),
+    "a width that is broadcast": lambda m, q, k, v, mask: (
+        torch.einsum("bhqd,bhkd->bhqk", q, k[..., :1]).softmax(-1) @ v
+    ),
+    "scores in 16 bits": lambda m, q, k, v, mask: scores(q, k).bfloat16().float().softmax(-1) @ v,
     "the mask is the larger": lambda m, q, k, v, mask: (scores(q[:1], k[:1]) + m.bias).softmax(-1) @ v,
 }
 

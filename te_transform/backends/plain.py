@@ -246,18 +246,21 @@ class DotProductAttention(FusedOp):
         elif hidden is not None:
             query = ops.zero_hidden(query, hidden)
         rest = (mask, dropout_p, is_causal, scale, enable_gqa)
-        # where a mask of finite numbers hides a whole row, the gradients of fused kernels are wrong (torch
-        # 2.13): they normalize by a log-sum-exp in which the number of keys is rounded away
-        biased = self.written_out and isinstance(mask, Tensor) and mask.is_floating_point()
-        if transformed() or (biased and torch.is_grad_enabled()):
-            out = _written_out(query, key, value, *rest, wide_scores=self.wide_scores)
-        else:
-            # a compiler decides by itself what a backward keeps, and has no second one
-            value = value if compiling.get() else _alone(value, query, key)
-            # with dropout the plain version would draw other random numbers
-            twice = self.written_out and not dropout_p and not compiling.get()
-            arguments = (query, key, value, *rest)
-            out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
+        # Where there are no queries or no keys, PyTorch's attention gives a mask no gradient, and NaN to all
+        # batches. Where a mask of finite numbers hides a whole row, the gradients of its fused kernels are
+        # wrong (torch 2.13): the log-sum-exp that they normalize by has the number of keys rounded away.
+        nothing = query.numel() * key.numel() == 0
+        is_added = isinstance(mask, Tensor) and mask.is_floating_point()
+        if self.written_out and (transformed() or nothing or (is_added and torch.is_grad_enabled())):
+            return _written_out(query, key, value, *rest, wide_scores=self.wide_scores)
+        if transformed():  # rows that see nothing are zeros there, and have no gradient
+            return ops.sdpa(query, key, value, *rest)
+        # a compiler decides by itself what a backward keeps, and has no second one
+        value = value if compiling.get() else _alone(value, query, key)
+        # with dropout the plain version would draw other random numbers
+        twice = self.written_out and not dropout_p and not compiling.get()
+        arguments = (query, key, value, *rest)
+        out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
         return _with_nan_rows(out, value, mask) if nan_rows and mask is not None and hidden is None else out
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
@@ -351,7 +354,7 @@ def _with_nan_rows(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype is not torch.bool:
         return out * torch.where(mask.isneginf().all(-1, keepdim=True), torch.nan, 1.0).to(out.dtype)
     seen = mask.any(-1, keepdim=True)
-    return torch.where(seen, out, torch.nan) if transformed() else _NaNRows.apply(out, value, seen)
+    return _NaNRows.apply(out, value, seen)
 
 
 class _NaNRows(torch.autograd.Function):

@@ -11,7 +11,14 @@ from torch import fx
 
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import dtype_of, is_tensor_node, is_wider, same_shape, shape_of
+from te_transform.graph.nodes import (
+    dtype_of,
+    is_narrower,
+    is_tensor_node,
+    is_wider,
+    same_shape,
+    shape_of,
+)
 from te_transform.graph.pattern import Call, Match, Maybe, OneOf, Pattern, Var
 
 HIDES = -1e4  # a score at or below this has, beside any other, a probability of zero
@@ -115,7 +122,7 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
         and all(same_shape(shape[-2:], shape_of(scores)[-2:]) for shape in shapes)
         and all(user in match.nodes for node in weights for user in node.users)
         and all(dtype_of(node) is dtype_of(query) for node in (root, *operands))
-        and dtype_of(scores).itemsize >= dtype_of(query).itemsize
+        and not is_narrower(match.nodes, query)
         and not is_wider(weights, query)
         and all(_lies_as(node, scores) for node in operands[:-1])
         and _lies_as(match.bound["value"], root)
@@ -191,7 +198,9 @@ def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, 
     if "fill" in found:
         fill, condition = _constant(found["fill"]), found.get("hidden", found.get("kept"))
         least = ABSORBS if "later" in found else HIDES
-        if factor != 1 or fill is None or not fill <= least or dtype_of(condition) is not torch.bool:
+        # a single truth for all scores has no rows that it could hide
+        hides = dtype_of(condition) is torch.bool and len(shape_of(condition)) > 0
+        if factor != 1 or fill is None or not fill <= least or not hides:
             return None
         condition = lift(condition, found["masked"])
         if "later" in found:

@@ -15,6 +15,7 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import (
     dtype_of,
     is_model_tensor,
+    is_narrower,
     is_tensor_node,
     is_wider,
     same_shape,
@@ -95,7 +96,8 @@ def _keeps_dtype(match: Match) -> bool:
     root, (x, weight) = match.root, _operands(match)
     widens = root.target is ops.cast and dtype_of(root).itemsize >= dtype_of(root.args[0]).itemsize
     result = dtype_of(x) if weight is None else torch.promote_types(dtype_of(x), dtype_of(weight))
-    return not widens and result is dtype_of(root) and not is_wider(match.nodes, root)
+    keeps = result is dtype_of(root) and not is_wider(match.nodes, root)
+    return not widens and keeps and not is_narrower(match.nodes, x, root)
 
 
 _X = _cast(Var("x", is_tensor_node))

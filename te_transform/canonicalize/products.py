@@ -9,6 +9,7 @@ from torch import fx
 
 from te_transform.canonicalize.table import permuted
 from te_transform.graph import edit
+from te_transform.graph.nodes import same_shape, shape_of
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,16 @@ def _spell_einsum(graph: fx.Graph, node: fx.Node) -> None:
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     terms, _, result = equation.replace(" ", "").partition("->")
     product = _as_product(terms.split(","), result) if len(operands) == 2 else None
-    if product is not None:
+    if product is not None and _sums_as_many(operands, terms.split(","), product):
         _rewrite(graph, node, operands, terms.split(","), result, product)
+
+
+def _sums_as_many(operands: list[fx.Node], terms: list[str], product: _Product) -> bool:
+    """Whether what is summed over has one length in both operands: an einsum may broadcast it, no matmul
+    does."""
+    inner = product.left[-1]
+    left, right = (shape_of(x)[term.index(inner)] for x, term in zip(operands, terms, strict=True))
+    return same_shape((left,), (right,))
 
 
 def _as_product(terms: list[str], result: str) -> _Product | None:

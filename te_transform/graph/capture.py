@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import count
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -50,6 +51,7 @@ SETTINGS = {
 
 
 _NUMBERS = count(1)
+_OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("backends", "graph"))  # where ops are
 _ours: ContextVar[bool] = ContextVar("_ours", default=False)  # in a capture of this file's
 
 
@@ -83,8 +85,9 @@ def capture(
     # The callback runs only where a frame has to be traced: the settings hold for our captures and nobody
     # else's, and a call whose guards hold does not pay for them.
     @functools.wraps(traced)
-    def trace_with_settings(*args: Any, **kwargs: Any) -> Any:
-        if leaves():
+    def trace_with_settings(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        # the ops' own backwards run here too, where a forward calls autograd between two graphs
+        if leaves() or frame.f_code.co_filename.startswith(_OWN):
             return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         token = _ours.set(True)
@@ -93,7 +96,7 @@ def capture(
             # PyTorch 2.11 has one value of a setting for all threads: two that traced at once would each put
             # back what they found, the later one the settings of the other
             with compile_lock, torch._dynamo.config.patch(settings):
-                found = traced(*args, **kwargs)
+                found = traced(frame, *args, **kwargs)
         finally:
             _ours.reset(token)
         run.turned_off = before or found.guarded_code is None

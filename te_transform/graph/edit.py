@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import count
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_get_bdim,
+    maybe_get_level,
+)
 from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.vmap import vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_map_only
@@ -112,8 +120,25 @@ def evaluate(node: fx.Node) -> Any:
     # the mode of the tensors themselves: while dynamo calls a backend, another one is current
     mode = next((a.fake_mode for a in _leaves((args, kwargs)) if isinstance(a, FakeTensor)), nullcontext())
     # with the Python dispatcher, compositions written in C++ take symbolic sizes
-    with unset_fake_temporarily(), mode, torch.no_grad(), enable_python_dispatcher():
+    with ExitStack() as stack:
+        for context in (unset_fake_temporarily(), mode, torch.no_grad(), enable_python_dispatcher()):
+            stack.enter_context(context)
+        for size in _batch_sizes((args, kwargs)):
+            stack.enter_context(vmap_increment_nesting(size, "error"))
         return node.target(*args, **kwargs)
+
+
+def _batch_sizes(arguments: Any) -> list[Any]:
+    """The sizes that each vmap() around a call goes over, the outermost first: fake tensors of a vmap() that
+    is over are known to one that is as deep alone."""
+    sizes: dict[int, Any] = {}
+    for held in _leaves(arguments):
+        while isinstance(held, torch.Tensor) and is_functorch_wrapped_tensor(held):
+            level, inner = maybe_get_level(held), get_unwrapped(held)
+            if is_batchedtensor(held):
+                sizes[level] = inner.shape[maybe_get_bdim(held)]
+            held = inner
+    return [sizes.get(level, 1) for level in range(1, max(sizes, default=0) + 1)]
 
 
 def _fake_argument(argument: Any) -> Any:

@@ -96,6 +96,13 @@ def is_bias(mask: Tensor) -> bool:
     return mask.is_floating_point() and mask.dim() > 2 and not same_shape(mask.shape[-3:-2], (1,))
 
 
+def is_narrower(inside: Iterable[fx.Node], *ends: fx.Node) -> bool:
+    """Whether one of these is rounded to a narrower dtype than what goes in and what comes out have: models
+    quantize by that."""
+    narrowest = min(dtype_of(node).itemsize for node in ends)
+    return any(dtype_of(node).itemsize < narrowest for node in inside)
+
+
 def numel_of(node: fx.Node) -> int:
     """How many numbers, at the sizes that the graph was captured with."""
     if not is_tensor_node(node):
