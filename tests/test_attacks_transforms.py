@@ -229,6 +229,24 @@ def test_a_compiled_function_around_it_is_captured_once() -> None:
     assert len(captured) == 1
 
 
+class Alike(nn.Module):
+    """Takes no more than the dtype and the shape of what was computed for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        like = torch.vmap(torch.cos)(x)
+        read = (x * like).type_as(like).expand_as(like)
+        return self.first(read) + self.second(read).tanh()
+
+
+def test_what_is_read_for_its_dtype_alone_is_no_part_of_a_site() -> None:
+    """A site is checked by itself: half of a vmap() does not run."""
+    Pair.of(Alike, rules="merge_siblings", verify=True).agree(with_input_gradient)
+
+
 def test_dynamos_reset_is_survived() -> None:
     pair = Pair.of(Tiny, rules=JOINED)
     torch._dynamo.reset()

@@ -392,6 +392,26 @@ def test_gates_come_first() -> None:
     assert (gate.target, up.target, up.args[1:]) == (ops.silu, ops.columns, (0, 8))
 
 
+SPLITS = {
+    "the function": lambda x: torch.split(x, split_size_or_sections=4, dim=-1),
+    "the function, all by name": lambda x: torch.split(tensor=x, split_size_or_sections=[4, 4], dim=2),
+    "the method": lambda x: x.split(split_size=4, dim=-1),
+    "the method, of sections": lambda x: x.split([4, 4], dim=-1),
+    "a chunk": lambda x: torch.chunk(input=x, chunks=2, dim=-1),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_pieces_are_columns_however_their_arguments_are_given(split) -> None:
+    def gated(m, x):
+        up, gate = split(x)
+        return up * F.silu(gate)
+
+    graph = canonical(gated, torch.randn(2, 5, 8))
+    gate, up = the(graph, torch.mul)
+    assert (gate.target, up.target, up.args[1:]) == (ops.silu, ops.columns, (0, 4))
+
+
 # Rotary
 
 QUERY = torch.randn(BATCH, HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))

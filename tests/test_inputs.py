@@ -132,6 +132,23 @@ def test_the_models_run_on_what_is_invented_for_them(name: str) -> None:
     model(*inputs.args, **inputs.kwargs)
 
 
+def test_images_have_three_channels_where_a_config_does_not_say() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Config(transformers.PreTrainedConfig):
+        image_size = 8
+
+    class Model(transformers.PreTrainedModel):
+        main_input_name = "pixel_values"
+
+        def __init__(self) -> None:
+            super().__init__(Config())
+            self.convolution = nn.Conv2d(3, 4, 4)
+
+    (inputs,) = as_inputs(Model(), None)
+    assert inputs.kwargs["pixel_values"].shape == (2, 3, 8, 8)
+
+
 def test_nothing_is_drawn_and_nothing_is_left() -> None:
     model, before = Reads("ids"), torch.get_rng_state()
     first, again = as_inputs(model, None)[0], as_inputs(model, None)[0]

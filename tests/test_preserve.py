@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import random
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy
@@ -116,11 +117,14 @@ def test_what_goes_in_circles_is_passed_once() -> None:
     assert model.counts.calls == 0
 
 
-def test_a_forward_that_writes_into_its_parameters_is_refused() -> None:
+@pytest.mark.parametrize(
+    "write", [lambda weight: weight.mul_(1), lambda weight: weight.set_(weight)], ids=["written", "set"]
+)
+def test_a_forward_that_writes_into_its_parameters_is_refused(write: Callable[[Tensor], Tensor]) -> None:
     model = nn.Linear(2, 2)
-    message = r"writes into its own parameters \['weight'\]"
+    message = r"writes into its own parameters \['weight'\] or sets them anew"
     with torch.no_grad(), pytest.raises(RuntimeError, match=message), preserved(model):
-        model.weight.mul_(1)
+        write(model.weight)
 
 
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])

@@ -219,7 +219,10 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "unsqueeze": lambda input, dim: (torch.unsqueeze, (input, back(input, dim, extra=1))),
     "cat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),
     "concat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),
-    "split": lambda tensor, split_size, dim=0: (torch.split, (tensor, split_size, back(tensor, dim))),
+    "split": lambda tensor, split_size_or_sections, dim=0: (
+        torch.split,
+        (tensor, split_size_or_sections, back(tensor, dim)),
+    ),
     "chunk": lambda input, chunks, dim=0: (torch.chunk, (input, chunks, back(input, dim))),
     "unbind": lambda input, dim=0: (torch.unbind, (input, back(input, dim))),
     "repeat_interleave": lambda input, repeats, dim: (
@@ -252,7 +255,8 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     **{name: _comparison(getattr(torch, name)) for name in _COMPARISONS},
 }
 
-# methods whose arguments stand in another order than those of the function
+# methods whose arguments stand in another order than those of the function, or have other names
 METHODS: dict[str, Callable[..., tuple | None]] = {
+    "split": lambda input, split_size, dim=0: (torch.split, (input, split_size, back(input, dim))),
     "where": lambda input, condition, other: (torch.where, (condition, input, other)),
 }

@@ -214,7 +214,7 @@ def _for_hugging_face(model: nn.Module, batch: int, length: int) -> list[Inputs]
 def _image_shapes(config: Any) -> list[tuple[int, ...]]:
     vision = getattr(config, "vision_config", config)
     side = getattr(vision, "image_size", _SIDES[-2])
-    image = (vision.num_channels, *(side if isinstance(side, (tuple, list)) else (side, side)))
+    image = (getattr(vision, "num_channels", 3), *(side if isinstance(side, (tuple, list)) else (side, side)))
     frames = getattr(vision, "num_frames", None)
     return [image] if frames is None else [(frames, *image), image]
 

@@ -48,7 +48,8 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
     which `model` is a copy of.
 
     Raises:
-        RuntimeError: the forward writes into its own parameters, and there is no original.
+        RuntimeError: the forward writes into its own parameters or sets them anew, be it to what they held,
+            and there is no original.
     """
     before = _snapshot(model)
     versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
@@ -66,8 +67,8 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
                 parameter.copy_(original.get_parameter(name))
     elif written:
         raise RuntimeError(
-            f"the model's forward writes into its own parameters {[*written]}, convert() needs "
-            "them unchanged: leave inplace=False"
+            f"the model's forward writes into its own parameters {[*written]} or sets them anew, convert() "
+            "needs them unchanged: leave inplace=False"
         )
 
 

@@ -92,11 +92,17 @@ def reference(plan: Plan, site: Site) -> tuple[fx.GraphModule, tuple[fx.Node, ..
 
     Returns:
         A module of these operations, which returns a tuple of the site's outputs, and the captured nodes that
-        are its arguments.
+        are its arguments: the site's inputs, and what the operations read besides, for its dtype or shape.
     """
+    outputs, inputs = _ends(plan, site)
+    return edit.extract(plan.captured, outputs, inputs | edit.read_aside(outputs, inputs))
+
+
+def _ends(plan: Plan, site: Site) -> tuple[list[fx.Node], set[fx.Node]]:
+    """The captured nodes that the site's outputs are, and those of its inputs."""
     captured = {node.name: node for node in plan.captured.graph.nodes}
     outputs = [captured[node.meta["origin"]] for node in site.outputs]
-    return edit.extract(plan.captured, outputs, {captured[name] for name in _inputs(site)})
+    return outputs, {captured[name] for name in _inputs(site)}
 
 
 def _inputs(site: Site) -> set[str]:
@@ -210,7 +216,7 @@ class _Lowering:
         return edit.insert_call(self.graph, at, torch.clone, (x,), own, like=x)
 
     def _names_in(self, site: Site) -> set[str]:
-        inside, _ = reference(self.plan, site)
+        inside, _ = edit.extract(self.plan.captured, *_ends(self.plan, site))
         return {node.name for node in inside.graph.nodes if node.op not in ("placeholder", "output")}
 
     def _inner(self, args: Any, at: fx.Node, made: dict[fx.Node, fx.Node]) -> Any:
