@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_transform.backends import masks
 from tests.attacks import Block, Pair, X, named
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded
@@ -353,6 +354,29 @@ def test_a_mask_written_to_between_two_layers(fill: float) -> None:
     pair = Pair.of(seeded(type("Twice", (Attention,), {"forward": forward})), rules="attention attention")
     with torch.no_grad():  # a backward would need the mask as it was
         pair.agree()
+
+
+def test_pieces_of_a_forward_look_at_a_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a forward is captured in pieces, as with dropped layers; and again once it is written to."""
+
+    def forward(self: Any, x: Tensor, mask: Tensor) -> list[Tensor]:
+        q, k, v = self.heads(x)
+        first = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        torch._dynamo.graph_break()
+        return [first, F.scaled_dot_product_attention(q, v, k, attn_mask=mask)]
+
+    looks: list[Tensor] = []
+    what_is = masks.what_is
+    monkeypatch.setattr(masks, "what_is", lambda mask, *hidden: looks.append(mask) or what_is(mask, *hidden))
+    pair = Pair.of(seeded(type("Pieces", (Attention,), {"forward": forward})), (X, causal(X.shape[1])))
+    mask = causal(X.shape[1])
+    mask[0, 1] = True  # neither the causal one nor one that hides nothing
+    for change in (lambda: None, lambda: mask[1, 2:].fill_(True)):
+        change()
+        looks.clear()
+        for _ in range(2):
+            pair.agree(lambda model, x: model(x, mask))
+        assert len(looks) == 1
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])

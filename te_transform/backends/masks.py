@@ -3,6 +3,7 @@ extrapolated."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,16 +18,18 @@ from te_transform.backends.stamp import Stamp
 CAUSAL, FULL = "causal", "full"
 _FEW = 256  # answers that are kept: one for each length that a generation goes through
 Answer = str | None
+# By the operations that make a mask, for each tensor that was looked at: its stamp, its contents, the answer.
+_LOOKED: dict[str, WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
 
 
 class Mask(nn.Module):
     """The op of a captured graph that makes an attention mask, or says that it is none, or the causal one.
 
     The answer is remembered for as long as what the mask is made of stays the same. Sizes are numbers, and
-    model tensors have a stamp. Of data, which is new at each call, one look is taken: where a tensor holds
-    one value throughout, as the padding mask of a batch without padding does, that value is part of what an
-    answer is remembered by; otherwise the mask itself is looked at, once for each tensor, so that blocks that
-    are captured alone and get the same mask share one look.
+    model tensors have a stamp. Data, which is new at each call, is looked at, once for each tensor, so that
+    blocks and pieces that are captured alone and get the same mask share one look: where a tensor holds one
+    value throughout, as the padding mask of a batch without padding does, that value is part of what an
+    answer is remembered by; otherwise the mask itself is looked at.
 
     Args:
         make: the captured operations that make the mask, as a module that returns a tuple of it and, where
@@ -38,7 +41,8 @@ class Mask(nn.Module):
         super().__init__()
         self.make, self.stored = make, tuple(stored)
         self.answers: dict[tuple, Answer] = {}
-        self.looked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # a forward that is captured in pieces makes the same mask in many of them
+        self.looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[_operations(make.graph)]
         self.contents: list[Tensor | None] = [None] * len(self.stored)
         self.changes = 0  # of model tensors on the CPU, whose contents are compared
 
@@ -47,31 +51,44 @@ class Mask(nn.Module):
         if _have_no_numbers(arguments):
             return self._made(arguments)
         keys = [self._key(*each) for each in zip(range(len(arguments)), arguments, self.stored, strict=True)]
-        if None in keys:
-            return self._looked_at(arguments, keys)
-        key = (*keys, self.changes)
+        data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
+        rest = (*(key for key in keys if key is not None), self.changes)
+        if len(data) != 1 or data[0].is_inference():
+            answer, mask = self._find(data, rest, arguments)
+            return answer or (self._made(arguments) if mask is None else mask)
+        seen, mask = (Stamp.of(data[0]), rest), None
+        known = self.looked.get(data[0])
+        if known is None or known[0] != seen or not _holds(data[0], known[1]):
+            answer, mask = self._find(data, rest, arguments)
+            self.looked[data[0]] = known = (seen, _held(data[0]), answer)
+        return known[2] or (self._made(arguments) if mask is None else mask)
+
+    def _find(
+        self, data: Sequence[Tensor], rest: tuple, arguments: Sequence[Any]
+    ) -> tuple[Answer, Tensor | None]:
+        """What the mask is; and the mask, where it has been made for that."""
+        values = [_only_value(tensor) for tensor in data]
+        key, mask = (rest, *values), None
+        if None in values:
+            mask, *hidden = self.make(*arguments)
+            return what_is(mask, *hidden), mask
         if key not in self.answers:
             if len(self.answers) >= _FEW:
                 self.answers.clear()
-            self.answers[key] = what_is(*self.make(*arguments))
-        return self.answers[key] or self._made(arguments)
+            mask, *hidden = self.make(*arguments)
+            self.answers[key] = what_is(mask, *hidden)
+        return self.answers[key], mask
 
     def _made(self, arguments: Sequence[Any]) -> Tensor:
         return self.make(*arguments)[0]
 
     def _key(self, index: int, argument: Any, stored: bool) -> tuple | None:
-        """What the argument is, as part of a key; None for data that has to be looked at itself."""
+        """What the argument is, as part of a key; None for data, which has to be looked at."""
         if not isinstance(argument, Tensor):
             return (argument,)
-        about = (argument.shape, argument.dtype, argument.device)
-        if stored:
-            return (*about, *self._content(index, argument))
-        if argument.numel() == 0:
-            return about
-        low, high = argument.aminmax() if argument.dtype != torch.bool else (argument.all(), argument.any())
-        # the two numbers in one transfer: the GPU is waited for once
-        low, high = torch.stack((low, high)).tolist()
-        return (*about, low) if low == high else None
+        if not stored:
+            return None
+        return (argument.shape, argument.dtype, argument.device, *self._content(index, argument))
 
     def _content(self, index: int, tensor: Tensor) -> tuple:
         """A stamp, which misses a write through .data; on the CPU the contents tell."""
@@ -83,19 +100,27 @@ class Mask(nn.Module):
             self.changes += 1
         return ()
 
-    def _looked_at(self, arguments: Sequence[Any], keys: Sequence[tuple | None]) -> Tensor | str:
-        data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
-        rest = tuple(key for key in keys if key is not None)
-        alone = len(data) == 1 and not data[0].is_inference()
-        known = self.looked.get(data[0]) if alone else None
-        seen = (Stamp.of(data[0]), self.changes, rest) if alone else None
-        if known is None or known[0] != seen or not _holds(data[0], known[1]):
-            mask, *hidden = self.make(*arguments)
-            known = (seen, _held(data[0]), what_is(mask, *hidden))
-            if alone:
-                self.looked[data[0]] = known
-            return known[2] or mask
-        return known[2] or self._made(arguments)
+
+def _operations(graph: fx.Graph) -> str:
+    """The operations of a graph, whatever its nodes are called."""
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    lines = (
+        f"{'' if node.op == 'placeholder' else node.target} "
+        f"{fx.map_arg((node.args, node.kwargs), lambda read: f'%{numbers[read]}')}"
+        for node in graph.nodes
+    )
+    return "\n".join(lines)
+
+
+def _only_value(tensor: Tensor) -> tuple | None:
+    """The one number that a tensor holds throughout, as part of a key; None where it holds several."""
+    about = (tensor.shape, tensor.dtype, tensor.device)
+    if tensor.numel() == 0:
+        return about
+    low, high = tensor.aminmax() if tensor.dtype != torch.bool else (tensor.all(), tensor.any())
+    # the two numbers in one transfer: the GPU is waited for once
+    low, high = torch.stack((low, high)).tolist()
+    return (*about, low) if low == high else None
 
 
 def _held(tensor: Tensor) -> Tensor | None:
