@@ -26,10 +26,11 @@ class Mask(nn.Module):
     """The op of a captured graph that makes an attention mask, or says that it is none, or the causal one.
 
     The answer is remembered for as long as what the mask is made of stays the same. Sizes are numbers, and
-    model tensors have a stamp. Data, which is new at each call, is looked at, once for each tensor, so that
-    blocks and pieces that are captured alone and get the same mask share one look: where a tensor holds one
-    value throughout, as the padding mask of a batch without padding does, that value is part of what an
-    answer is remembered by; otherwise the mask itself is looked at.
+    model tensors have a stamp; on the CPU the mask is made, and compared with the last one. Data, new at each
+    call, is looked at, once for each tensor, so that blocks and pieces that are captured alone and get the
+    same mask share one look: where a tensor holds one value throughout, as the padding mask of a batch without
+    padding does, that value is part of what an answer is remembered by; otherwise the mask itself is looked
+    at.
 
     Args:
         make: the captured operations that make the mask, as a module that returns a tuple of it and, where
@@ -43,16 +44,17 @@ class Mask(nn.Module):
         self.answers: dict[tuple, Answer] = {}
         # a forward that is captured in pieces makes the same mask in many of them
         self.looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[_operations(make.graph)]
-        self.contents: list[Tensor | None] = [None] * len(self.stored)
-        self.changes = 0  # of model tensors on the CPU, whose contents are compared
+        self.last: tuple[list[Tensor], Answer] | None = None  # what was made of model tensors on the CPU
 
     def forward(self, *arguments: Any) -> Tensor | str:
         """The mask, or "causal" or "full" where it is that."""
         if _have_no_numbers(arguments):
             return self._made(arguments)
-        keys = [self._key(*each) for each in zip(range(len(arguments)), arguments, self.stored, strict=True)]
+        if any(stored and _is_on_cpu(each) for each, stored in zip(arguments, self.stored, strict=True)):
+            return self._compared(arguments)
+        keys = [_key(*each) for each in zip(arguments, self.stored, strict=True)]
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
-        rest = (*(key for key in keys if key is not None), self.changes)
+        rest = tuple(key for key in keys if key is not None)
         if len(data) != 1 or data[0].is_inference():
             answer, mask = self._find(data, rest, arguments)
             return answer or (self._made(arguments) if mask is None else mask)
@@ -82,23 +84,24 @@ class Mask(nn.Module):
     def _made(self, arguments: Sequence[Any]) -> Tensor:
         return self.make(*arguments)[0]
 
-    def _key(self, index: int, argument: Any, stored: bool) -> tuple | None:
-        """What the argument is, as part of a key; None for data, which has to be looked at."""
-        if not isinstance(argument, Tensor):
-            return (argument,)
-        if not stored:
-            return None
-        return (argument.shape, argument.dtype, argument.device, *self._content(index, argument))
+    def _compared(self, arguments: Sequence[Any]) -> Tensor | str:
+        """What the mask is now that it has been made: model tensors may be written to through .data, which no
+        stamp shows, and may be much larger than the part of them that a call reads."""
+        made = self.make(*arguments)
+        if self.last is None or not all(map(_holds, made, self.last[0])):
+            self.last = [tensor.detach().clone() for tensor in made], what_is(*made)
+        return self.last[1] or made[0]
 
-    def _content(self, index: int, tensor: Tensor) -> tuple:
-        """A stamp, which misses a write through .data; on the CPU the contents tell."""
-        if tensor.device.type != "cpu":
-            return (Stamp.of(tensor),)
-        before = self.contents[index]
-        if before is None or not _holds(tensor, before):
-            self.contents[index] = _held(tensor)
-            self.changes += 1
-        return ()
+
+def _key(argument: Any, stored: bool) -> tuple | None:
+    """What the argument is, as part of a key; None for data, which has to be looked at."""
+    if not isinstance(argument, Tensor):
+        return (argument,)
+    return (argument.shape, argument.dtype, argument.device, Stamp.of(argument)) if stored else None
+
+
+def _is_on_cpu(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.device.type == "cpu"
 
 
 def _operations(graph: fx.Graph) -> str:
@@ -125,7 +128,7 @@ def _only_value(tensor: Tensor) -> tuple | None:
 
 def _held(tensor: Tensor) -> Tensor | None:
     """What tells of a write that a stamp misses, on the CPU: the contents."""
-    return tensor.detach().clone() if tensor.device.type == "cpu" else None
+    return tensor.detach().clone() if _is_on_cpu(tensor) else None
 
 
 def _holds(tensor: Tensor, held: Tensor | None) -> bool:
