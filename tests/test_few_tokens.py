@@ -105,6 +105,40 @@ def test_norms_and_activations_of_many_operations_are_one(
     assert captured not in called
 
 
+class WithABackwardOfItsOwn(nn.Module):
+    class Relu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.relu()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * (ctx.saved_tensors[0] > 0)
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.Relu.apply(self.up(self.norm(x))))
+
+
+def test_an_activation_with_a_backward_of_its_own_is_one_operation(unfused: list[bool]) -> None:
+    """PyTorch interprets both of its graphs node by node at each call."""
+    model, x = seeded(WithABackwardOfItsOwn), rows(1, 3)
+    fused = converted(model, x)
+    for each in (model, fused):
+        each(x).square().sum().backward()
+    assert unfused == [True]
+    for own, found in zip(model.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, own.grad)
+    graph = converted_of(fused).graphs[-1].few_tokens.run.__self__.graph
+    called = [node.target for node in graph.nodes]
+    assert called.count(ops.relu) == 1
+    assert torch.ops.higher_order.autograd_function_apply not in called
+
+
 def test_a_graph_that_cannot_be_made_is_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     original, x = seeded(Tiny), rows(1, 3)
     model = converted(original, x)

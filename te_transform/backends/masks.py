@@ -28,9 +28,9 @@ class Mask(nn.Module):
     The answer is remembered for as long as what the mask is made of stays the same. Sizes are numbers, and
     model tensors have a stamp; on the CPU the mask is made, and compared with the last one. Data, new at each
     call, is looked at, once for each tensor, so that blocks and pieces that are captured alone and get the
-    same mask share one look: where a tensor holds one value throughout, as the padding mask of a batch without
-    padding does, that value is part of what an answer is remembered by; otherwise the mask itself is looked
-    at.
+    same mask share one look: where a tensor holds one value throughout, as the padding mask of a batch that
+    has no padding does, that value is part of what an answer is remembered by; otherwise the mask itself is
+    looked at.
 
     Args:
         make: the captured operations that make the mask, as a module that returns a tuple of it and, where

@@ -33,6 +33,7 @@ def spell_functions(
         samples = [_SAMPLES if value in tensors else 1 for value in values]
         if op is not None and _is_gradient(op, forward, backward, samples):
             for user in list(node.users):
+                user.meta["spelled"] = edit.spelled((user, node))
                 edit.set_target(user, op, tuple(tensors))
 
 
