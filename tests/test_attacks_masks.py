@@ -1,12 +1,13 @@
 """Attention masks of all makes: what a mask is now, and what becomes of it later, is what is applied."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from te_transform.backends import masks
 from tests.attacks import Block, Pair, X, named
@@ -377,6 +378,21 @@ def test_pieces_of_a_forward_look_at_a_mask_once(monkeypatch: pytest.MonkeyPatch
         for _ in range(2):
             pair.agree(lambda model, x: model(x, mask))
         assert len(looks) == 1
+
+
+def test_equal_operations_with_their_data_in_another_place() -> None:
+    """`mask - 1 >= 0` and `1 - mask >= 0` of one tensor are two masks."""
+
+    def made() -> masks.Mask:
+        graph = fx.Graph()
+        one, other = graph.placeholder("one"), graph.placeholder("other")
+        keep = graph.call_function(operator.ge, (graph.call_function(operator.sub, (one, other)), 0))
+        graph.output((keep,))
+        return masks.Mask(fx.GraphModule(nn.Module(), graph), (False, False))
+
+    data = causal().float() * 2
+    assert made()(data, 1) == masks.CAUSAL
+    assert torch.equal(made()(1, data), data == 0)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])

@@ -242,6 +242,22 @@ def test_pieces_compute_what_the_whole_does(
     assert not any("uncompiled" in note for note in te_transform.report(pair.converted).notes)
 
 
+class InFp32(Block):
+    """In fp32 wherever it is called, its backward too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+def test_a_part_without_autocast_has_its_gradients_in_fp32() -> None:
+    def act(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x.requires_grad_())
+
+    compiled_pair(InFp32).agree(act)
+
+
 @pytest.mark.parametrize(
     ("name", "pieces"), [("gpt2", 3), pytest.param("vit", 3, marks=pytest.mark.integration)]
 )

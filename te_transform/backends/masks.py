@@ -52,25 +52,25 @@ class Mask(nn.Module):
             return self._made(arguments)
         if any(stored and _is_on_cpu(each) for each, stored in zip(arguments, self.stored, strict=True)):
             return self._compared(arguments)
-        keys = [_key(*each) for each in zip(arguments, self.stored, strict=True)]
+        # data keeps its place among them: another mask of the same operations may have it elsewhere
+        keys = tuple(_key(*each) for each in zip(arguments, self.stored, strict=True))
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
-        rest = tuple(key for key in keys if key is not None)
         if len(data) != 1 or data[0].is_inference():
-            answer, mask = self._find(data, rest, arguments)
+            answer, mask = self._find(data, keys, arguments)
             return answer or (self._made(arguments) if mask is None else mask)
-        seen, mask = (Stamp.of(data[0]), rest), None
+        seen, mask = (Stamp.of(data[0]), keys), None
         known = self.looked.get(data[0])
         if known is None or known[0] != seen or not _holds(data[0], known[1]):
-            answer, mask = self._find(data, rest, arguments)
+            answer, mask = self._find(data, keys, arguments)
             self.looked[data[0]] = known = (seen, _held(data[0]), answer)
         return known[2] or (self._made(arguments) if mask is None else mask)
 
     def _find(
-        self, data: Sequence[Tensor], rest: tuple, arguments: Sequence[Any]
+        self, data: Sequence[Tensor], keys: tuple, arguments: Sequence[Any]
     ) -> tuple[Answer, Tensor | None]:
         """What the mask is; and the mask, where it has been made for that."""
         values = [_only_value(tensor) for tensor in data]
-        key, mask = (rest, *values), None
+        key, mask = (keys, *values), None
         if None in values:
             mask, *hidden = self.make(*arguments)
             return what_is(mask, *hidden), mask

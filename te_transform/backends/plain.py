@@ -392,6 +392,8 @@ def _written_out(
         groups = query.shape[-3] // key.shape[-3]
         key, value = (part.repeat_interleave(groups, -3) for part in (key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.dtype is torch.float16 and not wide_scores:  # which has no room for scores before the scale
+        query, factor = query * factor, 1.0
     scores = (query.float() @ key.float().mT) if wide_scores else query @ key.mT
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

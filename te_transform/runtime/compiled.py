@@ -47,6 +47,12 @@ log = logging.getLogger(__name__)
 
 # Kinds of calls that one graph is compiled for: each takes seconds to minutes, later ones run uncompiled.
 MOST = 8
+_TRACED = {
+    # on a smaller budget it would quantize again in the backward, when TE has updated the scales
+    "activation_memory_budget": 1.0,
+    # A backward is called outside of the forward's autocast, which would round what the forward has in fp32.
+    "backward_pass_autocast": "off",
+}
 
 
 def compile_fx(*arguments: Any, **options: Any) -> Callable[..., Any]:
@@ -286,8 +292,7 @@ class CompiledGraph:
         log.info(doing)
         token, depth = compiling.set(True), functorch.get_dynamic_layer_stack_depth()
         try:
-            # on a smaller budget it would quantize again in the backward, when TE has updated the scales
-            with status(doing), functorch_config.patch(activation_memory_budget=1.0):
+            with status(doing), functorch_config.patch(**_TRACED):
                 mode = list_mode_options("default" if self.compile is True else self.compile)
                 compile = partial(compile_fx, config_patches=mode)
                 by_layer = self.compile not in IN_CUDA_GRAPHS  # each piece would be a graph of its own

@@ -332,3 +332,15 @@ def test_an_added_mask_is_trained_with_as_the_model_has_it(wide_scores: bool) ->
     for found, theirs, wanted in zip(*narrowly, results(exact, torch.float64), strict=True):
         assert found.dtype is torch.bfloat16
         assert (found - wanted).norm() <= 1.1 * (theirs - wanted).norm() + 2**-9 * wanted.norm()
+
+
+def test_scores_of_scaled_queries_stay_within_fp16() -> None:
+    """Models in fp16 scale their queries, as their products would be infinite otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 5, 64, generator=generator).half() for _ in range(3))
+    query, key, mask = query * 200, key * 200, torch.randn(2, 3, 5, 5, generator=generator).half()
+    query.requires_grad_()
+    assert not (query @ key.mT).isfinite().all()
+    out = plain.DotProductAttention()(query, key, value, mask, 0.0, False, 2.0**-15)
+    torch.testing.assert_close(out, (query * 2.0**-15 @ key.mT + mask).softmax(-1) @ value)
+    assert torch.autograd.grad(out.sum(), query)[0].isfinite().all()
