@@ -26,7 +26,7 @@ from te_transform.passes import PIPELINE
 from te_transform.plan import cost
 from te_transform.plan.assign import assign, products_in
 from te_transform.plan.match import Plan
-from te_transform.plan.model import ModelError, check_model, check_module, wrapped_by
+from te_transform.plan.model import ModelError, check_model, check_module
 from te_transform.plan.options import OptionError, Options, check_skip
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.quantize import dequantize_weights
@@ -548,10 +548,11 @@ def report(converted: nn.Module) -> Report:
     """
     found = converted_of(converted) if isinstance(converted, nn.Module) else None
     if found is None:
-        is_wrapped = isinstance(converted, nn.Module) and wrapped_by(converted)
+        parts = converted.named_modules() if isinstance(converted, nn.Module) else ()
+        inside = next((path for path, part in parts if converted_of(part) is not None), None)
         raise ModelError(
             f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
-            + (": pass its .module" if is_wrapped and hasattr(converted, "module") else "")
+            + (f": pass its .{inside}" if inside else "")
         )
     if found.whole:
         found.report = _report_of_whole(converted, found)

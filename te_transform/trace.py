@@ -12,6 +12,7 @@ from te_transform.graph.edit import name_model_tensors
 from te_transform.graph.inputs import TraceError, as_inputs
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.plan.model import ModelError, check_module
+from te_transform.plan.options import OptionError
 from te_transform.runtime.converted import is_divided
 
 
@@ -33,9 +34,16 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
     Raises:
         TraceError: the forward failed on these inputs, or dynamo captures it in several pieces.
         te_transform.InputError: there are no inputs and none can be invented.
-        te_transform.ModelError: `model` is no module, or is divided among ranks.
+        te_transform.ModelError: `model` is no module, is compiled, or is divided among ranks.
+        te_transform.OptionError: `train` is no bool.
     """
     check_module(model, "trace")
+    if not isinstance(train, bool):
+        raise OptionError(f"train is {train!r}, True or False is needed")
+    if hasattr(model, "_orig_mod"):
+        raise ModelError(
+            f"{type(model).__name__} is a compiled module, the plain one is needed: trace its _orig_mod"
+        )
     if is_divided(model):
         raise ModelError(
             f"{type(model).__name__} is divided among ranks, a whole model is needed: trace() it before "

@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -514,3 +515,45 @@ def test_a_backend_that_is_not_there_says_what_is_missing():
             BackendError, match=r"backend='te' cannot be used: .*; pass backend='torch' or 'auto'"
         ):
             te_transform.convert(tiny(), X, backend="te")
+
+
+def test_what_is_no_tensor_is_told_how_to_become_one():
+    for given in (numpy.zeros((2, 8)), [1, 2], [[1, 2]]):
+        with pytest.raises(InputError, match=r"make it a tensor, torch\.as_tensor\(\.\.\.\)"):
+            te_transform.convert(tiny(), given)
+    with pytest.raises(InputError, match=r"tokenizer\(text, return_tensors='pt'\)"):
+        te_transform.convert(tiny(), "a sentence")
+
+
+def test_trace_of_a_compiled_model_or_in_no_mode_is_refused():
+    with pytest.raises(
+        ModelError, match="is a compiled module, the plain one is needed: trace its _orig_mod"
+    ):
+        te_transform.trace(torch.compile(tiny()), X)
+    with pytest.raises(OptionError, match="train is 'no', True or False is needed"):
+        te_transform.trace(tiny(), X, train="no")
+
+
+def test_the_report_of_a_wrapper_is_that_of_its_part():
+    converted = te_transform.convert(tiny(), X, verify=False)
+    with pytest.raises(ModelError, match=r"Sequential has no report.* pass its \.0"):
+        te_transform.report(nn.Sequential(converted))
+    with pytest.raises(TypeError, match="linear is expected '1' times, a whole number is needed"):
+        te_transform.report(converted).expect(linear="1")
+
+
+def test_rules_that_are_none_are_refused_and_those_that_ask_too_much_are_named():
+    linear = te_transform.PIPELINE[-2]
+    assert linear.name == "linear"
+    wrong = {"name": "", "pattern": None, "refuse": None, "build": None, "reads": "x", "hands_out": "x"}
+    for field, value in wrong.items():
+        with pytest.raises(OptionError, match=f"{field}.* of the rule .* needed"):
+            te_transform.convert(tiny(), X, passes=(replace(linear, **{field: value}),))
+    for refuse, told in {
+        lambda lin: (): "asks for 'lin', a role of its pattern or an option is needed",
+        lambda: "no": "returned 'no', an iterator of reasons is needed",
+        lambda: [3]: "yielded 3, a sentence is needed",
+    }.items():
+        rules = (replace(linear, refuse=refuse),)
+        notes = te_transform.report(te_transform.convert(tiny(), X, passes=rules)).notes
+        assert any("the rule 'linear'" in note and told in note for note in notes), notes

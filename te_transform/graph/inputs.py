@@ -89,14 +89,21 @@ def _one(sample: Any) -> Inputs:
         return Inputs(sample)
     if isinstance(sample, dict) or hasattr(sample, "keys"):  # a tokenizer's BatchEncoding is a mapping too
         return Inputs((), dict(sample))
-    is_loader = isinstance(sample, torch.utils.data.DataLoader)
-    what_to_do = (
-        "pass a batch of it, next(iter(loader))" if is_loader else "wrap it, for instance (x,) or {'x': x}"
-    )
     raise InputError(
         f"example_inputs has a {type(sample).__name__}, a tensor, a tuple (args), a dict (kwargs) or a list "
-        f"of those is needed: {what_to_do}"
+        f"of those is needed: {_instead_of(sample)}"
     )
+
+
+def _instead_of(sample: Any) -> str:
+    """What to pass where `sample` was given."""
+    if isinstance(sample, torch.utils.data.DataLoader):
+        return "pass a batch of it, next(iter(loader))"
+    if isinstance(sample, str):
+        return "pass what a tokenizer makes of it, tokenizer(text, return_tensors='pt')"
+    if isinstance(sample, (int, float, list)) or hasattr(sample, "__array__"):
+        return "make it a tensor, torch.as_tensor(...), with a dimension for the batch"
+    return "wrap it, for instance (x,) or {'x': x}"
 
 
 def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:

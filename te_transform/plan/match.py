@@ -18,7 +18,7 @@ from te_transform.graph.nodes import argument, called, is_model_tensor, name_in_
 from te_transform.graph.pattern import Match, Miss, Siblings, find
 from te_transform.plan.options import Options
 from te_transform.plan.refusals import refusals
-from te_transform.plan.rule import Deviation, Operation, Outcome, Rule, ask, roles, stored_in
+from te_transform.plan.rule import Deviation, Operation, Outcome, Rule, ask, reasons_of, roles, stored_in
 from te_transform.plan.work import replaced
 
 
@@ -147,7 +147,7 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
     known = {**vars(options), **bound}
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
-    reasons = [*refusals(match, operations, options.skip, rule.hands_out), *ask(rule.refuse, known)]
+    reasons = [*refusals(match, operations, options.skip, rule.hands_out), *reasons_of(rule, known)]
     path, inside = _place(match, operations), _replaced(made, match.nodes)
     if None in reasons:  # there is nothing to gain, and nobody needs to hear of it
         return []
@@ -158,7 +158,7 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
         merged = edit.merge(made.canonical, _activated_first(match.nodes))
         merged.meta["merged"] = (rule.name, path)
     else:
-        _put(rule, match, made, ask(rule.build, known), bound, path)
+        _put(rule, match, made, ask(rule, "build", known), bound, path)
     return [Outcome(rule.name, path, "fused", inside=inside)]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from te_transform.backends import Backend, choose
 from te_transform.backends.limits import cuda_graphs
+from te_transform.graph.pattern import Pattern, Siblings
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Rule
 
@@ -115,6 +116,8 @@ class Options:
             raise OptionError(
                 f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE"
             )
+        for rule in rules:
+            _check_rule(rule)
         cls._check_recipe(recipe, chosen, reason)
         globs = globs_of(skip)
         if not isinstance(mode, bool) and mode not in (*COMPILE_MODES, "auto"):
@@ -169,6 +172,38 @@ class Options:
             backend.recipe_of(named)
         except ValueError as error:
             raise OptionError(f"recipe is {named!r}, {error}") from error
+
+
+def _check_rule(rule: Rule) -> None:
+    """Raise unless the fields of `rule` are of the types that they have to be of.
+
+    Raises:
+        OptionError: what was given, what is needed.
+    """
+    merges = isinstance(rule.pattern, Siblings)
+    names = all(
+        isinstance(field, (tuple, list)) and all(isinstance(name, str) for name in field)
+        for field in (rule.reads, rule.hands_out)
+    )
+    needed = {
+        "name": (isinstance(rule.name, str) and rule.name != "", "a text"),
+        "pattern": (
+            merges or isinstance(rule.pattern, Pattern),
+            "one of te_transform.rules, such as Call(),",
+        ),
+        "refuse": (callable(rule.refuse), "a function that yields reasons"),
+        "build": (merges or callable(rule.build), "a function or class that makes the fused op"),
+    }
+    for field, (is_right, what) in needed.items():
+        if not is_right:
+            raise OptionError(
+                f"{field} of the rule {rule.name!r} is {getattr(rule, field)!r}, {what} is needed"
+            )
+    if not names:
+        raise OptionError(
+            f"reads and hands_out of the rule {rule.name!r} are {rule.reads!r} and {rule.hands_out!r}, "
+            "tuples of names are needed, such as ('x', 'linear.weight')"
+        )
 
 
 def globs_of(skip: Any) -> tuple[str, ...]:

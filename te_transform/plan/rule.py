@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
@@ -181,7 +181,40 @@ def roles(match: Match) -> dict[str, Any]:
     return {role: seen(role, found) for role, found in match.bound.items()}
 
 
-def ask(function: Callable[..., Any], known: dict[str, Any]) -> Any:
-    """Call `function` with those of the `known` values that its parameters name."""
+class RuleError(RuntimeError):
+    """A function of a rule cannot be called on a match, or returns what it should not."""
+
+
+def ask(rule: Rule, what: Literal["refuse", "build"], known: dict[str, Any]) -> Any:
+    """Call a function of `rule` with those of the `known` values that its parameters name.
+
+    Raises:
+        RuleError: it asks for something that the match does not have.
+    """
+    function = getattr(rule, what)
     parameters = inspect.signature(function).parameters.values()
-    return function(**{p.name: known[p.name] for p in parameters if p.name in known or p.default is p.empty})
+    wanted = [p.name for p in parameters if p.name in known or p.default is p.empty]
+    if missing := [name for name in wanted if name not in known]:
+        raise RuleError(
+            f"{what}() of the rule {rule.name!r} asks for {missing[0]!r}, a role of its pattern or an option "
+            f"is needed, one of {', '.join(known)}: give what some alternatives lack a default"
+        )
+    return function(**{name: known[name] for name in wanted})
+
+
+def reasons_of(rule: Rule, known: dict[str, Any]) -> list[str | None]:
+    """What refuse() of `rule` yields.
+
+    Raises:
+        RuleError: it asks for something that the match does not have, or yields no sentences.
+    """
+    found = ask(rule, "refuse", known)
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise RuleError(
+            f"refuse() of the rule {rule.name!r} returned {found!r}, an iterator of reasons is needed: yield "
+            "each of them"
+        )
+    found = list(found)
+    if wrong := [reason for reason in found if reason is not None and not isinstance(reason, str)]:
+        raise RuleError(f"refuse() of the rule {rule.name!r} yielded {wrong[0]!r}, a sentence is needed")
+    return found

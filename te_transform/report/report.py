@@ -89,7 +89,11 @@ class Report:
 
         Raises:
             ExpectationError: for each rule that differs, what was expected, what found, and the reasons.
+            TypeError: what is expected is no number of places.
         """
+        for rule, expected in counts.items():
+            if not isinstance(expected, int):
+                raise TypeError(f"{rule} is expected {expected!r} times, a whole number is needed")
         found = self.counts
         differing = [rule for rule, expected in counts.items() if found[rule] != expected]
         if differing:
