@@ -445,6 +445,7 @@ OPTIONS = {
         "skip has 'no.such.module', which names no module of",
     ),
     "skip of numbers": ({"skip": ["a", 3]}, OptionError, "skip has 3, module paths or globs such as"),
+    "an empty skip": ({"skip": ""}, OptionError, "skip has '', module paths or globs such as"),
     "compile": (
         {"compile": "fast"},
         OptionError,

@@ -215,7 +215,7 @@ def globs_of(skip: Any) -> tuple[str, ...]:
     if not isinstance(skip, (str, tuple, list, set, frozenset)):
         raise OptionError(f"skip is {skip!r}, module paths or globs such as 'model.layers.0*' are needed")
     globs = (skip,) if isinstance(skip, str) else tuple(skip)
-    if wrong := [glob for glob in globs if not isinstance(glob, str)]:
+    if wrong := [glob for glob in globs if not isinstance(glob, str) or not glob]:
         raise OptionError(
             f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed"
         )
