@@ -124,6 +124,16 @@ def test_nothing_is_dropped_in_graphs_around_them_and_in_checkpoints(blocks: int
     assert result, str(result)
 
 
+def test_inputs_of_nan_compare_nothing_and_it_says_so() -> None:
+    model, x = seeded(Tiny), torch.randn(2, 5, WIDTH)
+    converted = te_transform.convert(model, x, verify=False)
+    sentence = "have no finite number, nothing in them is compared"
+    assert sentence not in str(te_transform.verify(model, converted, x))
+    found = te_transform.verify(model, converted, x * torch.nan)
+    assert found
+    assert sentence in " ".join(str(found).split())
+
+
 def test_frozen_parameters_are_passed_over() -> None:
     model = tiny()
     for name, parameter in model.named_parameters():

@@ -55,6 +55,7 @@ class Row:
     allowed: float = 0.0
     dtype: str = ""
     reason: str = ""  # why it failed, where that is no matter of size
+    finite: bool = True  # whether any number of the original's could be compared
 
     @property
     def times(self) -> float:
@@ -165,7 +166,8 @@ def _row(inputs: str, name: str, tensors: list[Tensor | None], scale: float | No
     size = _norm(exact) if scale is None else scale
     error, *own = (_norm(t[counted].double() - exact) / (size or 1.0) for t in (converted, original, *draws))
     allowed = MORE * max(own) + (torch.finfo(original.dtype).eps if size else 0.0)
-    return Row(inputs, name, error <= allowed, error, max(own), allowed, dtype)
+    finite = bool(counted.any()) or not counted.numel()
+    return Row(inputs, name, error <= allowed, error, max(own), allowed, dtype, finite=finite)
 
 
 def _unlike(converted: Tensor | None, original: Tensor | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -51,6 +52,12 @@ class Verification:
                 table.add_row(*line)
         notes = [f"guilty: {path or 'the model itself'}" for path in self.guilty]
         notes += [f"skipped: {sentence}" for sentence in self.skipped]
+        nothing = Counter(row.inputs for row in self.rows if not row.finite)
+        notes += [
+            f"note: {inputs}: {count} tensors of the original have no finite number, nothing in them is "
+            "compared"
+            for inputs, count in nothing.items()
+        ]
         notes += [f"note: 'original' is emulated, as exact as FP8 can be in {name}" for name in self.recipes]
         return Group(Text(self.title, style="bold"), table, *map(Text, notes))
 
