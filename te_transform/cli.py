@@ -174,8 +174,7 @@ def _positive(text: str) -> int:
 
 def _inspect(asked: argparse.Namespace) -> int:
     expected = dict(map(_expectation, asked.expect))
-    with _printing_aside(), status(f"building {asked.model}"):
-        model, inputs = _loaded(asked, on_meta=True)
+    model, inputs = _loaded(asked, on_meta=True)
     options = {"compile": "auto" if asked.times else False, **_options(asked)}
     try:
         with _printing_aside(), status("capturing"):
@@ -183,8 +182,9 @@ def _inspect(asked: argparse.Namespace) -> int:
     except TraceError as error:
         if not isinstance(error.__cause__, DataDependentOutputException):
             raise
+        model, inputs = _loaded(asked, on_meta=False)
         with _printing_aside(), status("capturing with weights, which the forward branches on"):
-            report = inspect(*_loaded(asked, on_meta=False), **options)
+            report = inspect(model, inputs, **options)
     _write(asked, report, report)
     try:
         report.expect(**expected)
@@ -195,14 +195,13 @@ def _inspect(asked: argparse.Namespace) -> int:
 
 
 def _verify(asked: argparse.Namespace) -> int:
-    with _printing_aside(), status(f"building {asked.model}"):
-        model, inputs = _loaded(asked, on_meta=False)
-    try:
-        with _printing_aside():
-            converted = convert(model, inputs, **_options(asked))
+    model, inputs = _loaded(asked, on_meta=False)
+    with _printing_aside():
+        converted = convert(model, inputs, **_options(asked))
+        try:
             found = verify(model, converted, inputs)
-    except ValueError as error:
-        raise OptionError(str(error)) from error
+        except ValueError as error:
+            raise OptionError(str(error)) from error
     _write(
         asked, report_of(converted), found, verified=bool(found), guilty=found.guilty, skipped=found.skipped
     )
@@ -210,8 +209,7 @@ def _verify(asked: argparse.Namespace) -> int:
 
 
 def _tune(asked: argparse.Namespace) -> int:
-    with _printing_aside(), status(f"building {asked.model}"):
-        model, inputs = _loaded(asked, on_meta=False)
+    model, inputs = _loaded(asked, on_meta=False)
     inputs = replace(inputs, invented=False)  # their sizes were asked for
     with _printing_aside():
         tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
@@ -238,6 +236,11 @@ def _options(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
+    with _printing_aside(), status(f"building {asked.model}"):
+        return _built(asked, on_meta)
+
+
+def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
     dtype = None if asked.dtype is None else DTYPES[asked.dtype]
     model = load(
         asked.model,

@@ -11,7 +11,7 @@ from te_transform.graph.capture import capture, on_fake_tensors
 from te_transform.graph.edit import name_model_tensors
 from te_transform.graph.inputs import TraceError, as_inputs
 from te_transform.graph.preserve import one_at_a_time, preserved
-from te_transform.plan.model import ModelError, check_module
+from te_transform.plan.model import ModelError, check_module, is_compiled
 from te_transform.plan.options import OptionError
 from te_transform.runtime.converted import is_divided
 
@@ -40,7 +40,7 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
     check_module(model, "trace")
     if not isinstance(train, bool):
         raise OptionError(f"train is {train!r}, True or False is needed")
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model):
         raise ModelError(
             f"{type(model).__name__} is a compiled module, the plain one is needed: trace its _orig_mod"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -159,3 +160,16 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether two state dicts have the same names in the same order, and the same values, dtypes, shapes."""
     pairs = zip(one.values(), other.values(), strict=False)
     return list(one) == list(other) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+@contextmanager
+def logged(name: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What a logger says meanwhile: pytest's caplog does not hear those that do not propagate."""
+    said: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger(name)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

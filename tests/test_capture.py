@@ -23,7 +23,7 @@ from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
 from te_transform.runtime.converted import converted_of
 from tests.attacks import Block, Pair, X, call, with_input_gradient
-from tests.conversions import calls
+from tests.conversions import calls, logged
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
@@ -341,16 +341,9 @@ def test_threads_look_at_one_model_at_once(other: Callable[..., Any]) -> None:
 
 def test_a_capture_logs_no_error() -> None:
     """PyTorch 2.11 writes the settings of each capture as JSON, and logs an error where that fails."""
-    logged: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = logged.append  # type: ignore[method-assign]
-    logger = logging.getLogger("torch._dynamo")
-    logger.addHandler(handler)
-    try:
+    with logged("torch._dynamo", logging.WARNING) as said:
         te_transform.convert(Tiny().train(), X)(X)
-    finally:
-        logger.removeHandler(handler)
-    assert [record.getMessage() for record in logged] == []
+    assert said == []
 
 
 class GivesUp(nn.Module):
@@ -371,16 +364,9 @@ class GivesUp(nn.Module):
 
 
 def test_who_gives_up_on_a_forward_is_not_taken_for_a_compiler() -> None:
-    logged: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = logged.append  # type: ignore[method-assign]
-    logger = logging.getLogger("te_transform")
-    logger.addHandler(handler)
-    try:
+    with logged("te_transform", logging.WARNING) as said:
         report = te_transform.report(te_transform.convert(seeded(GivesUp), X))
-    finally:
-        logger.removeHandler(handler)
-    assert [record.getMessage() for record in logged] == []
+    assert said == []
     assert not [note for note in report.notes if "Logger" in note or "method call" in note]  # of our own
 
 

@@ -4,7 +4,6 @@ Here AOTAutograd traces them as it does for inductor, and what it traced runs as
 compiler. tests/gpu runs what inductor makes of them.
 """
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import te_transform
 from te_transform.runtime import compiled, regions
 from tests.attacks import Attends, Block, Pair
-from tests.conversions import ALL, EVERYWHERE, error, gradients, run
+from tests.conversions import ALL, EVERYWHERE, error, gradients, logged, run
 from tests.models.tiny import WIDTH, Attention
 from tests.zoo import seeded, zero_dropout
 
@@ -418,17 +417,10 @@ def test_the_door_of_torch_compile(compilations: Compilations) -> None:
 
 
 def test_who_compiles_a_converted_model_from_outside_is_told_of_the_option() -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("te_transform")
     pair = Pair.of(Block)
-    logger.addHandler(handler)
-    try:
+    with logged("te_transform") as said:
         outside = torch.compile(pair.converted, backend="eager", fullgraph=True)
         torch.testing.assert_close(outside(pair.x), pair.original(pair.x))
         outside(pair.x)
-    finally:
-        logger.removeHandler(handler)
     assert len(said) == 1
     assert "pass compile=True to te_transform.convert()" in said[0]

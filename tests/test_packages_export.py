@@ -1,12 +1,12 @@
 """Programs exported from a converted model are the original's: of its own code, under its names."""
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.conversions import logged
 from tests.packages import IDS, Make, close, converted, original
 
 LONGER = torch.cat([IDS, IDS.flip(0)])[:, :6]
@@ -26,16 +26,9 @@ def test_an_exported_program() -> None:
 
 
 def test_exporting_is_no_mistake_to_warn_of() -> None:
-    logged: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = logged.append  # type: ignore[method-assign]
-    logger = logging.getLogger("te_transform")
-    logger.addHandler(handler)
-    try:
+    with logged("te_transform") as said:
         exported(converted)
-    finally:
-        logger.removeHandler(handler)
-    assert [record.getMessage() for record in logged] == []
+    assert said == []
 
 
 def test_a_traced_program() -> None:

@@ -55,31 +55,31 @@ class Mask(nn.Module):
         # data keeps its place among them: another mask of the same operations may have it elsewhere
         keys = tuple(_key(*each) for each in zip(arguments, self.stored, strict=True))
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
-        if len(data) != 1 or data[0].is_inference():
-            answer, mask = self._find(data, keys, arguments)
-            return answer or (self._made(arguments) if mask is None else mask)
-        seen, mask = (Stamp.of(data[0]), keys), None
-        known = self.looked.get(data[0])
-        if known is None or known[0] != seen or not _holds(data[0], known[1]):
-            answer, mask = self._find(data, keys, arguments)
-            self.looked[data[0]] = known = (seen, _held(data[0]), answer)
-        return known[2] or (self._made(arguments) if mask is None else mask)
+        alone = len(data) == 1 and not data[0].is_inference()
+        seen = (Stamp.of(data[0]), keys) if alone else None
+        known = self.looked.get(data[0]) if alone else None
+        if known is not None and known[0] == seen and _holds(data[0], known[1]):
+            return known[2] or self._made(arguments)
+        answer, mask = self._find(data, keys, arguments)
+        if alone:
+            self.looked[data[0]] = seen, _held(data[0]), answer
+        return answer or (self._made(arguments) if mask is None else mask)
 
     def _find(
         self, data: Sequence[Tensor], keys: tuple, arguments: Sequence[Any]
     ) -> tuple[Answer, Tensor | None]:
         """What the mask is; and the mask, where it has been made for that."""
         values = [_only_value(tensor) for tensor in data]
-        key, mask = (keys, *values), None
-        if None in values:
-            mask, *hidden = self.make(*arguments)
-            return what_is(mask, *hidden), mask
-        if key not in self.answers:
+        key = (keys, *values)
+        if None not in values and key in self.answers:
+            return self.answers[key], None
+        mask, *hidden = self.make(*arguments)
+        answer = what_is(mask, *hidden)
+        if None not in values:
             if len(self.answers) >= _FEW:
                 self.answers.clear()
-            mask, *hidden = self.make(*arguments)
-            self.answers[key] = what_is(mask, *hidden)
-        return self.answers[key], mask
+            self.answers[key] = answer
+        return answer, mask
 
     def _made(self, arguments: Sequence[Any]) -> Tensor:
         return self.make(*arguments)[0]

@@ -233,13 +233,12 @@ class DotProductAttention(FusedOp):
         scale: float | None = None,
         enable_gqa: bool = False,
         hidden: Tensor | None = None,
-        nan_rows: bool = False,
     ) -> Tensor:
         """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added.
 
         A mask that was found to keep everything is "full", one that was found to be the causal one is
         "causal". `hidden` is what a mask of finite numbers hides: rows that it hides everywhere stay uniform.
-        With `nan_rows`, rows that a mask of -inf hides everywhere are NaN, as a softmax makes them.
+        Of what was written out, rows that a mask of -inf hides everywhere are NaN, as a softmax makes them.
         """
         if isinstance(mask, str):
             mask, is_causal = None, is_causal or mask == "causal"
@@ -261,7 +260,8 @@ class DotProductAttention(FusedOp):
         twice = self.written_out and not dropout_p and not compiling.get()
         arguments = (query, key, value, *rest)
         out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
-        return _with_nan_rows(out, value, mask) if nan_rows and mask is not None and hidden is None else out
+        nan_rows = self.written_out and mask is not None and hidden is None
+        return _with_nan_rows(out, value, mask) if nan_rows else out
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         """The attention by whichever kernel is the fastest here."""

@@ -90,17 +90,17 @@ def is_wider(inside: Iterable[fx.Node], like: fx.Node) -> bool:
     return any(dtype_of(node).itemsize > widest for node in inside)
 
 
-def is_bias(mask: Tensor) -> bool:
-    """Whether what is added to scores [batch, heads, queries, keys] is another number for each head, as ALiBi
-    and relative positions are, and so no mask that only hides."""
-    return mask.is_floating_point() and mask.dim() > 2 and not same_shape(mask.shape[-3:-2], (1,))
-
-
 def is_narrower(inside: Iterable[fx.Node], *ends: fx.Node) -> bool:
     """Whether one of these is rounded to a narrower dtype than what goes in and what comes out have: models
     quantize by that."""
     narrowest = min(dtype_of(node).itemsize for node in ends)
     return any(dtype_of(node).itemsize < narrowest for node in inside)
+
+
+def is_bias(mask: Tensor) -> bool:
+    """Whether what is added to scores [batch, heads, queries, keys] is another number for each head, as ALiBi
+    and relative positions are, and so no mask that only hides."""
+    return mask.is_floating_point() and mask.dim() > 2 and not same_shape(mask.shape[-3:-2], (1,))
 
 
 def numel_of(node: fx.Node) -> int:

@@ -28,7 +28,7 @@ def check_model(model: Any, function: str) -> None:
             raise ModelError(
                 f"{where} is a ScriptModule, a Python module is needed: convert before torch.jit.script"
             )
-        if isinstance(module, _compiled_class()):
+        if is_compiled(module):
             raise ModelError(
                 f"{where} is a compiled module, the plain one is needed: convert its _orig_mod, compile=True"
             )
@@ -63,11 +63,11 @@ def check_module(model: Any, function: str) -> None:
         )
 
 
-def _compiled_class() -> type:
-    """The class that torch.compile(model) returns."""
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what torch.compile(model) returned."""
     from torch._dynamo.eval_frame import OptimizedModule
 
-    return OptimizedModule
+    return isinstance(module, OptimizedModule)
 
 
 def _is_compiled(forward: Any) -> bool:

@@ -180,30 +180,25 @@ def _check_rule(rule: Rule) -> None:
     Raises:
         OptionError: what was given, what is needed.
     """
-    merges = isinstance(rule.pattern, Siblings)
-    names = all(
-        isinstance(field, (tuple, list)) and all(isinstance(name, str) for name in field)
-        for field in (rule.reads, rule.hands_out)
-    )
+    merges, pattern = isinstance(rule.pattern, Siblings), isinstance(rule.pattern, (Siblings, Pattern))
+    names = "a tuple of names, such as ('x', 'linear.weight'),"
     needed = {
         "name": (isinstance(rule.name, str) and rule.name != "", "a text"),
-        "pattern": (
-            merges or isinstance(rule.pattern, Pattern),
-            "one of te_transform.rules, such as Call(),",
-        ),
+        "pattern": (pattern, "one of te_transform.rules, such as Call(),"),
         "refuse": (callable(rule.refuse), "a function that yields reasons"),
         "build": (merges or callable(rule.build), "a function or class that makes the fused op"),
+        "reads": (_are_names(rule.reads), names),
+        "hands_out": (_are_names(rule.hands_out), names),
     }
     for field, (is_right, what) in needed.items():
         if not is_right:
             raise OptionError(
                 f"{field} of the rule {rule.name!r} is {getattr(rule, field)!r}, {what} is needed"
             )
-    if not names:
-        raise OptionError(
-            f"reads and hands_out of the rule {rule.name!r} are {rule.reads!r} and {rule.hands_out!r}, "
-            "tuples of names are needed, such as ('x', 'linear.weight')"
-        )
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, (tuple, list)) and all(isinstance(name, str) for name in given)
 
 
 def globs_of(skip: Any) -> tuple[str, ...]:

@@ -270,9 +270,7 @@ class _Lowering:
         is_one = same_shape(shape_of(query)[-2:-1], (1,))
         if isinstance(mask, fx.Node) and not is_one and not is_bias(value(mask)):
             mask = self._proved(mask, hidden, at)
-        # softmax makes a row of -inf NaN, which PyTorch's attention makes 0
-        written_out = "scaled_dot_product_attention" not in site.node.meta["spelled"]
-        return (query, *args[1:3], mask, *args[4:], hidden, written_out)
+        return (query, *args[1:3], mask, *args[4:], hidden)
 
     def _proved(self, mask: fx.Node, hidden: fx.Node | None, at: fx.Node) -> fx.Node:
         if mask not in self.masks:
