@@ -25,6 +25,7 @@ from te_transform import OptionError
 from te_transform.backends import limits
 from te_transform.plan import options
 from te_transform.runtime import lowered, replayed
+from te_transform.runtime.converted import converted_of
 from tests import stand_in, test_compiled, test_quantize
 from tests.attacks import OTHER, WIDTH, Attends, Block, Pair, X, observed
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
@@ -397,6 +398,27 @@ def test_what_was_recorded_for_moved_parameters_is_let_go() -> None:
             pair.agree()
     gc.collect()
     assert len(Emulated.all) == 1
+
+
+class Broken(Deep):
+    """A forward that dynamo captures in pieces."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Deep, Broken])
+def test_nothing_is_left_of_a_model_that_is_gone(kind: type[nn.Module], counts: Counter) -> None:
+    """Dynamo keeps what it was given for code that other models share."""
+    pair = pair_of(kind)
+    assert counts["recorded"]
+    left = [weakref.ref(graph) for graph in converted_of(pair.converted).graphs]
+    assert left
+    del pair
+    gc.collect()
+    assert not [graph for graph in left if graph() is not None]
+    assert not Emulated.all
 
 
 def test_a_weight_written_to_before_the_backward() -> None:

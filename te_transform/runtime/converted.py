@@ -151,7 +151,8 @@ class Converted:
             self.failures.append(f"{type(error).__name__}: {error}")
             return captured.forward
         self.graphs.append(graph)
-        return graph
+        held = weakref.ref(graph)  # dynamo lets go of nothing that it was ever given
+        return lambda *arguments: held()(*arguments)
 
     def options_now(self) -> Options:
         """The options, without CUDA graphs where fully_shard() divides a divided model's parameters again: it
@@ -237,9 +238,14 @@ class Converted:
     def _captured(self, kind: type, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a class, which is captured in its calls."""
         if kind not in self.runs:
-            backend = functools.partial(self.backend, kind=kind)
+            held = weakref.ref(self)  # see _fused()
             dynamic = None if self.parallel is None else False  # shards are of sizes that are known
-            self.runs[kind] = capture(forward, backend, lambda: kind in self.leaving, dynamic)
+            self.runs[kind] = capture(
+                forward,
+                lambda captured, inputs: held().backend(captured, inputs, kind),
+                lambda: kind in held().leaving,
+                dynamic,
+            )
         return self.runs[kind]
 
     def _runs_as_it_is(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
