@@ -616,7 +616,10 @@ def te_transform(
         raise OptionError(
             "compile is 'auto', which times calls of a whole model: pass it to te_transform.convert()"
         )
-    return Converted(chosen).backend(captured, example_inputs)
+    converted = Converted(chosen)
+    run = converted.backend(captured, example_inputs)
+    # a graph lives for as long as what it belongs to, which here is no model, but what dynamo holds
+    return lambda *arguments, converted=converted: run(*arguments)
 
 
 def _copy(model: nn.Module) -> nn.Module:

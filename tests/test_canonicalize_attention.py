@@ -117,7 +117,7 @@ def test_a_finite_fill_keeps_its_uniform_rows_and_gradients(hidden: Tensor, fill
     function = lambda m, q, k, v, mask: scores(q, k).masked_fill(mask, fill).softmax(-1) @ v  # noqa: E731
     (captured,) = capture(Model(function), (*QKV, hidden))
     graph = canonicalize(captured.module.graph)
-    assert op_counts(graph) == {"sdpa": 1, "kept": 1, "zero_hidden": 1}
+    assert op_counts(graph) == {"sdpa": 1, "hidden_rows": 1, "kept": 1, "zero_hidden": 1}
     assert op_counts(canonical(function, *QKV, hidden)) == op_counts(graph)
     leaves = [t.clone().requires_grad_() for t in QKV]
     values = {id(given): leaf for given, leaf in zip(QKV, leaves, strict=True)}

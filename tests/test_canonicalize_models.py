@@ -16,7 +16,7 @@ _TWO_GATED = {"linear": 15, "rms_norm": 5, "rope": 4, "sdpa": 2}
 _TWO_GPT = {"linear": 9, "layer_norm": 5, "sdpa": 2}
 _NANOGPT = _TWO_GPT | {"gelu": 2, "cross_entropy": 1}
 _QUICKSTART = {"layer_norm": 4, "linear": 8, "sdpa": 2, "gelu_tanh": 2}
-_FINITE_FILL = {"kept": 2, "zero_hidden": 2}
+_FINITE_FILL = {"hidden_rows": 2, "kept": 2, "zero_hidden": 2}
 _BERT = {"linear": 14, "layer_norm": 6, "sdpa": 2, "gelu": 3}
 FOUND = {
     "quickstart_mask": _QUICKSTART | _FINITE_FILL,

@@ -34,7 +34,7 @@ class Mask(nn.Module):
 
     Args:
         make: the captured operations that make the mask, as a module that returns a tuple of it and, where
-            it was filled with a finite number, of what it hides.
+            it was filled with a finite number, of the rows that it hides everywhere.
         stored: for each argument whether it is a tensor of the model.
     """
 
@@ -143,15 +143,15 @@ def _have_no_numbers(arguments: Sequence[Any]) -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 and active_fake_mode() is not None
 
 
-def what_is(mask: Tensor, hidden: Tensor | None = None) -> Answer:
+def what_is(mask: Tensor, hidden_rows: Tensor | None = None) -> Answer:
     """Whether a mask [..., queries, keys] hides nothing, or just what lies ahead.
 
     True keeps in a boolean mask; a floating one is added to the scores, so that 0 keeps, and what hides is so
-    low that beside any other score its probability is zero. A row that `hidden` hides everywhere is kept as
-    a whole, see ops.kept, but not with the scores that it had: a mask with such a row is neither.
+    low that beside any other score its probability is zero. Hidden rows are kept as a whole, see
+    ops.hidden_rows, but not with the scores that they had: a mask with such a row is neither.
     """
     with torch.no_grad():
-        if hidden is not None and bool(hidden.all(-1).any()):
+        if hidden_rows is not None and bool(hidden_rows.any()):
             return None
         keep = mask if mask.dtype is torch.bool else mask == 0
         if bool(keep.all()):

@@ -237,7 +237,7 @@ class DotProductAttention(FusedOp):
         """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added.
 
         A mask that was found to keep everything is "full", one that was found to be the causal one is
-        "causal". `hidden` is what a mask of finite numbers hides: rows that it hides everywhere stay uniform.
+        "causal". `hidden` are the rows that a mask of finite numbers hides everywhere: they stay uniform.
         Of what was written out, rows that a mask of -inf hides everywhere are NaN, as a softmax makes them.
         """
         if isinstance(mask, str):
@@ -248,9 +248,11 @@ class DotProductAttention(FusedOp):
         # Where there are no queries or no keys, PyTorch's attention gives a mask no gradient, and NaN to all
         # batches. Where a mask of finite numbers hides a whole row, the gradients of its fused kernels are
         # wrong (torch 2.13): the log-sum-exp that they normalize by has the number of keys rounded away.
+        # Its kernels on a GPU refuse a mask of another dtype.
         nothing = query.numel() * key.numel() == 0
-        is_added = isinstance(mask, Tensor) and mask.is_floating_point()
-        if self.written_out and (transformed() or nothing or (is_added and torch.is_grad_enabled())):
+        apart = isinstance(mask, Tensor) and mask.is_floating_point()
+        apart = apart and (torch.is_grad_enabled() or (mask.is_cuda and mask.dtype is not query.dtype))
+        if self.written_out and (transformed() or nothing or apart):
             return _written_out(query, key, value, *rest, wide_scores=self.wide_scores)
         if transformed():  # rows that see nothing are zeros there, and have no gradient
             return ops.sdpa(query, key, value, *rest)
@@ -278,8 +280,6 @@ class DotProductAttention(FusedOp):
         if mask is not None and query.dim() == 4 and not others and limits.written_out(query, key):
             return _in_two_products(query, key, value, mask, scale)
         if self.written_out and mask is not None and mask.is_floating_point() and mask.is_cuda:
-            if mask.dtype is not query.dtype:  # which its kernels refuse
-                return _written_out(query, key, value, mask, *how, wide_scores=self.wide_scores)
             # its kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
             mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
         out = ops.sdpa(query, key, value, mask, *how)

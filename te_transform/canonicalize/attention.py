@@ -219,14 +219,16 @@ def _filled(
 ) -> tuple[fx.Node, fx.Node]:
     if fill == -math.inf:
         keep = condition if "kept" in found else lift.negate(condition)
-        return query, keep if bias is None else _unless(lift, bias, lift.negate(keep), -math.inf)
+        hidden = () if bias is None else (bias, lift.negate(keep), -math.inf)
+        return query, lift.insert(torch.masked_fill, hidden) if hidden else keep
     # a finite fill leaves a row that is hidden everywhere uniform, where -inf would leave it NaN
     hidden = lift.negate(condition) if "kept" in found else condition
-    keep = lift.insert(ops.kept, (hidden,), like=hidden)
-    query = lift.insert(ops.zero_hidden, (query, hidden), like=query)
+    rows = lift.insert(ops.hidden_rows, (hidden,), like=hidden)
+    query = lift.insert(ops.zero_hidden, (query, rows), like=query)
     if bias is None:
-        return query, keep
-    return query, _unless(lift, _unless(lift, bias, hidden, 0), lift.negate(keep), -math.inf)
+        return query, lift.insert(ops.kept, (hidden, rows), like=hidden)
+    fill = lift.insert(ops.row_fill, (rows, dtype_of(bias)))
+    return query, lift.insert(torch.where, (hidden, fill, bias))
 
 
 def _filled_and_added(
@@ -239,10 +241,6 @@ def _filled_and_added(
     kept = later if bias is None else lift.insert(torch.add, (later, bias))
     pair = kept, lift.insert(torch.add, (later, fill))
     return lift.insert(torch.where, (condition, *(pair if "kept" in found else pair[::-1])))
-
-
-def _unless(lift: _Lift, bias: fx.Node, hidden: fx.Node, fill: float) -> fx.Node:
-    return lift.insert(torch.masked_fill, (bias, hidden, fill))
 
 
 def _constant(fill: Any) -> float | None:

@@ -106,19 +106,28 @@ def sdpa(
     )
 
 
-def kept(hidden: Tensor) -> Tensor:
-    """What a mask filled with a finite number keeps: what it does not hide and, where it hides a whole row,
-    that row.
+def hidden_rows(hidden: Tensor) -> Tensor:
+    """The rows [..., queries, 1] that `hidden` [..., queries, keys] leaves no key.
 
-    All scores of such a row are the same number, so its softmax is uniform; see zero_hidden.
+    A mask filled with a finite number hides none of them: all scores of such a row are the same number, so
+    that its softmax is uniform. They are kept, with a query of zeros, whose scores are all the same too.
     """
-    return ~hidden | hidden.all(-1, keepdim=True)
+    return hidden.all(-1, keepdim=True)
 
 
-def zero_hidden(query: Tensor, hidden: Tensor) -> Tensor:
-    """The query with zeros where `hidden` leaves it no key: its scores are then all the same, as in a filled
-    row."""
-    return query.masked_fill(hidden.all(-1, keepdim=True), 0)
+def kept(hidden: Tensor, rows: Tensor) -> Tensor:
+    """What a mask filled with a finite number keeps: what it does not hide, and hidden_rows()."""
+    return ~hidden | rows
+
+
+def row_fill(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a finite fill comes to beside a bias: nothing in hidden_rows(), which are uniform, else -inf."""
+    return torch.where(rows, 0.0, -torch.inf).to(dtype)
+
+
+def zero_hidden(query: Tensor, rows: Tensor) -> Tensor:
+    """The query with zeros in hidden_rows()."""
+    return query.masked_fill(rows, 0)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

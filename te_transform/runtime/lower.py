@@ -130,6 +130,8 @@ class _Lowering:
         self.written = {node.name for node in written(plan.captured.graph)}
         self.masks: dict[fx.Node, fx.Node] = {}
         self.shared: dict[tuple, fx.Node] = {}
+        self.copied: list[fx.Node] = []  # of the canonical graph, and the masks that are made in other places
+        self.views: dict[tuple, fx.Node] = {}
         self.put_already: set[str] = set()  # a norm may be part of several sites
 
     def put(self, site: Site) -> None:
@@ -182,6 +184,7 @@ class _Lowering:
 
     def finished(self) -> fx.GraphModule:
         """The graph as a module, ready to run."""
+        edit.erase_cascade(self.graph, reversed(self.copied), set())
         self.graph.lint()
         self.module.recompile()
         # fx prints a graph when it is first called; what cannot be printed has to fail here
@@ -239,17 +242,25 @@ class _Lowering:
         if node.target is not ops.join:
             # All layers have the same mask, which is made, and looked at, once; floating ones in each mode.
             is_hiding = is_tensor_node(node) and dtype_of(node) is torch.bool
-            key = (node.target, args, tuple(kwargs.items()), None if is_hiding else node.meta["region"])
+            read = fx.map_arg(args, self._first_view)
+            key = (node.target, read, tuple(kwargs.items()), None if is_hiding else node.meta["region"])
             shared = is_tensor_node(node) and not is_random(node) and not self._reads_written(args)
             if shared and key in self.shared:
                 return self.shared[key]
             call = edit.insert_call(self.graph, at, node.target, args, kwargs, like=node)
+            self.copied.append(call)
             if shared:
                 self.shared[key] = call
             return call
         name = f"join_{at.name}_{len(made)}"
         self.module.add_submodule(name, Join(self.apart))
         return edit.insert_call(self.graph, at, name, args, like=node)
+
+    def _first_view(self, node: fx.Node) -> fx.Node:
+        """The first of the nodes that take the same part of the same tensor, as each layer does of a bias."""
+        if node.target is not operator.getitem or not is_tensor_node(node) or not is_tensor_node(node.args[0]):
+            return node
+        return self.views.setdefault((str(node.args), value(node).requires_grad), node)
 
     def _reads_written(self, args: tuple) -> bool:
         """Whether a call has an argument that may be written to before it is made again."""
@@ -281,6 +292,7 @@ class _Lowering:
             stored = [is_model_tensor(node) for node in inputs]
             self.module.add_submodule(name, Mask(make, stored))
             self.masks[mask] = edit.insert_call(self.graph, at, name, inputs, like=mask)
+            self.copied.append(mask)
         return self.masks[mask]
 
     def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
