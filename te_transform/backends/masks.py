@@ -48,8 +48,13 @@ class Mask(nn.Module):
 
     def forward(self, *arguments: Any) -> Tensor | str:
         """The mask, or "causal" or "full" where it is that."""
+        answer, made = self.look(arguments)
+        return answer or (self.make(*arguments)[0] if made is None else made)
+
+    def look(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor | None]:
+        """What the mask is; and the mask, where it has been made to find that out."""
         if _have_no_numbers(arguments):
-            return self._made(arguments)
+            return None, None
         if any(stored and _is_on_cpu(each) for each, stored in zip(arguments, self.stored, strict=True)):
             return self._compared(arguments)
         # data keeps its place among them: another mask of the same operations may have it elsewhere
@@ -59,16 +64,15 @@ class Mask(nn.Module):
         seen = (Stamp.of(data[0]), keys) if alone else None
         known = self.looked.get(data[0]) if alone else None
         if known is not None and known[0] == seen and _holds(data[0], known[1]):
-            return known[2] or self._made(arguments)
-        answer, mask = self._find(data, keys, arguments)
+            return known[2], None
+        answer, made = self._find(data, keys, arguments)
         if alone:
             self.looked[data[0]] = seen, _held(data[0]), answer
-        return answer or (self._made(arguments) if mask is None else mask)
+        return answer, made
 
     def _find(
         self, data: Sequence[Tensor], keys: tuple, arguments: Sequence[Any]
     ) -> tuple[Answer, Tensor | None]:
-        """What the mask is; and the mask, where it has been made for that."""
         values = [_only_value(tensor) for tensor in data]
         key = (keys, *values)
         if None not in values and key in self.answers:
@@ -81,16 +85,25 @@ class Mask(nn.Module):
             self.answers[key] = answer
         return answer, mask
 
-    def _made(self, arguments: Sequence[Any]) -> Tensor:
-        return self.make(*arguments)[0]
-
-    def _compared(self, arguments: Sequence[Any]) -> Tensor | str:
+    def _compared(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor]:
         """What the mask is now that it has been made: model tensors may be written to through .data, which no
         stamp shows, and may be much larger than the part of them that a call reads."""
         made = self.make(*arguments)
         if self.last is None or not all(map(_holds, made, self.last[0])):
             self.last = [tensor.detach().clone() for tensor in made], what_is(*made)
-        return self.last[1] or made[0]
+        return self.last[1], made[0]
+
+
+class LookedAt(nn.Module):
+    """A mask's look in its place: what the mask is, or what makes it."""
+
+    def __init__(self, mask: Mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, *arguments: Any) -> str | fx.GraphModule:
+        """ "causal" or "full"; the operations where it is neither."""
+        return self.mask.look(arguments)[0] or self.mask.make
 
 
 def _key(argument: Any, stored: bool) -> tuple | None:

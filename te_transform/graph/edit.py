@@ -476,7 +476,8 @@ def with_known(
 
     Args:
         gm: the graph.
-        values: of nodes that the copy does not compute: tensors become arguments, others stand in the graph.
+        values: of nodes that the copy does not compute: tensors become arguments, others stand in the graph;
+            of a module, which returns a tuple, what computes the first of it.
         staying: those of these nodes whose tensors stay where they are from call to call.
         more: for calls in the graph more keywords, of tensors that stay where they are.
 
@@ -498,10 +499,13 @@ def with_known(
         return last
 
     for node, held in values.items():
+        twin = twins[node.name]
         known = argument(node in staying) if isinstance(held, torch.Tensor) else held
-        for user in list(twins[node.name].users):
-            read_instead(user, twins[node.name], known)
-        graph.erase_node(twins[node.name])
+        if isinstance(held, fx.GraphModule):
+            known = _inline(graph, held, twin)
+        for user in list(twin.users):
+            read_instead(user, twin, known)
+        graph.erase_node(twin)
     made: dict[int, fx.Node] = {}
 
     def once(tensor: torch.Tensor) -> fx.Node:
@@ -513,6 +517,14 @@ def with_known(
         twin = twins[node.name]
         twin.kwargs = {**twin.kwargs, **tree_map_only(torch.Tensor, once, dict(keywords))}
     return fx.GraphModule(gm, graph)
+
+
+def _inline(graph: fx.Graph, called: fx.GraphModule, at: fx.Node) -> fx.Node:
+    """What computes the first value that a module returns, of the arguments of a call."""
+    arguments = (node for node in called.graph.nodes if node.op == "placeholder")
+    with graph.inserting_before(at):
+        first, *_ = graph.graph_copy(called.graph, dict(zip(arguments, at.args, strict=True)))
+    return first
 
 
 def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:

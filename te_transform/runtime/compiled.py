@@ -220,7 +220,10 @@ class CompiledGraph:
 
     def _lowered(self, sites: frozenset[Site]) -> Lowered:
         if sites not in self.lowered:
-            self.lowered[sites] = Lowered(self.plan, self.apart, self.without, sites, bool(self.compile))
+            compiles = bool(self.compile)
+            self.lowered[sites] = Lowered(
+                self.plan, self.apart, self.without, sites, compiles, compiles and not self.in_cuda_graphs
+            )
         return self.lowered[sites]
 
     def _sizes(self, arguments: Sequence[Any]) -> tuple:

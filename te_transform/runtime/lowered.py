@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from te_transform.backends import fp8, plain
 from te_transform.backends.joined import Join
-from te_transform.backends.masks import Mask
+from te_transform.backends.masks import LookedAt, Mask
 from te_transform.backends.quantized import addresses
 from te_transform.graph import edit
 from te_transform.graph.nodes import value
@@ -78,6 +78,8 @@ class Lowered:
         without: sites that run as they were captured.
         products: the sites that run in FP8.
         compiles: whether a compiler gets the graph, to which all other sites are left.
+        makes_masks: whether masks that stay are made in the graph, and not before it: CUDA graphs cannot
+            record what copies a number to the GPU, as masks are made of.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Lowered:
         without: frozenset[Site],
         products: frozenset[Site],
         compiles: bool,
+        makes_masks: bool,
     ):
         others = {
             site
@@ -114,6 +117,8 @@ class Lowered:
             isinstance(value(arg), Tensor) for mask in masks for arg in mask.all_input_nodes
         )
         self.compute, inputs = edit.extract(self.graph, self.before, ())
+        for mask in masks if makes_masks else ():
+            self.compute.set_submodule(mask.target, LookedAt(self._module(mask)))
         self.places = [placeholders.index(node) for node in inputs]
         self.given = {node: placeholders.index(node) for node in read & {*placeholders}}
 
