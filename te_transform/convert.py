@@ -283,6 +283,10 @@ def _first_calls(
             outputs = _call(model.train(), sample)
             seen.outputs = seen.outputs or _floating(outputs)
             del outputs  # with what its backward would read
+    if seen.reasons:
+        # what ends a graph is an exception, whose frames hold those outputs still, in a circle: parameters that
+        # something else reads could not be laid next to each other
+        gc.collect()
     return seen
 
 

@@ -114,12 +114,44 @@ def test_the_blocks_of_a_deep_model_share_a_graph_for_its_report(verify: bool) -
     assert any("from then on" in note for note in report.notes)
 
 
-@pytest.mark.usefixtures("deep")
-def test_parameters_of_a_deep_model_lie_next_to_each_other() -> None:
-    model = te_transform.convert(seeded(Tiny, DEEP + 1), X, verify=False)
+def assert_laid(model: nn.Module) -> None:
     for block in model.blocks:
         weights = [getattr(block.attention, f"{name}_proj").weight for name in "qkv"]
         assert [w.data_ptr() + w.nbytes for w in weights[:2]] == [w.data_ptr() for w in weights[1:]]
+
+
+@pytest.mark.usefixtures("deep")
+def test_parameters_of_a_deep_model_lie_next_to_each_other() -> None:
+    assert_laid(te_transform.convert(seeded(Tiny, DEEP + 1), X, verify=False))
+
+
+class InPieces(Tiny):
+    """A layer may be left out, which dynamo cannot know beforehand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if torch.rand([]) < 0:
+                continue
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_parameters_of_a_model_in_pieces_lie_next_to_each_other() -> None:
+    """What ends a graph is an exception, whose frames hold what the backward of the call would read."""
+    model = te_transform.convert(seeded(InPieces, 2), X)
+    assert te_transform.report(model).breaks
+    assert_laid(model)
+
+
+def test_parameters_are_laid_once_nothing_else_holds_them() -> None:
+    model = seeded(Tiny)
+    before = model(X)  # what its backward reads
+    model = te_transform.convert(model, X, inplace=True)
+    torch.testing.assert_close(model(X), before)
+    del before
+    for _ in range(2):
+        model(X)
+    assert_laid(model)
 
 
 class Checkpointed(nn.Module):

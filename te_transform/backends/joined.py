@@ -32,7 +32,6 @@ class State:
 
     def __init__(self) -> None:
         self.group: Group | None = None  # that the parameter was laid in
-        self.refused: tuple[int, ...] = ()  # where a group that begins with it lay when it could not be laid
         self.kernels: dict[Any, Any] = {}  # what a backend keeps for a product that begins with it
         self.in_fp8: bool | None = None  # whether such a product runs in FP8; None: as the op says
         self.told = False  # whether its model has said so
@@ -193,9 +192,8 @@ class Join(nn.Module):
         return joined
 
     def _note(self, parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-        places = _pointers(held)
         # a share that a call has computed lies elsewhere, and would next time
-        if state_of(held[0]).refused != places and _pointers(parameters) == places:
+        if _pointers(parameters) == _pointers(held) and _can_be_laid(held):
             self.apart.append(tuple(map(weakref.ref, held)))
 
 
@@ -365,7 +363,6 @@ def lay(parameters: Sequence[Tensor]) -> bool:
     if adjacent(parameters) is not None:
         return True
     if not _can_be_laid(parameters):
-        state_of(parameters[0]).refused = _pointers(parameters)
         return False
     # with memory that was made in inference mode, parameters could not be trained any more
     with torch.inference_mode(False), torch.no_grad():
