@@ -182,8 +182,13 @@ def _capture_and_report(
     converted.report = _report(made, converted, seen, samples[0])
     # from here on nothing is refused any more: a model that is refused stays where it lay
     joins = not options.compile or options.recipe is not None  # compiled, products in FP8 alone
-    for group in progress(tuple(seen.groups) * joins, "laying parameters next to each other"):
-        lay(group)
+    groups = progress(tuple(seen.groups) * joins, "laying parameters next to each other")
+    if held := [group for group in groups if not lay(group)]:
+        # dynamo's exceptions, as of what ends a graph, have frames that hold the outputs of the first call
+        # still, in a circle, and these what their backward would read
+        gc.collect()
+        for group in held:
+            lay(group)
     if options.recipe is not None and not options.as_it_is:
         _enter_recipe(made, converted, seen, samples)
     for graph in converted.graphs:
@@ -283,10 +288,6 @@ def _first_calls(
             outputs = _call(model.train(), sample)
             seen.outputs = seen.outputs or _floating(outputs)
             del outputs  # with what its backward would read
-    if seen.reasons:
-        # what ends a graph is an exception, whose frames hold those outputs still, in a circle: parameters that
-        # something else reads could not be laid next to each other
-        gc.collect()
     return seen
 
 

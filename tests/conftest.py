@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 import torch._dynamo.guards
@@ -9,13 +10,24 @@ import transformers  # noqa: F401  what is there is taken out of the garbage col
 
 from te_transform.backends import limits
 
-# A capture makes objects by the hundred thousand, and Python would look through all of PyTorch each time.
+# A capture makes objects by the hundred thousand, and dynamo keeps many of them: Python would look through
+# all of them, and all of PyTorch, again and again. What a few tests have left is looked through once.
 gc.collect()
 gc.freeze()
-gc.set_threshold(100_000, 20, 50)
+gc.set_threshold(100_000, 20, 1_000_000)
+TESTS_BETWEEN = 40
+numbers = count(1)
 
 # Dynamo times the guards of each capture, for its log, after it has emptied the CPU's caches.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# And it would look for garbage after each of them.
+torch._dynamo.config.run_gc_after_compile = False
+
+
+def pytest_runtest_teardown() -> None:
+    if next(numbers) % TESTS_BETWEEN == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

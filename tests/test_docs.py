@@ -44,6 +44,7 @@ OF_PACKAGES = (
     "Trainer of transformers", "Trainer under torchrun", "accelerate", "accelerate with FSDP2", "PEFT",
     *PACKAGES,
 )  # fmt: skip
+LONG = ("FSDP2", "A check for CI")  # what they call has tests of its own
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 def marked(title: str) -> Any:
-    return pytest.param(title, marks=pytest.mark.integration if title in OF_PACKAGES else ())
+    return pytest.param(title, marks=pytest.mark.integration if title in OF_PACKAGES + LONG else ())
 
 
 @pytest.mark.parametrize("title", [marked(title) for title in RECIPES])

@@ -1,7 +1,7 @@
 """Models that Hypothesis draws, changed and called in ways that it draws: the converted one answers as the
 original, and so do its gradients.
 
-`make test` draws 24, `make fuzz` ten thousand, and a part of these draws the same ones each time. A failure
+`make test` draws 16, `make fuzz` ten thousand, and a part of these draws the same ones each time. A failure
 prints the drawing, made as small as it can be: what ever failed is kept below, and tried each time.
 """
 
@@ -43,7 +43,7 @@ from tests.models.drawn import (
 from tests.test_compiled import trace
 from tests.test_replayed import emulate
 
-MODELS = int(os.environ.get("TE_TRANSFORM_FUZZ", "24"))
+MODELS = int(os.environ.get("TE_TRANSFORM_FUZZ", "16"))
 PARTS = max(4, MODELS // 20)  # each is one test, of the models that its number gives
 BOUND = 1e-5  # how far fp32 may be off, relative to the norm of what is compared
 ULP = 2**-8  # of bf16

@@ -147,7 +147,10 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", *(pytest.param(name, marks=pytest.mark.integration) for name in ("llama", "nanogpt_manual"))],
+)
 def test_models_with_a_loss_are_verified(name: str) -> None:
     model, sample = zero_dropout(ALL[name].build(**SIZES[name])), ALL[name].sample()
     if "input_ids" in sample:
