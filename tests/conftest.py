@@ -20,8 +20,6 @@ numbers = count(1)
 
 # Dynamo times the guards of each capture, for its log, after it has emptied the CPU's caches.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-# And it would look for garbage after each of them.
-torch._dynamo.config.run_gc_after_compile = False
 
 
 def pytest_runtest_teardown() -> None:
