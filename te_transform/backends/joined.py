@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends import quantized
-from te_transform.backends.tracing import compiling, transformed
+from te_transform.backends.tracing import compiling, recorded, transformed
 from te_transform.graph import ops
 
 
@@ -32,6 +32,7 @@ class State:
 
     def __init__(self) -> None:
         self.group: Group | None = None  # that the parameter was laid in
+        self.stays: tuple[int, ...] = ()  # where a group that begins with it lay when it could not be laid
         self.kernels: dict[Any, Any] = {}  # what a backend keeps for a product that begins with it
         self.in_fp8: bool | None = None  # whether such a product runs in FP8; None: as the op says
         self.told = False  # whether its model has said so
@@ -192,8 +193,11 @@ class Join(nn.Module):
         return joined
 
     def _note(self, parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+        places, state = _pointers(held), state_of(held[0])
+        if recorded():  # which reads them there from now on
+            state.stays = places
         # a share that a call has computed lies elsewhere, and would next time
-        if _pointers(parameters) == _pointers(held) and _can_be_laid(held):
+        if state.stays != places and _pointers(parameters) == places:
             self.apart.append(tuple(map(weakref.ref, held)))
 
 
@@ -357,12 +361,14 @@ def lay(parameters: Sequence[Tensor]) -> bool:
 
     Returns:
         Whether they lie so now. They do not where memory is somebody else's as well: shared between
-        processes, a part of a larger storage, seen by another tensor, or a parameter of another group
-        already.
+        processes, a part of a larger storage, seen by another tensor, a parameter of another group already,
+        or part of what a CUDA graph records. They are left there then for good: whoever records graphs of
+        their own relies on it.
     """
     if adjacent(parameters) is not None:
         return True
-    if not _can_be_laid(parameters):
+    if recorded() or not _can_be_laid(parameters):
+        state_of(parameters[0]).stays = _pointers(parameters)
         return False
     # with memory that was made in inference mode, parameters could not be trained any more
     with torch.inference_mode(False), torch.no_grad():

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.tracing import compiling
+from te_transform.backends.tracing import compiling, recorded
 from te_transform.graph.nodes import dtype_name
 
 DEVICE = "cuda"  # where kernels run
@@ -209,7 +209,7 @@ def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
 
 def _may_be_replayed() -> bool:
     """Whether the call may become a part of a CUDA graph."""
-    return compiling.get() or bool(replayed) or torch.cuda.is_current_stream_capturing()
+    return compiling.get() or bool(replayed) or recorded()
 
 
 @cache

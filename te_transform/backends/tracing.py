@@ -17,6 +17,11 @@ def traced() -> bool:
     return compiling.get() or torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
 
 
+def recorded() -> bool:
+    """Whether the call becomes a part of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def in_backward() -> bool:
     """Whether the call is made from within a backward, as a checkpoint repeats a forward."""
     return torch._C._current_graph_task_id() != -1

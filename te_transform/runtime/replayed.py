@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from te_transform.backends.collectives import Ranks
 from te_transform.backends.joined import check_unwritten, known_as, local, parameter_of, versions
 from te_transform.backends.limits import on_kernels_device
-from te_transform.backends.tracing import batches_gradients, in_backward, saving_hooks
+from te_transform.backends.tracing import batches_gradients, in_backward, recorded, saving_hooks
 from te_transform.runtime.console import in_a_line, status
 
 log = logging.getLogger(__name__)
@@ -198,8 +198,7 @@ def _why(error: Exception) -> str:
 
 def _is_recorded_by_others() -> bool:
     """Whether the call is a part of what somebody else records or repeats: a CUDA graph, a checkpoint."""
-    recording = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return recording or saving_hooks() or in_backward()
+    return recorded() or saving_hooks() or in_backward()
 
 
 def _versions(arguments: Sequence[Any]) -> dict[int, int]:
