@@ -211,7 +211,7 @@ def test_attention_that_may_be_replayed_says_what_cudnn_needs(
     te: ModuleType, monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
     monkeypatch.setattr(limits, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    monkeypatch.setattr(limits, "recorded", lambda: captured)
     odd, whole = (
         limits.without_attention(*(torch.zeros(1, 2, length, 64, dtype=BF16),) * 3, None, True)
         for length in (100, 128)

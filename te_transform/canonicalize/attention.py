@@ -219,8 +219,9 @@ def _filled(
 ) -> tuple[fx.Node, fx.Node]:
     if fill == -math.inf:
         keep = condition if "kept" in found else lift.negate(condition)
-        hidden = () if bias is None else (bias, lift.negate(keep), -math.inf)
-        return query, lift.insert(torch.masked_fill, hidden) if hidden else keep
+        if bias is None:
+            return query, keep
+        return query, lift.insert(torch.masked_fill, (bias, lift.negate(keep), -math.inf))
     # a finite fill leaves a row that is hidden everywhere uniform, where -inf would leave it NaN
     hidden = lift.negate(condition) if "kept" in found else condition
     rows = lift.insert(ops.hidden_rows, (hidden,), like=hidden)
