@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -152,13 +151,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.integration if name in ("qwen3", "gemma2") else ())
-        for name in GROUPS
-    ],
-)
+@each(GROUPS, later=("qwen3", "gemma2"))
 def test_fewer_heads_of_keys_than_ranks(name: str) -> None:
     """Ranks that read the same heads have copies of them."""
     count, others = GROUPS[name]

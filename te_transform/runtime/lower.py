@@ -258,13 +258,9 @@ class _Lowering:
 
     def _first_view(self, node: fx.Node) -> fx.Node:
         """The first of the nodes that take the same part of the same tensor, as each layer does of a bias."""
-        if (
-            node.target is not operator.getitem
-            or not is_tensor_node(node)
-            or not is_tensor_node(node.args[0])
-        ):
-            return node
-        return self.views.setdefault((str(node.args), value(node).requires_grad), node)
+        if node.target is operator.getitem and is_tensor_node(node) and is_tensor_node(node.args[0]):
+            return self.views.setdefault((str(node.args), value(node).requires_grad), node)
+        return node
 
     def _reads_written(self, args: tuple) -> bool:
         """Whether a call has an argument that may be written to before it is made again."""
