@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine: the names that backends/te.py imports, plain PyTorch on the CPU behind
+"""A stand-in for Transformer Engine: the names that backends/te/ imports, plain PyTorch on the CPU behind
 them.
 
 Its modules read their parameters as TE's do, round to FP8 with scales of the same recipes, run their
@@ -440,14 +440,25 @@ def modules() -> dict[str, ModuleType]:
     return made
 
 
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let backends/te/ be imported anew."""
+    for name in _names():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(te_transform.backends, "te", raising=False)
+
+
+def _names() -> list[str]:
+    return [name for name in sys.modules if f"{name}.".startswith("te_transform.backends.te.")]
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """te_transform.backends.te, imported on the stand-in; kernels run on the CPU, at any size."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "te_transform.backends.te", raising=False)
-    monkeypatch.delattr(te_transform.backends, "te", raising=False)
+    forget(monkeypatch)
     imported = importlib.import_module("te_transform.backends.te")
-    monkeypatch.setitem(sys.modules, "te_transform.backends.te", imported)
+    for name in _names():
+        monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))  # gone again after the test
     monkeypatch.setattr(te_transform.backends, "te", imported)
     monkeypatch.setattr(te_transform.backends, "why_missing", lambda: None)
     monkeypatch.setattr(limits, "DEVICE", "cpu")

@@ -91,9 +91,10 @@ def test_no_imports_go_in_circles() -> None:
 
 
 @pytest.mark.parametrize("name", modules())
-def test_transformer_engine_is_imported_in_one_file(name: str) -> None:
+def test_transformer_engine_is_imported_in_one_folder(name: str) -> None:
     lines = [line for found, line in imports(name) if found.split(".")[0].startswith("transformer_engine")]
-    assert not lines or name == "te_transform.backends.te", f"{modules()[name]}:{lines[0]} imports it too"
+    inside = f"{name}.".startswith("te_transform.backends.te.")
+    assert not lines or inside, f"{modules()[name]}:{lines[0]} imports it too"
 
 
 @pytest.mark.parametrize("name", modules())

@@ -1,4 +1,4 @@
-"""The ops of backends/te.py on a stand-in for Transformer Engine: what they compute, and what belongs to
+"""The ops of backends/te/ on a stand-in for Transformer Engine: what they compute, and what belongs to
 whom."""
 
 import copy
@@ -606,7 +606,7 @@ def test_the_cast_of_a_gated_activations_gradient_is_put_in_once_and_only_where_
 ) -> None:
     from transformer_engine.pytorch.module import layernorm_mlp
 
-    assert layernorm_mlp._act_func is stand_in._act_func  # importing te.py changes nothing
+    assert layernorm_mlp._act_func is stand_in._act_func  # importing te/ changes nothing
     for _ in range(2):
         case = Case(te, **CASES["gated mlp"])
         in_fp8(te, case, "fp8-delayed")
@@ -622,5 +622,5 @@ def test_the_cast_of_a_gated_activations_gradient_is_put_in_once_and_only_where_
         is None
     )
     monkeypatch.setattr(layernorm_mlp, "_act_func", lambda *_: ("forward", "backward", "with its cast"))
-    te._with_own_activations.cache_clear()
-    assert type(te.activation_of("swiglu", bias=False)) is str
+    te.activations.with_own_activations.cache_clear()
+    assert type(te.activations.activation_of("swiglu", bias=False)) is str

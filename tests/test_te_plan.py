@@ -29,6 +29,7 @@ from te_transform.plan.match import Site, plan
 from te_transform.plan.options import RECIPES, Options
 from te_transform.report.places import gather
 from te_transform.report.report import Report
+from tests import stand_in
 from tests.bitwise import untouched
 from tests.conversions import ALL, DISTINCT, each, inspected, planned
 from tests.te_contract import record as te_contract
@@ -194,8 +195,7 @@ def test_convert_says_what_is_missing(why: str, monkeypatch: pytest.MonkeyPatch)
     found, sentence = MISSING[why]
     for name, held in found.items():
         if name == "sys":  # no module of that name, for any import from here on
-            monkeypatch.delitem(sys.modules, "te_transform.backends.te", raising=False)
-            monkeypatch.delattr(backends, "te", raising=False)
+            stand_in.forget(monkeypatch)
             for module in ("transformer_engine", "transformer_engine.pytorch"):
                 monkeypatch.setitem(sys.modules, module, None)
         else:

@@ -132,7 +132,7 @@ def gradients(ours: bool, bias: bool) -> dict[str, Tensor]:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
 
-    from te_transform.backends.te import activation_of
+    from te_transform.backends.te.activations import activation_of
 
     module = te.LayerNormMLP(
         HIDDEN,
@@ -172,7 +172,7 @@ def test_tes_own_modules_get_tes_own() -> None:
     from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
     from transformer_engine.pytorch.module import layernorm_mlp
 
-    from te_transform.backends.te import activation_of
+    from te_transform.backends.te.activations import activation_of
 
     name = activation_of("swiglu", bias=False)
     assert layernorm_mlp._act_func("swiglu", DelayedScaling())[2] is None

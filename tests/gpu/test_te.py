@@ -1,4 +1,4 @@
-"""The ops of backends/te.py on Transformer Engine itself, against plain PyTorch in fp64."""
+"""The ops of backends/te/ on Transformer Engine itself, against plain PyTorch in fp64."""
 
 import math
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
     python tests/te_contract/record.py
 
 writes contract.json beside this file; it needs TE, and no GPU. tests/test_te_contract.py holds
-backends/te.py, and the stand-in that it is tested on, to that file, on any machine: record a new TE, and
+backends/te/, and the stand-in that it is tested on, to that file, on any machine: record a new TE, and
 `git diff` is what it changed.
 """
 
@@ -34,7 +34,7 @@ from te_transform.backends import plain
 
 FILE = Path(__file__).with_name("contract.json")
 
-FUSED = ("Linear", "LayerNormLinear", "LayerNormMLP")  # whose modules backends/te.py builds
+FUSED = ("Linear", "LayerNormLinear", "LayerNormMLP")  # whose modules backends/te/ builds
 FUNCTIONS = (
     "transformer_engine.pytorch.Linear.init_fp8_metadata",
     "transformer_engine.pytorch.attention.rope.apply_rotary_pos_emb",
@@ -50,7 +50,7 @@ FUNCTIONS = (
 )
 RECIPES = ("DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
 _STATE = "transformer_engine.pytorch.quantization.FP8GlobalStateManager"
-ASKED_FOR = (  # by te.py, in strings, because not every TE has them
+ASKED_FOR = (  # by te/, in strings, because not every TE has them
     f"{_STATE}.quantization_state.autocast_depth",
     f"{_STATE}.FP8_AUTOCAST_DEPTH",
     f"{_STATE}.quantization_state.global_amax_buffer",
@@ -60,7 +60,7 @@ ASKED_FOR = (  # by te.py, in strings, because not every TE has them
 WRITTEN = {
     "fuse_wgrad_accumulation",
     "primary_weights_in_fp8",
-}  # to a module's attributes, by te.py, in a call's keywords
+}  # to a module's attributes, by te/, in a call's keywords
 
 IN, OUT = 32, 48  # two sizes, so that a transposed weight shows
 _NORMS = [
@@ -71,7 +71,7 @@ _ACTIVATIONS = sorted({*plain.ACTIVATIONS.values(), *plain.GATED_ACTIVATIONS.val
 
 
 def argument_sets() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names of modules, and arguments as te.py gives them, for each of the forms that a module has."""
+    """Names of modules, and arguments as te/ gives them, for each of the forms that a module has."""
     for dtype, bias in product((torch.bfloat16, torch.float32), (True, False)):
         rest = {"bias": bias, "params_dtype": dtype}
         yield "Linear", {"in_features": IN, "out_features": OUT, **rest}
@@ -89,7 +89,7 @@ def title(name: str, arguments: dict[str, Any]) -> str:
 
 
 def built(name: str, arguments: dict[str, Any]) -> nn.Module:
-    """TE's module of this name, on meta, as te.py builds it."""
+    """TE's module of this name, on meta, as te/ builds it."""
     import transformer_engine.pytorch as te
 
     # TE's modules ask for a GPU before they look at where they are to be
@@ -133,12 +133,14 @@ def find(dotted: str) -> Any:
         return None
 
 
-# What backends/te.py uses, read off its source
+# What backends/te/ uses, read off its source
 
 
 def source() -> ast.Module:
-    """The parsed text of te_transform/backends/te.py."""
-    return ast.parse(Path(backends.__file__).with_name("te.py").read_text(encoding="utf-8"))
+    """The parsed files of te_transform/backends/te/, one below the other."""
+    files = sorted(Path(backends.__file__).with_name("te").glob("*.py"))
+    parsed = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return ast.Module([statement for file in parsed for statement in file.body], type_ignores=[])
 
 
 def imported(tree: ast.Module) -> dict[str, list[str]]:
@@ -164,7 +166,7 @@ def read_of_te(tree: ast.Module) -> dict[str, list[str]]:
 
 
 def read_of_modules(tree: ast.Module) -> set[str]:
-    """The attributes of TE's modules that te.py reads and writes, beside parameters."""
+    """The attributes of TE's modules that te/ reads and writes, beside parameters."""
     holders = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     read = {
         n.attr for n in holders if isinstance(n.value, ast.Attribute) and n.value.attr in ("module", "made")

@@ -1,0 +1,40 @@
+"""The fused ops on NVIDIA Transformer Engine: the only folder that imports it.
+
+Products run in TE's own modules, built on meta and without parameters; each call puts the weights that it was
+given in their place. The modules, which hold what FP8 needs from one step to the next, belong to the
+parameters, see joined.State. Where TE has no kernel for a call (another device, float32), or none that is
+faster (few tokens), the op runs in plain PyTorch, and `plain_calls` counts why.
+"""
+
+from te_transform.backends.cudnn import DotProductAttention
+from te_transform.backends.fp8_ops import KERNELS
+from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
+from te_transform.backends.te.casts import activate, activate_backward, quantize
+from te_transform.backends.te.cross_entropy import CrossEntropy
+from te_transform.backends.te.products import LayerNormLinear, LayerNormMLP, Linear, PaddedLinear
+from te_transform.backends.te.recipes import (
+    autocast,
+    forgetting_scales,
+    is_delayed,
+    multiple,
+    recipe_now,
+    recipe_of,
+    scaling_of,
+    update_scales_after_backward,
+    within_step,
+)
+from te_transform.backends.te.rotary import Rotary
+
+__all__ = [
+    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
+    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "PaddedLinear",
+    "Rotary", "autocast", "forgetting_scales", "is_delayed", "multiple", "recipe_now",
+    "recipe_of", "scaling_of", "update_scales_after_backward", "within_step",
+]  # fmt: skip
+
+NAME = "te"
+HAS_KERNELS = True
+HAS_BIAS = False
+GATES = ("no", "first half")
+
+KERNELS.update(quantize=quantize, activate=activate, activate_backward=activate_backward)

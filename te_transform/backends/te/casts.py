@@ -1,0 +1,74 @@
+"""Kernels of TE's that cast what they compute to FP8, as compiled graphs call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.constants import TE_DType
+from transformer_engine.pytorch.module import layernorm_mlp
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+from te_transform.backends.fp8_ops import InFP8
+
+
+def _quantized_by_kernel(
+    compute: Callable[[Any], Any],
+    scales: Tensor,
+    history: Tensor | None,
+    index: int,
+    dtype: torch.dtype,
+    with_transpose: bool,
+) -> InFP8:
+    """What one kernel computes, casts, transposes and looks through for its largest value."""
+    amax = torch.empty_like(scales) if history is None else history[0]
+    quantizer = Float8Quantizer(
+        scale=scales[index : index + 1],
+        amax=amax[index : index + 1],
+        fp8_dtype=TE_DType[dtype],
+        rowwise=True,
+        columnwise=with_transpose,
+    )
+    quantizer.internal = True
+    held = compute(quantizer).get_metadata()
+    rows, transposed = held["data"].view(dtype), held["data_transpose"]
+    if not with_transpose:
+        transposed = held["data"].new_empty(0)
+    elif transposed is None:  # GPUs whose products read both ways have none
+        transposed = held["data"].t().contiguous()
+    return rows, transposed.view(dtype), held["fp8_scale_inv"]
+
+
+def quantize(x: Tensor, *where: Any) -> InFP8:
+    return _quantized_by_kernel(lambda quantizer: quantizer(x), *where)
+
+
+def activate(x: Tensor, activation: str, *where: Any) -> InFP8:
+    forward, *_ = _functions_of(activation)
+    return _quantized_by_kernel(partial(forward, x), *where)
+
+
+def activate_backward(
+    grad: Tensor, x: Tensor, activation: str, with_sum: bool, *where: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, backward, with_bias = _functions_of(activation)
+    if not with_sum:
+        return (*_quantized_by_kernel(partial(backward, grad, x), *where), grad.new_empty(0))
+    total = grad.new_empty(0)
+
+    def compute(quantizer: Any) -> Any:
+        nonlocal total
+        total, held = with_bias(grad, x, quantizer)
+        return held
+
+    return (*_quantized_by_kernel(compute, *where), total)
+
+
+@cache
+def _functions_of(activation: str) -> tuple[Any, ...]:
+    """TE's functions for an activation, its gradient, and that with a bias's, which take a quantizer."""
+    return layernorm_mlp._act_func(activation, recipes.DelayedScaling())

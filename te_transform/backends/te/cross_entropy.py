@@ -1,0 +1,62 @@
+"""Cross entropy in TE's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from torch import Tensor
+
+from te_transform.backends import plain
+from te_transform.backends.limits import without_cross_entropy
+from te_transform.backends.tracing import traced
+
+
+class CrossEntropy(plain.CrossEntropy):
+    """-log softmax(logits)[target] in one kernel, which reads bf16 logits and computes in fp32."""
+
+    def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        """logits [..., vocabulary], targets [...] -> one number, or one a target if reduction is "none"."""
+        if traced():
+            return super().forward(logits, targets, ignore_index, reduction)
+        if why := without_cross_entropy(logits, targets):
+            self.plain_calls[f"the loss, {why}"] += 1
+            return super().forward(logits, targets, ignore_index, reduction)
+        counted = targets != ignore_index
+        # the kernel would read past the logits: an assertion as PyTorch has one, which waits for nothing
+        torch._assert_async((~counted | ((targets >= 0) & (targets < logits.shape[-1]))).all())
+        losses = _CrossEntropy.apply(logits, targets, ignore_index)
+        if reduction == "none":
+            return losses
+        return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """TE's kernels keep a copy of the logits, which their backward overwrites and which they so have but
+    once. This keeps the logits themselves, which are there anyway, and runs both kernels in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        ctx.ignore_index = ignore_index
+        return _losses(logits, targets, ignore_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (logits, targets), recorded = ctx.saved_tensors, torch.is_grad_enabled()
+        with torch.enable_grad():
+            own = logits.view_as(logits) if recorded else logits.detach().requires_grad_()
+            if recorded:  # TE's kernels have no second derivative
+                losses = plain.CrossEntropy()(own, targets, ctx.ignore_index, "none")
+            else:
+                losses = _losses(own, targets, ctx.ignore_index)
+        (found,) = torch.autograd.grad(losses, own, grad, create_graph=recorded)
+        return found, None, None
+
+
+def _losses(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """For each target, in fp32; 0 where it is ignored."""
+    rows = logits.reshape(1, -1, logits.shape[-1])
+    losses = te.parallel_cross_entropy(rows, targets.reshape(1, -1), ignore_idx=ignore_index)
+    return losses.view_as(targets)

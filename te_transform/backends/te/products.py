@@ -1,0 +1,298 @@
+"""The ops with matrix products, in TE's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from torch import Tensor
+
+from te_transform.backends import few_rows, fp8, plain
+from te_transform.backends.gradients import Gradients, gradients_of
+from te_transform.backends.joined import state_of, watched
+from te_transform.backends.limits import too_small, without_kernel
+from te_transform.backends.op import FusedOp
+from te_transform.backends.plain import EXACT_GELU
+from te_transform.backends.quantized import exact, is_quantized
+from te_transform.backends.running import in_recipe, is_evaluating
+from te_transform.backends.te.activations import Mlp, activation_of, with_own_activations
+from te_transform.backends.te.kernel import Kernel
+from te_transform.backends.te.recipes import (
+    FP8GlobalStateManager,
+    autocast,
+    is_delayed,
+    multiple,
+    scaling_of,
+)
+from te_transform.backends.tracing import in_backward, saving_hooks, traced, transformed
+from te_transform.backends.twice import differentiable_once, differentiable_twice
+
+
+class _Product(FusedOp):
+    """An op with matrix products: no call that TE refuses, and nothing lost where it has none."""
+
+    FASTER = True  # whether TE is faster in the weights' own dtype too
+
+    def forward(self, x: Tensor, *tensors: Tensor | None, state: fp8.State | None = None) -> Tensor:
+        """x [..., in] -> [..., out]; with a `state` for a compiler, in FP8, see state_for()."""
+        if state is not None and not transformed():
+            return self._recorded(scaling_of(FP8GlobalStateManager.get_fp8_recipe()), state, x, tensors)
+        if traced():
+            return self._plainly(plain.product, x, tensors)
+        weights = self._weights(tensors)
+        kernel, gradients = self._kernel(weights, tensors[-1] is not None), gradients_of(weights)
+        enabled = FP8GlobalStateManager.is_fp8_enabled()
+        # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
+        if kernel.ran_in_recipe and not enabled and in_backward():
+            return self._again(kernel, x, tensors, gradients)
+        in_fp8 = enabled and in_recipe(weights[0], self.in_fp8)
+        if not (in_fp8 or self.FASTER or gradients):
+            return self._plainly(plain.product, x, tensors)
+        why = self._why_plain(x, weights, in_fp8, gradients is not None)
+        inside = in_fp8 and why is None
+        kernel.calibrating = inside and not self._has_scales(
+            kernel, FP8GlobalStateManager.get_fp8_recipe(), _is_trained(x, *tensors)
+        )
+        kernel.in_fp8 = inside and not kernel.calibrating
+        if why or kernel.calibrating:
+            self.plain_calls[why or _CALIBRATING] += 1
+            return self._plainly(kernel.seen.product() if kernel.calibrating else plain.product, x, tensors)
+        if not in_fp8:
+            return self._in_its_dtype(kernel, x, tensors, gradients)
+        if saving_hooks() or not (torch.is_grad_enabled() or is_evaluating()):
+            kernel.note_scales()  # for a checkpoint, from which this call will be made again
+        return self._in_fp8(kernel, x, tensors, gradients)
+
+    def _recorded(
+        self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
+    ) -> Tensor:
+        """A call in FP8 as operations that a compiler records."""
+        return self.plain(scaling.product(state), x, *tensors)
+
+    def _weights(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        return [tensors[place - 1] for place in self.PRODUCTS]
+
+    def _plainly(self, product: plain.Product, x: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+        return self.plain(product, x, *tensors)
+
+    def _why_plain(self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds: bool) -> str | None:
+        """Why a call with this input runs in plain PyTorch, or None."""
+        for weight in weights:
+            if why := without_kernel(x, weight, in_fp8):
+                return why
+        factor = multiple(FP8GlobalStateManager.get_fp8_recipe()) if in_fp8 else 1
+        if any(size % factor for weight in weights for size in weight.shape):
+            return f"weights whose sizes are no multiples of {factor}"
+        held = in_fp8 and any(map(is_quantized, weights))
+        if held and all(few_rows.takes(x, weight) for weight in weights) and not torch.is_grad_enabled():
+            return "few rows, whose products read weights that are held in FP8 alone"
+        # other plain calls would have to dequantize such weights, and know nothing of main_grad
+        if adds or held:
+            return None
+        return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
+
+    def _again(
+        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
+    ) -> Tensor:
+        """Repeat the last call, for a checkpoint."""
+        recipe = kernel.module.fp8_meta["recipe"] if kernel.in_fp8 else None
+        if recipe is None or not self._has_scales(kernel, recipe, _is_trained(x, *tensors)):
+            return self._plainly(kernel.seen.product(), x, tensors)
+        with kernel.as_before(recipe):
+            return self._in_fp8(kernel, x, tensors, gradients)
+
+    def ran_in_recipe(self, weights: Sequence[Tensor], bias: bool) -> bool:
+        """Whether the last call with these weights did, or was to."""
+        return self._kernel(weights, bias).ran_in_recipe
+
+    def state_for(self, weights: Sequence[Tensor], bias: bool, trained: bool) -> fp8.State | None:
+        """What a compiled call takes as its `state`, in the recipe that is on.
+
+        None where the call has to run uncompiled: until the first scales are there, where gradients are added
+        to main_grad, and with weights that are held in FP8 alone.
+
+        Args:
+            weights: of its products.
+            bias: whether there is one.
+            trained: whether it has a backward.
+        """
+        recipe, kernel = FP8GlobalStateManager.get_fp8_recipe(), self._kernel(weights, bias)
+        if gradients_of(weights) is not None or any(map(is_quantized, weights)):
+            return None
+        if not self._has_scales(kernel, recipe, trained):
+            return None
+        kernel.in_fp8, kernel.calibrating = True, False
+        return kernel.state(recipe, weights)
+
+    def _has_scales(self, kernel: Kernel, recipe: Any, trained: bool) -> bool:
+        """Whether the kernel has the scales that the recipe needs for a call; gives it the first ones."""
+        if not is_delayed(recipe):
+            return True
+        kernel.take_saved()
+        if not kernel.seen.knows(trained):
+            return False
+        kernel.give_scales(recipe, trained)
+        return True
+
+    def _in_its_dtype(
+        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
+    ) -> Tensor:
+        """A call in the dtype of the weights, whether or not a recipe is on."""
+
+        def run(x: Tensor, *given: Tensor | None) -> Tensor:
+            given = self._by_rows(kernel, given, tensors, gradients)
+            if not FP8GlobalStateManager.is_fp8_enabled():
+                return kernel.run(x, given, gradients is not None)
+            with autocast(None, enabled=False):
+                return kernel.run(x, given, gradients is not None)
+
+        def plainly(*arguments: Any) -> Tensor:
+            return self.plain(plain.product, *arguments)
+
+        plain_tensors = (None if tensor is None else exact(tensor) for tensor in tensors)
+        return self._watched(differentiable_twice(run, plainly, (x, *plain_tensors)), tensors)
+
+    def _in_fp8(
+        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
+    ) -> Tensor:
+        """A call in the recipe that is on, of a number of rows that its kernels take."""
+        keeps = kernel.keeps(self._weights(tensors))
+        given = self._by_rows(kernel, tensors, tensors, gradients)
+
+        def run(x: Tensor) -> Tensor:
+            return differentiable_once(kernel.run(x, given, gradients is not None, keeps), _ONCE)
+
+        out = fp8.with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
+        return self._watched(out, tensors)
+
+    def _by_rows(
+        self,
+        kernel: Kernel,
+        given: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
+        gradients: Gradients | None,
+    ) -> list[Tensor | None]:
+        """What a kernel gets of `given`, which stand for `tensors`: weights by rows, with their main_grad."""
+        found = list(given)
+        for place in (place - 1 for place in self.PRODUCTS):
+            weight = given[place]
+            if is_quantized(weight):
+                found[place] = kernel.tensor_of(self.PRODUCTS.index(place + 1), weight)
+                continue
+            weight = weight.contiguous()
+            if gradients is not None and torch.is_grad_enabled():
+                weight = weight.view_as(weight)  # parameters stay as they are
+                weight.main_grad = gradients.of(tensors[place])
+            found[place] = weight
+        return found
+
+    def _watched(self, out: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+        for weight in self._weights(tensors):
+            out = watched(out, weight)
+        return out
+
+    def _kernel(self, weights: Sequence[Tensor], bias: bool) -> Kernel:
+        """The kernel of the first weight's parameter for a call of this form."""
+        first = weights[0]
+        offset = 0 if first._base is None else first.storage_offset()  # parts of one parameter differ in it
+        form = (*self.form, bias, first.dtype, offset, *(weight.shape for weight in weights))
+        kernels = state_of(first).kernels
+        if form not in kernels:
+            kernels[form] = self._made(weights, bias=bias, params_dtype=first.dtype)
+        return kernels[form]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What the kernels of one parameter differ in, beside dtype and sizes."""
+        raise NotImplementedError
+
+    def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
+        raise NotImplementedError
+
+
+def _is_trained(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+_CALIBRATING = "a first call in FP8, from which delayed scaling takes its scales"
+_ONCE = (
+    "the backward of a product in FP8 is recorded or run again, its kernels keep nothing for a second time: "
+    "convert the model without a recipe, or keep the product out of it by a te_transform.PrecisionPlan"
+)
+
+
+class Linear(_Product, plain.Linear):
+    """y = x W^T + b; weight [out, in]."""
+
+    FASTER = False
+    form = ("Linear",)
+
+    def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
+        outs, ins = weights[0].shape
+        return Kernel(lambda: te.Linear(ins, outs, device="meta", **options), ("weight", "bias"), weights)
+
+
+class PaddedLinear(Linear, plain.PaddedLinear):
+    """A linear whose weight gets rows of zeros where it runs in plain PyTorch."""
+
+
+class LayerNormLinear(_Product, plain.LayerNormLinear):
+    """A linear of a LayerNorm or RMSNorm."""
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return "LayerNormLinear", *self._norm.values()
+
+    @property
+    def _norm(self) -> dict[str, Any]:
+        return {
+            "eps": self.eps,
+            "normalization": self.normalization,
+            "zero_centered_gamma": self.zero_centered_gamma,
+        }
+
+    def _by_rows(self, kernel: Kernel, given: Sequence[Tensor | None], *rest: Any) -> list[Tensor | None]:
+        """With vectors for a scale or a bias that the norm has not: TE's always have them."""
+        scale, bias, weight, *others = super()._by_rows(kernel, given, *rest)
+        if scale is None:
+            scale = kernel.vector(0.0 if self.zero_centered_gamma else 1.0, weight)
+        if bias is None and self.normalization == "LayerNorm":
+            bias = kernel.vector(0.0, weight)
+        return [scale, bias, weight, *others]
+
+    def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
+        (outs, ins), options = weights[0].shape, {**options, **self._norm}
+        names = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+        return Kernel(lambda: te.LayerNormLinear(ins, outs, device="meta", **options), names, weights)
+
+
+class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
+    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where it is gated."""
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return "LayerNormMLP", self.activation, *self._norm.values()
+
+    def _recorded(
+        self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
+    ) -> Tensor:
+        norm_weight, norm_bias, *rest = tensors
+        _, fc1_bias, *_ = rest
+        # TE has no kernels of the exact GELU, and none that sum the gradient of a gated activation for a bias
+        has_kernels = self.activation != EXACT_GELU and (self.gated == "no" or fc1_bias is None)
+        if not has_kernels or not scaling.delayed or not with_own_activations():
+            return super()._recorded(scaling, state, x, tensors)
+        return scaling.mlp(state, self.activation, self.norm(x, norm_weight, norm_bias), *rest)
+
+    def _why_plain(self, *call: Any) -> str | None:
+        if self.activation == EXACT_GELU and not with_own_activations():
+            return "the exact GELU, which this version of TE cannot be told of"
+        return super()._why_plain(*call)
+
+    def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
+        hidden, inner = weights[1].shape
+        options = {**options, **self._norm, "activation": activation_of(self.activation, options["bias"])}
+        names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+        return Kernel(lambda: Mlp(hidden, inner, device="meta", **options), names, weights)

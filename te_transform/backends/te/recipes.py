@@ -1,0 +1,148 @@
+"""TE's recipes for FP8, and the steps of delayed scaling, which TE keeps for a whole process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch  # before TE, which loads libraries that come with it
+import transformer_engine.pytorch as te
+from torch import Tensor
+from transformer_engine.common import recipe as recipes
+
+from te_transform.backends import fp8
+
+try:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+except ImportError:  # TE before 2.8
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+_RECIPES = {
+    # TE would reduce what all modules of a process saw, twice a step, which have to be the same ones in all
+    # processes: runtime/precision.py lets them agree in one collective, whatever ran
+    "fp8-delayed": lambda: recipes.DelayedScaling(reduce_amax=False),
+    "fp8-current": recipes.Float8CurrentScaling,
+    "fp8-block": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+}
+_AVAILABLE = {
+    recipes.Float8BlockScaling: "is_fp8_block_scaling_available",
+    recipes.MXFP8BlockScaling: "is_mxfp8_available",
+}
+
+
+def recipe_of(asked: Any) -> Any:
+    """TE's recipe of this name, or the recipe object itself.
+
+    Raises:
+        ValueError: it is neither, or this GPU has no kernels for it; the message says what is missing.
+    """
+    if isinstance(asked, str):
+        asked = _RECIPES[asked]()
+    if not isinstance(asked, recipes.Recipe):
+        raise ValueError(f"a {type(asked).__name__} is no TE recipe, one of {', '.join(_RECIPES)} is")
+    available = getattr(te, _AVAILABLE.get(type(asked), "is_fp8_available"))
+    runs, why = available(return_reason=True)
+    if not runs:
+        raise ValueError(f"{type(asked).__name__} does not run on this GPU: {why}")
+    return asked
+
+
+def is_delayed(recipe: Any) -> bool:
+    """Whether the recipe scales by what was seen in earlier steps."""
+    return isinstance(recipe, recipes.DelayedScaling)
+
+
+def multiple(recipe: Any) -> int:
+    """What the rows and columns of a product have to be a multiple of."""
+    return 32 if isinstance(recipe, recipes.MXFP8BlockScaling) else 16
+
+
+def autocast(recipe: Any, enabled: bool = True) -> contextlib.AbstractContextManager:
+    """Run TE's modules in the recipe's precision."""
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=enabled, recipe=recipe)
+    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)  # TE before 2.8
+
+
+def recipe_now() -> Any:
+    """The recipe that is on, None where there is none."""
+    return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+
+
+def scaling_of(recipe: Any) -> fp8.Scaling | None:
+    """How a compiled graph computes the products of a recipe; None where only TE's modules do: for several
+    scales a tensor, and settings that few use."""
+    delayed = is_delayed(recipe)
+    if not delayed and not isinstance(recipe, recipes.Float8CurrentScaling):
+        return None
+    if getattr(recipe, "use_power_2_scales", False) or getattr(recipe, "backward_override", None) is not None:
+        return None
+    formats = {"HYBRID": (torch.float8_e4m3fn, torch.float8_e5m2), "E4M3": (torch.float8_e4m3fn,) * 2}
+    if recipe.fp8_format.name not in formats:
+        return None
+    # what TE's modules take where a recipe says nothing
+    split = {"fp8_gemm_fprop": False, "fp8_gemm_dgrad": True, "fp8_gemm_wgrad": True}
+    for name in split.keys() & vars(type(recipe)).keys():
+        split[name] = getattr(recipe, name).use_split_accumulator
+    return fp8.Scaling(*formats[recipe.fp8_format.name], tuple(not each for each in split.values()), delayed)
+
+
+def update_scales_after_backward(outputs: Sequence[Any]) -> None:
+    """Let the scales of gradients be updated at the end of each backward that begins at these outputs of a
+    forward, unless a module of TE's that ran before in the same step does it in its own."""
+    trained = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    if not trained or not FP8GlobalStateManager.is_first_fp8_module():
+        return
+    waiting: list[bool] = []
+
+    def update() -> None:
+        waiting.clear()
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+
+    def at_the_end(grad: Tensor) -> None:
+        if not waiting:
+            waiting.append(True)
+            torch.autograd.Variable._execution_engine.queue_callback(update)
+
+    for out in trained:
+        out.register_hook(at_the_end)
+
+
+@contextlib.contextmanager
+def within_step(recipe: Any) -> Iterator[None]:
+    """In the recipe, as a part of a step that ends with an autocast around it, or has ended."""
+    with _no_new_step(), autocast(recipe):
+        yield
+
+
+@contextlib.contextmanager
+def _no_new_step() -> Iterator[None]:
+    """Let the next autocast be one within another: TE ends a step of delayed scaling with the outermost."""
+    state = getattr(FP8GlobalStateManager, "quantization_state", None)
+    owner, name = (
+        (FP8GlobalStateManager, "FP8_AUTOCAST_DEPTH") if state is None else (state, "autocast_depth")
+    )
+    setattr(owner, name, getattr(owner, name) + 1)
+    try:
+        yield
+    finally:
+        setattr(owner, name, getattr(owner, name) - 1)
+
+
+@contextlib.contextmanager
+def forgetting_scales() -> Iterator[None]:
+    """Let TE forget the scales of modules that run for the first time meanwhile.
+
+    At the end of each step TE updates the scales of all modules that ever ran, those that are gone too.
+    """
+    state = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+    buffers = state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer
+    before = [{key: len(held) for key, held in buffer.items()} for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, lengths in zip(buffers, before, strict=True):
+            for key, held in buffer.items():
+                del held[lengths.get(key, 0) :]

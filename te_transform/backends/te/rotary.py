@@ -1,0 +1,30 @@
+"""Rotary position embedding in TE's kernel."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+from te_transform.backends import plain
+from te_transform.backends.limits import without_rotary
+from te_transform.backends.tracing import traced
+from te_transform.backends.twice import differentiable_twice
+
+
+class Rotary(plain.Rotary):
+    """Rotary position embedding in one kernel, from the angles themselves."""
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """x [batch, heads, length, width], angles [1 or batch, length, width] in fp32 -> as x."""
+        if traced():
+            return super().forward(x, angles)
+        if why := without_rotary(x, angles):
+            self.plain_calls[f"the rotation, {why}"] += 1
+            return super().forward(x, angles)
+        return differentiable_twice(_rotated, super().forward, (x, angles), linear=True)
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    columns = angles.reshape(-1, 1, 1, angles.shape[-1])
+    out = apply_rotary_pos_emb(x.transpose(1, 2), columns, tensor_format="bshd", fused=True)
+    return out.transpose(1, 2)
