@@ -46,8 +46,8 @@ from te_transform.runtime.converted import (
     leave,
     own_classes,
 )
+from te_transform.runtime.distances import distance, rounding
 from te_transform.runtime.precision import Precision
-from te_transform.runtime.replayed import distance, rounding
 from te_transform.runtime.timing import Timing
 from te_transform.verify.check import check_sites
 

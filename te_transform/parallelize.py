@@ -25,9 +25,9 @@ from te_transform.plan.layout import Place, lay_out
 from te_transform.plan.model import wrapped_by
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, check_skip, globs_of
 from te_transform.runtime.converted import Converted, converted_of
+from te_transform.runtime.distances import distance, rounding
 from te_transform.runtime.parallel import Parallel, ParallelError
 from te_transform.runtime.precision import Precision
-from te_transform.runtime.replayed import distance, rounding
 
 
 def parallelize(

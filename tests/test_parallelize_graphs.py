@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import te_transform
-from te_transform.runtime import compiled, replayed
+from te_transform.runtime import compiled, recordings, replayed
 from tests.ranks import install_stand_in, mesh, spawn, traced
 from tests.test_parallelize import ALL, loss_of, sample_of, zero_dropout
 from tests.test_replayed import Emulated, emulate
@@ -101,7 +101,7 @@ def without_agreement() -> dict[str, Any]:
     """One of the ranks cannot record: the other does not either, and both go on."""
     emulate(pytest.MonkeyPatch())
     if dist.get_rank() == 1:
-        replayed.Graphs = Failing
+        recordings.Graphs = Failing
     model, sample = divided("llama", graphs=True)
     found = [gradients(model, sample) for _ in range(CALLS) if model.zero_grad() is None]
     return {"off": distance(found[-1], found[0]), "counts": dict(Emulated.counts), "notes": notes(model)}

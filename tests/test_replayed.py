@@ -24,7 +24,7 @@ import te_transform
 from te_transform import OptionError
 from te_transform.backends import limits
 from te_transform.plan import options
-from te_transform.runtime import lowered, replayed
+from te_transform.runtime import lowered, recordings, replayed
 from te_transform.runtime.converted import converted_of
 from tests import stand_in, test_compiled, test_quantize
 from tests.attacks import OTHER, WIDTH, Attends, Block, Pair, X, observed
@@ -81,13 +81,13 @@ def overwrite(kept: list[Tensor | None], made: list[Tensor | None]) -> None:
 
 def emulate(patch: pytest.MonkeyPatch) -> None:
     """Record and replay without a GPU."""
-    patch.setattr(replayed, "Graphs", Emulated)
+    patch.setattr(recordings, "Graphs", Emulated)
     patch.setattr(options, "cuda_graphs", lambda: True)
     patch.setattr(limits, "DEVICE", "cpu")
     patch.setattr(Emulated, "counts", Counter())
     patch.setattr(Emulated, "all", weakref.WeakSet())
     # the functions themselves count what they write to
-    patch.setattr(replayed, "increment_version", lambda tensor: None)
+    patch.setattr(recordings, "increment_version", lambda tensor: None)
 
 
 @pytest.fixture
@@ -560,7 +560,7 @@ def test_what_is_recorded_is_held_to_what_the_call_computes(monkeypatch: pytest.
             super().replay_forward()
             self.outputs[0][0, 0, 0] = torch.nan
 
-    monkeypatch.setattr(replayed, "Graphs", Garbage)
+    monkeypatch.setattr(recordings, "Graphs", Garbage)
     pair = pair_of(Deep)
     pair.agree()
     (note,) = notes(pair.converted)
@@ -579,7 +579,7 @@ def test_a_replay_may_differ_as_far_as_the_calls_themselves(
             self.outputs[0] *= 1.06
 
     far = iter(scatter)
-    monkeypatch.setattr(replayed, "Graphs", Otherwise)
+    monkeypatch.setattr(recordings, "Graphs", Otherwise)
     monkeypatch.setattr(replayed, "_distances", lambda *call: [next(far)] * len(call[-1]))
     pair = Pair.of(Deep, graphs=True)
     for _ in range(3):
@@ -594,7 +594,7 @@ def test_a_recording_that_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -
     def out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
-    target = (replayed, "Graphs") if failing == "recording" else (replayed, "_unfit_outputs")
+    target = (recordings, "Graphs") if failing == "recording" else (replayed, "_unfit_outputs")
     monkeypatch.setattr(*target, out_of_memory)
     pair = pair_of(Deep)
     pair.agree()
@@ -871,7 +871,7 @@ UNFIT: dict[str, tuple[Callable[..., list[Any]], Any]] = {
 def test_what_cannot_be_recorded_is_said_once(why: str, counts: Counter) -> None:
     run, other = UNFIT[why]
     said: list[str] = []
-    call = replayed.Replayed(run, [False, True], [], [], said.append)
+    call = replayed.Replayed(recordings.Function(run, [False, True], [], [], said.append))
     with torch.no_grad():
         for _ in range(5):
             call(X, other)

@@ -35,13 +35,15 @@ from te_transform.graph.nodes import returned, stays_in_place, storages, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.console import in_a_line, status
+from te_transform.runtime.cuda_graphs import stream_now
 from te_transform.runtime.heads import head_of
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.lowered import Known, Lowered
 from te_transform.runtime.prepared import Prepared
 from te_transform.runtime.ranks import bucket_size
+from te_transform.runtime.recordings import Function, Kind
 from te_transform.runtime.regions import compiled_in_pieces
-from te_transform.runtime.replayed import Kind, Replayed, stream_now
+from te_transform.runtime.replayed import Replayed
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +269,7 @@ class CompiledGraph:
         def recorded(*tensors: Any) -> Any:
             return run(*closed(tensors, forms))
 
-        replayed = Replayed(recorded, stays, self.writes, states, self._note, self.ranks)
+        replayed = Replayed(Function(recorded, stays, self.writes, states, self._note, self.ranks))
         return Prepared(run, head, replayed, forms)
 
     def _plain(self, graph: fx.GraphModule) -> Callable[..., Any]:

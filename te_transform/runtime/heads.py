@@ -32,8 +32,8 @@ from te_transform.graph.nodes import (
     value,
     writes,
 )
+from te_transform.runtime.again import autocast_now, call_on_views, gradients_of, trained_among
 from te_transform.runtime.regions import as_leaf
-from te_transform.runtime.replayed import autocast_now, call_on_views, gradients_of, trained_among
 
 COLUMNS = 4096  # from which on a linear is a head
 # Fewer bytes of logits are copied, on an H100 in 0.09 ms at most. To launch another forward takes 0.05 to 0.2

@@ -9,7 +9,8 @@ import torch
 
 from te_transform.backends.quantized import opened
 from te_transform.runtime.heads import Head
-from te_transform.runtime.replayed import Kind, Replayed
+from te_transform.runtime.recordings import Kind
+from te_transform.runtime.replayed import Replayed
 
 
 class Prepared:
