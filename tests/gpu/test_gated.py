@@ -78,9 +78,9 @@ def with_cast(activation: str) -> Callable[..., tuple[Tensor | None, Any]]:
     from transformer_engine.common.recipe import DelayedScaling
     from transformer_engine.pytorch.module import layernorm_mlp
 
-    from te_transform.backends import te
+    from te_transform.backends.te.activations import activation_of
 
-    name = te.activation_of(activation, bias=False)
+    name = activation_of(activation, bias=False)
     return layernorm_mlp._act_func(name, DelayedScaling())[2]
 
 
