@@ -179,7 +179,10 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["fixed", "symbolic"])
+@pytest.mark.parametrize(
+    "dynamic",
+    [pytest.param(None, id="fixed"), pytest.param(True, marks=pytest.mark.integration, id="symbolic")],
+)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_multi_head_attention_is_inlined_bitwise(name: str, dynamic: bool | None) -> None:
     inputs, masks, settings, found = ATTENTIONS[name]

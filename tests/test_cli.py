@@ -132,7 +132,7 @@ def test_inspect_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["memory"]["peak"] > 0
 
 
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("inference", [pytest.param(False, marks=pytest.mark.integration), True])
 def test_inspect_predicts_times(capsys: pytest.CaptureFixture[str], inference: bool) -> None:
     mode = ["--inference"] if inference else []
     assert main(["inspect", "llama", "--layers", "2", "--dtype", "bfloat16", "--times", *mode]) == 0

@@ -21,7 +21,7 @@ import te_transform
 from te_transform.runtime import compiled
 from tests import ranks
 
-pytestmark = pytest.mark.xdist_group("distributed")
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 BUCKET = 1e-3  # MiB: the head has as many gradients, and each product in a block
 BEGIN = "a backward begins"
 RECIPES = (None, "fp8-delayed")

@@ -44,7 +44,7 @@ OF_PACKAGES = (
     "Trainer of transformers", "Trainer under torchrun", "accelerate", "accelerate with FSDP2", "PEFT",
     *PACKAGES,
 )  # fmt: skip
-LONG = ("FSDP2", "A check for CI")  # what they call has tests of its own
+LONG = ("FSDP2", "Tensor and sequence parallel", "A check for CI")  # what they call has tests of its own
 
 
 @pytest.fixture
@@ -89,6 +89,7 @@ def test_the_index_of_errors_is_what_the_code_says() -> None:
     assert errors.page() == (ROOT / "docs/errors.md").read_text(encoding="utf-8"), "run docs/errors.py"
 
 
+@pytest.mark.integration  # `make site` builds it as strictly
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -43,7 +43,7 @@ from tests.models.drawn import (
 from tests.test_compiled import trace
 from tests.test_replayed import emulate
 
-MODELS = int(os.environ.get("TE_TRANSFORM_FUZZ", "16"))
+MODELS = int(os.environ.get("TE_TRANSFORM_FUZZ", "8"))
 PARTS = max(4, MODELS // 20)  # each is one test, of the models that its number gives
 BOUND = 1e-5  # how far fp32 may be off, relative to the norm of what is compared
 ULP = 2**-8  # of bf16

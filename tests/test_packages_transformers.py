@@ -59,7 +59,13 @@ def test_a_cache_that_goes_on(models: tuple[nn.Module, nn.Module]):
 
 @pytest.mark.parametrize(
     ("order", "reentrant"),
-    [("converted, enabled", True), ("converted, enabled", False), ("enabled, converted", False)],
+    [
+        ("converted, enabled", True),
+        *(
+            pytest.param(order, False, marks=pytest.mark.integration)
+            for order in ("converted, enabled", "enabled, converted")
+        ),
+    ],
 )
 def test_gradient_checkpointing(order: str, reentrant: bool):
     def enabled(model: nn.Module) -> nn.Module:

@@ -73,7 +73,7 @@ def rolled_back(model: nn.Module) -> list[te_transform.Outcome]:
     [
         ("quickstart_mask", torch.bfloat16),
         pytest.param("nanogpt_manual", torch.float32, marks=pytest.mark.integration),
-        ("quickstart", torch.float64),
+        pytest.param("quickstart", torch.float64, marks=pytest.mark.integration),
     ],
 )
 def test_converted_models_verify(name: str, dtype: torch.dtype) -> None:
