@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -164,18 +165,14 @@ def what_is(mask: Tensor, hidden_rows: Tensor | None = None) -> Answer:
     ops.hidden_rows, but not with the scores that they had: a mask with such a row is neither.
     """
     with torch.no_grad():
-        if hidden_rows is not None and bool(hidden_rows.any()):
-            return None
         keep = mask if mask.dtype is torch.bool else mask == 0
-        if bool(keep.all()):
-            return FULL
+        found = {FULL: keep.all()}
         queries, keys = mask.shape[-2:]
-        causal = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
-        if queries != keys or not bool((keep == causal).all()):
-            return None
-        hides = mask.dtype is torch.bool or bool((mask.masked_fill(keep, -torch.inf) <= _lowest(mask)).all())
-        return CAUSAL if hides else None
-
-
-def _lowest(mask: Tensor) -> float:
-    return torch.finfo(mask.dtype).min
+        if queries == keys:
+            causal = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
+            hides = True if mask.dtype is torch.bool else keep | (mask <= torch.finfo(mask.dtype).min)
+            found[CAUSAL] = ((keep == causal) & hides).all()
+        if hidden_rows is not None:
+            found = {answer: holds & ~hidden_rows.any() for answer, holds in found.items()}
+        holds = torch.stack([*found.values()]).tolist()  # the GPU is waited for once
+        return next(compress(found, holds), None)
