@@ -357,14 +357,22 @@ def test_the_report_says_which_calls_are_too_small() -> None:
     assert any(note.startswith(tokens) for note in inspected(case).notes)
 
 
+def test_the_report_says_where_tes_modules_gain_nothing() -> None:
+    said = "products run in plain PyTorch: its kernels of LayerNorms"
+    assert any(note.startswith(said) for note in inspected(CASES["gpt2"]).notes)
+    for case, recipe in ((CASES["gpt2"], "fp8-block"), (CASES["llama"], None)):
+        assert not any(note.startswith(said) for note in inspected(case, recipe=recipe).notes)
+
+
 @pytest.mark.parametrize("in_fp8", [True, False])
 @pytest.mark.parametrize("width", [64, 1024, 4096])
 def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: bool, by_size: None) -> None:
     tokens = limits.break_even_rows(width, in_fp8)
-    assert limits.too_small(tokens - 1, width, in_fp8)
-    assert limits.too_small(tokens, width, in_fp8) is None
+    assert limits.too_small_for_te(tokens - 1, width, in_fp8)
+    assert limits.too_small_for_te(tokens, width, in_fp8) is None
     with limits.at_any_size:
-        assert limits.too_small(1, width, in_fp8) is None
+        assert limits.too_small_for_te(1, width, in_fp8) is None
+    assert limits.too_small_for_te(1, width, in_fp8)
     assert limits.too_small(1, width, in_fp8)
 
 

@@ -25,13 +25,15 @@ MIN_ATTENTION_WORK = 4e10
 # few heads and queries, and from so many keys on, most of the GPU has nothing to do (H100: 1024 keys of
 # 8 heads take 44 us, written out 9 compiled and 18 uncompiled; of 128 heads 42, 33 and 49).
 MOST_HEADS_WRITTEN_OUT, MOST_QUERIES_WRITTEN_OUT, MIN_KEYS_WRITTEN_OUT = 64, 16, 512
-# rows x width x width from which TE's modules are faster than PyTorch's (H100, docs/benchmarks.md), width
-# being the smaller side of a weight: the CPU takes several times as long for one of their calls, which shows
-# where the GPU has less to do.
-MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
-# The same where a CUDA graph launches the kernels, which takes none of the CPU's time (H100: a training step
-# in FP8 takes 0.90 of one in bf16 at 8.6e9, 0.81 at 1.7e10).
-MIN_GEMM_WORK_REPLAYED, MIN_GEMM_WORK_IN_FP8_REPLAYED = 0, 8e9
+# rows x width x width, width being the smaller side of a weight, from which fused products are faster than
+# those of the captured code (H100, docs/benchmarks.md): below, the CPU sets the pace.
+MIN_GEMM_WORK = 2.5e10
+# The same from which TE's modules are, in FP8 and in the weights' own dtype: the CPU takes several times as
+# long for one of their calls, which shows where the GPU has less to do.
+MIN_GEMM_WORK_IN_FP8, MIN_GEMM_WORK_IN_TE = 5e10, 6e10
+# The same for FP8 where a CUDA graph launches the kernels, which takes none of the CPU's time: all else gains
+# there at any size (H100: a training step in FP8 takes 0.90 of one in bf16 at 8.6e9, 0.81 at 1.7e10).
+MIN_GEMM_WORK_IN_FP8_REPLAYED = 8e9
 
 # Logits from which on TE's cross entropy is taken: it saves memory's traffic, and its launches and its
 # nested backward take the CPU longer than PyTorch's do, which shows in steps of few tokens. Where the two
@@ -70,7 +72,16 @@ small_calls_in_fp8 = Switch()
 
 
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
-    """Why TE's modules are not faster for so many rows, or None."""
+    """Why fused kernels are not faster for so many rows, or None."""
+    if in_fp8:
+        return too_small_for_te(rows, width, in_fp8)
+    if at_any_size or replayed or rows * width**2 >= MIN_GEMM_WORK:
+        return None
+    return "a call too small to be faster in these kernels"
+
+
+def too_small_for_te(rows: int, width: int, in_fp8: bool) -> str | None:
+    """Why TE's modules are not faster than plain PyTorch for so many rows, or None."""
     enough = break_even_rows(width, in_fp8, bool(replayed))
     if at_any_size or (in_fp8 and small_calls_in_fp8) or rows >= enough:
         return None
@@ -79,7 +90,7 @@ def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
 
 def break_even_rows(width: int, in_fp8: bool, in_cuda_graphs: bool = False) -> int:
     """From how many rows of this width on TE's modules are faster."""
-    launched, by_graphs = MIN_GEMM_WORK, MIN_GEMM_WORK_REPLAYED
+    launched, by_graphs = MIN_GEMM_WORK_IN_TE, 0.0
     if in_fp8:
         launched, by_graphs = MIN_GEMM_WORK_IN_FP8, MIN_GEMM_WORK_IN_FP8_REPLAYED
     return math.ceil((by_graphs if in_cuda_graphs else launched) / width**2)

@@ -90,6 +90,7 @@ class Linear(FusedOp):
     """y = x W^T + b; weight [out, in]."""
 
     PRODUCTS = (1,)
+    gains_in_te = False  # in the weights' own dtype
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -153,6 +154,12 @@ class LayerNormLinear(FusedOp):
             return ops.rms_norm(x, weight, self.eps, self.zero_centered_gamma)
         return ops.layer_norm(x, weight, bias, self.eps, self.zero_centered_gamma)
 
+    @property
+    def gains_in_te(self) -> bool:
+        """Whether TE's module is faster in the weights' own dtype too: PyTorch's kernels for a LayerNorm, or
+        an activation without a gate, are as fast (H100, docs/benchmarks.md)."""
+        return self.normalization == "RMSNorm"
+
     def extra_repr(self) -> str:
         return f"{self.normalization}, eps={self.eps}"
 
@@ -203,6 +210,10 @@ class LayerNormMLP(LayerNormLinear):
         hidden = super().plain(product, x, norm_weight, norm_bias, fc1_weight, fc1_bias)
         hidden = activated(self.activation, hidden, gate=int(self.gated == GATES[2]))
         return product(hidden, fc2_weight, fc2_bias)
+
+    @property
+    def gains_in_te(self) -> bool:
+        return self.gated != "no"
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.activation}"

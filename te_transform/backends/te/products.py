@@ -12,7 +12,7 @@ from torch import Tensor
 from te_transform.backends import few_rows, fp8, plain
 from te_transform.backends.gradients import Gradients, gradients_of
 from te_transform.backends.joined import state_of, watched
-from te_transform.backends.limits import too_small, without_kernel
+from te_transform.backends.limits import at_any_size, too_small_for_te, without_kernel
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import EXACT_GELU
 from te_transform.backends.quantized import exact, is_quantized
@@ -33,8 +33,6 @@ from te_transform.backends.twice import differentiable_once, differentiable_twic
 class _Product(FusedOp):
     """An op with matrix products: no call that TE refuses, and nothing lost where it has none."""
 
-    FASTER = True  # whether TE is faster in the weights' own dtype too
-
     def forward(self, x: Tensor, *tensors: Tensor | None, state: fp8.State | None = None) -> Tensor:
         """x [..., in] -> [..., out]; with a `state` for a compiler, in FP8, see state_for()."""
         if state is not None and not transformed():
@@ -48,7 +46,7 @@ class _Product(FusedOp):
         if kernel.ran_in_recipe and not enabled and in_backward():
             return self._again(kernel, x, tensors, gradients)
         in_fp8 = enabled and in_recipe(weights[0], self.in_fp8)
-        if not (in_fp8 or self.FASTER or gradients):
+        if not (in_fp8 or gradients or self.gains_in_te or at_any_size):
             return self._plainly(plain.product, x, tensors)
         why = self._why_plain(x, weights, in_fp8, gradients is not None)
         inside = in_fp8 and why is None
@@ -91,7 +89,7 @@ class _Product(FusedOp):
         # other plain calls would have to dequantize such weights, and know nothing of main_grad
         if adds or held:
             return None
-        return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
+        return too_small_for_te(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
 
     def _again(
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
@@ -226,7 +224,6 @@ _ONCE = (
 class Linear(_Product, plain.Linear):
     """y = x W^T + b; weight [out, in]."""
 
-    FASTER = False
     form = ("Linear",)
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
