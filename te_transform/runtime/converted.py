@@ -209,7 +209,7 @@ class Converted:
             self._settle(model)
         with nullcontext() if self.precision is None or model is None else self.precision.running(model):
             if self.by_block and not is_block:
-                with self._with_whole_parameters(module, blocks(module)):
+                with self._with_whole_parameters(module, but_blocks=True):
                     return forward(module, *args, **kwargs)
             kind = type(module)
             run, before = self._captured(kind, forward), len(self.graphs)
@@ -221,7 +221,7 @@ class Converted:
                     # a part of its code ran on stand-ins; blocks are captured by now, if there are any
                     self.leaving.discard(kind)
                     self.uncaptured |= {kind} if run.turned_off else set()
-                    with self._with_whole_parameters(module, blocks(module) if self.by_block else ()):
+                    with self._with_whole_parameters(module, but_blocks=self.by_block):
                         out = forward(module, *args, **kwargs)
                 if place.is_root and self.whole == []:
                     self.whole = self.graphs[before:]
@@ -263,9 +263,10 @@ class Converted:
         return nullcontext() if self.parallel is None else self.parallel.standing_in(module.modules())
 
     def _with_whole_parameters(
-        self, module: nn.Module, without: Sequence[nn.Module] = ()
+        self, module: nn.Module, but_blocks: bool = False
     ) -> AbstractContextManager[None]:
-        """For a call of the user's own code: the parameters of a divided model as a whole.
+        """For a call of the user's own code: the parameters of a divided model as a whole, but for those of
+        blocks where these are captured.
 
         Raises:
             ParallelError: the backward would repeat parts of that code, when they are no longer whole.
@@ -277,6 +278,7 @@ class Converted:
                 "activation checkpoints are on in a model that is divided among ranks and has no list of "
                 "blocks to capture one by one, a forward without them is needed: turn them off"
             )
+        without = blocks(module) if but_blocks else ()
         inside = {id(part) for block in without for part in block.modules()}
         return self.parallel.whole(part for part in module.modules() if id(part) not in inside)
 
