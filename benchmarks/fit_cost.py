@@ -23,7 +23,7 @@ import transformers as hf
 from grid import VOCABULARY, model_of
 from rich.progress import track
 
-from te_transform.convert import plans_of
+from te_transform.inspect import plans_of
 from te_transform.plan.cost import AS_IT_IS, WAYS, Way, Work, work_of
 
 # Where the search begins: an H100's data sheet, a few microseconds for a launch.

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_transform.convert import report
 from te_transform.plan.options import Options
+from te_transform.reporting import report
 from te_transform.runtime.converted import converted_of
 from te_transform.runtime.timing import version_of
 

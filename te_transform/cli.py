@@ -27,9 +27,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from te_transform.backends import BackendError
-from te_transform.convert import convert, inspect
-from te_transform.convert import report as report_of
+from te_transform.convert import convert
 from te_transform.graph.inputs import BATCH, InputError, Inputs, TraceError, invent
+from te_transform.inspect import inspect
 from te_transform.load import LoadError, inputs_of, load
 from te_transform.passes import PIPELINE
 from te_transform.plan.model import ModelError, check_model
@@ -38,6 +38,7 @@ from te_transform.plan.precision_plan import PrecisionError
 from te_transform.report.page import versions
 from te_transform.report.report import ExpectationError, Report
 from te_transform.report.sentences import explanation
+from te_transform.reporting import report as report_of
 from te_transform.runtime import timing
 from te_transform.runtime.console import status
 from te_transform.verify.verify import verify

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 import te_transform
 from te_transform import OptionError
-from te_transform.convert import plans_of
 from te_transform.graph.inputs import Inputs
+from te_transform.inspect import plans_of
 from te_transform.passes import PIPELINE
 from te_transform.plan import cost, options
 from te_transform.runtime import timing

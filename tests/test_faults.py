@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
+from te_transform import reporting
 from te_transform.backends import joined
 from te_transform.plan.model import CONVERTED
-from te_transform.runtime import captured, converted
+from te_transform.runtime import captured, converted, first_calls
 from tests.bitwise import untouched
 from tests.models.tiny import WIDTH, Attention, Tiny
 from tests.zoo import seeded
@@ -109,15 +110,15 @@ STEPS: dict[str, ModuleType] = {
     "check_model": converting,
     "check_skip": converting,
     "as_inputs": converting,
-    "blocks": converting,
+    "is_deep": converting,
     "_capture_and_report": converting,
     "enter": converting,
-    "_first_calls": converting,
-    "_call": converting,
-    "_traced_otherwise": converting,
+    "first_calls": converting,
+    "call": first_calls,
+    "traced_otherwise": converting,
     "lay": converting,
-    "_report": converting,
-    "compose": converting,
+    "reported": converting,
+    "compose": reporting,
 }
 INSIDE: dict[str, ModuleType] = {
     "check_sites": converting,
@@ -141,15 +142,23 @@ def test_every_step_may_fail(
 
 
 def test_the_steps_are_those_of_convert() -> None:
-    names_of = ("convert", "_convert", "_capture_and_report", "_first_calls", "_report")
-    functions = [getattr(converting, name) for name in names_of]
-    names = {name for function in functions for name in function.__code__.co_names}
-    named = {name for name in names if inspect.isfunction(getattr(converting, name, None))}
+    names_of = {
+        converting: ("convert", "_convert", "_capture_and_report"),
+        first_calls: ("first_calls",),
+        reporting: ("reported",),
+    }
+    named = {
+        name
+        for module, functions in names_of.items()
+        for function in functions
+        for name in getattr(module, function).__code__.co_names
+        if inspect.isfunction(getattr(module, name, None))
+    }
     # with a recipe, so on TE only: see test_precision
-    others = {"_enter_recipe", "_products_around", "assign"}
-    others |= {"report", "_copy", "_floating", "_is_trainable", "_watched", "preserved", "leave", "progress"}
+    others = {"_enter_recipe", "products_around", "assign"}
+    others |= {"report", "_copy", "_floating", "_is_trainable", "watched", "preserved", "leave", "progress"}
     others |= {"replace", "_convert", "_fastest"}  # whose steps are these; see test_auto for the latter
-    others |= {"give_classes_back", "_fails_captured"}  # of a model that runs as it is; see test_capture
+    others |= {"give_classes_back", "fails_captured"}  # of a model that runs as it is; see test_capture
     assert named - others - INSIDE.keys() <= STEPS.keys(), "a step of convert() that no test here lets fail"
 
 
@@ -197,7 +206,9 @@ def test_a_rule_may_fail(part: str) -> None:
 class Interrupting:
     """Raises a KeyboardInterrupt at the n-th line that these files run, once."""
 
-    FILES = frozenset(module.__file__ for module in (converting, converted, captured, joined))
+    FILES = frozenset(
+        module.__file__ for module in (converting, first_calls, reporting, converted, captured, joined)
+    )
     PUTTING_BACK = frozenset(("leave", "original_forward"))
 
     def __init__(self, line: int):

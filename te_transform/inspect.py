@@ -1,0 +1,135 @@
+"""inspect(): what convert() would do, and what a call would take, without a GPU and in no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from te_transform.graph.capture import on_fake_tensors, ways_to_call
+from te_transform.graph.inputs import Inputs, TraceError, as_inputs
+from te_transform.graph.preserve import one_at_a_time, preserved
+from te_transform.passes import PIPELINE
+from te_transform.plan import cost
+from te_transform.plan.match import Plan
+from te_transform.plan.model import check_model
+from te_transform.plan.options import Options, check_skip
+from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.report.report import Report
+from te_transform.reporting import reported
+from te_transform.runtime import timing
+from te_transform.runtime.converted import Converted, enter, is_deep, leave
+from te_transform.runtime.first_calls import Seen, raises_captured, watched
+from te_transform.runtime.timing import Timing
+
+
+@one_at_a_time
+def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
+    """What convert() would do with the same arguments, and why not more; no GPU and no Transformer Engine is
+    needed, and the model is left as it was.
+
+    It is found out on fake tensors, in no memory; only a forward that branches on values runs on real ones.
+
+    Raises:
+        ModelError, InputError, OptionError, TraceError: as convert() does.
+    """
+    asked, sample = _asked(model, example_inputs, options)
+    if asked.compile != "auto":
+        planned, seen = _planned(model, asked, sample)
+        found = reported(model, planned, seen, sample)
+        told = _predicted_call(list(seen.plans()), asked, found.precision, model.training, planned.by_block)
+        return replace(found, notes=(*found.notes, *told))
+    planned, seen = _planned(model, replace(asked, compile=False), sample, whole=True)
+    found = reported(model, planned, seen, sample)
+    timings = _predicted(list(seen.plans()), asked.ways(planning=True), found.precision, model.training)
+    best = timing.fastest(timings)
+    notes = found.notes if best is None or cost.NOTE in found.notes else (*found.notes, cost.NOTE)
+    return replace(found, timings=tuple(timings), chosen="" if best is None else best.name, notes=notes)
+
+
+def _predicted_call(
+    plans: list[tuple[str, Plan]],
+    options: Options,
+    precision: PrecisionPlan | None,
+    training: bool,
+    by_block: bool,
+) -> Iterator[str]:
+    """What a call takes as these options ask for, in a sentence, if it can be told."""
+    if cost.unknown(plans, options) is None:
+        fused = cost.seconds_of(plans, options, precision, training)
+        before = cost.seconds_of(plans, replace(options, as_it_is=True), None, training)
+        what = "the blocks of a call are" if by_block else "a call is"
+        mode = "forward and backward" if training else "forward"
+        taken, unfused = timing.duration(fused), timing.duration(before)
+        yield f"{what} predicted to take {taken} on an H100, {unfused} unfused ({mode})"
+
+
+def _predicted(
+    plans: list[tuple[str, Plan]],
+    ways: Mapping[str, Options],
+    precision: PrecisionPlan | None,
+    training: bool,
+) -> list[Timing]:
+    """What a call takes in each of the ways, as far as it can be told without a GPU."""
+    found = []
+    for name, options in ways.items():
+        why = cost.unknown(plans, options)
+        inside = precision if options.recipe is not None else None
+        seconds = None if why else cost.seconds_of(plans, options, inside, training)
+        found.append(Timing(name, seconds, why or "predicted"))
+    return found
+
+
+def plans_of(
+    model: nn.Module, example_inputs: Any, **options: Any
+) -> tuple[list[tuple[str, Plan]], PrecisionPlan | None]:
+    """What inspect() plans for each captured graph of the whole forward, and what runs in FP8."""
+    asked, sample = _asked(model, example_inputs, options)
+    planned, seen = _planned(model, asked, sample, whole=True)
+    return list(seen.plans()), reported(model, planned, seen, sample).precision
+
+
+def _asked(model: nn.Module, example_inputs: Any, options: dict[str, Any]) -> tuple[Options, Inputs]:
+    check_model(model, "inspect")
+    asked = Options.of(model, PIPELINE, planning=True, **options)
+    check_skip(asked.skip, model)
+    return asked, as_inputs(model, example_inputs)[0]
+
+
+def _planned(
+    model: nn.Module, options: Options, sample: Inputs, whole: bool = False
+) -> tuple[Converted, Seen]:
+    """Capture the forward without memory if that is possible; block by block if it is deep, and not wanted
+    `whole`."""
+    # what lies between blocks, or anywhere, may look at values, which fake tensors lack
+    ways = [(True, on_fake_tensors)] * (is_deep(model) and not whole)
+    ways += [(False, tensors) for tensors in ways_to_call(model)]
+    for by_block, tensors in ways:
+        planned = Converted(options, by_block=by_block)
+        try:
+            return planned, _dry_call(model, planned, sample, tensors)
+        except TraceError as error:
+            failed = error
+    with suppress(Exception), preserved(model), tensors(model, sample) as (args, kwargs):
+        model.train()(*args, **kwargs)
+        planned.failures.append(raises_captured(failed.__cause__ or failed))
+        return planned, Seen()
+    raise failed
+
+
+def _dry_call(model: nn.Module, planned: Converted, sample: Inputs, tensors: Callable[..., Any]) -> Seen:
+    """Capture the forward in training mode; nothing is fused."""
+    with preserved(model), watched(planned, model) as seen:
+        enter(model, planned)
+        try:
+            with tensors(model, sample) as (args, kwargs):
+                seen.name_parameters(model)
+                model.train()(*args, **kwargs)
+        except Exception as error:
+            raise TraceError.of(model, sample, error) from error
+        finally:
+            leave(model)
+    return seen
