@@ -183,13 +183,13 @@ def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[
             model, inputs = model_of(point)
         if mode is not None:
             model.compile(mode=mode)
-        return _step(point, model, inputs, contextlib.nullcontext if masked else _no_mask)
+        return step_of(point, model, inputs, contextlib.nullcontext if masked else _no_mask)
 
     def converted(**options: Any) -> Callable[[], None]:
         with torch.device("cuda"):
             model, inputs = model_of(point)
         made = te_transform.convert(model, inputs, backend="te", verify=False, inplace=True, **options)
-        step = _step(point, made, inputs, contextlib.nullcontext)
+        step = step_of(point, made, inputs, contextlib.nullcontext)
         for _ in range(6):
             step()
         without = (
@@ -207,14 +207,14 @@ def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[
         model = hand_port.llama(model)
         if graphs:
             hand_port.graphed(model, *inputs["input_ids"].shape, way)
-        return _step(point, model, inputs, hand_port.within(way))
+        return step_of(point, model, inputs, hand_port.within(way))
 
     def torchao() -> Callable[[], None]:
         import hand_port
 
         with torch.device("cuda"):
             model, inputs = model_of(point)
-        return _step(point, hand_port.torchao(model), inputs, contextlib.nullcontext)
+        return step_of(point, hand_port.torchao(model), inputs, contextlib.nullcontext)
 
     found: dict[str, Callable[[], Callable[[], None]]] = {
         "eager": lambda: original(None),
@@ -281,9 +281,10 @@ def model_of(point: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return model.bfloat16().train(point["mode"] == "training"), inputs
 
 
-def _step(
+def step_of(
     point: dict[str, Any], model: Any, inputs: dict[str, Any], around: Callable[[], Any]
 ) -> Callable[[], None]:
+    """A training step without optimizer, or a forward without gradients."""
     import torch
 
     def training() -> None:

@@ -1,0 +1,107 @@
+"""In what products run fastest, uncompiled, in bf16, on a Hopper GPU: as they were captured, in fused ops in
+plain PyTorch, with TE's modules for gated MLPs, and with TE's modules for all fused ops.
+
+    python benchmarks/te_modules.py [MODEL ...] [--widths 2048 4096] [--tokens 2048 8192] [--json PATH]
+
+Models as grid.py makes them, each converted once; which ops take TE's modules is set between the calls, all
+else is the same. Times relative to the original's, by turns in one process. Limits in backends/limits.py, and
+`gains_in_te` of the fused ops, are by these numbers. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import grid
+import measure
+import torch
+import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from rich.console import Console
+from rich.table import Table
+
+import te_transform
+from te_transform.backends import limits, plain
+from te_transform.runtime.few_tokens import FewTokens
+
+# whether the products run as they were captured, and which fused ops take TE's modules
+WAYS: dict[str, tuple[bool, tuple[type, ...]]] = {
+    "as captured": (True, ()),
+    "plain PyTorch": (False, ()),
+    "TE for gated MLPs": (False, (plain.LayerNormMLP,)),
+    "TE for all": (False, (plain.LayerNormLinear,)),  # of which MLPs are a kind
+}
+ROUNDS, SAMPLE = 9, 0.02  # samples of each way, by turns, and seconds in each
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("models", nargs="*", choices=[*grid.MODELS, []], help="all if none is given")
+    parser.add_argument("--widths", nargs="+", type=int, default=(2048, 4096, 8192))
+    parser.add_argument("--tokens", nargs="+", type=int, default=(2048, 8192), help="in a step")
+    parser.add_argument("--json", default="", help="write the rows to this file too")
+    asked = parser.parse_args()
+    table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for column in ("model", "mode", "width", "tokens", "original, ms", *WAYS):
+        table.add_column(column)
+    rows = []
+    for each in itertools.product(asked.models or grid.MODELS, grid.MODES, asked.widths, asked.tokens):
+        point = dict(zip(("model", "mode", "width", "tokens"), each, strict=True)) | {"recipe": None}
+        before, *ours = milliseconds(point).values()
+        rows.append(point | {"ms": before} | dict(zip(WAYS, ours, strict=True)))
+        table.add_row(*map(str, each), f"{before:.2f}", *(f"{ms / before:.3f}" for ms in ours))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    Console().print(table)
+    if asked.json:
+        Path(asked.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def milliseconds(point: dict[str, Any]) -> dict[str, float]:
+    """What a step takes, the original's first."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    with torch.device("cuda"):
+        (model, inputs), (copy, _) = grid.model_of(point), grid.model_of(point)
+    copy = te_transform.convert(copy, inputs, backend="te", verify=False, inplace=True)
+    steps = [grid.step_of(point, each, inputs, contextlib.nullcontext) for each in (model, copy)]
+    ways = {"original": (steps[0], (False, ()))} | {name: (steps[1], way) for name, way in WAYS.items()}
+    calls: dict[str, int] = {}
+    for name, (step, way) in ways.items():
+        with running(*way):
+            for _ in range(4):
+                step()
+            calls[name] = max(2, round(SAMPLE / measure.in_a_row(step, 3)))
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, (step, way) in ways.items():
+            with running(*way):
+                samples[name].append(measure.in_a_row(step, calls[name]))
+    return {name: 1e3 * statistics.median(each) for name, each in samples.items()}
+
+
+@contextlib.contextmanager
+def running(as_captured: bool, in_te: tuple[type, ...]) -> Iterator[None]:
+    """Let products run in one of the ways."""
+    gains = property(lambda op: isinstance(op, in_te))
+    with (
+        patch.object(FewTokens, "takes", lambda self, arguments: as_captured),
+        patch.object(limits, "MIN_GEMM_WORK_IN_TE", 0),
+        patch.object(plain.LayerNormLinear, "gains_in_te", gains),
+        patch.object(plain.LayerNormMLP, "gains_in_te", gains),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    main()
