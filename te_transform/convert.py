@@ -24,16 +24,11 @@ from te_transform.plan.options import OptionError, Options, check_skip
 from te_transform.quantize import dequantize_weights
 from te_transform.reporting import reported
 from te_transform.runtime import timing
+from te_transform.runtime.blocks import is_deep
 from te_transform.runtime.calibrate import calibrate
+from te_transform.runtime.classes import give_classes_back
 from te_transform.runtime.console import in_a_line, progress
-from te_transform.runtime.converted import (
-    Converted,
-    converted_of,
-    enter,
-    give_classes_back,
-    is_deep,
-    leave,
-)
+from te_transform.runtime.converted import Converted, converted_of, enter, leave
 from te_transform.runtime.first_calls import Seen, fails_captured, first_calls, traced_otherwise
 from te_transform.runtime.precision import Precision
 from te_transform.runtime.timing import Timing

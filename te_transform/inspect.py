@@ -21,7 +21,8 @@ from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.report.report import Report
 from te_transform.reporting import reported
 from te_transform.runtime import timing
-from te_transform.runtime.converted import Converted, enter, is_deep, leave
+from te_transform.runtime.blocks import is_deep
+from te_transform.runtime.converted import Converted, enter, leave
 from te_transform.runtime.first_calls import Seen, raises_captured, watched
 from te_transform.runtime.timing import Timing
 

@@ -22,7 +22,7 @@ import te_transform
 from te_transform.backends import joined
 from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
-from te_transform.runtime import converted
+from te_transform.runtime import blocks
 from te_transform.runtime.converted import converted_of
 from tests.attacks import Block, Pair, X, call, with_input_gradient
 from tests.conversions import calls, logged
@@ -52,7 +52,7 @@ def graphs(model: nn.Module) -> int:
 
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converted, "DEEP", DEEP)
+    monkeypatch.setattr(blocks, "DEEP", DEEP)
 
 
 def test_a_model_is_one_graph_for_training_and_one_for_evaluation() -> None:

@@ -17,7 +17,7 @@ import te_transform
 from te_transform import reporting
 from te_transform.backends import joined
 from te_transform.plan.model import CONVERTED
-from te_transform.runtime import captured, converted, first_calls
+from te_transform.runtime import captured, classes, converted, first_calls
 from tests.bitwise import untouched
 from tests.models.tiny import WIDTH, Attention, Tiny
 from tests.zoo import seeded
@@ -207,7 +207,8 @@ class Interrupting:
     """Raises a KeyboardInterrupt at the n-th line that these files run, once."""
 
     FILES = frozenset(
-        module.__file__ for module in (converting, first_calls, reporting, converted, captured, joined)
+        module.__file__
+        for module in (converting, first_calls, reporting, converted, classes, captured, joined)
     )
     PUTTING_BACK = frozenset(("leave", "original_forward"))
 

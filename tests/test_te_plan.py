@@ -29,7 +29,7 @@ from te_transform.plan.match import Site, plan
 from te_transform.plan.options import RECIPES, Options
 from te_transform.report.places import gather
 from te_transform.report.report import Report
-from te_transform.runtime import converted
+from te_transform.runtime import blocks
 from tests import stand_in
 from tests.bitwise import untouched
 from tests.conversions import ALL, DISTINCT, each, inspected, planned
@@ -577,7 +577,7 @@ def test_what_blocks_are_given_is_no_reason_before_the_whole_is_captured(
 ) -> None:
     """Of blocks that are planned by themselves: in calls of the whole their cosines are there."""
     case = CASES["llama"]
-    monkeypatch.setattr(converted, "DEEP", 0)
+    monkeypatch.setattr(blocks, "DEEP", 0)
     by_block = te_transform.inspect(case.build(), case.sample(), backend="te")
     assert any("share a graph" in note for note in by_block.breaks)
     assert "rotary" not in {site.rule for site in by_block.sites}

@@ -1,42 +1,38 @@
-"""The converted model: its class, swapped for one whose forward is the captured one, and what belongs to it.
+"""The converted model: what it carries beside its own, and how its calls run.
 
-The only file that touches the user's model, but for parallel.py, which puts DTensors in the places of the
-parameters where that was asked for. Its modules, parameters and attributes stay as they are.
+This and classes.py, which swaps its class for one whose forward is the captured one, are the only files that
+touch the user's model, but for parallel.py, which puts DTensors in the places of the parameters where that
+was asked for. Its modules, parameters and attributes stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import SkipFrame
-from torch._guards import CompileContext
-from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends import gradients
 from te_transform.backends.collectives import Ranks
 from te_transform.backends.joined import lay, local
 from te_transform.canonicalize import functions
-from te_transform.graph.capture import capture, is_capturing, is_compiling_here, is_our_capture
+from te_transform.graph.capture import capture
 from te_transform.graph.nodes import called, replaced_function
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
 from te_transform.plan.model import CONVERTED, ModelError, is_sharded
 from te_transform.plan.options import Options
+from te_transform.runtime.blocks import blocks, parts
 from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.classes import Place, Role, own_class, restore_class, swap_class
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import is_dispatch_mode_on, is_foreign_mode_on, set_aside
 from te_transform.runtime.parallel import Parallel, ParallelError
@@ -72,11 +68,6 @@ _GATHERED = (
 _calling: ContextVar[bool] = ContextVar("_calling", default=False)  # in a call of a converted model
 
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
-
-# The number of blocks from which on a model is planned and checked block by block: one captured graph serves
-# all of them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its
-# first call.
-DEEP = 8
 
 
 @dataclass(eq=False)
@@ -317,9 +308,9 @@ class Converted:
         self.by_block = one_by_one
         for block in blocks(model):
             if one_by_one:
-                _enter(block, Place(self, Role.BLOCK))
+                swap_class(block, Place(self, Role.BLOCK))
             else:
-                _leave(block)
+                restore_class(block)
 
     def divide(self, parallel: Parallel | None) -> None:
         """Run on shards of the parameters from now on, or, with None, on whole ones."""
@@ -376,29 +367,6 @@ class _OnStandIns(Exception):
     """Ends a call of a divided model that is going to be made again: FP8 would note what stand-ins give."""
 
 
-class Role(Enum):
-    """What a module of a converted model is that is captured for itself.
-
-    A part holds blocks and is captured where it is called by itself: an encoder by generate(), a backbone by
-    the trainers of TRL. A block is captured where blocks are captured one by one.
-    """
-
-    MODEL, PART, BLOCK = range(3)
-
-
-@dataclass(eq=False)
-class Place:
-    """What a module of a converted model knows of it."""
-
-    converted: Converted
-    role: Role
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it is the model itself."""
-        return self.role is Role.MODEL
-
-
 def _is_decoding(args: tuple, kwargs: dict) -> bool:
     """Whether this is a step of a generation: one token of each sequence, without gradients."""
     if torch.is_grad_enabled():
@@ -433,17 +401,12 @@ def _has_static_cache(args: tuple, kwargs: dict) -> bool:
 
 def enter(model: nn.Module, converted: Converted) -> None:
     """Let `model`, its parts, or its blocks, run their captured forward."""
-    _enter(model, Place(converted, Role.MODEL))
+    swap_class(model, Place(converted, Role.MODEL))
     for part in parts(model):
         with suppress(ModelError):  # it runs as it is where it is called by itself
-            _enter(part, Place(converted, Role.PART))
+            swap_class(part, Place(converted, Role.PART))
     if converted.by_block:
         converted.capture_blocks(model)
-
-
-def _enter(module: nn.Module, place: Place) -> None:
-    module.__dict__[CONVERTED] = place
-    module.__class__ = captured_class(type(module))
 
 
 def leave(model: nn.Module) -> None:
@@ -454,18 +417,9 @@ def leave(model: nn.Module) -> None:
             converted.parallel.collect()
             converted.parallel = None
     for module in model.modules():
-        _leave(module)
+        restore_class(module)
     for parameter in model.parameters():
         parameter.__dict__.pop(CONVERTED, None)
-
-
-def _leave(module: nn.Module) -> None:
-    module.__dict__.pop(CONVERTED, None)
-    _give_class_back(module)
-
-
-def _give_class_back(module: nn.Module) -> None:
-    module.__class__ = _ORIGINALS.get(type(module), type(module))
 
 
 def is_divided(model: nn.Module) -> bool:
@@ -478,24 +432,6 @@ def converted_of(model: nn.Module) -> Converted | None:
     """What a model carries that was converted, None where it was not."""
     place = vars(model).get(CONVERTED)
     return place.converted if place is not None else None
-
-
-@contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
-    """Let every module in `model` be of its own class, whose forward is the user's."""
-    found = [(module, type(module)) for module in model.modules() if type(module) in _ORIGINALS]
-    give_classes_back(model)
-    try:
-        yield
-    finally:
-        for module, kind in found:
-            module.__class__ = kind
-
-
-def give_classes_back(model: nn.Module) -> None:
-    """Let every module in `model` be of its own class: it runs as it is, and still has its report."""
-    for module in model.modules():
-        _give_class_back(module)
 
 
 @contextmanager
@@ -512,41 +448,8 @@ def original_forward(model: nn.Module) -> Iterator[None]:
             converted.original = was
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformer: what stands in the outermost lists of modules of one class."""
-    return [*{id(block): block for block in _blocks(model).values()}.values()]
-
-
-def is_deep(model: nn.Module) -> bool:
-    """Whether it is planned and checked block by block."""
-    return len(blocks(model)) > DEEP
-
-
-def parts(model: nn.Module) -> list[nn.Module]:
-    """What holds the layers, and what holds that: a backbone, an encoder and a decoder; not the model."""
-    found: dict[int, nn.Module] = {}
-    for path in _blocks(model):
-        names = path.split(".")[:-1]
-        holders = (model.get_submodule(".".join(names[:last])) for last in range(1, len(names)))
-        found |= {id(holder): holder for holder in holders}
-    return [part for part in found.values() if type(part).forward is not nn.Module.forward]
-
-
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers by their names; a list in a list is none, and neither is what it holds: nobody calls it."""
-    found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        inside = any(path.startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList) and not inside:
-            layers = [layer for layer in module if layer is not None]  # a list may have places left empty
-            alike = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
-            if alike and any(True for _ in layers[0].children()):
-                found |= {f"{path}.{name}": child for name, child in module.named_children()}
-    return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}
-
-
 def _own_classes(model: nn.Module) -> set[type]:
-    return {_ORIGINALS.get(type(module), type(module)) for module in model.modules()}
+    return {own_class(module) for module in model.modules()}
 
 
 def _methods_called(kind: type) -> tuple:
@@ -568,88 +471,3 @@ def has_checkpoints(captured: fx.GraphModule) -> bool:
     """Whether activation checkpointing is on inside a graph: what is recomputed is a graph of its own in
     there."""
     return any("checkpoint" in called(node) for node in captured.graph.nodes if node.op == "call_function")
-
-
-@torch._dynamo.assume_constant_result  # dynamo calls it while tracing, and no call of it is in the graph
-def _tell_compilers() -> bool:
-    # where dynamo gives up on a forward it traces what that calls: is_compiling_here() is true there
-    traced = CompileContext.try_get() is not None
-    if traced and not is_our_capture() and not torch.compiler.is_exporting():
-        log.warning(
-            "a converted model is compiled from outside, which compiles the user's own forward: to compile "
-            "what te_transform made of it, pass compile=True to te_transform.convert()"
-        )
-    return True
-
-
-skip_code(_tell_compilers.__code__)  # and what it asks is no part of the user's forward
-
-_CLASSES: dict[type, type] = {}
-_ORIGINALS: dict[type, type] = {}
-
-
-def captured_class(kind: type) -> type:
-    """A subclass of `kind` of the same name, whose forward is the captured one; there is one for each class,
-    so that its code is captured once for all instances.
-
-    Raises:
-        ModelError: the class takes no subclass.
-    """
-    if kind in _ORIGINALS:
-        return kind
-    if kind not in _CLASSES:
-        named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-        try:
-            made = type(kind.__name__, (kind,), {**_methods(kind), "__reduce_ex__": _reduce, **named})
-        except Exception as error:  # of a metaclass, or of the __init_subclass__ of a registry
-            raise ModelError(
-                f"{kind.__name__} refuses to be subclassed, a converted model is an instance of a subclass "
-                f"of its class ({error}): convert a model that holds it, or let the class be derived from"
-            ) from error
-        _CLASSES[kind], _ORIGINALS[made] = made, kind
-    return _CLASSES[kind]
-
-
-def _methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """What a module of a converted model does otherwise than one of `kind`."""
-    is_plain = isinstance(inspect.getattr_static(kind, "forward"), (FunctionType, functools.partialmethod))
-
-    def bound(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A forward that is a property, or another descriptor, as the class binds it to this module."""
-        return super(captured_class(kind), self).forward(*args, **kwargs)
-
-    @functools.wraps(kind.forward if is_plain else bound)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = kind.forward if is_plain else bound
-        # dynamo does not guard hooks for all modules
-        if is_capturing() or _has_any_global_hook() or (place := self.__dict__.get(CONVERTED)) is None:
-            if is_compiling_here():
-                _tell_compilers()
-            return own(self, *args, **kwargs)
-        return place.converted.call(place, own, self, args, kwargs)
-
-    @functools.wraps(kind.train)
-    def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        place = self.__dict__.get(CONVERTED)
-        if place is not None and place.is_root and place.converted.precision is not None:
-            place.converted.precision.forget(self)
-        return kind.train(self, mode)
-
-    return {"forward": forward, "train": train}
-
-
-def _reduce(self: nn.Module, protocol: int) -> Any:
-    """As the class's own, but for the class, which a pickle finds by the name of the one it was made of.
-
-    What a `__reduce__` of the user's own says is handed on: it makes what it says, of the user's class.
-    """
-    kind = next(base for base in type(self).__mro__ if base in _ORIGINALS)
-    reduced = super(kind, self).__reduce_ex__(max(protocol, 2))
-    if not isinstance(reduced, tuple) or reduced[1][:1] != (type(self),):
-        return reduced
-    make, (_, *args), *rest = reduced
-    return (_made_again, (make, _ORIGINALS[type(self)], *args), *rest)
-
-
-def _made_again(make: Callable[..., nn.Module], kind: type, *args: Any) -> nn.Module:
-    return make(captured_class(kind), *args)

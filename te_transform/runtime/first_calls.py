@@ -19,8 +19,9 @@ from te_transform.graph.preserve import preserved
 from te_transform.plan.match import Plan
 from te_transform.plan.model import ModelError
 from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.classes import own_classes
 from te_transform.runtime.console import in_a_line, progress
-from te_transform.runtime.converted import Converted, own_classes
+from te_transform.runtime.converted import Converted
 from te_transform.runtime.distances import distance, rounding
 
 

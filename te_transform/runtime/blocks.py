@@ -1,0 +1,43 @@
+"""The layers of a transformer, and what holds them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+# The number of blocks from which on a model is planned and checked block by block: one captured graph serves
+# all of them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its
+# first call.
+DEEP = 8
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformer: what stands in the outermost lists of modules of one class."""
+    return [*{id(block): block for block in _blocks(model).values()}.values()]
+
+
+def is_deep(model: nn.Module) -> bool:
+    """Whether it is planned and checked block by block."""
+    return len(blocks(model)) > DEEP
+
+
+def parts(model: nn.Module) -> list[nn.Module]:
+    """What holds the layers, and what holds that: a backbone, an encoder and a decoder; not the model."""
+    found: dict[int, nn.Module] = {}
+    for path in _blocks(model):
+        names = path.split(".")[:-1]
+        holders = (model.get_submodule(".".join(names[:last])) for last in range(1, len(names)))
+        found |= {id(holder): holder for holder in holders}
+    return [part for part in found.values() if type(part).forward is not nn.Module.forward]
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers by their names; a list in a list is none, and neither is what it holds: nobody calls it."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList) and not inside:
+            layers = [layer for layer in module if layer is not None]  # a list may have places left empty
+            alike = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
+            if alike and any(True for _ in layers[0].children()):
+                found |= {f"{path}.{name}": child for name, child in module.named_children()}
+    return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}
