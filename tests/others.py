@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Generator, nn
@@ -31,8 +32,9 @@ from tests.zoo import (
 
 # Some packages want torchvision, whose compiled operations load beside the one build of PyTorch that they
 # were made with; without them its description of them for compilers raises. So these packages lie in a folder
-# of their own, where transformers, which imports torchvision if it is there, does not find it.
-sys.path.append(str(Path(sys.prefix) / "others"))
+# of their own, where transformers, which imports torchvision if it is there, does not find it: not in this
+# process, nor in those that it starts.
+FOLDER = str(Path(sys.prefix) / "others")
 sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
 
 
@@ -45,8 +47,10 @@ def made(path: str, *args: Any, **settings: Any) -> nn.Module:
     Parts of it, which are such calls themselves among the settings, are made first.
     """
     module, _, name = path.rpartition(".")
+    with patch.object(sys, "path", [*sys.path, FOLDER]):
+        home = import_module(module)
     parts = {key: value() if isinstance(value, partial) else value for key, value in settings.items()}
-    return getattr(import_module(module), name)(*args, **parts)
+    return getattr(home, name)(*args, **parts)
 
 
 def _case(

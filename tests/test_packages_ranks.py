@@ -135,7 +135,7 @@ def what_is_said(cases: tuple[str, ...]) -> dict[str, str]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,))
         with pytest.MonkeyPatch.context() as patch:
             if other == "version":
-                patch.setitem(te_transform.check_ranks.__globals__, "version", lambda package: "0.0.1")
+                patch.setitem(te_transform.check_ranks.__globals__, "version_of", lambda package: "0.0.1")
             try:
                 te_transform.check_ranks(fused, mesh)
                 found[case] = ""
