@@ -395,6 +395,28 @@ def test_equal_operations_with_their_data_in_another_place() -> None:
     assert torch.equal(made()(1, data), data == 0)
 
 
+def test_another_thread_looks_at_another_mask_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the comparison with the last mask and its answer."""
+    graph = fx.Graph()
+    stored, padding = graph.placeholder("stored"), graph.placeholder("padding")
+    graph.output((graph.call_function(operator.and_, (stored, padding)),))
+    mask, full = masks.Mask(fx.GraphModule(nn.Module(), graph), (True, False)), torch.ones(1, LONGEST) > 0
+    padded, holds = full.clone().index_fill_(1, torch.tensor(0), False), masks._holds
+    assert mask(causal(), full) == masks.CAUSAL
+    assert torch.equal(mask(causal(), padded), causal() & padded)
+    for given, other in ((padded, full), (full, padded)):
+        mask(causal(), given)
+
+        def interrupted(*compared: Any, other: Tensor = other) -> bool:
+            monkeypatch.setattr(masks, "_holds", holds)
+            mask(causal(), other)
+            return holds(*compared)
+
+        monkeypatch.setattr(masks, "_holds", interrupted)
+        found = mask(causal(), given)
+        assert found == masks.CAUSAL if given is full else torch.equal(found, causal() & padded)
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize("fill", [NEGATIVE, -1e4])
 def test_a_scale_that_is_not_positive(scale: float, fill: float) -> None:

@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.attacks import OTHER, Act, Block, Pair, X
+from tests.attacks import OTHER, Act, Attends, Block, Pair, X
+from tests.models.tiny import WIDTH, Tiny
 from tests.test_attacks_python import ABSENT, Options, reads
+from tests.zoo import seeded
 
 SCALE = 1.0
 TABLE = {"scale": 1.0}
@@ -321,3 +324,43 @@ def test_a_branch_on_the_dtype(dtype: torch.dtype) -> None:
 def test_a_branch_on_the_dtype_under_autocast(dtype: torch.dtype) -> None:
     pair = Pair.of(Clamps)
     pair.attack_call(under(lambda: torch.autocast("cpu", dtype)), atol=4 * torch.finfo(dtype).eps)
+
+
+# Switches of PyTorch's attention
+
+
+@contextlib.contextmanager
+def without_math() -> Any:
+    torch.backends.cuda.enable_math_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_math_sdp(True)
+
+
+KERNELS = {
+    "those of a GPU alone": lambda: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+    "none": lambda: sdpa_kernel([]),
+    "all but the one that takes any call": without_math,
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_that_is_written_out_needs_no_kernel(name: str) -> None:
+    """And leaves the switches as they were; that of Tiny asks for a kernel, and is refused alike."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        a, y = self.attention, self.norm(x)
+        scores = a.q_proj(y) @ a.k_proj(y).transpose(-2, -1) * WIDTH**-0.5
+        return F.dropout(scores.softmax(-1), 0.1, self.training) @ a.v_proj(y)
+
+    def act(model: nn.Module, x: Tensor) -> list[Any]:
+        with KERNELS[name]():
+            return [model(x.requires_grad_()), torch.backends.cuda.math_sdp_enabled()]
+
+    pair = Pair.of(seeded(type("WrittenOut", (Attends,), {"forward": forward})), rules="attention")
+    for training in (True, False):
+        for model in pair.models:
+            model.train(training)
+        assert pair.agree(act)["output 1"] is False
+    assert "error" in Pair.of(Tiny).agree(act)

@@ -2,15 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
 from tests.attacks import Pair, X, assert_same, named, observed, with_input_gradient
-from tests.models.tiny import WIDTH, Tiny
+from tests.models.tiny import WIDTH, Attention, Tiny
 from tests.zoo import seeded
 
 ATTENTION = "blocks.0.attention"
@@ -197,6 +199,91 @@ def write_between(pair: Pair, path: str, write: Callable, of_input: bool) -> Non
     assert actual.keys() == expected.keys(), actual.get("error")
     for name, value in expected.items():
         assert_same(name, actual[name], value, 1e-4)
+
+
+@pytest.mark.parametrize("trained", ["all", "norms frozen", "one of the joined"])
+def test_what_no_backward_reads_may_be_written_to_before_it(trained: str) -> None:
+    """A bias, a weight whose input needs no gradient, one of which autocast has made a copy."""
+    pair = tiny()
+    for name, parameter in (item for model in pair.models for item in model.named_parameters()):
+        parameter.requires_grad_(trained != "one of the joined" or "v_proj" in name)
+        parameter.requires_grad_(parameter.requires_grad and (trained == "all" or "norm" not in name))
+    found = [
+        "error" in pair.agree(partial(written_between, name, low), atol=2e-2 if low else 1e-5)
+        for name in ("q_proj.bias", "q_proj.weight")
+        for low in (False, True)
+    ]
+    assert found == [False, False, trained == "all", False]
+
+
+def written_between(name: str, low: bool, model: nn.Module, x: Tensor, path: str = "") -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        out = model(x)
+    parameter = model.get_parameter(path or f"{ATTENTION}.{name}")
+    before = parameter.detach().clone()
+    with torch.no_grad():
+        parameter.mul_(2)
+    try:
+        out.square().sum().backward()
+    finally:
+        parameter.data = before
+
+
+class Twice(nn.Module):
+    """One attention for two inputs, of which the first needs no gradient: its backward reads no weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedded, self.norm, self.attention = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(self.norm(x.detach())) + self.attention(self.norm(self.embedded(x)))
+
+
+@pytest.mark.parametrize("path", ["attention.q_proj.weight", "attention.q_proj.bias"])
+def test_one_product_of_two_reads_what_is_written_to(path: str) -> None:
+    pair = Pair.of(Twice, rules="merge_siblings merge_siblings")
+    for model in pair.models:
+        model.norm.requires_grad_(False)
+    found = pair.agree(partial(written_between, "", False, path=path))
+    assert ("error" in found) == path.endswith("weight")
+
+
+class Grouped(nn.Module):
+    """Attention over keys and values that it is given, of two heads for four, repeated as models do."""
+
+    def __init__(self, written_out: bool):
+        super().__init__()
+        self.q, self.o, self.written_out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), written_out
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q = self.q(self.norm(x)).unflatten(-1, (4, -1)).transpose(1, 2)
+        k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for t in (key, value))
+        if self.written_out:
+            out = ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1) @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+@pytest.mark.parametrize("through_data", [False, True])
+def test_keys_that_are_given_may_be_written_to_before_the_backward(
+    written_out: bool, through_data: bool
+) -> None:
+    """The original's backward reads the copies that repeat them."""
+    cache = torch.randn(2, 2, 7, WIDTH // 4, generator=torch.Generator().manual_seed(1))
+    pair = Pair.of(seeded(Grouped, written_out), (X, cache, cache.flip(-1)), rules="attention" * written_out)
+
+    def act(model: nn.Module, x: Tensor) -> Tensor:
+        key, value = cache.clone(), cache.flip(-1)
+        out = model(x, key, value)
+        for each in (key, value):
+            (each.data if through_data else each).mul_(2)
+        return out
+
+    assert "error" not in pair.agree(act)
 
 
 # Optimizers

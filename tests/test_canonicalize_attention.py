@@ -302,11 +302,16 @@ def test_repeated_heads_are_grouped_queries(repeat) -> None:
         lambda m, q, k, v: F.scaled_dot_product_attention(q, repeat(k), repeat(v), is_causal=True),
         lambda m, q, k, v: scores(q, repeat(k)).softmax(-1) @ repeat(v),
     ):
-        graph = canonical(spelling, q, k, v)
+        with torch.no_grad():
+            graph = canonical(spelling, q, k, v)
         assert targets(graph) <= {ops.sdpa, torch.transpose}
         _, key, value, *_, grouped = the(graph, ops.sdpa)[:8]
         assert grouped is True
         assert shape_of(key) == shape_of(value) == (BATCH, 2, LENGTH, WIDTH)
+        # a backward reads the copies of keys and values that are given, and may be written to before it
+        assert the(canonical(spelling, q, k, v), ops.sdpa)[7] is False
+        graph = canonical(lambda m, q, k, v, to=spelling: to(m, q, k.exp(), v.exp()), q, k, v)
+        assert the(graph, ops.sdpa)[7] is True
 
 
 def test_heads_repeated_as_a_block_are_not_grouped_queries() -> None:

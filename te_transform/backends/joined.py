@@ -21,6 +21,8 @@ from te_transform.backends import quantized
 from te_transform.backends.tracing import compiling, recorded, transformed
 from te_transform.graph import ops
 
+Seen = list[tuple[Tensor, int]]  # parameters, and how often each of them had been written to
+
 
 class State:
     """What te_transform keeps for a parameter.
@@ -187,8 +189,10 @@ class Join(nn.Module):
         joined = buffer.detach()
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
             used: list[bool] = []
-            joined = _Joined.apply(buffer, used, *parts)
-            joined._te_transform_used, joined._te_transform_parts = used, parts
+            reads: list[bool] = []
+            joined = _Joined.apply(buffer, used, reads, *parts)
+            joined._te_transform_used, joined._te_transform_reads = used, reads
+            joined._te_transform_parts = parts
         joined._te_transform_joined = held
         return joined
 
@@ -219,7 +223,7 @@ def joined_anew(weight: Any) -> Any:
     parts = getattr(weight, "_te_transform_parts", None)
     if parts is None:
         return weight
-    again = _Joined.apply(weight.detach(), weight._te_transform_used, *parts)
+    again = _Joined.apply(weight.detach(), weight._te_transform_used, weight._te_transform_reads, *parts)
     again.__dict__.update(weight.__dict__)
     return again
 
@@ -289,20 +293,31 @@ torch.library.register_fake("te_transform::cat", _cat, lib=_LIBRARY)
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, buffer: Tensor, used: list[bool], *parts: Tensor | int) -> Tensor:
+    def forward(
+        ctx: Any, buffer: Tensor, used: list[bool], reads: list[bool], *parts: Tensor | int
+    ) -> Tensor:
         ctx.rows = [part if isinstance(part, int) else len(part) for part in parts]
         ctx.seen, ctx.used = versions([part for part in parts if isinstance(part, Tensor)]), used
+        ctx.reads = reads
         ctx.set_materialize_grads(False)  # there is none where a kernel has added it to a buffer
         return buffer.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        check_unwritten(ctx.seen)
+        if not ctx.reads or any(ctx.reads):
+            check_unwritten(ctx.seen)
         if grad is None:
-            return (None,) * (2 + len(ctx.rows))
+            return (None,) * (3 + len(ctx.rows))
         used = ctx.used or [True] * len(ctx.rows)  # as Split has seen, or a fused op took it whole
-        parts = zip(grad.split(ctx.rows), ctx.needs_input_grad[2:], used, strict=True)
-        return (None, None, *(part if needed and got else None for part, needed, got in parts))
+        parts = zip(grad.split(ctx.rows), ctx.needs_input_grad[3:], used, strict=True)
+        return (None, None, None, *(part if needed and got else None for part, needed, got in parts))
+
+
+def note_reads(weight: Tensor, reads: bool) -> None:
+    """Note whether the backward of an op reads this weight or bias: what none of them reads may be written to
+    before the backward. A compiler decides by itself what a backward reads."""
+    if not compiling.get():
+        weight.__dict__.get("_te_transform_reads", []).append(reads)
 
 
 def watched(product: Tensor, weight: Tensor) -> Tensor:
@@ -311,6 +326,7 @@ def watched(product: Tensor, weight: Tensor) -> Tensor:
     Autograd itself notices a write to a tensor that a backward needs, but the joined buffer does not count
     the writes to its parameters. Where they need a gradient, the backward of `Join` looks.
     """
+    note_reads(weight, True)
     joined = weight.__dict__.get("_te_transform_joined")
     if joined is None or weight.requires_grad or not product.requires_grad:
         return product
@@ -329,12 +345,12 @@ class _Watched(torch.autograd.Function):
         return grad, None
 
 
-def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+def versions(parameters: Sequence[Tensor]) -> Seen:
     """How often each of them has been written to, for check_unwritten()."""
     return [(p, 0 if p.is_inference() else p._version) for p in parameters]
 
 
-def check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
+def check_unwritten(seen: Seen) -> None:
     """Raise what autograd raises, where one of them has been written to since."""
     for parameter, version in seen:
         if not parameter.is_inference() and parameter._version != version:

@@ -90,9 +90,10 @@ class Mask(nn.Module):
         """What the mask is now that it has been made: model tensors may be written to through .data, which no
         stamp shows, and may be much larger than the part of them that a call reads."""
         made = self.make(*arguments)
-        if self.last is None or not all(map(_holds, made, self.last[0])):
-            self.last = [tensor.detach().clone() for tensor in made], what_is(*made)
-        return self.last[1], made[0]
+        last = self.last  # which another thread may change
+        if last is None or not all(map(_holds, made, last[0])):
+            last = self.last = [tensor.detach().clone() for tensor in made], what_is(*made)
+        return last[1], made[0]
 
 
 class LookedAt(nn.Module):

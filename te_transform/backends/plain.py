@@ -5,7 +5,8 @@ The reference that everything is tested against on any machine, and the right lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.backends import limits
-from te_transform.backends.joined import watched
+from te_transform.backends.joined import note_reads, watched
 from te_transform.backends.op import FusedOp
 from te_transform.backends.tracing import compiling, transformed
 from te_transform.backends.twice import differentiable_twice
@@ -82,8 +83,17 @@ def multiple(recipe: Any) -> int:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b; weight [out, in], which may be joined parameters."""
-    return watched(ops.linear(x, weight, bias), weight)
+    """x W^T + b; weight [out, in], which may be joined parameters.
+
+    The backward reads the weight for the gradient of x alone, or a copy that autocast has made, and no bias.
+    """
+    if bias is not None:
+        note_reads(bias, False)
+    cast = limits.autocast_dtype(x)
+    if x.requires_grad and (cast is None or weight.dtype in (cast, torch.float64)):
+        return watched(ops.linear(x, weight, bias), weight)
+    note_reads(weight, False)
+    return ops.linear(x, weight, bias)
 
 
 class Linear(FusedOp):
@@ -293,10 +303,25 @@ class DotProductAttention(FusedOp):
         if self.written_out and mask is not None and mask.is_floating_point() and mask.is_cuda:
             # its kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
             mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
-        out = ops.sdpa(query, key, value, mask, *how)
+        with _math_at_hand() if self.written_out else nullcontext():
+            out = ops.sdpa(query, key, value, mask, *how)
         if out.grad_fn is not None and "Cudnn" in out.grad_fn.name():
             out.register_hook(_in_one_order)
         return out
+
+
+@contextmanager
+def _math_at_hand() -> Iterator[None]:
+    """Let PyTorch's attention fall back on products and a softmax, though somebody has switched that off: of
+    attention that a model has written out, no kernel was asked for that could be missing."""
+    missing = not torch.backends.cuda.math_sdp_enabled()
+    if missing:
+        torch.backends.cuda.enable_math_sdp(True)
+    try:
+        yield
+    finally:
+        if missing:
+            torch.backends.cuda.enable_math_sdp(False)
 
 
 def _ungrouped(

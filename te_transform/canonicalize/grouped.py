@@ -7,7 +7,7 @@ from torch import fx
 
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import is_tensor_node, same_shape, shape_of
+from te_transform.graph.nodes import is_tensor_node, may_be_view, same_shape, shape_of, writes
 from te_transform.graph.pattern import Call, Match, OneOf, Pattern, Var
 
 
@@ -30,6 +30,8 @@ def _grouped(graph: fx.Graph, match: Match) -> tuple | None:
     key, value = (_few(graph, match, name) for name in ("key", "value"))
     if key is None or value is None or not same_shape(shape_of(key)[1:2], shape_of(value)[1:2]):
         return None
+    if torch.is_grad_enabled() and (_is_given(key) or _is_given(value)):
+        return None
     return ops.sdpa, (match.bound["query"], key, value, *match.root.args[3:7], True, *match.root.args[8:])
 
 
@@ -47,6 +49,16 @@ def _few(graph: fx.Graph, match: Match, name: str) -> fx.Node | None:
     if heads == 1:
         return few
     return edit.insert(graph, match.nodes, torch.transpose, (few, -3, -2))
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a tensor is one that the forward was given, as a static cache is, or a view of it.
+
+    The original's backward reads the repeated copy of it, whatever is written to the tensor before.
+    """
+    while node.args and isinstance(node.args[0], fx.Node) and (may_be_view(node) or writes(node)):
+        node = node.args[0]
+    return node.op in ("placeholder", "get_attr")
 
 
 def _shared(graph: fx.Graph, match: Match) -> tuple | None:
