@@ -109,7 +109,8 @@ def _check(model: nn.Module, steps: int, dtype: torch.dtype) -> None:
         )
     if taken := [name for name, p in model.named_parameters() if "main_grad" in p.__dict__]:
         raise AccumulationError(
-            f"{taken[0]} has a main_grad already, it is needed here: leave the framework that keeps it"
+            f"{taken[0]} has a main_grad already, one of accumulate()'s own is needed: delete the attribute, "
+            "or leave accumulate() out if a framework sums up gradients in it"
         )
     if any(state_of(parameter).gradients is not None for parameter in model.parameters()):
         raise AccumulationError(

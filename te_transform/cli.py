@@ -40,7 +40,7 @@ from te_transform.report.report import ExpectationError, Report
 from te_transform.report.sentences import explanation
 from te_transform.reporting import report as report_of
 from te_transform.runtime import timing
-from te_transform.runtime.console import status
+from te_transform.runtime.console import in_a_line, status
 from te_transform.verify.verify import verify
 
 BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, PrecisionError, TraceError)
@@ -116,7 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     tuned.set_defaults(run=_tune)
 
     explained = commands.add_parser("explain", help="what a rule rewrites, and when it does not")
-    explained.add_argument("rule", nargs="?", choices=[rule.name for rule in PIPELINE], metavar="RULE")
+    rules = [rule.name for rule in PIPELINE]
+    explained.add_argument(
+        "rule", nargs="?", choices=rules, metavar="RULE", help=f"one of {', '.join(rules)}"
+    )
     explained.set_defaults(run=_explain)
 
     tried = commands.add_parser("models", help="what was converted and compared, and what is fused in it")
@@ -136,6 +139,7 @@ def _add_model(parser: argparse.ArgumentParser, length: int, backend: str) -> No
     parser.add_argument("--backend", choices=("auto", "te", "torch"), default=backend, help=f"({backend})")
     parser.add_argument("--recipe", default=None, help="fp8-delayed, fp8-current, fp8-block or mxfp8")
     parser.add_argument("--approximate", action="store_true", help="allow rules that change the numbers")
+    parser.add_argument("--pad-vocabulary", action="store_true", help="allow the rule pad_vocabulary")
     parser.add_argument("--inference", action="store_true", help="in evaluation, without a backward")
     parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="paths of modules left alone")
     parser.add_argument(
@@ -232,7 +236,7 @@ def _write(asked: argparse.Namespace, report: Report, shown: Any, **more: Any) -
 
 
 def _options(asked: argparse.Namespace) -> dict[str, Any]:
-    names = "backend", "recipe", "approximate", "skip"
+    names = "backend", "recipe", "approximate", "pad_vocabulary", "skip"
     return {name: getattr(asked, name) for name in names}
 
 
@@ -264,11 +268,21 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
             "pass at most that, or a configuration with more positions"
         )
     usual = min(asked.usual_length, positions or asked.usual_length)
-    inputs = invent(model, asked.batch, asked.length or usual)
+    inputs = _invented(model, asked.batch, asked.length or usual)
     is_language_model = type(model).__name__.endswith(_LANGUAGE_MODELS) and "input_ids" in inputs.kwargs
     if is_language_model and not asked.inference:
         inputs = replace(inputs, kwargs={**inputs.kwargs, "labels": inputs.kwargs["input_ids"]})
     return model, inputs
+
+
+def _invented(model: nn.Module, batch: int, length: int) -> Inputs:
+    try:
+        return invent(model, batch, length)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(
+            f"--batch {batch} and --length {length} make no inputs ({in_a_line(error)}), smaller numbers are "
+            "needed"
+        ) from error
 
 
 def _expectation(text: str) -> tuple[str, int]:

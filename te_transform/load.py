@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.graph.inputs import Inputs
+from te_transform.runtime.console import in_a_line
 
 
 class LoadError(ValueError):
@@ -78,9 +79,13 @@ def _tensor(told: str, device: torch.device) -> Tensor:
     ):
         raise LoadError(f"an input is {told!r}, for instance 2x16:int64:1000 is needed")
     sizes = [int(size) for size in sizes]
-    if kind.is_floating_point:
-        return torch.randn(sizes).to(device, kind)
-    return torch.randint(int(high or 2), sizes).to(device, kind)
+    try:
+        drawn = torch.randn(sizes) if kind.is_floating_point else torch.randint(int(high or 2), sizes)
+        return drawn.to(device, kind)
+    except (RuntimeError, TypeError) as error:  # no memory for it, or no such number
+        raise LoadError(
+            f"an input of {told!r} cannot be made ({in_a_line(error)}), a smaller one is needed"
+        ) from error
 
 
 def _from_factory(name: str, on_meta: bool) -> nn.Module:
@@ -137,8 +142,8 @@ def _from_config(
         raise LoadError(f"{file} has a {type(told).__name__}, the object of a config is needed")
     if "auto_map" in told and not trust_remote_code:
         raise LoadError(
-            f"{file} names Python code of its own ({', '.join(sorted(told['auto_map']))}), which would be "
-            "run: pass --trust-remote-code if you trust it"
+            f"{file} names Python code of its own ({_names(told['auto_map'])}), which would be run: pass "
+            "--trust-remote-code if you trust it"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
@@ -154,7 +159,12 @@ def _from_config(
     except LoadError:
         raise
     except Exception as error:
-        raise LoadError(f"{file} gives no model ({type(error).__name__}: {error})") from error
+        said = " ".join(str(error).partition("\n\n")[0].split())  # transformers goes on in paragraphs
+        raise LoadError(f"{file} gives no model ({type(error).__name__}: {said})") from error
+
+
+def _names(code: Any) -> str:
+    return ", ".join(sorted(code)) if isinstance(code, dict) else repr(code)
 
 
 def _class_of(config: Any, has_code: bool) -> Any:

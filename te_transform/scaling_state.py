@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from te_transform.plan.model import ModelError, check_module
+from te_transform.plan.precision_plan import PrecisionError
 from te_transform.runtime.converted import converted_of
 from te_transform.runtime.precision import Precision
 
@@ -39,30 +41,43 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
     """Let the next call of `model` quantize by the scales that scaling_state() returned.
 
     Raises:
-        ModelError: there is no converted model in `model`, or the state is another model's, or that of
-            another recipe; nothing is loaded then.
+        ModelError: there is no converted model in `model`.
+        te_transform.PrecisionError: the state is none, another model's, or that of another recipe; nothing is
+            loaded then.
     """
     owner, precision = _found(model, "load_scaling_state")
-    rows = list(state.values()) if isinstance(state, Mapping) else [None]
-    if not all(isinstance(row, Mapping) and all(isinstance(t, Tensor) for t in row.values()) for row in rows):
-        raise ModelError(
-            f"the scales are a {type(state).__name__}, a dict of dicts of tensors is needed: load what "
-            "te_transform.scaling_state() returned for a model that was converted with this recipe"
-        )
+    _check_form(state)
     needed = {} if precision is None else precision.template(owner)
     sizes = {name: {key: [*value.shape] for key, value in row.items()} for name, row in state.items()}
     for name in dict.fromkeys([*needed, *sizes]):
         wanted = {key: [*value.shape] for key, value in needed.get(name, {}).items()}
         if sizes.get(name, {}) != wanted:
-            raise ModelError(
-                f"the scales of {name} are {sizes.get(name, 'missing')}, {wanted or 'none'} are needed: load "
-                "what te_transform.scaling_state() returned for a model that was converted with this recipe"
-            )
+            found = sizes.get(name, "missing")
+            raise _refused(f" of {name}", found, f"{wanted or 'none'} are")
     if precision is not None:
         copied = {
             name: {key: value.detach().clone() for key, value in row.items()} for name, row in state.items()
         }
         precision.load_scales(copied)
+
+
+def _check_form(state: Any) -> None:
+    """Raise unless `state` is a dict of dicts of tensors."""
+    if not isinstance(state, Mapping):
+        raise _refused("", f"a {type(state).__name__}", "a dict of dicts of tensors is")
+    for name, row in state.items():
+        if not isinstance(row, Mapping):
+            raise _refused(f" of {name}", f"a {type(row).__name__}", "a dict of tensors is")
+        kinds = {key: type(value).__name__ for key, value in row.items()}
+        if not all(isinstance(value, Tensor) for value in row.values()):
+            raise _refused(f" of {name}", kinds, "a dict of tensors is")
+
+
+def _refused(whose: str, found: Any, needed: str) -> PrecisionError:
+    return PrecisionError(
+        f"the scales{whose} are {found}, {needed} needed: load what te_transform.scaling_state() returned "
+        "for a model that was converted with this recipe"
+    )
 
 
 def _found(model: nn.Module, function: str) -> tuple[nn.Module, Precision | None]:

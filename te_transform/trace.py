@@ -66,6 +66,6 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
     if len(found) != 1:
         raise TraceError(
             f"dynamo captures the forward of {type(model).__name__} in {len(found)} pieces, one is needed: "
-            "te_transform.inspect() shows them, with the reasons"
+            "te_transform.inspect() has the reasons, in its breaks"
         )
     return found[0]

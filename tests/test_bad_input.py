@@ -1,6 +1,7 @@
 """What convert() cannot take is named in a sentence, and nothing else happens."""
 
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import weight_norm
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import te_transform
 from te_transform import BackendError, InputError, ModelError, OptionError, TraceError
+from te_transform.rules import Call, OneOf
 from tests.bitwise import untouched
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import CASES, seeded
@@ -124,7 +127,8 @@ MODELS = {
     ),
     "torch.compile": (
         lambda: torch.compile(tiny()),
-        "OptimizedModule is a compiled module, the plain one is needed: convert its _orig_mod, compile=True",
+        "OptimizedModule is a compiled module, the plain one is needed: convert its _orig_mod, with "
+        "compile=True",
     ),
     "torch.compile of a part": (
         lambda: nn.Sequential(torch.compile(tiny())),
@@ -132,7 +136,7 @@ MODELS = {
     ),
     "compile()": (
         with_part(lambda model: model.compile()),
-        "Tiny is compiled, the plain module is needed: convert first, then compile",
+        "Tiny is compiled, the plain module is needed: leave that out, and convert it with compile=True",
     ),
     "compile() of a part": (
         with_part(compile_block),
@@ -342,7 +346,20 @@ INPUTS = {
         "of those is needed: pass a batch of it, next(iter(loader))",
     ),
     "an empty list": (tiny, [], InputError, "example_inputs is an empty list, one sample at least is needed"),
-    "a list of None": (tiny, [None], InputError, "example_inputs has a NoneType, a tensor, a tuple (args)"),
+    "a list of None": (
+        tiny,
+        [None],
+        InputError,
+        "example_inputs has a NoneType, a tensor, a tuple (args), a dict (kwargs) or a list of those is "
+        "needed: pass None alone to have inputs invented",
+    ),
+    "an iterator": (tiny, iter([X]), InputError, "of those is needed: pass what it yields first, next(...)"),
+    "lists of a tokenizer": (
+        tiny,
+        {"x": [[1, 2], [3, 4]]},
+        TraceError,
+        "Here are lists or arrays where it may want tensors: tokenizer(text, return_tensors='pt').",
+    ),
     "an empty tuple": (tiny, (), TraceError, "Tiny failed on the example inputs (none): TypeError:"),
     "another name": (
         tiny,
@@ -367,7 +384,7 @@ INPUTS = {
         tiny,
         X.to("meta"),
         TraceError,
-        "Tiny failed on the example inputs (float32[2, 5, 16]):",
+        "call accepts. The model is on cpu, the inputs are on meta.",
     ),
     "a failing forward": (
         Counts,
@@ -431,8 +448,7 @@ OPTIONS = {
     "recipe on torch": (
         {"recipe": "fp8-delayed", "backend": "torch"},
         OptionError,
-        "recipe is 'fp8-delayed', it needs backend='te' and this is backend 'torch', as asked: "
-        "leave recipe=None",
+        "recipe is 'fp8-delayed', it needs backend='te' and this is backend 'torch', as asked: ",
     ),
     "skip": (
         {"skip": 3},
@@ -554,7 +570,55 @@ def test_rules_that_are_none_are_refused_and_those_that_ask_too_much_are_named()
         lambda lin: (): "asks for 'lin', a role of its pattern or an option is needed",
         lambda: "no": "returned 'no', an iterator of reasons is needed",
         lambda: [3]: "yielded 3, a sentence is needed",
+        lambda: 1 / 0: "raised ZeroDivisionError: division by zero, reasons are needed",
+        lambda: (1 / 0 for _ in "x"): "raised ZeroDivisionError: division by zero, reasons are needed",
     }.items():
-        rules = (replace(linear, refuse=refuse),)
-        notes = te_transform.report(te_transform.convert(tiny(), X, passes=rules)).notes
-        assert any("the rule 'linear'" in note and told in note for note in notes), notes
+        assert_told(replace(linear, refuse=refuse), told)
+    assert_told(
+        replace(linear, build=lambda: 3), "build() of the rule 'linear' returned 3, a FusedOp is needed"
+    )
+    assert_told(replace(linear, build=lambda: 1 / 0), "raised ZeroDivisionError: division by zero, a FusedOp")
+
+
+def assert_told(rule: te_transform.Rule, told: str) -> None:
+    """That the report names the rule whose graph runs as it was captured."""
+    notes = te_transform.report(te_transform.convert(tiny(), X, passes=(rule,))).notes
+    assert any("the rule 'linear'" in note and told in note for note in notes), notes
+
+
+def test_what_a_rule_names_is_in_its_pattern():
+    linear = te_transform.PIPELINE[-2]
+    for changes, told in {
+        (
+            "reads",
+            ("lin.weight",),
+        ): "reads of the rule 'linear' has 'lin', a role of its pattern is needed, one",
+        (
+            "reads",
+            ("linear.wieght",),
+        ): "has 'linear.wieght', an argument of 'linear' is needed, one of x, weight",
+        (
+            "hands_out",
+            ("loss",),
+        ): "hands_out of the rule 'linear' has 'loss', a role of its pattern is needed",
+        (
+            "pattern",
+            Call(nn.Linear, role="linear"),
+        ): "has <class 'torch.nn.modules.linear.Linear'>, a function",
+        (
+            "pattern",
+            OneOf(Call("linear", role="linear")),
+        ): "pattern of the rule 'linear' has 'linear', a function",
+    }.items():
+        with pytest.raises(OptionError, match=re.escape(told)):
+            te_transform.convert(tiny(), X, passes=(replace(linear, **dict([changes])),))
+
+
+def test_a_pattern_that_is_written_as_models_are_is_named():
+    linear = te_transform.PIPELINE[-2]
+    for function in (F.linear, F.scaled_dot_product_attention):
+        rule = replace(linear, name="mine", pattern=Call(function, role="linear"), reads=())
+        notes = te_transform.inspect(tiny(), X, passes=(rule, *te_transform.PIPELINE)).notes
+        op = "linear" if function is F.linear else "sdpa"
+        assert any(f"rule 'mine', which has {function.__name__}" in n and f"ops.{op}" in n for n in notes)
+    assert not any("nothing resembles" in note for note in te_transform.inspect(tiny(), X).notes)

@@ -44,6 +44,9 @@ def two():
 def number():
     return 3
 
+def head():
+    return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4097))
+
 class TinyForCausalLM(nn.Module):
     def __init__(self):
         super().__init__()
@@ -251,6 +254,11 @@ def test_inputs_may_be_told(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_what_pads_a_vocabulary_may_be_allowed() -> None:
+    asked = ["inspect", "models_of_mine:head", "--expect", "pad_vocabulary=1"]
+    assert [main(asked), main([*asked, "--pad-vocabulary"])] == [1, 0]
+
+
 def test_a_language_model_of_ones_own_has_no_labels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "models_of_mine:TinyForCausalLM", "--length", "4"]) == 0
     assert "(int64[2, 4])" in " ".join(capsys.readouterr().out.split())
@@ -339,6 +347,19 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no JSON": (lambda folder: [str(folder / "models_of_mine.py")], "a config is needed: code is named"),
     "no such kind": (lambda folder: [written(folder, model_type="none")], "gives no model"),
     "code": (lambda folder: [written(folder, auto_map={"AutoModel": "a.B"})], "pass --trust-remote-code"),
+    "code of no names": (lambda folder: [written(folder, auto_map=5)], "names Python code of its own (5)"),
+    "a shape beyond memory": (
+        lambda folder: ["models_of_mine:two", "--input", f"{10**9}x{10**10}"],
+        "cannot be made (RuntimeError: Storage size calculation overflowed",
+    ),
+    "no number that there is": (
+        lambda folder: ["models_of_mine:two", "--input", f"{10**30}x16"],
+        "smaller one is needed",
+    ),
+    "a batch beyond memory": (
+        lambda folder: ["llama", "--batch", str(10**18)],
+        f"--batch {10**18} and --length 32 make no inputs (",
+    ),
     "no such recipe": (lambda folder: ["llama", "--recipe", "fp7"], "recipe is 'fp7'"),
     "no such rule": (lambda folder: ["llama", "--expect", "mlp=2"], "--expect has 'mlp=2'"),
     "no shape": (lambda folder: ["models_of_mine:two", "--input", "2xall"], "an input is '2xall'"),
@@ -385,6 +406,7 @@ def test_mistakes_are_said_in_a_line(name: str, folder: Path, capsys: pytest.Cap
     assert told == ""
     assert errors.startswith("te-transform: ")
     assert said in errors
+    assert len(errors.splitlines()) == 1 or name == "no such input"
 
 
 USAGE: list[list[str]] = [

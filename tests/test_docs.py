@@ -87,6 +87,7 @@ def test_the_index_of_errors_is_what_the_code_says() -> None:
     errors = module_from_spec(spec)
     spec.loader.exec_module(errors)
     assert errors.page() == (ROOT / "docs/errors.md").read_text(encoding="utf-8"), "run docs/errors.py"
+    assert "failed on the example inputs" in errors.page()  # made by a function, for others to raise
 
 
 @pytest.mark.integration  # `make site` builds it as strictly

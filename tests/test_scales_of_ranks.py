@@ -239,15 +239,23 @@ def test_scales_of_another_model_are_refused(te: ModuleType) -> None:
     model, _ = begun()
     saved = te_transform.scaling_state(model)
     wrong = {**saved, "blocks.0.o.weight": {"scale": torch.ones(3)}}
-    with pytest.raises(te_transform.ModelError, match=r"scales of blocks.0.o.weight are {'scale': \[3\]}, "):
+    with pytest.raises(
+        te_transform.PrecisionError, match=r"scales of blocks.0.o.weight are {'scale': \[3\]}, "
+    ):
         te_transform.load_scaling_state(model, wrong)
-    with pytest.raises(te_transform.ModelError, match=r"scales of other.weight are .*, none are needed"):
+    with pytest.raises(te_transform.PrecisionError, match=r"scales of other.weight are .*, none are needed"):
         te_transform.load_scaling_state(model, {**saved, "other.weight": saved["blocks.0.o.weight"]})
-    for none in (None, [saved], *({**saved, "blocks.0.o.weight": row} for row in (3.0, {"scale": 3}))):
-        with pytest.raises(te_transform.ModelError, match=r"are a \w+, a dict of dicts of tensors is needed"):
+    for none in (None, [saved]):
+        with pytest.raises(
+            te_transform.PrecisionError, match=r"scales are a \w+, a dict of dicts of tensors"
+        ):
             te_transform.load_scaling_state(model, none)
+    with pytest.raises(te_transform.PrecisionError, match=r"0\.o\.weight are a float, a dict of tensors"):
+        te_transform.load_scaling_state(model, {**saved, "blocks.0.o.weight": 3.0})
+    with pytest.raises(te_transform.PrecisionError, match=r"o\.weight are {'scale': 'int'}, a dict of"):
+        te_transform.load_scaling_state(model, {**saved, "blocks.0.o.weight": {"scale": 3}})
     del saved["blocks.0.o.weight"]
-    with pytest.raises(te_transform.ModelError, match=r"scales of blocks.0.o.weight are missing, "):
+    with pytest.raises(te_transform.PrecisionError, match=r"scales of blocks.0.o.weight are missing, "):
         te_transform.load_scaling_state(model, saved)
     with pytest.raises(te_transform.ModelError, match="Linear holds no converted model, one is needed"):
         te_transform.scaling_state(nn.Linear(2, 2))

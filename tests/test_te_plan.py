@@ -427,6 +427,19 @@ def test_a_site_is_in_or_has_a_reason() -> None:
         PrecisionPlan("fp8-delayed", ["lm_head"])
     with pytest.raises(PrecisionError, match="small_calls is 1, True or False is needed"):
         PrecisionPlan("mxfp8", small_calls=1)
+    with pytest.raises(
+        PrecisionError, match="sites has 0, the path of a module is needed, such as 'lm_head'"
+    ):
+        PrecisionPlan("mxfp8", {0: "fp8"})
+    for misspelt in ("FP8", "fp8-delayed", " fp8"):  # taken for a reason they would keep the site out
+        with pytest.raises(PrecisionError, match=f"'lm_head' has {misspelt!r}, None, \"fp8\" or a reason"):
+            PrecisionPlan("fp8-delayed", {"lm_head": misspelt})
+
+
+def test_a_plan_has_a_recipe_that_there_is() -> None:
+    with pytest.raises(PrecisionError) as raised:
+        PrecisionPlan("mxfp4")
+    assert str(raised.value) == f"the recipe is 'mxfp4', a TE recipe or one of {NAMES} is needed"
 
 
 # Mistakes are named before anything happens
@@ -435,10 +448,6 @@ def test_a_site_is_in_or_has_a_reason() -> None:
 NAMES = "fp8-delayed, fp8-current, fp8-block, mxfp8"
 MISTAKES = {
     "no such recipe": ({"recipe": "fp8"}, f"recipe is 'fp8', None, a TE recipe or one of {NAMES} is needed"),
-    "no such recipe in a plan": (
-        {"recipe": PrecisionPlan("mxfp4")},
-        f"recipe is 'mxfp4', None, a TE recipe or one of {NAMES} is needed",
-    ),
     "no recipe in a plan": (
         {"recipe": PrecisionPlan(None, {"linear": "fp8"})},
         "recipe is a PrecisionPlan without a recipe, one is needed",
@@ -447,11 +456,11 @@ MISTAKES = {
     "True as recipe": ({"recipe": True}, "recipe is True, a bool is no TE recipe"),
     "on torch": (
         {"recipe": "mxfp8", "backend": "torch"},
-        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked: leave recipe=None",
+        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked: ",
     ),
     "a plan on torch": (
         {"recipe": PrecisionPlan("mxfp8"), "backend": "torch"},
-        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked: leave recipe=None",
+        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked: ",
     ),
 }
 
@@ -481,8 +490,11 @@ def test_mistakes_are_named_before_the_model_is_run(
 
 def test_a_recipe_where_auto_is_torch() -> None:
     model = Untouchable()
-    with untouched(model), pytest.raises(OptionError, match=f"this is backend 'torch', because {NO_GPU}"):
+    why = f"this is backend 'torch', because {NO_GPU}"
+    with untouched(model), pytest.raises(OptionError, match=f"{why}.*: leave recipe=None"):
         te_transform.convert(model, X, recipe="fp8-delayed")
+    with untouched(model), pytest.raises(OptionError, match=f"{why}.*: pass backend='te', which is planned"):
+        te_transform.inspect(model, X, recipe="fp8-delayed")
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.graph.preserve import preserved
 
@@ -37,7 +37,7 @@ class TraceError(RuntimeError):
             )
         return cls(
             f"{kind} failed on the example inputs ({inputs}): {raised}\n"
-            "Pass example_inputs that a plain model(...) call accepts."
+            f"Pass example_inputs that a plain model(...) call accepts.{_remarks(model, inputs)}"
         )
 
 
@@ -62,6 +62,23 @@ class Inputs:
 
         args, kwargs = tree_map_only(torch.Tensor, detached, (self.args, self.kwargs))
         return copy.deepcopy((args, kwargs), {id(t): t for t in leaves.values()})
+
+
+def _remarks(model: nn.Module, inputs: Inputs) -> str:
+    """What may be the matter with inputs that the model does not take."""
+    found = ""
+    given = (*inputs.args, *inputs.kwargs.values())
+    if any(isinstance(each, list) or type(each).__module__ == "numpy" for each in given):
+        found += " Here are lists or arrays where it may want tensors: tokenizer(text, return_tensors='pt')."
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    of_inputs, of_model = _devices(tensors), _devices(model.parameters())
+    if of_inputs and of_model not in ("", "meta", of_inputs):  # on meta, inputs of any device are taken
+        found += f" The model is on {of_model}, the inputs are on {of_inputs}."
+    return found
+
+
+def _devices(tensors: Iterable[torch.Tensor]) -> str:
+    return " and ".join(sorted({str(tensor.device) for tensor in tensors}))
 
 
 def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
@@ -99,6 +116,10 @@ def _instead_of(sample: Any) -> str:
     """What to pass where `sample` was given."""
     if isinstance(sample, torch.utils.data.DataLoader):
         return "pass a batch of it, next(iter(loader))"
+    if isinstance(sample, Iterator):
+        return "pass what it yields first, next(...)"
+    if sample is None:
+        return "pass None alone to have inputs invented"
     if isinstance(sample, str):
         return "pass what a tokenizer makes of it, tokenizer(text, return_tensors='pt')"
     if isinstance(sample, (int, float, list)) or hasattr(sample, "__array__"):

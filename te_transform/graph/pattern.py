@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -253,6 +253,29 @@ class Siblings:
 
     target: Callable
     role: str
+
+
+def within(pattern: Pattern | Siblings) -> Iterator[Pattern | Siblings]:
+    """The pattern, and all that it is made of; what a class of somebody else's holds is not known."""
+    yield pattern
+    choices = (choice for _, choice in getattr(pattern, "choices", ()))
+    held = (getattr(pattern, name, ()) for name in ("args", "operands", "items"))
+    for part in chain(*held, choices, (getattr(pattern, "inner", None),)):
+        if isinstance(part, Pattern):
+            yield from within(part)
+
+
+def targets_of(pattern: Pattern | Siblings) -> tuple[Any, ...]:
+    """What it matches calls of, if it is one of those that do."""
+    one = getattr(pattern, "target", None)
+    return getattr(pattern, "targets", ()) if one is None else (one,)
+
+
+def spelled_as(function: Callable) -> Callable | None:
+    """The op that stands for a function of PyTorch in the canonical form; None where that has no other."""
+    name = getattr(function, "__name__", "")
+    op = ops.sdpa if name == "scaled_dot_product_attention" else getattr(ops, name, None)
+    return op if op is not function and getattr(op, "__module__", None) == ops.__name__ else None
 
 
 def Linear(x: Any = None, role: str = "linear") -> Call:

@@ -44,7 +44,7 @@ def assign(
     if unknown := sorted(named.sites.keys() - decided.keys()):
         raise PrecisionError(
             f"the precision plan names {', '.join(unknown)}, where no product is fused: "
-            "te_transform.inspect() with the same options shows the paths that there are"
+            "te_transform.inspect() with the plan's recipe alone has the paths that there are, in .precision"
         )
     return PrecisionPlan(named.recipe, decided, named.small_calls)
 

@@ -30,10 +30,14 @@ def check_model(model: Any, function: str) -> None:
             )
         if is_compiled(module):
             raise ModelError(
-                f"{where} is a compiled module, the plain one is needed: convert its _orig_mod, compile=True"
+                f"{where} is a compiled module, the plain one is needed: convert its _orig_mod, with "
+                "compile=True"
             )
         if module._compiled_call_impl is not None or _is_compiled(module.forward):
-            raise ModelError(f"{where} is compiled, the plain module is needed: convert first, then compile")
+            raise ModelError(
+                f"{where} is compiled, the plain module is needed: leave that out, and convert it with "
+                "compile=True"
+            )
     if wrapped := wrapped_by(model):
         raise ModelError(
             f"the model is wrapped by {wrapped}, the plain model is needed: convert first, then wrap"

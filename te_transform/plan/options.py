@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from torch import nn
 
 from te_transform.backends import Backend, choose
 from te_transform.backends.limits import cuda_graphs
-from te_transform.graph.pattern import Pattern, Siblings
-from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.graph import ops
+from te_transform.graph.pattern import Pattern, Siblings, targets_of, within
+from te_transform.plan.precision_plan import RECIPES, PrecisionPlan
 from te_transform.plan.rule import Rule
 
-RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 IN_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # those of which torch.compile makes CUDA graphs
 
@@ -118,7 +120,7 @@ class Options:
             )
         for rule in rules:
             _check_rule(rule)
-        cls._check_recipe(recipe, chosen, reason)
+        cls._check_recipe(recipe, chosen, reason, planning)
         globs = globs_of(skip)
         if not isinstance(mode, bool) and mode not in (*COMPILE_MODES, "auto"):
             known = ", ".join((*COMPILE_MODES, "auto"))
@@ -154,7 +156,7 @@ class Options:
             )
 
     @staticmethod
-    def _check_recipe(recipe: Any, backend: Any, reason: str) -> None:
+    def _check_recipe(recipe: Any, backend: Any, reason: str, planning: bool) -> None:
         named = recipe.recipe if isinstance(recipe, PrecisionPlan) else recipe
         if named is None:
             if recipe is not None:
@@ -165,6 +167,11 @@ class Options:
                 f"recipe is {named!r}, None, a TE recipe or one of {', '.join(RECIPES)} is needed"
             )
         if not backend.HAS_KERNELS:
+            if planning:
+                raise OptionError(
+                    f"recipe is {named!r}, it needs backend='te' and this is {reason}: pass backend='te', "
+                    "which is planned on any machine"
+                )
             raise OptionError(
                 f"recipe is {named!r}, it needs backend='te' and this is {reason}: leave recipe=None"
             )
@@ -195,6 +202,46 @@ def _check_rule(rule: Rule) -> None:
             raise OptionError(
                 f"{field} of the rule {rule.name!r} is {getattr(rule, field)!r}, {what} is needed"
             )
+    _check_targets(rule)
+    _check_names(rule)
+
+
+def _check_targets(rule: Rule) -> None:
+    for target in (target for part in within(rule.pattern) for target in targets_of(part)):
+        if not callable(target) or (isinstance(target, type) and issubclass(target, nn.Module)):
+            raise OptionError(
+                f"the pattern of the rule {rule.name!r} has {target!r}, a function is needed, such as "
+                "te_transform.rules.ops.relu"
+            )
+
+
+def _check_names(rule: Rule) -> None:
+    """Raise unless what `reads` and `hands_out` name is a role of the pattern, and an argument of its ops."""
+    parts = list(within(rule.pattern))
+    if any(type(part).__module__ != Pattern.__module__ for part in parts):  # who knows what these bind
+        return
+    found: dict[str, tuple[Any, ...]] = {}
+    for part in parts:
+        for name in filter(None, (getattr(part, "role", None), getattr(part, "name", None))):
+            found[name] = (*found.get(name, ()), *targets_of(part))
+    for field, (role, _, argument) in _named(rule):
+        if role not in found:
+            raise OptionError(
+                f"{field} of the rule {rule.name!r} has {role!r}, a role of its pattern is needed, one of "
+                f"{', '.join(found)}"
+            )
+        ours = [target for target in found[role] if getattr(target, "__module__", "") == ops.__name__]
+        known = dict.fromkeys(name for target in ours for name in signature(target).parameters)
+        if argument and ours and argument not in known:
+            raise OptionError(
+                f"{field} of the rule {rule.name!r} has '{role}.{argument}', an argument of {role!r} is "
+                f"needed, one of {', '.join(known)}"
+            )
+
+
+def _named(rule: Rule) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    yield from (("reads", name.partition(".")) for name in rule.reads)
+    yield from (("hands_out", (name, "", "")) for name in rule.hands_out)
 
 
 def _are_names(given: Any) -> bool:

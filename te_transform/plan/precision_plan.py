@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
 _IN = "fp8"
 _HEADER = """\
 # Which fused modules run in the recipe's precision: "fp8" does, any other text says why not.
@@ -16,7 +17,7 @@ _HEADER = """\
 
 
 class PrecisionError(ValueError):
-    """A precision plan does not fit the model, or its file cannot be read."""
+    """A precision plan, or a state of scales, does not fit the model, or a plan's file cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class PrecisionPlan:
     With `small_calls`, calls of so few tokens that they are faster in bf16 run in the recipe too.
 
     Raises:
-        PrecisionError: a site has something else, or `small_calls` is no bool.
+        PrecisionError: there is no recipe of that name, a site has something else, or `small_calls` is no
+            bool.
     """
 
     recipe: Any
@@ -37,13 +39,21 @@ class PrecisionPlan:
     small_calls: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.recipe, str) and self.recipe not in RECIPES:
+            raise PrecisionError(
+                f"the recipe is {self.recipe!r}, a TE recipe or one of {', '.join(RECIPES)} is needed"
+            )
         if not isinstance(self.sites, dict):
             kind = type(self.sites).__name__
             raise PrecisionError(
                 f'sites is a {kind}, a dict from a site\'s name to None, "fp8" or a reason is needed'
             )
         for site, why in self.sites.items():
-            if why is not None and not isinstance(why, str):
+            if not isinstance(site, str):
+                raise PrecisionError(f"sites has {site!r}, the path of a module is needed, such as 'lm_head'")
+            # a name of the recipe would be taken for a reason to stay out of it
+            misspelt = isinstance(why, str) and why != _IN and why.strip().lower() in (_IN, *RECIPES)
+            if misspelt or not (why is None or isinstance(why, str)):
                 raise PrecisionError(f'{site!r} has {why!r}, None, "fp8" or a reason is needed')
         if not isinstance(self.small_calls, bool):
             raise PrecisionError(f"small_calls is {self.small_calls!r}, True or False is needed")

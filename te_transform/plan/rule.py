@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from te_transform.backends.op import FusedOp
 from te_transform.graph import ops
 from te_transform.graph.nodes import argument, is_model_tensor, path_of, shape_of, value
 from te_transform.graph.pattern import Match, Pattern, Siblings
@@ -189,7 +190,7 @@ def ask(rule: Rule, what: Literal["refuse", "build"], known: dict[str, Any]) -> 
     """Call a function of `rule` with those of the `known` values that its parameters name.
 
     Raises:
-        RuleError: it asks for something that the match does not have.
+        RuleError: it asks for something that the match does not have, it raised, or made no fused op.
     """
     function = getattr(rule, what)
     parameters = inspect.signature(function).parameters.values()
@@ -199,14 +200,25 @@ def ask(rule: Rule, what: Literal["refuse", "build"], known: dict[str, Any]) -> 
             f"{what}() of the rule {rule.name!r} asks for {missing[0]!r}, a role of its pattern or an option "
             f"is needed, one of {', '.join(known)}: give what some alternatives lack a default"
         )
-    return function(**{name: known[name] for name in wanted})
+    try:
+        found = function(**{name: known[name] for name in wanted})
+    except Exception as error:
+        raise _raised(rule, what, error) from error
+    if what == "build" and not isinstance(found, FusedOp):
+        raise RuleError(f"build() of the rule {rule.name!r} returned {found!r}, a FusedOp is needed")
+    return found
+
+
+def _raised(rule: Rule, what: str, error: Exception) -> RuleError:
+    said, needed = f"{type(error).__name__}: {error}", "reasons are" if what == "refuse" else "a FusedOp is"
+    return RuleError(f"{what}() of the rule {rule.name!r} raised {said}, {needed} needed")
 
 
 def reasons_of(rule: Rule, known: dict[str, Any]) -> list[str | None]:
     """What refuse() of `rule` yields.
 
     Raises:
-        RuleError: it asks for something that the match does not have, or yields no sentences.
+        RuleError: it asks for something that the match does not have, raised, or yields no sentences.
     """
     found = ask(rule, "refuse", known)
     if isinstance(found, str) or not isinstance(found, Iterable):
@@ -214,7 +226,10 @@ def reasons_of(rule: Rule, known: dict[str, Any]) -> list[str | None]:
             f"refuse() of the rule {rule.name!r} returned {found!r}, an iterator of reasons is needed: yield "
             "each of them"
         )
-    found = list(found)
+    try:
+        found = list(found)
+    except Exception as error:
+        raise _raised(rule, "refuse", error) from error
     if wrong := [reason for reason in found if reason is not None and not isinstance(reason, str)]:
         raise RuleError(f"refuse() of the rule {rule.name!r} yielded {wrong[0]!r}, a sentence is needed")
     return found

@@ -13,12 +13,13 @@ from te_transform.backends import plain
 from te_transform.backends.limits import DTYPES, break_even_rows
 from te_transform.graph.edit import snapshot
 from te_transform.graph.nodes import value
+from te_transform.graph.pattern import spelled_as, targets_of, within
 from te_transform.plan import cost, memory
 from te_transform.plan.assign import path_below, product_paths
 from te_transform.plan.match import Plan
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
-from te_transform.plan.rule import Outcome
+from te_transform.plan.rule import Outcome, Rule
 from te_transform.report.explain import explain_graphs
 from te_transform.report.report import Report
 
@@ -73,6 +74,7 @@ def compose(
             *([_REPLAYED] if options.graphs else ()),
             *([_WIDE] if wide else ()),
             *([cost.NOTE] if priced else ()),
+            *_never(plans, options.passes),
             *notes,
         ),
         tuple(explain_graphs(captured, reasons, "forward" in vars(model))),
@@ -80,6 +82,19 @@ def compose(
         memory=memory.predict(plans, model.parameters(), inputs, inside) if predicted else None,
         options=options.asked(),
     )
+
+
+def _never(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator[str]:
+    """Of rules that nothing resembles, which functions in their patterns stand under other names there."""
+    found = {outcome.rule for _, plan in plans for outcome in plan.outcomes}
+    for rule in rules if plans else ():
+        targets = (target for part in within(rule.pattern) for target in targets_of(part))
+        twins = {target: twin for target in targets if (twin := spelled_as(target)) is not None}
+        for target, twin in twins.items() if rule.name not in found else ():
+            yield (
+                f"nothing resembles the pattern of the rule {rule.name!r}, which has {target.__name__} as it "
+                f"is written in models: write ops.{twin.__name__}, what te_transform.rules has for it"
+            )
 
 
 def _multiplies_wide(plans: Sequence[tuple[str, Plan]]) -> bool:

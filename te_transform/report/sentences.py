@@ -38,12 +38,21 @@ def yielded(*modules: ModuleType) -> list[str]:
 
 
 def raised(source: str) -> Iterator[tuple[str, str]]:
-    """The errors that a file raises: the name of the class, and the sentence where it is written there."""
-    for node in ast.walk(ast.parse(source)):
-        error = node.exc if isinstance(node, ast.Raise) else None
-        sentence = _text(error.args[0]) if isinstance(error, ast.Call) and error.args else ""
-        if any(map(str.isalpha, sentence)):
-            yield ast.unparse(error.func), sentence
+    """The errors that a file raises, or makes to be raised: the name of the class, and the sentence where it
+    is written there."""
+    tree = ast.parse(source)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    homes = {inner: outer.name for outer in classes for inner in ast.walk(outer)}
+    for node in ast.walk(tree):
+        made = node.value if isinstance(node, ast.Return) else None
+        error = node.exc if isinstance(node, ast.Raise) else made
+        if not isinstance(error, ast.Call) or not error.args:
+            continue
+        called = ast.unparse(error.func)
+        name = homes.get(node, called) if called == "cls" else called
+        is_error = not name.startswith("_") and (made is None or name.endswith("Error"))
+        if is_error and any(map(str.isalpha, _text(error.args[0]))):
+            yield name, _text(error.args[0])
 
 
 def _tree(module: ModuleType) -> ast.Module:

@@ -141,7 +141,8 @@ def test_a_rule_that_fails_leaves_the_model_as_it_was_and_is_noted() -> None:
 
     report = fused(scaling(2.0), passes=(replace(OWN, refuse=fails), *PIPELINE))
     assert report.counts == {}
-    assert "ArithmeticError: a mistake in a rule" in report.notes
+    said = "raised ArithmeticError: a mistake in a rule, reasons are needed"
+    assert f"RuleError: refuse() of the rule 'scaled_linear' {said}" in report.notes
 
 
 # Reasons that all rules share
@@ -202,7 +203,7 @@ def test_less_than_half_of_a_pattern_in_any_order_is_no_near_miss() -> None:
     pattern = AnyOrder(torch.add, Var("x"), inner)
     assert pattern.depth == Call(torch.add, Var("x"), inner).depth
     make = written(lambda model, x: x + torch.sin(x) + model.fc(x), fc=tables.linear(H, H))
-    rule = replace(linear.RULE, name="any_order", pattern=pattern, refuse=lambda: ())
+    rule = replace(linear.RULE, name="any_order", pattern=pattern, refuse=lambda: (), reads=("x",))
     assert not sites(make, passes=[rule]).sites
 
 
