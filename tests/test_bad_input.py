@@ -1,5 +1,6 @@
 """What convert() cannot take is named in a sentence, and nothing else happens."""
 
+import logging
 import random
 import re
 import warnings
@@ -402,6 +403,34 @@ INPUTS = {
 
 
 UNSEEN = ("a meta tensor", "mixed dtypes")  # on fake tensors, which is all that inspect() has
+
+
+class Records(logging.Handler):
+    """Whose loggers have said something."""
+
+    def __init__(self, level: int):
+        super().__init__(level)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.name)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_inputs_that_do_not_fit_are_told_in_a_sentence(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without dynamo's stack traces, but where its logs were asked for."""
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    if asked:
+        monkeypatch.setenv("TORCH_LOGS", "dynamo")
+    dynamos, ours = Records(logging.WARNING), Records(logging.DEBUG)
+    places = {"torch._dynamo": dynamos, "torch._subclasses": dynamos, "te_transform.graph.capture": ours}
+    for name, handler in places.items():
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger("te_transform.graph.capture"), "level", logging.DEBUG)
+    with pytest.raises(TraceError, match="failed on the example inputs"):
+        te_transform.convert(seeded(Tiny), torch.zeros(2, 3, WIDTH + 1))
+    assert bool(dynamos.seen) == asked
+    assert bool(ours.seen) != asked
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +30,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
 from te_transform.graph.inputs import Inputs
+
+log = logging.getLogger(__name__)
 
 Backend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -75,6 +78,8 @@ def capture(
         A function, whose `turned_off` is true once dynamo has given up on code that it was to trace: such
         code is never traced again.
     """
+    for logger in _LOGGERS:
+        logger.addFilter(_is_not_ours)  # once, however often
     context = torch._dynamo.optimize(backend, dynamic=dynamic)
     forward, traced = _alone(forward), context.callback
     if isinstance(forward, FunctionType) and trace_rules.check(forward):
@@ -107,6 +112,20 @@ def capture(
     run = context(forward)
     run.turned_off = False
     return run
+
+
+# What dynamo logs of code that it does not capture: for inputs that do not fit, stack traces of 5,000 lines
+# before the error that says so.
+_LOGGERS = tuple(map(logging.getLogger, ("torch._dynamo.convert_frame", "torch._subclasses.fake_tensor")))
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    """Whether a record of these loggers is shown. Those of our captures are not, whose reasons are in the
+    report; they go to this file's logger as details, and everywhere if dynamo's logs were asked for."""
+    if not _ours.get() or "TORCH_LOGS" in os.environ:
+        return True
+    log.debug("%s", record.getMessage(), exc_info=record.exc_info)
+    return False
 
 
 class _Methods(set[Callable[..., Any]]):
