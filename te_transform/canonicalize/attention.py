@@ -224,7 +224,7 @@ def _filled(
         return query, lift.insert(torch.masked_fill, (bias, lift.negate(keep), -math.inf))
     # a finite fill leaves a row that is hidden everywhere uniform, where -inf would leave it NaN
     hidden = lift.negate(condition) if "kept" in found else condition
-    rows = lift.insert(ops.hidden_rows, (hidden,), like=hidden)
+    rows = lift.insert(ops.hidden_rows, (hidden,))
     query = lift.insert(ops.zero_hidden, (query, rows), like=query)
     if bias is None:
         return query, lift.insert(ops.kept, (hidden, rows), like=hidden)
