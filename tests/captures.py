@@ -89,11 +89,11 @@ class Model(nn.Module):
     def __init__(self, function, **parameters: Tensor):
         super().__init__()
         self.function = function
-        for name, value in parameters.items():
+        for name, tensor in parameters.items():
             if name == "cache":
-                self.register_buffer(name, value)
+                self.register_buffer(name, tensor)
             else:
-                setattr(self, name, nn.Parameter(value))
+                setattr(self, name, nn.Parameter(tensor))
 
     def forward(self, *args):
         return self.function(self, *args)

@@ -117,11 +117,12 @@ WHOLE: dict[str, dict[str, str]] = {
 }
 
 
-# of those that are left to `make integrations` elsewhere, these two have a head of keys that is not divided
+# of those that are left to `make integrations` elsewhere, two have a head of keys that is not divided, one a
+# mask with a finite fill
 @each(
     ALL,
     later={*LATER, "nanogpt_manual", "quickstart", "torch_encoder_pre", "roberta"}
-    - {"falcon", "gemma3_text"},
+    - {"falcon", "gemma3_text", "quickstart_mask"},
 )
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     places = [place for layout in compare(ALL[name], 2) for place in layout.places]
@@ -133,6 +134,7 @@ def test_two_ranks_compute_what_one_does(name: str) -> None:
     assert {place.what for place in places if not place.reasons} >= {"attention", "mlp"} - {
         *WHOLE.get(name, {}),
         *({"mlp"} if name in ("torch_mha", "mixtral") else ()),
+        *({"attention"} if name in ("llama_eager", "bloom") else ()),  # in fp64 their softmax rounds to fp32
     }
 
 
