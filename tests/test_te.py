@@ -108,10 +108,10 @@ def test_computes_what_plain_pytorch_does(te: ModuleType, name: str) -> None:
     found, wanted = case.step(case.op, X), case.step(case.plain, X)
     assert close(found[0], wanted[0], 1e-2)
     assert all(close(f, w, 2e-2) for f, w in zip(found[1], wanted[1], strict=True))
-    assert kernel_of(case).made is not None
+    assert (kernel_of(case).made is not None) == (type(case.op) is not te.Linear)
 
 
-@pytest.mark.parametrize("name", ["linear", "norm linear", "rms linear", "mlp", "bare rms mlp", "gated mlp"])
+@pytest.mark.parametrize("name", ["norm linear", "rms linear", "mlp", "bare rms mlp", "gated mlp"])
 def test_runs_in_tes_modules_where_these_are_faster(
     te: ModuleType, name: str, by_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,6 @@ class Linear(FusedOp):
     """y = x W^T + b; weight [out, in]."""
 
     PRODUCTS = (1,)
-    gains_in_te = False  # in the weights' own dtype
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out]."""

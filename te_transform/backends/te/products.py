@@ -46,7 +46,7 @@ class _Product(FusedOp):
         if kernel.ran_in_recipe and not enabled and in_backward():
             return self._again(kernel, x, tensors, gradients)
         in_fp8 = enabled and in_recipe(weights[0], self.in_fp8)
-        if not (in_fp8 or gradients or self.gains_in_te or at_any_size):
+        if not (in_fp8 or gradients or self._may_gain()):
             return self._plainly(plain.product, x, tensors)
         why = self._why_plain(x, weights, in_fp8, gradients is not None)
         inside = in_fp8 and why is None
@@ -62,6 +62,10 @@ class _Product(FusedOp):
         if saving_hooks() or not (torch.is_grad_enabled() or is_evaluating()):
             kernel.note_scales()  # for a checkpoint, from which this call will be made again
         return self._in_fp8(kernel, x, tensors, gradients)
+
+    def _may_gain(self) -> bool:
+        """Whether TE's module is asked for in the weights' own dtype too: as it gains, or to be checked."""
+        return self.gains_in_te or bool(at_any_size)
 
     def _recorded(
         self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
@@ -225,6 +229,9 @@ class Linear(_Product, plain.Linear):
     """y = x W^T + b; weight [out, in]."""
 
     form = ("Linear",)
+
+    def _may_gain(self) -> bool:
+        return False
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
         outs, ins = weights[0].shape
