@@ -119,10 +119,11 @@ class Parallel:
         parameters that are tied stay so. Where the body raises, the parameters themselves come back."""
         made: dict[int, tuple[nn.Parameter, Divided]] = {}
         before = [*model.named_parameters(remove_duplicate=False)]
+        known = {id(parameter): shards[name] for name, parameter in before if name in shards}
         try:
             for name, parameter in before:
                 if id(parameter) not in made:
-                    found = shards.get(name)
+                    found = known.get(id(parameter))  # by whichever of the names of one that is tied
                     stored = Replicate() if found is None else Shard(parameter.dim() + found.dim)
                     tensor = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
                     held, divided = nn.Parameter(tensor, parameter.requires_grad), Divided(found)
