@@ -426,9 +426,13 @@ def test_inputs_that_do_not_fit_are_told_in_a_sentence(asked: bool, monkeypatch:
     places = {"torch._dynamo": dynamos, "torch._subclasses": dynamos, "te_transform.graph.capture": ours}
     for name, handler in places.items():
         monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
-    monkeypatch.setattr(logging.getLogger("te_transform.graph.capture"), "level", logging.DEBUG)
-    with pytest.raises(TraceError, match="failed on the example inputs"):
-        te_transform.convert(seeded(Tiny), torch.zeros(2, 3, WIDTH + 1))
+    log = logging.getLogger("te_transform.graph.capture")
+    log.setLevel(logging.DEBUG)
+    try:
+        with pytest.raises(TraceError, match="failed on the example inputs"):
+            te_transform.convert(seeded(Tiny), torch.zeros(2, 3, WIDTH + 1))
+    finally:
+        log.setLevel(logging.NOTSET)
     assert bool(dynamos.seen) == asked
     assert bool(ours.seen) != asked
 
