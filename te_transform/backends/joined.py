@@ -21,8 +21,6 @@ from te_transform.backends import quantized
 from te_transform.backends.tracing import compiling, recorded, transformed
 from te_transform.graph import ops
 
-Seen = list[tuple[Tensor, int]]  # parameters, and how often each of them had been written to
-
 
 class State:
     """What te_transform keeps for a parameter.
@@ -345,12 +343,12 @@ class _Watched(torch.autograd.Function):
         return grad, None
 
 
-def versions(parameters: Sequence[Tensor]) -> Seen:
+def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     """How often each of them has been written to, for check_unwritten()."""
     return [(p, 0 if p.is_inference() else p._version) for p in parameters]
 
 
-def check_unwritten(seen: Seen) -> None:
+def check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
     """Raise what autograd raises, where one of them has been written to since."""
     for parameter, version in seen:
         if not parameter.is_inference() and parameter._version != version:

@@ -75,15 +75,16 @@ def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why fused kernels are not faster for so many rows, or None."""
     if in_fp8:
         return too_small_for_te(rows, width, in_fp8)
-    if at_any_size or replayed or rows * width**2 >= MIN_GEMM_WORK:
-        return None
-    return "a call too small to be faster in these kernels"
+    return _too_small_unless(bool(replayed) or rows * width**2 >= MIN_GEMM_WORK, in_fp8)
 
 
 def too_small_for_te(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why TE's modules are not faster than plain PyTorch for so many rows, or None."""
-    enough = break_even_rows(width, in_fp8, bool(replayed))
-    if at_any_size or (in_fp8 and small_calls_in_fp8) or rows >= enough:
+    return _too_small_unless(rows >= break_even_rows(width, in_fp8, bool(replayed)), in_fp8)
+
+
+def _too_small_unless(enough: bool, in_fp8: bool) -> str | None:
+    if enough or at_any_size or (in_fp8 and small_calls_in_fp8):
         return None
     return f"a call too small to be faster in {'FP8' if in_fp8 else 'these kernels'}"
 
