@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
@@ -58,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         with _quiet():
-            return asked.run(asked)
+            code = asked.run(asked)
+        sys.stdout.flush()
+        return code
     except BAD_INPUT as error:
         hint = "\nHere example inputs are told by --input." * isinstance(error, (InputError, TraceError))
         print(f"te-transform: {error}{hint}", file=sys.stderr)
@@ -68,6 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as of `| head`
         sys.stderr.close()
         return 0
+    except OSError as error:  # as of a disk that is full
+        print(f"te-transform: {error}", file=sys.stderr)
+        with suppress(OSError):  # Python would write what is left at its end, and tell of it again
+            sys.stdout.close()
+        return 2
 
 
 @contextmanager

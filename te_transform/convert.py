@@ -150,7 +150,8 @@ def _capture_and_report(
         seen.groups.clear()
     seen.outputs.clear()
     options = converted.options
-    if converted.by_block and not converted.in_pieces:
+    is_later = not (seen.graphs or options.as_it_is)  # as where dynamo was switched off for this while
+    if is_later or (converted.by_block and not converted.in_pieces):
         converted.whole = []
     converted.capture_blocks(made, one_by_one=converted.in_pieces)
     if options.as_it_is:

@@ -42,7 +42,7 @@ def report(converted: nn.Module) -> Report:
     graphs, told = found.graphs, found.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
     later = [note for note in found.failures if note not in told]
-    if found.whole is not None and not found.in_pieces:
+    if found.whole is not None and found.by_block and not found.in_pieces:
         later.append(_LATER)
     if found.parallel is not None:
         later += divided(found.parallel.places, found.parallel.ranks.count)

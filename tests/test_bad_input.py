@@ -329,9 +329,27 @@ def test_a_class_that_takes_no_subclass_is_named(
     te_transform.report(converted).expect(layernorm_linear=1)
 
 
+class Sum(nn.Module):
+    """Of two arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(self.norm(x)) + y
+
+
 # What is given as inputs
 
 INPUTS = {
+    "a list for a tuple": (
+        Sum,
+        [X, X],
+        InputError,
+        "example_inputs is a list, whose 2 items are a call each, and the forward takes as many "
+        "arguments: pass a tuple, tuple(example_inputs), for those of one call",
+    ),
     "a string": (
         tiny,
         "x",

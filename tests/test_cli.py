@@ -1,5 +1,7 @@
 """The command line: models by name, what is printed and where, and the exit status."""
 
+import errno
+import io
 import json
 import re
 import sys
@@ -163,6 +165,21 @@ def test_tune_keeps_the_fastest(
     monkeypatch.setattr(timing, "seconds_of", None)  # nothing is timed again
     assert main(arguments) == 0
     assert capsys.readouterr().out == told
+
+
+class Full(io.StringIO):
+    """A file on a disk that is full: what was written is missed when it is flushed."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_output_that_cannot_be_written_is_no_success(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["inspect", "models_of_mine:two"]) == 2
+    assert capsys.readouterr().err == "te-transform: [Errno 28] No space left on device\n"
 
 
 def test_what_is_expected_decides_the_status(capsys: pytest.CaptureFixture[str]) -> None:

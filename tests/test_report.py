@@ -493,6 +493,18 @@ def test_says_that_nothing_was_captured() -> None:
     assert "dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, " in said
 
 
+def test_what_is_captured_after_the_conversion_is_told_from_then_on() -> None:
+    x = torch.zeros(2, 8)
+    with torch.compiler.set_stance("force_eager"):
+        converted = te_transform.convert(Block(), x)
+        converted(x)
+    assert "dynamo is switched off" in str(te_transform.report(converted)).replace("\n", " ")
+    converted(x)
+    report = te_transform.report(converted)
+    assert sum(report.counts.values()) == len(te_transform.inspect(Block(), x).sites) > 0
+    assert "was captured" not in str(report)
+
+
 def test_one_graph_needs_no_words() -> None:
     (graph,) = captured(Block(), torch.zeros(2, 8))
     assert list(explain_graphs([("", graph)])) == []

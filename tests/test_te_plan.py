@@ -358,8 +358,8 @@ def test_the_report_says_which_calls_are_too_small() -> None:
     assert any(note.startswith(tokens) for note in inspected(case).notes)
 
 
-def test_the_report_says_where_tes_modules_gain_nothing() -> None:
-    said = "products run in plain PyTorch: its kernels of LayerNorms"
+def test_the_report_says_where_fused_products_gain_nothing() -> None:
+    said = "products run as they were captured: in the weights' own dtype"
     assert any(note.startswith(said) for note in inspected(CASES["gpt2"]).notes)
     for case, recipe in ((CASES["gpt2"], "fp8-block"), (CASES["llama"], None)):
         assert not any(note.startswith(said) for note in inspected(case, recipe=recipe).notes)
@@ -369,12 +369,13 @@ def test_the_report_says_where_tes_modules_gain_nothing() -> None:
 @pytest.mark.parametrize("width", [64, 1024, 4096])
 def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: bool, by_size: None) -> None:
     tokens = limits.break_even_rows(width, in_fp8)
-    assert limits.too_small_for_te(tokens - 1, width, in_fp8)
-    assert limits.too_small_for_te(tokens, width, in_fp8) is None
+    assert limits.too_small(tokens - 1, width, in_fp8)
+    assert limits.too_small(tokens, width, in_fp8) is None
     with limits.at_any_size:
-        assert limits.too_small_for_te(1, width, in_fp8) is None
-    assert limits.too_small_for_te(1, width, in_fp8)
+        assert limits.too_small(1, width, in_fp8) is None
     assert limits.too_small(1, width, in_fp8)
+    with limits.replayed:
+        assert bool(limits.too_small(1, width, in_fp8)) == in_fp8
 
 
 def test_no_plan_puts_a_shape_into_fp8_that_has_no_kernel() -> None:
@@ -405,6 +406,14 @@ def test_a_file_that_is_no_plan(name: str, tmp_path: Path) -> None:
         PrecisionPlan.read(tmp_path / "plan.toml")
     assert str(raised.value).startswith(f"{tmp_path / 'plan.toml'} {sentence}")
     assert str(raised.value).endswith("write() makes a file to start from")
+
+
+def test_a_file_with_an_unknown_recipe_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text('recipe = "fp9"')
+    with pytest.raises(PrecisionError) as raised:
+        PrecisionPlan.read(tmp_path / "plan.toml")
+    assert str(raised.value).startswith(f"{tmp_path / 'plan.toml'}: ")
+    assert "fp9" in str(raised.value)
 
 
 def test_no_file() -> None:

@@ -85,7 +85,8 @@ def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
     """The example inputs in one form, each on the model's own terms (a cache is switched off).
 
     Raises:
-        InputError: not a tensor, tuple, dict or list of those; or None, and none can be invented.
+        InputError: not a tensor, tuple, dict or list of those; a list where a tuple is meant; or None, and
+            none can be invented.
     """
     if example_inputs is None:
         return [_quiet(model, invent(model))]
@@ -94,7 +95,27 @@ def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
         raise InputError(
             "example_inputs is an empty list, one sample at least is needed: pass a tensor, tuple or dict"
         )
+    if not _fits(model, samples[:1]) and _fits(model, samples):
+        raise InputError(
+            f"example_inputs is a list, whose {len(samples)} items are a call each, and the forward takes as "
+            "many arguments: pass a tuple, tuple(example_inputs), for those of one call"
+        )
     return [_quiet(model, _one(sample)) for sample in samples]
+
+
+def _fits(model: nn.Module, samples: list[Any]) -> bool:
+    """Whether a forward takes so many tensors by position, or it is not known that it does not."""
+    if not all(isinstance(sample, torch.Tensor) for sample in samples):
+        return True
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*samples)
+    except TypeError:
+        return False
+    return True
 
 
 def _one(sample: Any) -> Inputs:

@@ -95,7 +95,7 @@ class PrecisionPlan:
         """The plan in a file that write() made, and somebody may have edited.
 
         Raises:
-            PrecisionError: it is no TOML, or lacks what a plan has.
+            PrecisionError: it is no TOML, lacks what a plan has, or has what no plan takes.
         """
         try:
             found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -113,7 +113,10 @@ class PrecisionPlan:
                 f'{path} needs a line recipe = "fp8-delayed" and a table [sites] of paths with "fp8" or a '
                 "reason, it may have a line small_calls = true: write() makes a file to start from"
             )
-        return cls(found["recipe"], sites, small)
+        try:
+            return cls(found["recipe"], sites, small)
+        except PrecisionError as error:
+            raise PrecisionError(f"{path}: {error}") from error
 
 
 def _quoted(text: str) -> str:

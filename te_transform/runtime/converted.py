@@ -96,7 +96,7 @@ class Converted:
     original: bool = False
     dry: bool = False
     report: Any = None  # of the room to the right
-    # graphs of the first call of the whole, where the report is of blocks; None where it is not
+    # graphs of the first call of the whole, where the report is of blocks, or of nothing; else None
     whole: list[CapturedGraph] | None = None
     precision: Precision | None = None
     parallel: Parallel | None = None
