@@ -239,12 +239,13 @@ def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[
 
 
 def model_of(point: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Four layers, two from a width of 4096 on, one at 8192, on the current device; weights in bf16."""
+    """Four layers, two from a width of 4096 on, one at 8192, or as many as a point says; on the current
+    device, weights in bf16."""
     import torch
     import transformers as hf
 
     width, tokens = point["width"], point["tokens"]
-    layers, heads = _layers(width), max(4, width // 128)
+    layers, heads = point.get("layers") or _layers(width), max(4, width // 128)
     rows, length = max(1, tokens // LENGTH), min(tokens, LENGTH)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -1,11 +1,12 @@
 """In what products run fastest, uncompiled, in bf16, on a Hopper GPU: as they were captured, in fused ops in
 plain PyTorch, with TE's modules for gated MLPs, and with TE's modules for all fused ops.
 
-    python benchmarks/te_modules.py [MODEL ...] [--widths 2048 4096] [--tokens 2048 8192] [--json PATH]
+    python benchmarks/te_modules.py [MODEL ...] [--widths 2048 4096] [--tokens 2048 8192] [--layers 10]
+                                    [--json PATH]
 
 Models as grid.py makes them, each converted once; which ops take TE's modules is set between the calls, all
 else is the same. Times relative to the original's, by turns in one process. Limits in backends/limits.py, and
-`gains_in_te` of the fused ops, are by these numbers. Nothing is asserted.
+`gains` of the fused ops, are by these numbers. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", choices=[*grid.MODELS, []], help="all if none is given")
     parser.add_argument("--widths", nargs="+", type=int, default=(2048, 4096, 8192))
     parser.add_argument("--tokens", nargs="+", type=int, default=(2048, 8192), help="in a step")
+    parser.add_argument("--layers", type=int, default=0, help="as many as grid.py has if none are given")
     parser.add_argument("--json", default="", help="write the rows to this file too")
     asked = parser.parse_args()
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -56,7 +58,8 @@ def main() -> None:
         table.add_column(column)
     rows = []
     for each in itertools.product(asked.models or grid.MODELS, grid.MODES, asked.widths, asked.tokens):
-        point = dict(zip(("model", "mode", "width", "tokens"), each, strict=True)) | {"recipe": None}
+        point = dict(zip(("model", "mode", "width", "tokens"), each, strict=True))
+        point |= {"layers": asked.layers, "recipe": None}
         before, *ours = milliseconds(point).values()
         rows.append(point | {"ms": before} | dict(zip(WAYS, ours, strict=True)))
         table.add_row(*map(str, each), f"{before:.2f}", *(f"{ms / before:.3f}" for ms in ours))
@@ -96,9 +99,9 @@ def running(as_captured: bool, in_te: tuple[type, ...]) -> Iterator[None]:
     gains = property(lambda op: isinstance(op, in_te))
     with (
         patch.object(FewTokens, "takes", lambda self, arguments: as_captured),
-        patch.object(limits, "MIN_GEMM_WORK_IN_TE", 0),
-        patch.object(plain.LayerNormLinear, "gains_in_te", gains),
-        patch.object(plain.LayerNormMLP, "gains_in_te", gains),
+        patch.object(limits, "break_even_rows", lambda width, in_fp8, in_cuda_graphs=False: 0),
+        patch.object(plain.LayerNormLinear, "gains", gains),
+        patch.object(plain.LayerNormMLP, "gains", gains),
     ):
         yield
 

@@ -27,7 +27,15 @@ RULE = Rule(
     pattern=Call(ops.cross_entropy, Maybe(torch.reshape, Linear(role="head")), role="loss"),
     refuse=refuse,
     build=build,
-    reads=("head.x", "head.weight", "head.bias", "loss.targets", "loss.ignore_index", "loss.reduction"),
+    reads=(
+        "head.x",
+        "head.weight",
+        "head.bias",
+        "loss.targets",
+        "loss.ignore_index",
+        "loss.reduction",
+        "loss.dtype",
+    ),
     hands_out=("head",),
 )
 """Saves the logits and their gradient, which are as many numbers as there are tokens times words; the head's

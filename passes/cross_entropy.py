@@ -24,7 +24,7 @@ RULE = Rule(
     pattern=Call(ops.cross_entropy, role="loss"),
     refuse=refuse,
     build=build,
-    reads=("loss.logits", "loss.targets", "loss.ignore_index", "loss.reduction"),
+    reads=("loss.logits", "loss.targets", "loss.ignore_index", "loss.reduction", "loss.dtype"),
     needs_kernels=True,
 )
 """Saves the copies of the logits in fp32: the kernel reads them as they are, and leaves the gradient in their

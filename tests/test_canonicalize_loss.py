@@ -38,9 +38,10 @@ def test_cross_entropy(name: str, dtype: torch.dtype) -> None:
     graph = canonical(CROSS_ENTROPIES[name], LOGITS.to(dtype), LABELS, bound=bound)
     assert op_counts(graph) == {"cross_entropy": 1}
     assert F.cross_entropy not in targets(graph)
-    logits, labels, ignored, reduction = the(graph, ops.cross_entropy)
+    logits, labels, ignored, reduction, computed = the(graph, ops.cross_entropy)
     assert logits.op == "placeholder" or name == "rows"
     assert shape_of(logits)[:-1] == shape_of(labels)
+    assert computed is (torch.float32 if name in ("hugging face", "cast") else dtype)
     assert (ignored, reduction) == (-100, {"hugging face": "sum", "rows": "none"}.get(name, "mean"))
 
 

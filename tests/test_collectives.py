@@ -60,9 +60,11 @@ def test_a_cross_entropy_of_shards(reduction: str) -> None:
 
     def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
         op = ShardedCrossEntropy(ranks, UNEVEN)
-        return gradient(lambda x: op(moved(x, Way.SHARE, ranks, UNEVEN), targets, -100, reduction))
+        return gradient(
+            lambda x: op(moved(x, Way.SHARE, ranks, UNEVEN), targets, -100, reduction, torch.float32)
+        )
 
-    expected = gradient(lambda x: ops.cross_entropy(x, targets, -100, reduction))
+    expected = gradient(lambda x: ops.cross_entropy(x, targets, -100, reduction, torch.float32))
     for found in on(4, work):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs)
@@ -97,7 +99,8 @@ def test_words_that_there_are_not(wrong: int) -> None:
 
     def loss(ranks: Ranks) -> Tensor:
         op = ShardedCrossEntropy(ranks, UNEVEN)
-        return op(torch.randn(1, ranks.shape((WORDS,), UNEVEN)[0]), torch.tensor([wrong]), -100, "mean")
+        logits = torch.randn(1, ranks.shape((WORDS,), UNEVEN)[0])
+        return op(logits, torch.tensor([wrong]), -100, "mean", torch.float32)
 
     with pytest.raises(RuntimeError, match="ids from 0 to 10 are needed, there is another"):
         on(2, embedding)

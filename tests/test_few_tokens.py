@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,7 @@ from te_transform.runtime import few_tokens
 from te_transform.runtime.converted import converted_of
 from te_transform.runtime.few_tokens import FewTokens
 from tests import stand_in
-from tests.models.tiny import WIDTH, Tiny
+from tests.models.tiny import MLP, WIDTH, Tiny
 from tests.zoo import CASES, seeded
 
 te = stand_in.te  # a fixture
@@ -28,9 +29,26 @@ ENOUGH = 12  # rows
 SIZES = ((1, 3), (2, 5), (3, 4), (2, 9))
 
 
+class GatedMLP(MLP):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.silu(self.gate(x)) * self.fc1(x))
+
+
+class Gated(Tiny):
+    """With what gains from fused products in the weights' own dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].mlp = GatedMLP()
+
+
 @pytest.fixture(autouse=True)
 def _by_rows(by_size: None, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of `ENOUGH` rows run fused, in FP8 those of as many again."""
+    """Gated MLPs of `ENOUGH` rows run fused, in FP8 all products of as many again."""
     monkeypatch.setattr(limits, "MIN_GEMM_WORK", ENOUGH * WIDTH**2)
     monkeypatch.setattr(limits, "MIN_GEMM_WORK_IN_FP8", 2 * ENOUGH * WIDTH**2)
 
@@ -60,7 +78,7 @@ def converted(model: nn.Module, sample: Tensor, **options: Any) -> nn.Module:
 @pytest.mark.parametrize("backend", ["torch", "te"])
 def test_the_tokens_of_a_call_decide_also_at_sizes_that_vary(backend: str, unfused: list[bool]) -> None:
     dtype = torch.bfloat16 if backend == "te" else torch.float32
-    original = seeded(Tiny).to(dtype)
+    original = seeded(Gated).to(dtype)
     model = converted(original, rows(1, 7, dtype), backend=backend)
     for size in SIZES:
         x = rows(*size, dtype)
@@ -74,12 +92,26 @@ def test_the_tokens_of_a_call_decide_also_at_sizes_that_vary(backend: str, unfus
 
 
 def test_calls_are_counted_with_the_reason() -> None:
-    model = converted(seeded(Tiny).bfloat16(), rows(1, 3, torch.bfloat16), backend="te")
+    model = converted(seeded(Gated).bfloat16(), rows(1, 3, torch.bfloat16), backend="te")
     for _ in range(2):
         model(rows(1, 3, torch.bfloat16))
     products = len([site for site in converted_of(model).graphs[0].plan.sites if site.weights])
-    why = "a call too small to be faster in these kernels"
+    why = "a call too small to be faster in fused products"
     assert te_transform.report(model).plain_calls[why] == 2 * products
+
+
+def test_without_a_gate_what_was_captured_runs_at_any_size_but_for_a_recipe(unfused: list[bool]) -> None:
+    x, way = rows(3, 9, torch.bfloat16), {"backend": "te", "recipe": "fp8-current"}
+    original = seeded(Tiny).bfloat16()
+    model, in_fp8 = converted(original, x, backend="te"), converted(original, x, **way)
+    unfused.clear()
+    assert torch.equal(model(x), original(x))
+    assert unfused == [True]
+    products = len([site for site in converted_of(model).graphs[0].plan.sites if site.weights])
+    why = "a graph without gated MLPs, as fast as it was captured"
+    assert te_transform.report(model).plain_calls[why] == products
+    in_fp8(x)
+    assert unfused == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +172,7 @@ def test_an_activation_with_a_backward_of_its_own_is_one_operation(unfused: list
 
 
 def test_a_graph_that_cannot_be_made_is_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, x = seeded(Tiny), rows(1, 3)
+    original, x = seeded(Gated), rows(1, 3)
     model = converted(original, x)
 
     def fail(*args: Any) -> None:
@@ -164,7 +196,7 @@ def gradients(model: nn.Module, x: Tensor, call: Callable[..., Tensor]) -> list[
 def test_a_checkpoint_repeats_what_the_forward_did(
     recipe: str | None, size: tuple[int, int], unfused: list[bool]
 ) -> None:
-    model = converted(seeded(Tiny).bfloat16(), rows(1, 7, torch.bfloat16), backend="te", recipe=recipe)
+    model = converted(seeded(Gated).bfloat16(), rows(1, 7, torch.bfloat16), backend="te", recipe=recipe)
     x = rows(*size, torch.bfloat16).requires_grad_()
     for _ in range(2):  # the second time with scales
         direct = gradients(model, x, lambda model, x: model(x))
@@ -176,7 +208,7 @@ def test_a_checkpoint_repeats_what_the_forward_did(
 
 
 def test_checkpoints_of_two_lengths_before_a_backward() -> None:
-    model = converted(seeded(Tiny), rows(1, 7))
+    model = converted(seeded(Gated), rows(1, 7))
     few, many = rows(1, 3).requires_grad_(), rows(3, 9).requires_grad_()
 
     def both(call: Callable[..., Tensor]) -> list[Tensor]:
@@ -188,7 +220,7 @@ def test_checkpoints_of_two_lengths_before_a_backward() -> None:
 
 
 def test_kernels_add_the_gradients_of_an_accumulation(unfused: list[bool]) -> None:
-    original = seeded(Tiny).bfloat16()
+    original = seeded(Gated).bfloat16()
     model, x = converted(original, rows(1, 3, torch.bfloat16), backend="te"), rows(1, 3, torch.bfloat16)
     with te_transform.accumulate(model, steps=2) as running:
         for _ in range(2):
@@ -204,7 +236,7 @@ def test_kernels_add_the_gradients_of_an_accumulation(unfused: list[bool]) -> No
 
 
 def test_weights_that_are_held_in_fp8_alone_are_read_by_fused_products(unfused: list[bool]) -> None:
-    original = seeded(Tiny).bfloat16().eval().requires_grad_(False)
+    original = seeded(Gated).bfloat16().eval().requires_grad_(False)
     model = converted(original, rows(2, 16, torch.bfloat16), backend="te", recipe="fp8-current")
     with torch.no_grad():
         model(rows(2, 16, torch.bfloat16))

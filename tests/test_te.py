@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_transform.backends import cudnn, limits, plain
 from te_transform.backends.joined import Join, lay, state_of
 from te_transform.backends.running import forget_weights, running
+from te_transform.graph import ops
 from tests import stand_in
 
 te = stand_in.te  # a fixture
@@ -115,12 +117,11 @@ def test_computes_what_plain_pytorch_does(te: ModuleType, name: str) -> None:
 def test_runs_in_tes_modules_where_these_are_faster(
     te: ModuleType, name: str, by_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's kernels of a LayerNorm, and of an activation without a gate, are as fast."""
-    monkeypatch.setattr(limits, "MIN_GEMM_WORK_IN_TE", 0)
+    """PyTorch's kernels of norms, and of an activation without a gate, are as fast."""
+    monkeypatch.setattr(limits, "break_even_rows", lambda *_: 0)
     case = Case(te, **CASES[name])
     case.step(case.op, X)
-    gains = name in ("rms linear", "gated mlp")
-    assert (kernel_of(case).made is not None) == gains == case.op.gains_in_te
+    assert (kernel_of(case).made is not None) == (name == "gated mlp") == case.op.gains
 
 
 def test_the_parameters_stay_the_users_own(te: ModuleType) -> None:
@@ -208,7 +209,7 @@ def test_says_why_a_call_ran_in_plain_pytorch(te: ModuleType, monkeypatch: pytes
             case.op(X, *case.tensors)
             with limits.small_calls_in_fp8:
                 case.op(X, *case.tensors)
-    assert case.op.plain_calls["a call too small to be faster in these kernels"] == 1
+    assert case.op.plain_calls["a call too small to be faster in fused products"] == 1
     assert case.op.plain_calls["a call too small to be faster in FP8"] == 1
     monkeypatch.setattr(limits, "DEVICE", "cuda")
     case.op(X, *case.tensors)
@@ -566,7 +567,8 @@ IGNORING = TARGETS.masked_fill(torch.arange(9) % 3 == 0, -100)
 def test_cross_entropy_is_pytorchs(te: ModuleType, targets: Tensor, reduction: str, flat: bool) -> None:
     logits = LOGITS.detach().clone().requires_grad_()
     given = (logits.flatten(0, 1), targets.flatten()) if flat else (logits, targets)
-    found, wanted = (op(*given, -100, reduction) for op in (te.CrossEntropy(), plain.CrossEntropy()))
+    args = *given, -100, reduction, torch.float32
+    found, wanted = te.CrossEntropy()(*args), ops.cross_entropy(*args)
     torch.testing.assert_close(found, wanted)
     for recorded in (False, True, False):  # and again
         grads = [
@@ -579,29 +581,29 @@ def test_cross_entropy_is_pytorchs(te: ModuleType, targets: Tensor, reduction: s
 
 def test_cross_entropy_of_nothing_is_nan_and_of_no_word_raises(te: ModuleType) -> None:
     op = te.CrossEntropy()
-    assert torch.isnan(op(LOGITS, torch.full((2, 9), -100), -100, "mean"))
+    assert torch.isnan(op(LOGITS, torch.full((2, 9), -100), -100, "mean", torch.float32))
     for label in (WORDS, -1):
+        targets = TARGETS.clone().index_fill_(1, torch.tensor([3]), label)
         with pytest.raises(RuntimeError):
-            op(LOGITS, TARGETS.clone().index_fill_(1, torch.tensor([3]), label), -100, "mean")
+            op(LOGITS, targets, -100, "mean", torch.float32)
 
 
 def test_cross_entropy_says_why_it_ran_in_plain_pytorch(
     te: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    op = te.CrossEntropy()
-    assert torch.equal(
-        op(LOGITS.float(), TARGETS, -100, "mean"), plain.CrossEntropy()(LOGITS.float(), TARGETS, -100, "mean")
-    )
+    op, each = te.CrossEntropy(), (-100, "none", torch.bfloat16)
+    wide = LOGITS.float(), TARGETS, -100, "mean", torch.float32
+    assert torch.equal(op(*wide), ops.cross_entropy(*wide))
     assert op.plain_calls == {"the loss, logits in float32, targets in int64": 1}
     monkeypatch.setattr(limits, "at_any_size", limits.Switch())
-    op(LOGITS, TARGETS, -100, "none")
-    op(LOGITS[:1], TARGETS[:1], -100, "none")  # a sentence for each size would fill the report
+    op(LOGITS, TARGETS, *each)
+    op(LOGITS[:1], TARGETS[:1], *each)  # a sentence for each size would fill the report
     assert op.plain_calls["the loss, less than 100,000,000 logits, too few to be faster in TE's kernel"] == 2
     with limits.replayed:
         assert limits.without_cross_entropy(LOGITS[..., :8], TARGETS) is None
     monkeypatch.setattr(limits, "MIN_LOGITS", 1)
-    found = op(LOGITS, TARGETS, -100, "none")
-    assert torch.equal(found, plain.CrossEntropy()(LOGITS, TARGETS, -100, "none"))
+    rows, labels = LOGITS.flatten(0, 1), TARGETS.flatten()
+    assert torch.equal(op(rows, labels, *each), F.cross_entropy(rows, labels, reduction="none"))
     why = f"the loss, rows of {WORDS} logits, no multiple of 8: PyTorch's kernels are faster"
     assert op.plain_calls[why] == 1
     assert limits.without_cross_entropy(LOGITS[..., :8], TARGETS) is None

@@ -35,19 +35,21 @@ class ChunkedLoss(FusedOp):
         targets: Tensor,
         ignore_index: int,
         reduction: str,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """x [..., in], weight [words, in], targets [...] -> the loss in fp32, one number or one a target if
-        reduction is "none"; and logits [..., words], which are one NaN, expanded."""
+        """x [..., in], weight [words, in], targets [...] -> the loss in `dtype`, one number or one a target
+        where reduction is "none"; and logits [..., words], which are one NaN, expanded."""
         x, weight, bias = as_autocast(x, weight, bias)
         if transformed() or is_quantized(weight):
             logits = ops.linear(x, weight, bias)
-            return ops.cross_entropy(logits, targets, ignore_index, reduction), logits
+            return ops.cross_entropy(logits, targets, ignore_index, reduction, dtype), logits
         losses = differentiable_twice(_losses, _plainly, (x, weight, bias, targets, ignore_index))
         logits = ops.linear(x, weight, bias) if whole_logits else _withheld(x, weight)
         if reduction == "none":
-            return losses, logits
+            return losses.to(dtype), logits
         total = losses.sum()
-        return total if reduction == "sum" else total / (targets != ignore_index).sum(), logits
+        loss = total if reduction == "sum" else total / (targets != ignore_index).sum()
+        return loss.to(dtype), logits
 
 
 def _withheld(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,7 +61,9 @@ def _losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ign
 
 
 def _plainly(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:
-    return ops.cross_entropy(ops.linear(x, weight, bias), targets, ignore_index, "none")
+    logits = ops.linear(x, weight, bias)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return ops.cross_entropy(logits, targets, ignore_index, "none", wide)
 
 
 class Part(NamedTuple):

@@ -342,7 +342,9 @@ class ShardedCrossEntropy(nn.Module):
         super().__init__()
         self.ranks, self.shards = ranks, shards
 
-    def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    def forward(
+        self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
+    ) -> Tensor:
         """logits [..., own classes], targets [...]; returns what ops.cross_entropy does, on each rank.
 
         Raises:
@@ -358,8 +360,8 @@ class ShardedCrossEntropy(nn.Module):
         total, of_target = moved(torch.stack((wide.exp().sum(-1), of_target)), Way.SUM, self.ranks).unbind()
         losses = (total.log() - of_target).masked_fill(~counts, 0)
         if reduction == "none":
-            return losses
-        return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+            return losses.to(dtype)
+        return (losses.sum() / counts.sum() if reduction == "mean" else losses.sum()).to(dtype)
 
 
 class OwnRandom(nn.Module):

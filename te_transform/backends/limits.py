@@ -25,14 +25,11 @@ MIN_ATTENTION_WORK = 4e10
 # few heads and queries, and from so many keys on, most of the GPU has nothing to do (H100: 1024 keys of
 # 8 heads take 44 us, written out 9 compiled and 18 uncompiled; of 128 heads 42, 33 and 49).
 MOST_HEADS_WRITTEN_OUT, MOST_QUERIES_WRITTEN_OUT, MIN_KEYS_WRITTEN_OUT = 64, 16, 512
-# rows x width x width, width being the smaller side of a weight, from which fused products are faster than
-# those of the captured code (H100, docs/benchmarks.md): below, the CPU sets the pace.
-MIN_GEMM_WORK = 2.5e10
-# The same from which TE's modules are, in FP8 and in the weights' own dtype: the CPU takes several times as
-# long for one of their calls, which shows where the GPU has less to do.
-MIN_GEMM_WORK_IN_FP8, MIN_GEMM_WORK_IN_TE = 5e10, 6e10
-# The same for FP8 where a CUDA graph launches the kernels, which takes none of the CPU's time: all else gains
-# there at any size (H100: a training step in FP8 takes 0.90 of one in bf16 at 8.6e9, 0.81 at 1.7e10).
+# rows x width x width, width being the smaller side of a weight: below, the CPU sets the pace, and what takes
+# it longer than the captured code does is slower (H100, docs/benchmarks.md).
+MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
+# The least work for FP8 where a CUDA graph launches the kernels, which takes none of the CPU's time: all else
+# gains there at any size (H100: a training step in FP8 takes 0.90 of one in bf16 at 8.6e9, 0.81 at 1.7e10).
 MIN_GEMM_WORK_IN_FP8_REPLAYED = 8e9
 
 # Logits from which on TE's cross entropy is taken: it saves memory's traffic, and its launches and its
@@ -72,29 +69,27 @@ small_calls_in_fp8 = Switch()
 
 
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
-    """Why fused kernels are not faster for so many rows, or None."""
-    if in_fp8:
-        return too_small_for_te(rows, width, in_fp8)
-    return _too_small_unless(bool(replayed) or rows * width**2 >= MIN_GEMM_WORK, in_fp8)
-
-
-def too_small_for_te(rows: int, width: int, in_fp8: bool) -> str | None:
-    """Why TE's modules are not faster than plain PyTorch for so many rows, or None."""
-    return _too_small_unless(rows >= break_even_rows(width, in_fp8, bool(replayed)), in_fp8)
-
-
-def _too_small_unless(enough: bool, in_fp8: bool) -> str | None:
-    if enough or at_any_size or (in_fp8 and small_calls_in_fp8):
+    """Why fused products are not faster than what was captured for so many rows, or None."""
+    if (
+        at_any_size
+        or (in_fp8 and small_calls_in_fp8)
+        or rows >= break_even_rows(width, in_fp8, bool(replayed))
+    ):
         return None
-    return f"a call too small to be faster in {'FP8' if in_fp8 else 'these kernels'}"
+    return f"a call too small to be faster in {'FP8' if in_fp8 else 'fused products'}"
 
 
 def break_even_rows(width: int, in_fp8: bool, in_cuda_graphs: bool = False) -> int:
-    """From how many rows of this width on TE's modules are faster."""
-    launched, by_graphs = MIN_GEMM_WORK_IN_TE, 0.0
+    """From how many rows of this width on fused products are faster, those of gated MLPs if not in FP8."""
+    launched, by_graphs = MIN_GEMM_WORK, 0.0
     if in_fp8:
         launched, by_graphs = MIN_GEMM_WORK_IN_FP8, MIN_GEMM_WORK_IN_FP8_REPLAYED
     return math.ceil((by_graphs if in_cuda_graphs else launched) / width**2)
+
+
+def _cpu_sets_the_pace(rows: int, width: int) -> bool:
+    """Whether the GPU has so little to do for so many rows that it waits for its launches."""
+    return not (at_any_size or replayed or rows * width**2 >= MIN_GEMM_WORK)
 
 
 def on_kernels_device(tensor: Tensor) -> bool:
@@ -216,7 +211,7 @@ def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
         return f"attention over less than {MIN_ATTENTION_LENGTH} tokens"
     if compiling.get() or replayed or batch * length**2 * heads * width >= MIN_ATTENTION_WORK:
         return None  # such a graph takes no more of the CPU for these kernels than for others
-    return too_small(batch * length, heads * width, in_fp8=False) and "attention too small to be faster"
+    return "attention too small to be faster" if _cpu_sets_the_pace(batch * length, heads * width) else None
 
 
 def _may_be_replayed() -> bool:
@@ -239,7 +234,7 @@ def without_rotary(x: Tensor, angles: Tensor) -> str | None:
     batch, heads, length, width = x.shape
     if angles.shape != (1, length, width) or angles.dtype != torch.float32 or angles.requires_grad:
         return f"angles of shape {list(angles.shape)} in {dtype_name(angles.dtype)}"
-    return too_small(batch * length, heads * width, in_fp8=False)
+    return "a rotation too small to be faster" if _cpu_sets_the_pace(batch * length, heads * width) else None
 
 
 def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:

@@ -12,12 +12,15 @@ class FusedOp(nn.Module):
 
     `PRODUCTS` has the positions, among the call's arguments, of the weights [out, in] of its matrix products.
     These run in a recipe that is on if `in_fp8` is true, unless the state of a parameter says otherwise.
+    `gains` tells whether they are faster than what was captured in the weights' own dtype, uncompiled, too:
+    norms, and activations without a gate, are one kernel of PyTorch's each (H100, docs/benchmarks.md).
     `plain_calls` counts, by reason, the calls that ran in plain PyTorch though the backend has a kernel for
     them.
     """
 
     PRODUCTS: tuple[int, ...] = ()
     in_fp8 = True
+    gains = False
 
     def __init__(self) -> None:
         super().__init__()

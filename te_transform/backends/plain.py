@@ -163,12 +163,6 @@ class LayerNormLinear(FusedOp):
             return ops.rms_norm(x, weight, self.eps, self.zero_centered_gamma)
         return ops.layer_norm(x, weight, bias, self.eps, self.zero_centered_gamma)
 
-    @property
-    def gains_in_te(self) -> bool:
-        """Whether TE's module is faster in the weights' own dtype too: PyTorch's kernels for a LayerNorm, or
-        an activation without a gate, are as fast (H100, docs/benchmarks.md)."""
-        return self.normalization == "RMSNorm"
-
     def extra_repr(self) -> str:
         return f"{self.normalization}, eps={self.eps}"
 
@@ -221,7 +215,8 @@ class LayerNormMLP(LayerNormLinear):
         return product(hidden, fc2_weight, fc2_bias)
 
     @property
-    def gains_in_te(self) -> bool:
+    def gains(self) -> bool:
+        """Whether it saves writing and reading one half of fc1's columns."""
         return self.gated != "no"
 
     def extra_repr(self) -> str:
@@ -469,11 +464,11 @@ def _cos_and_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class CrossEntropy(FusedOp):
-    """-log softmax(logits)[target], computed in fp32 whatever the logits' dtype is."""
+    """-log softmax(logits)[target]."""
 
-    def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-        """logits [..., vocabulary], targets [...] -> one number, or one for each target where reduction is
-        "none"."""
-        flat = logits.float().reshape(-1, logits.shape[-1])
-        loss = F.cross_entropy(flat, targets.reshape(-1), ignore_index=ignore_index, reduction=reduction)
-        return loss.view_as(targets) if reduction == "none" else loss
+    def forward(
+        self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
+    ) -> Tensor:
+        """logits [..., vocabulary], targets [...] -> one number in `dtype`, or one for each target where
+        reduction is "none"."""
+        return ops.cross_entropy(logits, targets, ignore_index, reduction, dtype)

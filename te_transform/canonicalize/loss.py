@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_transform.canonicalize.op import Spelling
-from te_transform.graph import edit, ops
+from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of
 from te_transform.graph.pattern import Call, Match, Var
 
@@ -28,10 +28,7 @@ def _cross_entropy(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | No
     ]
     if not pairs:
         return None
-    args = (*pairs[-1], found["ignore_index"], found["reduction"])
-    if _wide(pairs[-1][0]) is dtype_of(root):
-        return ops.cross_entropy, args
-    return ops.cast, (edit.insert(graph, match.nodes, ops.cross_entropy, args), dtype_of(root))
+    return ops.cross_entropy, (*pairs[-1], found["ignore_index"], found["reduction"], dtype_of(root))
 
 
 def _by_rows(logits: fx.Node, root: fx.Node) -> Iterator[fx.Node]:

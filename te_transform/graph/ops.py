@@ -137,15 +137,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean"
+    logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
 ) -> Tensor:
-    """-log softmax(logits)[target] over the last dimension, in fp32 or wider, which is the result's dtype.
+    """-log softmax(logits)[target] over the last dimension, of logits that are cast to `dtype`.
 
     logits [..., vocabulary], targets [...] (class indices). Targets of `ignore_index` count nothing;
     reduction is "none", "sum" or "mean" (over the targets that count).
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    rows = wide.reshape(-1, logits.shape[-1])
+    rows = logits.to(dtype).reshape(-1, logits.shape[-1])
     losses = F.cross_entropy(rows, targets.reshape(-1), ignore_index=ignore_index, reduction=reduction)
     return losses.reshape(targets.shape) if reduction == "none" else losses
 

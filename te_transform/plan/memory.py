@@ -170,9 +170,9 @@ def _trained(graph: fx.Graph) -> list[fx.Node]:
 
 def _of_operation(node: fx.Node) -> _Step:
     data = _data(node)
-    if node.target is ops.cross_entropy:  # in fp32: log-probabilities, their gradient, the logits'
-        wide = numel_of(node.args[0]) * 4
-        return _Step(node, own=wide, transient=2 * wide - bytes_of(node.args[0]))
+    if node.target is ops.cross_entropy:  # in its dtype: log-probabilities, their gradient, the logits'
+        cast = numel_of(node.args[0]) * dtype_of(node).itemsize
+        return _Step(node, own=cast, transient=2 * cast - bytes_of(node.args[0]))
     if may_be_view(node):
         return _Step(node, in_place=True)
     if node.target in _KEEP_NOTHING:

@@ -1,7 +1,8 @@
 """A captured graph for calls of so few tokens that the CPU sets the pace.
 
 Fused products gain nothing there, in TE's kernels nor in plain PyTorch, and each of them asks first what it
-may do: what was captured is faster.
+may do: what was captured is faster. Without a gated MLP it is for any number of them, but in a recipe, and
+where CUDA graphs launch the kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,16 @@ from te_transform.runtime.lower import Apart, is_product, lower_unfused
 
 log = logging.getLogger(__name__)
 
+_GAINS_NOTHING = "a graph without gated MLPs, as fast as it was captured"
 _KNOWN = 4096  # sizes whose answers are kept: one for each length that a generation goes through
+
+
+class Work(NamedTuple):
+    """The rows of a product, the smaller side of its weight, and whether it gains in the weights' dtype."""
+
+    rows: Any
+    width: int
+    gains: bool
 
 
 class FewTokens:
@@ -57,11 +67,15 @@ class FewTokens:
             if isinstance(value(node), torch.SymInt)
         }
         self.work = {
-            (_expression(math.prod(shape_of(site.node.args[0])[:-1])), min(shape_of(site.weights[0][0])))
+            Work(
+                _expression(math.prod(shape_of(site.node.args[0])[:-1])),
+                min(shape_of(site.weights[0][0])),
+                site.fused.gains,
+            )
             for site in self.products
         }
-        # by the sizes of a call: the rows and widths of its products, and what the last one was told
-        self.rows: dict[tuple[int, ...], list[tuple[int, int]] | None] = {}
+        # by the sizes of a call: the work of its products, and what the last one was told
+        self.rows: dict[tuple[int, ...], list[Work] | None] = {}
         self.told: dict[tuple[int, ...], bool] = {}
 
     @cached_property
@@ -91,24 +105,25 @@ class FewTokens:
             self.told[sizes] = self._has_few(self.rows[sizes], arguments)
         return self.told[sizes]
 
-    def _has_few(self, rows: list[tuple[int, int]] | None, arguments: Sequence[Any]) -> bool:
+    def _has_few(self, rows: list[Work] | None, arguments: Sequence[Any]) -> bool:
         # kernels add gradients to buffers that accumulate() made
         if rows is None or state_of(arguments[self.first]).gradients is not None:
             return False
         in_fp8 = self.backend.recipe_now() is not None
-        reasons = [limits.too_small(*each, in_fp8) for each in rows]
+        gaining = [each for each in rows if each.gains or in_fp8 or limits.replayed]
+        reasons = [limits.too_small(each.rows, each.width, in_fp8) for each in gaining]
         if None in reasons:
             return False
         if self.backend.HAS_KERNELS:
             for site in self.products:
-                site.fused.plain_calls[reasons[0]] += 1
+                site.fused.plain_calls[reasons[0] if reasons else _GAINS_NOTHING] += 1
         return True
 
-    def _rows(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
-        """The rows that the products have at these sizes, and the widths of their weights."""
+    def _rows(self, sizes: Sequence[int]) -> list[Work] | None:
+        """The work of the products at these sizes."""
         known = dict(zip(self.symbols.values(), sizes, strict=True))
-        found = [(_number(rows, known), width) for rows, width in self.work]
-        return None if any(rows is None for rows, _ in found) else found
+        found = [each._replace(rows=_number(each.rows, known)) for each in self.work]
+        return None if any(each.rows is None for each in found) else found
 
 
 def _expression(size: int | torch.SymInt) -> Any:

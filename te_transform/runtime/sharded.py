@@ -151,7 +151,7 @@ class _Sharding:
             edit.read_shards(node, args[:2], self._named("embedding", node, op))
         elif node.target is ops.cross_entropy:
             op = ShardedCrossEntropy(self.ranks, self.held[node.args[0]])
-            edit.read_shards(node, (*args, -100, "mean")[:4], self._named("cross_entropy", node, op))
+            edit.read_shards(node, args, self._named("cross_entropy", node, op))
         else:
             edit.read_shards(node, args)
 

@@ -56,6 +56,15 @@ def step(model: nn.Module) -> tuple[Tensor, ...]:
     return loss, *torch.autograd.grad(loss, list(model.parameters()))
 
 
+@pytest.mark.parametrize("name", ["flattened", "in fp32", "each"])
+def test_without_the_kernel_it_is_computed_as_the_model_does(
+    name: str, te: ModuleType, by_size: None
+) -> None:
+    model = seeded(lambda: FUSES[name]().bfloat16())
+    converted = te_transform.convert(model, X.bfloat16(), backend="te", verify=False)
+    assert all(torch.equal(one, other) for one, other in zip(step(converted), step(model), strict=True))
+
+
 def smoothed(model: Written, x: Tensor) -> Tensor:
     return F.cross_entropy(model.head(x).flatten(0, 1), model.targets.flatten(), label_smoothing=0.1)
 

@@ -11,25 +11,29 @@ from torch import Tensor
 from te_transform.backends import plain
 from te_transform.backends.limits import without_cross_entropy
 from te_transform.backends.tracing import traced
+from te_transform.graph import ops
 
 
 class CrossEntropy(plain.CrossEntropy):
     """-log softmax(logits)[target] in one kernel, which reads bf16 logits and computes in fp32."""
 
-    def forward(self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-        """logits [..., vocabulary], targets [...] -> one number, or one a target if reduction is "none"."""
+    def forward(
+        self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
+    ) -> Tensor:
+        """logits [..., vocabulary], targets [...] -> one number in `dtype`, or one a target if reduction is
+        "none"."""
         if traced():
-            return super().forward(logits, targets, ignore_index, reduction)
+            return super().forward(logits, targets, ignore_index, reduction, dtype)
         if why := without_cross_entropy(logits, targets):
             self.plain_calls[f"the loss, {why}"] += 1
-            return super().forward(logits, targets, ignore_index, reduction)
+            return super().forward(logits, targets, ignore_index, reduction, dtype)
         counted = targets != ignore_index
         # the kernel would read past the logits: an assertion as PyTorch has one, which waits for nothing
         torch._assert_async((~counted | ((targets >= 0) & (targets < logits.shape[-1]))).all())
         losses = _CrossEntropy.apply(logits, targets, ignore_index)
         if reduction == "none":
-            return losses
-        return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+            return losses.to(dtype)
+        return (losses.sum() if reduction == "sum" else losses.sum() / counted.sum()).to(dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -48,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
         with torch.enable_grad():
             own = logits.view_as(logits) if recorded else logits.detach().requires_grad_()
             if recorded:  # TE's kernels have no second derivative
-                losses = plain.CrossEntropy()(own, targets, ctx.ignore_index, "none")
+                losses = ops.cross_entropy(own, targets, ctx.ignore_index, "none", torch.float32)
             else:
                 losses = _losses(own, targets, ctx.ignore_index)
         (found,) = torch.autograd.grad(losses, own, grad, create_graph=recorded)

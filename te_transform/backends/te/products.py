@@ -12,7 +12,7 @@ from torch import Tensor
 from te_transform.backends import few_rows, fp8, plain
 from te_transform.backends.gradients import Gradients, gradients_of
 from te_transform.backends.joined import state_of, watched
-from te_transform.backends.limits import at_any_size, too_small_for_te, without_kernel
+from te_transform.backends.limits import at_any_size, too_small, without_kernel
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import EXACT_GELU
 from te_transform.backends.quantized import exact, is_quantized
@@ -65,7 +65,7 @@ class _Product(FusedOp):
 
     def _may_gain(self) -> bool:
         """Whether TE's module is asked for in the weights' own dtype too: as it gains, or to be checked."""
-        return self.gains_in_te or bool(at_any_size)
+        return self.gains or bool(at_any_size)
 
     def _recorded(
         self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
@@ -93,7 +93,7 @@ class _Product(FusedOp):
         # other plain calls would have to dequantize such weights, and know nothing of main_grad
         if adds or held:
             return None
-        return too_small_for_te(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
+        return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
 
     def _again(
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
