@@ -3,6 +3,7 @@
 CASES are the ones that every test should cover, EXTRA the ones for breadth. Sequences of up to 32 fit all.
 """
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -80,14 +81,20 @@ def tensors(output: Any) -> Iterator[Tensor]:
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """make(*args, **kwargs), the same at every call, leaving the global random state alone.
+    """make(*args, **kwargs), the same at every call, leaving the global random states alone: PyTorch's, and
+    Python's, from which hyper-connections begin.
 
     The noise on top of the model's own initialisation leaves no bias at zero and no gamma at one, and makes
     attention far from uniform: a forgotten bias or a swapped projection shows.
     """
+    before = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = make(*args, **kwargs)
+        random.seed(0)
+        try:
+            model = make(*args, **kwargs)
+        finally:
+            random.setstate(before)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
