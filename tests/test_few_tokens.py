@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.backends import limits
+from te_transform.backends import limits, plain
 from te_transform.graph import ops
 from te_transform.runtime import few_tokens
 from te_transform.runtime.converted import converted_of
@@ -137,6 +137,14 @@ def test_norms_and_activations_of_many_operations_are_one(
     assert captured not in called
 
 
+@pytest.mark.parametrize(("name", "fused"), [("gpt_neox", 4), ("llama", 0)])
+def test_rotations_are_fused_where_calls_of_many_tokens_run_so_too(name: str, fused: int) -> None:
+    case = CASES[name]
+    model = te_transform.convert(case.build().bfloat16(), case.sample(), backend="te", verify=False)
+    graph = converted_of(model).graphs[-1].few_tokens.run.__self__
+    assert sum(isinstance(module, plain.Rotary) for module in graph.modules()) == fused
+
+
 class WithABackwardOfItsOwn(nn.Module):
     class Relu(torch.autograd.Function):
         @staticmethod
@@ -175,7 +183,7 @@ def test_a_graph_that_cannot_be_made_is_what_was_captured(monkeypatch: pytest.Mo
     original, x = seeded(Gated), rows(1, 3)
     model = converted(original, x)
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("no such graph")
 
     monkeypatch.setattr(few_tokens, "lower_unfused", fail)

@@ -227,14 +227,16 @@ def _is_hopper(device: torch.device) -> bool:
 
 def without_rotary(x: Tensor, angles: Tensor) -> str | None:
     """Why TE's rotary kernel cannot take these, or None."""
-    if why := without_kernel(x, x):
-        return why
     if x.dim() != 4:
         return f"queries or keys of {x.dim()} dimensions, TE's rotary kernel takes 4"
     batch, heads, length, width = x.shape
+    if _cpu_sets_the_pace(batch * length, heads * width):
+        return "too small to be faster"
+    if why := without_kernel(x, x):
+        return why
     if angles.shape != (1, length, width) or angles.dtype != torch.float32 or angles.requires_grad:
         return f"angles of shape {list(angles.shape)} in {dtype_name(angles.dtype)}"
-    return "a rotation too small to be faster" if _cpu_sets_the_pace(batch * length, heads * width) else None
+    return None
 
 
 def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:

@@ -82,7 +82,8 @@ class FewTokens:
     def run(self) -> Callable[..., Any]:
         """The graph, made when it first runs; one that cannot be made is what was captured."""
         try:
-            return lower_unfused(self.plan, self.apart, self.without).forward
+            at_any_size = not any(site.fused.gains for site in self.products)
+            return lower_unfused(self.plan, self.apart, self.without, rotations=at_any_size).forward
         except Exception as error:
             log.warning("a graph of few tokens runs as it was captured", exc_info=error)
             self.failures.append(f"{type(error).__name__}: {error}")

@@ -57,17 +57,20 @@ def lower(plan: Plan, apart: Apart, without: Collection[Site] = ()) -> fx.GraphM
     return lowering.finished()
 
 
-def lower_unfused(plan: Plan, apart: Apart, without: Collection[Site] = ()) -> fx.GraphModule:
+def lower_unfused(
+    plan: Plan, apart: Apart, without: Collection[Site] = (), rotations: bool = False
+) -> fx.GraphModule:
     """The graph with its products as they were captured.
 
     Attention and what else gains in plain PyTorch is fused, and so are the norms and activations of these
-    products where they were captured as several operations each.
+    products where they were captured as several operations each; rotary embeddings if `rotations` says so,
+    whose kernel is for calls of many tokens.
     """
     lowering = _Lowering(plan, apart)
     for site in _in_order(plan, without):
         if is_product(site):
             lowering.put_parts(site)
-        elif not isinstance(site.fused, plain.Rotary):
+        elif rotations or not isinstance(site.fused, plain.Rotary):
             lowering.put(site)
     return lowering.finished()
 
