@@ -114,6 +114,17 @@ def test_without_a_gate_what_was_captured_runs_at_any_size_but_for_a_recipe(unfu
     assert unfused == [True, False]
 
 
+def test_parameters_stay_where_they_lie_unless_a_call_reads_them_joined() -> None:
+    def moved(model: nn.Module, **options: Any) -> bool:
+        before = [parameter.data_ptr() for parameter in model.parameters()]
+        te_transform.convert(model, rows(1, 3, torch.bfloat16), backend="te", inplace=True, **options)
+        return before != [parameter.data_ptr() for parameter in model.parameters()]
+
+    assert not moved(seeded(Tiny).bfloat16())
+    assert moved(seeded(Gated).bfloat16())
+    assert moved(seeded(Tiny).bfloat16(), recipe="fp8-current")
+
+
 @pytest.mark.parametrize(
     ("name", "op", "captured"), [("llama", ops.rms_norm, torch.rsqrt), ("gpt2", ops.gelu_tanh, torch.tanh)]
 )

@@ -55,6 +55,8 @@ class FewTokens:
         self.plan, self.apart, self.without, self.backend = plan, apart, without, options.backend
         self.failures = failures
         self.products = [site for site in plan.sites if is_product(site) and site not in without]
+        self.gains = any(site.fused.gains for site in self.products)
+        self.fuses_all = options.recipe is not None or options.graphs
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = {node.name: place for place, node in enumerate(placeholders)}
         weights = [weight for site in self.products for group in site.weights for weight in group]
@@ -82,12 +84,16 @@ class FewTokens:
     def run(self) -> Callable[..., Any]:
         """The graph, made when it first runs; one that cannot be made is what was captured."""
         try:
-            at_any_size = not any(site.fused.gains for site in self.products)
-            return lower_unfused(self.plan, self.apart, self.without, rotations=at_any_size).forward
+            return lower_unfused(self.plan, self.apart, self.without, rotations=not self.gains).forward
         except Exception as error:
             log.warning("a graph of few tokens runs as it was captured", exc_info=error)
             self.failures.append(f"{type(error).__name__}: {error}")
             return self.plan.captured.forward
+
+    @property
+    def takes_any_number(self) -> bool:
+        """Whether no call gains from fused products, however many tokens it has."""
+        return self.is_possible and not (self.gains or self.fuses_all or limits.at_any_size)
 
     def takes(self, arguments: Sequence[Any]) -> bool:
         """Whether a call with these arguments has so few tokens; counts its products as plain calls then.

@@ -163,7 +163,8 @@ def watched(
     def watch(graph: CapturedGraph, arguments: Sequence[Any]) -> None:
         see(arguments)
         seen.graphs[graph.path_in(seen.names, arguments), graph] = None
-        seen.groups |= dict.fromkeys(graph.groups(arguments))
+        if not graph.few_tokens.takes_any_number:
+            seen.groups |= dict.fromkeys(graph.groups(arguments))
 
     converted.watch, converted.dry = watch, True
     try:
