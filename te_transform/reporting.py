@@ -42,8 +42,8 @@ def report(converted: nn.Module) -> Report:
     graphs, told = found.graphs, found.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
     later = [note for note in found.failures if note not in told]
-    if found.whole is not None and found.by_block and not found.in_pieces:
-        later.append(_LATER)
+    shows_blocks = found.whole is not None and not found.in_pieces and len(found.report.before.nodes) > 0
+    later += [_LATER] * shows_blocks
     if found.parallel is not None:
         later += divided(found.parallel.places, found.parallel.ranks.count)
     return replace(found.report, plain_calls=plain, notes=(*told, *later))

@@ -3,7 +3,7 @@
 import copy
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -264,6 +264,25 @@ def test_a_changed_weight_is_found() -> None:
     states = [row for row in result.rows if row.inputs == "state_dict" and not row.ok]
     assert [row.name for row in states] == ["blocks.0.attention.v_proj.weight"]
     assert not result.guilty  # no site is: the row names the weight
+
+
+def test_what_runs_by_the_size_of_a_call_is_looked_at_too(
+    by_size: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny()
+    converted = te_transform.convert(model, X)
+    assert verify(model, converted, X)
+    for graph in converted_of(converted).graphs:
+
+        def wrong(
+            *args: Tensor, run: Callable[..., tuple[Tensor, ...]] = graph.few_tokens.run
+        ) -> list[Tensor]:
+            return [1.01 * out for out in run(*args)]
+
+        monkeypatch.setitem(vars(graph.few_tokens), "run", wrong)
+    result = verify(model, converted, X)
+    assert not result
+    assert {row.inputs for row in result.rows if not row.ok} == {"example inputs, training, as called"}
 
 
 def test_a_site_that_raises_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

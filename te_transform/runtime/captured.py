@@ -89,11 +89,12 @@ class CapturedGraph:
             with unwritten(self.plan.captured, arguments), put_back():
                 return run(*arguments)
         with put_back() as in_modes:
-            # modes see torch calls, of which a compiled graph makes none
-            if in_modes or is_dispatch_mode_on() or transformed():
+            if transformed():
                 return self.run(*arguments)
             if self.compiled is not None:
-                return self.compiled(*arguments)
+                # modes see torch calls, of which a compiled graph makes none
+                sees = in_modes or is_dispatch_mode_on()
+                return self.run(*arguments) if sees else self.compiled(*arguments)
             run = self.few_tokens.run if self.few_tokens.takes(arguments) else self.run
             return run(*arguments)
 

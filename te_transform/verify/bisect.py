@@ -29,8 +29,9 @@ def conversions(model: nn.Module) -> list[Converted]:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None]) -> Iterator[None]:
-    """Tell `see` of each call of a captured graph, with its arguments."""
+def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None] | None) -> Iterator[None]:
+    """Run all that is fused in each captured graph, and tell `see` of its calls, with their arguments; if it
+    is None, run them as outside of verify()."""
     before = [(converted, converted.watch) for converted in conversions(model)]
     try:
         for converted, _ in before:

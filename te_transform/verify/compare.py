@@ -80,7 +80,8 @@ class Contenders:
     """What is compared: the original, the converted one, and the original in fp64.
 
     `emulation` is entered where the original runs, with the seed of a draw or None; `draws` is how many there
-    may be. `rehearsals` are runs of the converted one before that which counts.
+    may be. `rehearsals` are runs of the converted one before that which counts; `sizes` is entered where it
+    runs: all that is fused takes calls of any size, unless it says otherwise.
     """
 
     original: Subject
@@ -89,6 +90,7 @@ class Contenders:
     emulation: Emulation = nullcontext
     draws: int = DRAWS
     rehearsals: int = 0
+    sizes: AbstractContextManager = at_any_size
 
 
 def judge(contenders: Contenders, inputs: Inputs, label: str = "") -> list[Row]:
@@ -134,7 +136,7 @@ def _run_original(
 
 
 def _run_converted(contenders: Contenders, inputs: Inputs, own: Run) -> Run:
-    with at_any_size, whole_logits:
+    with contenders.sizes, whole_logits:
         for _ in range(contenders.rehearsals):
             run(contenders.converted, inputs, cotangents=own.cotangents)
         return run(contenders.converted, inputs, cotangents=own.cotangents)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from te_transform.backends.limits import at_any_size
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.preserve import preserved
 from te_transform.plan.model import wrapped_by
@@ -33,10 +34,11 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
 
     In training mode, in evaluation mode and without gradients, dropout off; on the example inputs, fresh
     random values, another batch size and length, and a left-padded batch where the model takes an
-    attention_mask. compare.py says what passes; a model in FP8 is measured by how exact FP8 can be. The state
-    dicts have to agree bitwise. After a failure, subsets of the sites are run to find those that cause it.
-    What torch.compile makes of the model is not looked at. Needs the memory of `model` in fp64 and of its
-    gradients.
+    attention_mask. All that is fused runs so, at any size; on the example inputs in training also as outside
+    of verify(), where few tokens run as they were captured. compare.py says what passes; a model in FP8 is
+    measured by how exact FP8 can be. The state dicts have to agree bitwise. After a failure, subsets of the
+    sites are run to find those that cause it. What torch.compile and CUDA graphs make of the model is not
+    looked at. Needs the memory of `model` in fp64 and of its gradients.
 
     Args:
         model: the original, or the converted model itself if it was converted in place; left as it is.
@@ -109,17 +111,21 @@ class _Case:
     inputs: Inputs
     training: bool
     gradients: bool
+    by_size: bool = False  # whether what runs is chosen by the size of the call, as outside of verify()
 
     def __str__(self) -> str:
-        mode = "training" if self.training else "evaluation"
-        return f"{self.label}, {mode}" + ("" if self.gradients else ", no gradients")
+        words = [self.label, "training" if self.training else "evaluation"]
+        words += ["no gradients"] * (not self.gradients) + ["as called"] * self.by_size
+        return ", ".join(words)
 
 
-def _cases(label: str, inputs: Inputs) -> Iterator[_Case]:
+def _cases(label: str, inputs: Inputs, by_size: bool) -> Iterator[_Case]:
     trained = _trained(inputs)
     yield _Case(label, trained, True, True)
     if label.startswith(EXAMPLE):
         yield _Case(label, trained, False, True)
+        if by_size:
+            yield _Case(label, trained, True, True, by_size=True)
     yield _Case(label, inputs, False, False)
 
 
@@ -143,6 +149,12 @@ class _Duel:
     converted: nn.Module
     recipes: Recipes
 
+    @property
+    def by_size(self) -> bool:
+        """Whether calls may run otherwise than with all sites fused, which is looked at besides."""
+        options = [each.options for each in conversions(self.converted)]
+        return not (at_any_size or any(each.compile or each.graphs for each in options))
+
     def learn(self, samples: list[Inputs]) -> None:
         """See which products run in FP8."""
         for training in (True, False) if self.recipes.held else ():
@@ -157,14 +169,14 @@ class _Duel:
         self.converted.train(case.training)
         with torch.set_grad_enabled(case.gradients), self.recipes.fresh_scales():
             try:
-                return judge(self._contenders(), case.inputs, str(case))
+                return judge(self._contenders(case), case.inputs, str(case))
             except OriginalError:
                 if not case.gradients:
                     raise
                 # a forward may set requires_grad of views of its input, as wav2vec2's does in training, which
                 # PyTorch refuses where the input has a gradient itself
                 detached = tree_map_only(Tensor, Tensor.detach, (case.inputs.args, case.inputs.kwargs))
-                return judge(self._contenders(), Inputs(*detached), str(case))
+                return judge(self._contenders(case), Inputs(*detached), str(case))
 
     def guilty(self, failing: list[_Case], called: Called) -> list[str]:
         """The paths of those of the `called` sites without which these cases do not fail."""
@@ -181,7 +193,7 @@ class _Duel:
                 found += bisect_failures(others, fails)
         return found
 
-    def _contenders(self) -> Contenders:
+    def _contenders(self, case: _Case) -> Contenders:
         own = partial(original_forward, self.model)
         return Contenders(
             Subject.of(self.model, own),
@@ -190,6 +202,7 @@ class _Duel:
             partial(self.recipes.emulation, self.model) if self.recipes.held else nullcontext,
             FP8_DRAWS if self.recipes.held else DRAWS,
             rehearsals=1 if self.recipes.delayed else 0,
+            sizes=watched(self.converted, None) if case.by_size else at_any_size,
         )
 
     def _in_double(self) -> AbstractContextManager:
@@ -208,7 +221,7 @@ def _rows_of(each: Variation, duel: _Duel) -> _Rows:
     rows: list[Row] = []
     failing: list[_Case] = []
     try:
-        for case in _cases(each.label, each.inputs):
+        for case in _cases(each.label, each.inputs, duel.by_size):
             rows += (found := duel.rows(case))
             failing += [case] if _failed(found) else []
     except OriginalError as error:
