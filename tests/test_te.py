@@ -580,8 +580,10 @@ def test_cross_entropy_is_pytorchs(te: ModuleType, targets: Tensor, reduction: s
 
 
 def test_cross_entropy_of_nothing_is_nan_and_of_no_word_raises(te: ModuleType) -> None:
-    op = te.CrossEntropy()
-    assert torch.isnan(op(LOGITS, torch.full((2, 9), -100), -100, "mean", torch.float32))
+    op, logits = te.CrossEntropy(), LOGITS.detach().clone().requires_grad_()
+    nothing = op(logits, torch.full((2, 9), -100), -100, "mean", torch.float32)
+    assert torch.isnan(nothing)
+    assert not torch.autograd.grad(nothing, logits)[0].any()  # as PyTorch's, which a step survives
     for label in (WORDS, -1):
         targets = TARGETS.clone().index_fill_(1, torch.tensor([3]), label)
         with pytest.raises(RuntimeError):

@@ -337,3 +337,5 @@ def test_cross_entropy_and_its_gradient(reduction: str) -> None:
             for loss in (found, wanted)
         ]
         assert (grads[0] - grads[1]).norm() <= 2**-7 * grads[1].norm()
+    nothing = te.CrossEntropy()(logits, torch.full_like(targets, -100), *args[2:])
+    assert not torch.autograd.grad(nothing, logits)[0].any()

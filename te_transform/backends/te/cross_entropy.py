@@ -49,6 +49,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (logits, targets), recorded = ctx.saved_tensors, torch.is_grad_enabled()
+        # where no target counts, a mean's gradient is infinite: the kernel would multiply its zeros by that
+        grad = grad.masked_fill(targets == ctx.ignore_index, 0)
         with torch.enable_grad():
             own = logits.view_as(logits) if recorded else logits.detach().requires_grad_()
             if recorded:  # TE's kernels have no second derivative
