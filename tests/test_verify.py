@@ -4,12 +4,14 @@ import copy
 import gc
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
@@ -768,3 +770,35 @@ def test_a_forward_that_asks_for_a_gradient_of_its_input() -> None:
     result = te_transform.verify(model, te_transform.convert(model, x), x)
     assert result
     assert any(row.name == "gradient of mlp.1.weight" for row in result.rows)
+
+
+# Threads
+
+
+def test_nobody_compiles_while_numbers_in_fp64_are_the_default() -> None:
+    """Dynamo, in another thread, would put that default back at the end of what it compiles."""
+
+    def compiles() -> bool:  # as dynamo does before it looks at the default
+        if taken := compile_lock.acquire(blocking=False):
+            compile_lock.release()
+        return taken
+
+    def call(x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return x * torch.tensor(float(pool.submit(compiles).result()))
+
+    found = run(Subject(call, tuple), Inputs((torch.ones(2),)), double=True)
+    assert found.outputs[""].dtype is torch.float64
+    assert not found.outputs[""].any()
+
+
+def test_verify_waits_for_threads_that_look_at_the_model() -> None:
+    model = seeded(Tiny)
+    inputs = torch.randn(2, 5, WIDTH)
+    converted = te_transform.convert(model, inputs)
+    for _ in range(3):
+        with ThreadPoolExecutor(2) as pool:
+            looked = pool.submit(te_transform.inspect, model, inputs)
+            verified = pool.submit(verify, model, converted, inputs)
+        assert looked.result().counts["layernorm_mlp"] == 1
+        assert verified.result()

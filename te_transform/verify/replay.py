@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from te_transform.backends.quantized import exact
@@ -173,16 +173,17 @@ def _gradients(
     return {name: torch.zeros_like(source) if grad is None else grad for (name, source), grad in pairs}
 
 
-_IN_DOUBLE = threading.RLock()  # all threads have one default: two would put back each other's
-
-
 @contextlib.contextmanager
 def _default_dtype(double: bool) -> Iterator[None]:
-    """The dtype of tensors that a forward makes without naming one."""
+    """The dtype of tensors that a forward makes without naming one.
+
+    All threads have one default. Dynamo puts back, after each compilation, the one that it found: nobody
+    compiles in another thread while it is fp64.
+    """
     if not double:
         yield
         return
-    with _IN_DOUBLE:
+    with compile_lock:
         before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float64)
