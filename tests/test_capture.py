@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.variables.tensor import TensorVariable
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
@@ -24,7 +25,7 @@ from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
 from te_transform.runtime import blocks
 from te_transform.runtime.converted import converted_of
-from tests.attacks import Block, Pair, X, call, with_input_gradient
+from tests.attacks import Block, Pair, X, call, odd, with_input_gradient
 from tests.conversions import calls, logged
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
@@ -381,6 +382,15 @@ def test_a_capture_logs_no_error() -> None:
     with logged("torch._dynamo", logging.WARNING) as said:
         te_transform.convert(Tiny().train(), X)(X)
     assert said == []
+
+
+def test_a_number_that_is_read_off_a_tensor_is_told_by_the_report_alone() -> None:
+    TensorVariable._warn_capture_scalar_outputs.cache_clear()  # which dynamo does once
+    with logged("torch._dynamo", logging.WARNING) as said:
+        converted = te_transform.convert(odd(lambda self, x: x * self.mlp(self.norm(x)).sum().item()), X)
+    assert said == []
+    report = te_transform.report(converted)
+    assert any("Tensor.item()" in sentence for sentence in report.breaks)
 
 
 class GivesUp(nn.Module):

@@ -115,8 +115,12 @@ def capture(
 
 
 # What dynamo logs of code that it does not capture: for inputs that do not fit, stack traces of 5,000 lines
-# before the error that says so.
-_LOGGERS = tuple(map(logging.getLogger, ("torch._dynamo.convert_frame", "torch._subclasses.fake_tensor")))
+# before the error that says so, and of a number that is read off a tensor, settings to change.
+_LOGGERS = (
+    logging.getLogger("torch._dynamo.convert_frame"),
+    logging.getLogger("torch._dynamo.variables.tensor"),
+    logging.getLogger("torch._subclasses.fake_tensor"),
+)
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
