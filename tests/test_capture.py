@@ -1,6 +1,7 @@
 """How a converted model is captured: whole or by blocks, in pieces, or not at all; and what runs then."""
 
 import copy
+import gc
 import io
 import logging
 import pickle
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
@@ -438,6 +440,47 @@ def test_models_of_one_class_have_limits_of_their_own(monkeypatch: pytest.Monkey
     monkeypatch.setitem(SETTINGS, "recompile_limit", 2)
     models = [te_transform.convert(seeded(Tiny), X, verify=False) for _ in range(4)]
     assert [linears(model, X) for model in models] == [7] * 4
+
+
+@torch._dynamo.disable(recursive=False)
+def aside(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+class Scaled(nn.Module):
+    """Code of which each scale is a graph, around some that is captured by itself."""
+
+    def __init__(self, scale: int):
+        super().__init__()
+        self.block, self.scale = Block(), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return aside(self.block, x * self.scale)
+
+
+class LoopsOver(Loops):
+    def __init__(self, *scales: int):
+        super().__init__()
+        self.parts = nn.ModuleList(map(Scaled, scales))
+
+
+def test_beyond_a_limit_no_graph_of_another_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, "recompile_limit", 2)
+    other = Pair.of(LoopsOver(1, 2)).converted
+    with calls(other) as found:
+        pair = LoopsOver(3, 4, 5)
+        Pair(pair, te_transform.convert(pair, X, verify=False), X).agree()
+    assert not found
+
+
+def test_a_graph_of_a_model_that_is_gone_runs_as_it_was_captured() -> None:
+    torch._dynamo.reset()
+    model = LoopsOver(1)
+    converted = te_transform.convert(model, torch.zeros(1, WIDTH), verify=False)  # for another size
+    te_transform.convert(model, X, verify=False)
+    gc.collect()
+    with torch.compiler.set_stance("eager_on_recompile"):  # takes any graph that is there
+        assert_close(converted(X), model(X))
 
 
 # The door of torch.compile

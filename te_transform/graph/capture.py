@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.external_utils import wrap_inline
-from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -80,6 +80,7 @@ def capture(
     """
     for logger in _LOGGERS:
         logger.addFilter(_is_not_ours)  # once, however often
+    full: set[CodeType] = set()
     context = torch._dynamo.optimize(backend, dynamic=dynamic)
     forward, traced = _alone(forward), context.callback
     if isinstance(forward, FunctionType) and trace_rules.check(forward):
@@ -94,6 +95,8 @@ def capture(
         # the ops' own backwards run here too, where a forward calls autograd between two graphs
         if leaves() or frame.f_code.co_filename.startswith(_OWN):
             return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
+        if frame.f_code in full:
+            return _FULL
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         token = _ours.set(True)
         try:
@@ -105,6 +108,9 @@ def capture(
         finally:
             _ours.reset(token)
         run.turned_off = before or found.guarded_code is None
+        if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
+            full.add(frame.f_code)
+            return _FULL
         # what a backend leaves is left in this call alone, too: PyTorch's own forwards share a code object
         return ConvertFrameReturn(apply_to_code=False) if leaves() else found
 
@@ -113,6 +119,12 @@ def capture(
     run.turned_off = False
     return run
 
+
+# For code that has as many graphs as it may have: it runs as it is, with all that it calls. Dynamo would let
+# that run on the graphs that are there, whoever's they are: another model's, or those of one that is gone.
+_FULL = ConvertFrameReturn(
+    frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False
+)
 
 # What dynamo logs of code that it does not capture: for inputs that do not fit, stack traces of 5,000 lines
 # before the error that says so, and of a number that is read off a tensor, settings to change.

@@ -148,7 +148,8 @@ class Converted:
             return captured.forward
         self.graphs.append(graph)
         held = weakref.ref(graph)  # dynamo lets go of nothing that it was ever given
-        return lambda *arguments: held()(*arguments)
+        # nor does it always ask whose it was: where it makes no new graphs, any that fits the call is called
+        return lambda *arguments: (held() or captured.forward)(*arguments)
 
     def options_now(self) -> Options:
         """The options, without CUDA graphs where fully_shard() divides a divided model's parameters again: it
