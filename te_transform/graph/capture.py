@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrate
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
@@ -125,6 +126,17 @@ def capture(
 _FULL = ConvertFrameReturn(
     frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False
 )
+
+
+def code_of(captured: fx.GraphModule) -> Callable[..., Any]:
+    """What computes the graph, without the graph itself and all that it knows of its nodes."""
+    _LazyGraphModule.force_recompile(captured)  # which prints it as code
+    module = nn.Module()
+    vars(module).update(
+        {name: held for name, held in vars(captured).items() if name not in ("_graph", "meta")}
+    )
+    return MethodType(type(captured).forward, module)
+
 
 # What dynamo logs of code that it does not capture: for inputs that do not fit, stack traces of 5,000 lines
 # before the error that says so, and of a number that is read off a tensor, settings to change.

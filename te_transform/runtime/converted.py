@@ -24,7 +24,7 @@ from te_transform.backends import gradients
 from te_transform.backends.collectives import Ranks
 from te_transform.backends.joined import lay, local
 from te_transform.canonicalize import functions
-from te_transform.graph.capture import capture
+from te_transform.graph.capture import capture, code_of
 from te_transform.graph.nodes import called, replaced_function
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
@@ -149,7 +149,8 @@ class Converted:
         self.graphs.append(graph)
         held = weakref.ref(graph)  # dynamo lets go of nothing that it was ever given
         # nor does it always ask whose it was: where it makes no new graphs, any that fits the call is called
-        return lambda *arguments: (held() or captured.forward)(*arguments)
+        alone = code_of(captured)
+        return lambda *arguments: (held() or alone)(*arguments)
 
     def options_now(self) -> Options:
         """The options, without CUDA graphs where fully_shard() divides a divided model's parameters again: it
