@@ -1,7 +1,6 @@
 """FP8 is emulated as it is defined, on the products that run in it and no others, and verify() goes by it."""
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 
@@ -18,6 +17,7 @@ from te_transform.graph.inputs import Inputs
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.runtime.converted import converted_of
 from te_transform.runtime.products import Products
+from te_transform.verify import compare
 from te_transform.verify.emulate import E4M3, E5M2, Formats, Quantizer, emulated, formats_of, product
 from te_transform.verify.replay import Subject, run
 from te_transform.verify.verification import Verification
@@ -398,7 +398,7 @@ def coarser(bits: int) -> Callable[..., Tensor]:
 @pytest.mark.integration  # the next one fails in the same way
 def test_one_with_fewer_bits_than_fp8_fails(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = mixed()
-    monkeypatch.setattr(sys.modules[verify.__module__], "FP8_DRAWS", 3)  # more would not help
+    monkeypatch.setattr(compare, "DRAWS", 3)  # more would not help
     monkeypatch.setattr(stand_in, "rounded", coarser(3))
     result = verify(model, converted_in(Current(), model, x), x)
     assert not any(row.ok for row in output_rows(result))
@@ -411,7 +411,7 @@ def test_one_that_quantizes_a_product_it_should_not_fails(
     model, x = mixed()
     converted = converted_in(Current(), model, x)
     assert not state_of(converted.last.weight).in_fp8
-    monkeypatch.setattr(sys.modules[verify.__module__], "FP8_DRAWS", 3)  # more would not help
+    monkeypatch.setattr(compare, "DRAWS", 3)  # more would not help
     own, rounded = plain.Linear.plain, stand_in.rounded
     monkeypatch.setattr(plain.Linear, "plain", lambda *a: own(*a[:2], rounded(a[2]), rounded(a[3]), a[4]))
     assert not verify(model, converted, x)

@@ -21,7 +21,7 @@ from te_transform.plan.model import wrapped_by
 from te_transform.runtime.console import progress
 from te_transform.runtime.converted import original_forward
 from te_transform.verify.bisect import Called, bisect_failures, conversions, watched
-from te_transform.verify.compare import DRAWS, FP8_DRAWS, Contenders, OriginalError, Row, judge
+from te_transform.verify.compare import Contenders, OriginalError, Row, judge
 from te_transform.verify.precision import Recipes
 from te_transform.verify.replay import Subject, in_double
 from te_transform.verify.states import compare_states
@@ -201,7 +201,6 @@ class _Duel:
             Subject.of(self.converted),
             Subject.of(self.model, self._in_double),
             partial(self.recipes.emulation, self.model) if self.recipes.held else nullcontext,
-            FP8_DRAWS if self.recipes.held else DRAWS,
             rehearsals=1 if self.recipes.delayed else 0,
             sizes=watched(self.converted, None) if case.by_size else at_any_size,
         )
