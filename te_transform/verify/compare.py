@@ -81,8 +81,8 @@ class Contenders:
     """What is compared: the original, the converted one, and the original in fp64.
 
     `emulation` is entered where the original runs, with the seed of a draw or None. `rehearsals` are runs of
-    the converted one before that which counts; `sizes` is entered where it runs: all that is fused takes calls
-    of any size, unless it says otherwise.
+    the converted one before that which counts; `sizes` is entered where it runs: all that is fused takes
+    calls of any size, unless it says otherwise.
     """
 
     original: Subject
