@@ -98,9 +98,11 @@ def _from_factory(name: str, on_meta: bool) -> nn.Module:
             found = getattr(found, attribute)
     except (Exception, SystemExit) as error:  # a file of Python does what it likes while it is imported
         raise LoadError(
-            f"{name!r} cannot be imported ({type(error).__name__}: {error}): package.module:factory is needed"
+            f"{name!r} cannot be imported ({type(error).__name__}: {error}): package.module:factory is "
+            "needed, the module as import names it"
         ) from error
-    model = found if isinstance(found, nn.Module) else _called(found, name, on_meta)
+    is_factory = callable(found) and not isinstance(found, nn.Module)
+    model = _called(found, name, on_meta) if is_factory else found
     if not isinstance(model, nn.Module):
         raise LoadError(f"{name!r} gave a {type(model).__name__}, a torch.nn.Module is needed")
     return model

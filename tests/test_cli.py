@@ -358,6 +358,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no such module": (lambda folder: ["nowhere:two"], "'nowhere:two' cannot be imported"),
     "no such factory": (lambda folder: ["models_of_mine:three"], "has no attribute 'three'"),
     "no model": (lambda folder: ["models_of_mine:number"], "gave a int, a torch.nn.Module is needed"),
+    "no function": (lambda folder: ["math:pi"], "'math:pi' gave a float, a torch.nn.Module is needed"),
+    "a file of Python": (lambda folder: ["models_of_mine.py:two"], "needed, the module as import names it"),
     "a factory that fails": (lambda folder: ["models_of_mine:fails"], "RuntimeError: no weights here"),
     "a factory's layers": (lambda folder: ["models_of_mine:two", "--layers", "1"], "are for configs"),
     "no config": (lambda folder: [str(folder)], "has no config.json, a folder with one, a config file, "),

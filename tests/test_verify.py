@@ -265,6 +265,7 @@ def test_a_changed_weight_is_found() -> None:
     assert not result
     states = [row for row in result.rows if row.inputs == "state_dict" and not row.ok]
     assert [row.name for row in states] == ["blocks.0.attention.v_proj.weight"]
+    assert "load it there if it was trained since" in states[0].reason
     assert not result.guilty  # no site is: the row names the weight
 
 
@@ -433,9 +434,9 @@ def test_another_class_is_refused() -> None:
 def test_models_without_numbers_are_refused() -> None:
     model, x = OneBatch(), torch.randn(2, 3, 8)
     converted = te_transform.convert(model, x)
-    with pytest.raises(ValueError, match="the first model is on the meta device, numbers"):
+    with pytest.raises(ValueError, match="the first model has parameters on the meta device, numbers"):
         verify(OneBatch().to("meta"), converted, x)
-    with pytest.raises(ValueError, match="the second model is on the meta device"):
+    with pytest.raises(ValueError, match="the second model has parameters on the meta device"):
         verify(model, converted.to("meta"), x)
 
 

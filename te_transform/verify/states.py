@@ -25,7 +25,8 @@ def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
         if name in held:
             yield _rounded(name, own[name], exact(theirs[name]))
         elif not _same(own[name], theirs[name]):
-            yield Row(_STATE, name, False, reason="is not bitwise the original's")
+            reason = "is not bitwise the original's: load it there if it was trained since"
+            yield Row(_STATE, name, False, reason=reason)
     yield Row(_STATE, f"{len(own)} entries", True)
 
 

@@ -88,8 +88,8 @@ def _check(model: nn.Module, converted: nn.Module) -> None:
     for which, each in (("first", model), ("second", converted)):
         if any(parameter.is_meta for parameter in each.parameters()):
             raise ValueError(
-                f"the {which} model is on the meta device, numbers to compare are needed: move it by "
-                "to_empty(device=...) and load its weights first"
+                f"the {which} model has parameters on the meta device, numbers to compare are needed: move "
+                "it by to_empty(device=...) and load its weights first, or take off the hooks that load them"
             )
     first, second = (any(isinstance(p, DTensor) for p in each.parameters()) for each in (model, converted))
     if first != second:
