@@ -11,6 +11,7 @@ import inspect as python
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -330,14 +331,19 @@ def _models(asked: argparse.Namespace) -> int:
     tables = [line.strip("| ") for line in page.splitlines() if line.startswith("|")]
     head, _, *rows = ([cell.strip(" `") for cell in line.split("|")] for line in tables)
     table = Table(*(Column(name, overflow="fold") for name in head), box=box.SIMPLE_HEAD)
+    wanted = _letters(asked.name)  # the page has gpt2 for what others call GPT-2
     for names, *counts in rows:
-        found = [name for name in names.split(", ") if asked.name.lower() in name]
+        found = [name for name in names.split(", ") if wanted in _letters(name)]
         if found and counts[0].isdigit():  # no head of another table
             table.add_row(", ".join(found), *counts)
     if not table.row_count:
         raise LoadError(f"no model of {asked.name!r} was tried, te-transform inspect says what is fused")
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
     return 0
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[-_. ]", "", name.lower())
 
 
 def _show(what: Any) -> None:

@@ -342,6 +342,8 @@ def test_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.split()[:3] == ["olmo2", "4", "2"]
     assert main(["models"]) == 0
     assert "gpt2_eager" in capsys.readouterr().out
+    assert main(["models", "GPT-2 eager"]) == 0
+    assert "gpt2_eager" in capsys.readouterr().out
     assert main(["models", "gpt17"]) == 2
     assert capsys.readouterr().err.startswith("te-transform: no model of 'gpt17' was tried")
 
