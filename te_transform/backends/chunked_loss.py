@@ -16,6 +16,7 @@ from torch import Tensor
 
 from te_transform.backends.limits import as_autocast, whole_logits
 from te_transform.backends.op import FusedOp
+from te_transform.backends.plain import reduced
 from te_transform.backends.quantized import is_quantized
 from te_transform.backends.tracing import transformed
 from te_transform.backends.twice import differentiable_twice
@@ -45,11 +46,7 @@ class ChunkedLoss(FusedOp):
             return ops.cross_entropy(logits, targets, ignore_index, reduction, dtype), logits
         losses = differentiable_twice(_losses, _plainly, (x, weight, bias, targets, ignore_index))
         logits = ops.linear(x, weight, bias) if whole_logits else _withheld(x, weight)
-        if reduction == "none":
-            return losses.to(dtype), logits
-        total = losses.sum()
-        loss = total if reduction == "sum" else total / (targets != ignore_index).sum()
-        return loss.to(dtype), logits
+        return reduced(losses, targets != ignore_index, reduction, dtype), logits
 
 
 def _withheld(x: Tensor, weight: Tensor) -> Tensor:

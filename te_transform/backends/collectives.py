@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_transform.backends.plain import reduced
 from te_transform.backends.tracing import compiling
 
 # What functional collectives call; its Python wrappers have other names in PyTorch 2.13 than before.
@@ -359,9 +360,7 @@ class ShardedCrossEntropy(nn.Module):
         of_target = wide.gather(-1, own[..., None]).squeeze(-1).masked_fill(outside, 0)
         total, of_target = moved(torch.stack((wide.exp().sum(-1), of_target)), Way.SUM, self.ranks).unbind()
         losses = (total.log() - of_target).masked_fill(~counts, 0)
-        if reduction == "none":
-            return losses.to(dtype)
-        return (losses.sum() / counts.sum() if reduction == "mean" else losses.sum()).to(dtype)
+        return reduced(losses, counts, reduction, dtype)
 
 
 class OwnRandom(nn.Module):

@@ -70,11 +70,8 @@ small_calls_in_fp8 = Switch()
 
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why fused products are not faster than what was captured for so many rows, or None."""
-    if (
-        at_any_size
-        or (in_fp8 and small_calls_in_fp8)
-        or rows >= break_even_rows(width, in_fp8, bool(replayed))
-    ):
+    enough = break_even_rows(width, in_fp8, bool(replayed))
+    if at_any_size or (in_fp8 and small_calls_in_fp8) or rows >= enough:
         return None
     return f"a call too small to be faster in {'FP8' if in_fp8 else 'fused products'}"
 
@@ -85,11 +82,6 @@ def break_even_rows(width: int, in_fp8: bool, in_cuda_graphs: bool = False) -> i
     if in_fp8:
         launched, by_graphs = MIN_GEMM_WORK_IN_FP8, MIN_GEMM_WORK_IN_FP8_REPLAYED
     return math.ceil((by_graphs if in_cuda_graphs else launched) / width**2)
-
-
-def _cpu_sets_the_pace(rows: int, width: int) -> bool:
-    """Whether the GPU has so little to do for so many rows that it waits for its launches."""
-    return not (at_any_size or replayed or rows * width**2 >= MIN_GEMM_WORK)
 
 
 def on_kernels_device(tensor: Tensor) -> bool:
@@ -211,7 +203,7 @@ def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
         return f"attention over less than {MIN_ATTENTION_LENGTH} tokens"
     if compiling.get() or replayed or batch * length**2 * heads * width >= MIN_ATTENTION_WORK:
         return None  # such a graph takes no more of the CPU for these kernels than for others
-    return "attention too small to be faster" if _cpu_sets_the_pace(batch * length, heads * width) else None
+    return too_small(batch * length, heads * width, in_fp8=False) and "attention too small to be faster"
 
 
 def _may_be_replayed() -> bool:
@@ -230,7 +222,7 @@ def without_rotary(x: Tensor, angles: Tensor) -> str | None:
     if x.dim() != 4:
         return f"queries or keys of {x.dim()} dimensions, TE's rotary kernel takes 4"
     batch, heads, length, width = x.shape
-    if _cpu_sets_the_pace(batch * length, heads * width):
+    if too_small(batch * length, heads * width, in_fp8=False):
         return "too small to be faster"
     if why := without_kernel(x, x):
         return why

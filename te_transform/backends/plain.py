@@ -463,6 +463,13 @@ def _cos_and_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return kept[1:]
 
 
+def reduced(losses: Tensor, counted: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
+    """The losses of targets, 0 where they are not `counted`, as ops.cross_entropy gives them in `dtype`."""
+    if reduction == "none":
+        return losses.to(dtype)
+    return (losses.sum() / counted.sum() if reduction == "mean" else losses.sum()).to(dtype)
+
+
 class CrossEntropy(FusedOp):
     """-log softmax(logits)[target]."""
 

@@ -31,9 +31,7 @@ class CrossEntropy(plain.CrossEntropy):
         # the kernel would read past the logits: an assertion as PyTorch has one, which waits for nothing
         torch._assert_async((~counted | ((targets >= 0) & (targets < logits.shape[-1]))).all())
         losses = _CrossEntropy.apply(logits, targets, ignore_index)
-        if reduction == "none":
-            return losses.to(dtype)
-        return (losses.sum() if reduction == "sum" else losses.sum() / counted.sum()).to(dtype)
+        return plain.reduced(losses, counted, reduction, dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
