@@ -16,6 +16,7 @@ from te_transform.report.explain import SET_ON_MODEL, divided
 from te_transform.report.report import Report
 from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.first_calls import Seen
+from te_transform.runtime.trials import TOLD
 
 _SET_ON_MODEL = f"{SET_ON_MODEL}it runs as it is, with parts that are captured"
 _LATER = "what is around the blocks is captured in the first call, and in te_transform.report() from then on"
@@ -41,6 +42,7 @@ def report(converted: nn.Module) -> Report:
         found.whole = None
     graphs, told = found.graphs, found.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
+    plain += Counter({TOLD: found.trials.own_calls})
     later = [note for note in found.failures if note not in told]
     shows_blocks = found.whole is not None and not found.in_pieces and len(found.report.before.nodes) > 0
     later += [_LATER] * shows_blocks

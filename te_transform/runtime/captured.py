@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -59,11 +60,21 @@ def unwritten(captured: fx.GraphModule, arguments: Sequence[Any]) -> Iterator[No
                 tensor.copy_(was)
 
 
+class Calls(NamedTuple):
+    """How many calls of a graph ran as it was captured, and with its products fused, and how many of each op
+    that kernels may take ran in plain PyTorch."""
+
+    captured: int
+    fused: int
+    plain: list[int]
+
+
 class CapturedGraph:
     """What dynamo calls in the place of a graph: the graph with its sites fused."""
 
     def __init__(self, plan: Plan, owner: Owner):
         self.plan, self.owner, self.unchecked = plan, owner, True
+        self.ran = {True: 0, False: 0}  # calls, by whether they ran as it was captured
         self.disabled: frozenset[Site] = frozenset()
         self.disable(())
 
@@ -95,8 +106,23 @@ class CapturedGraph:
                 # modes see torch calls, of which a compiled graph makes none
                 sees = in_modes or is_dispatch_mode_on()
                 return self.run(*arguments) if sees else self.compiled(*arguments)
-            run = self.few_tokens.run if self.few_tokens.takes(arguments) else self.run
-            return run(*arguments)
+            takes = self.few_tokens.takes(arguments)
+            self.ran[takes] += 1
+            return self.few_tokens.run(*arguments) if takes else self.run(*arguments)
+
+    def calls(self) -> Calls:
+        """Those up to now."""
+        in_kernels = self.few_tokens.in_kernels
+        return Calls(self.ran[True], self.ran[False], [op.plain_calls.total() for op in in_kernels])
+
+    def has_gained(self, before: Calls) -> bool:
+        """Whether anything ran otherwise than it was captured in the calls since then."""
+        now, few_tokens = self.calls(), self.few_tokens
+        if now[:2] == before[:2]:
+            return False
+        if not few_tokens.changes_nothing or (few_tokens.products and now.fused > before.fused):
+            return True
+        return any(map(operator.eq, now.plain, before.plain))
 
     def _check(self, arguments: Sequence[Any]) -> None:
         """Take back the sites that are wrong on the values of this call."""

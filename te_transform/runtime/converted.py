@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import is_dispatch_mode_on, is_foreign_mode_on, set_aside
 from te_transform.runtime.parallel import Parallel, ParallelError
 from te_transform.runtime.precision import Precision
+from te_transform.runtime.trials import Trial, Trials
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ class Converted:
     parallel: Parallel | None = None
     uncaptured: set[type] = field(default_factory=set)  # of a divided model: dynamo gave up on their code
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
+    trials: Trials = field(default_factory=Trials)
     methods: dict[type, tuple] = field(default_factory=dict)  # what calls of the classes went through
 
     def backend(
@@ -209,29 +212,50 @@ class Converted:
             if self.by_block and not is_block:
                 with self._with_whole_parameters(module, but_blocks=True):
                     return forward(module, *args, **kwargs)
-            kind = type(module)
-            run, before = self._captured(kind, forward), len(self.graphs)
-            run.turned_off = False
-            try:
-                with set_aside(), self._with_stand_ins(module), suppress(_OnStandIns):
-                    out = run(module, *args, **kwargs)
-                if self.parallel is not None and (run.turned_off or kind in self.leaving):
-                    # a part of its code ran on stand-ins; blocks are captured by now, if there are any
-                    self.leaving.discard(kind)
-                    self.uncaptured |= {kind} if run.turned_off else set()
-                    with self._with_whole_parameters(module, but_blocks=self.by_block):
-                        out = forward(module, *args, **kwargs)
-                if place.is_root and self.whole == []:
-                    self.whole = self.graphs[before:]
-                return out
-            except Exception:
-                if run.turned_off:  # a call that the model does not take: begin anew with the next one
-                    self.runs.pop(kind, None)
-                raise
-            finally:
-                if self.nests and kind in self.leaving:  # training is captured still
-                    self.runs.pop(kind, None)
+            trial = self._trial(place, module, (args, kwargs))
+            if trial is None:
+                return self._run_captured(place, forward, module, args, kwargs)
+            return self.trials.run(
+                trial,
+                partial(forward, module, *args, **kwargs),
+                partial(self._run_captured, place, forward, module, args, kwargs),
+                self.graphs,
+            )
+
+    def _trial(self, place: Place, module: nn.Module, arguments: tuple) -> Trial | None:
+        """What tells whether a call of the model runs the user's own code; None where it does not."""
+        options = self.options
+        if options.recipe is not None or options.compile or options.graphs or self.parallel is not None:
+            return None
+        return self.trials.of(module, arguments) if place.is_root and self.watch is None else None
+
+    def _run_captured(
+        self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
+        """A call in which dynamo captures the forward, or finds the graphs that it has."""
+        kind = type(module)
+        run, before = self._captured(kind, forward), len(self.graphs)
+        run.turned_off = False
+        try:
+            with set_aside(), self._with_stand_ins(module), suppress(_OnStandIns):
+                out = run(module, *args, **kwargs)
+            if self.parallel is not None and (run.turned_off or kind in self.leaving):
+                # a part of its code ran on stand-ins; blocks are captured by now, if there are any
                 self.leaving.discard(kind)
+                self.uncaptured |= {kind} if run.turned_off else set()
+                with self._with_whole_parameters(module, but_blocks=self.by_block):
+                    out = forward(module, *args, **kwargs)
+            if place.is_root and self.whole == []:
+                self.whole = self.graphs[before:]
+            return out
+        except Exception:
+            if run.turned_off:  # a call that the model does not take: begin anew with the next one
+                self.runs.pop(kind, None)
+            raise
+        finally:
+            if self.nests and kind in self.leaving:  # training is captured still
+                self.runs.pop(kind, None)
+            self.leaving.discard(kind)
 
     def _captured(self, kind: type, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a class, which is captured in its calls."""

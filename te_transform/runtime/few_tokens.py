@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_transform.backends import limits
+from te_transform.backends import limits, plain
 from te_transform.backends.joined import state_of
 from te_transform.backends.quantized import is_quantized
 from te_transform.backends.tracing import in_backward
 from te_transform.graph.nodes import shape_of, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
-from te_transform.runtime.lower import Apart, is_product, lower_unfused
+from te_transform.runtime.lower import Apart, is_as_captured, is_product, lower_unfused
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,13 @@ class FewTokens:
             for place, node in enumerate(placeholders)
             if isinstance(value(node), torch.SymInt)
         }
+        # what gains where a kernel takes a call, and counts the calls that none takes
+        self.in_kernels = [
+            site.fused
+            for site in plan.sites
+            if site not in without and not is_product(site)
+            if self.backend.HAS_KERNELS or isinstance(site.fused, plain.PaddedLinear)
+        ]
         self.work = {
             Work(
                 _expression(math.prod(shape_of(site.node.args[0])[:-1])),
@@ -89,6 +96,11 @@ class FewTokens:
             log.warning("a graph of few tokens runs as it was captured", exc_info=error)
             self.failures.append(f"{type(error).__name__}: {error}")
             return self.plan.captured.forward
+
+    @cached_property
+    def changes_nothing(self) -> bool:
+        """Whether each operation runs as it was captured, where no kernel takes a call."""
+        return is_as_captured(self.plan, self.without)
 
     @property
     def takes_any_number(self) -> bool:

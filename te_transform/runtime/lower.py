@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -73,6 +74,32 @@ def lower_unfused(
         elif rotations or not isinstance(site.fused, plain.Rotary):
             lowering.put(site)
     return lowering.finished()
+
+
+def is_as_captured(plan: Plan, without: Collection[Site] = ()) -> bool:
+    """Whether lower_unfused() leaves each operation as it was captured, but for masks, where no kernel takes
+    the call."""
+    return not any(map(partial(_is_rewritten, plan), _in_order(plan, without)))
+
+
+def _is_rewritten(plan: Plan, site: Site) -> bool:
+    if isinstance(site.fused, plain.DotProductAttention):
+        return site.fused.written_out
+    if is_product(site):
+        return any(len(part.meta["spelled"]) > 1 for part in _parts(plan, _names_in(plan, site)))
+    return not isinstance(site.fused, (plain.CrossEntropy, plain.PaddedLinear))
+
+
+def _parts(plan: Plan, names: Collection[str]) -> Iterator[fx.Node]:
+    """The norms and activations among the captured nodes of these names."""
+    found = (node for node in plan.before.nodes if node.target in _SINGLE)
+    return (node for node in found if node.meta.get("origin") in names)
+
+
+def _names_in(plan: Plan, site: Site) -> set[str]:
+    """The names of the captured nodes that a site replaces."""
+    inside, _ = edit.extract(plan.captured, *_ends(plan, site))
+    return {node.name for node in inside.graph.nodes if node.op not in ("placeholder", "output")}
 
 
 def is_product(site: Site) -> bool:
@@ -161,7 +188,7 @@ class _Lowering:
                 new = edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
             self.stands[canonical.meta["origin"]] = new
             edit.replace_uses(old, new)
-        edit.erase_cascade(self.graph, outputs.values(), self._names_in(site))
+        edit.erase_cascade(self.graph, outputs.values(), _names_in(self.plan, site))
 
     def _place_of(self, site: Site, outputs: Collection[fx.Node]) -> fx.Node:
         """The first of the outputs; the last of them where something that the op reads comes after the
@@ -172,18 +199,17 @@ class _Lowering:
 
     def put_parts(self, site: Site) -> None:
         """Compute each norm and activation of the site by one operation."""
-        inside = self._names_in(site)
-        for part in self.plan.before.nodes:
-            name = part.meta.get("origin")
-            if part.target in _SINGLE and name in inside and name not in self.put_already:
-                self.put_already.add(name)
-                if len(part.meta["spelled"]) == 1:
-                    continue
-                old = self.stands[name]
-                args = self._inner(part.args, old, {})
-                self.stands[name] = edit.insert_call(self.graph, old, part.target, args, like=part)
-                edit.replace_uses(old, self.stands[name])
-                edit.erase_cascade(self.graph, [old], inside)
+        inside = _names_in(self.plan, site)
+        for part in _parts(self.plan, inside - self.put_already):
+            name = part.meta["origin"]
+            self.put_already.add(name)
+            if len(part.meta["spelled"]) == 1:
+                continue
+            old = self.stands[name]
+            args = self._inner(part.args, old, {})
+            self.stands[name] = edit.insert_call(self.graph, old, part.target, args, like=part)
+            edit.replace_uses(old, self.stands[name])
+            edit.erase_cascade(self.graph, [old], inside)
 
     def finished(self) -> fx.GraphModule:
         """The graph as a module, ready to run."""
@@ -220,10 +246,6 @@ class _Lowering:
     def _own_copy(self, x: fx.Node, at: fx.Node) -> fx.Node:
         own = {"memory_format": torch.contiguous_format}
         return edit.insert_call(self.graph, at, torch.clone, (x,), own, like=x)
-
-    def _names_in(self, site: Site) -> set[str]:
-        inside, _ = edit.extract(self.plan.captured, *_ends(self.plan, site))
-        return {node.name for node in inside.graph.nodes if node.op not in ("placeholder", "output")}
 
     def _inner(self, args: Any, at: fx.Node, made: dict[fx.Node, fx.Node]) -> Any:
         """The arguments of a canonical call as nodes of the graph that runs, in front of `at`."""
