@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from te_transform.backends.gradients import Gradients
+from te_transform.backends.gradients import Gradients, accumulating
 from te_transform.backends.joined import state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.running import forget_weights
@@ -78,7 +78,8 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
     try:
         for parameter in parameters.values():
             state_of(parameter).gradients = gradients
-        yield running
+        with accumulating:
+            yield running
         for parameter, total in gradients.by_parameter().items():
             total = total if parameter.grad is None else total + parameter.grad
             parameter.grad = total.to(parameter.dtype)

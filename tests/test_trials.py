@@ -279,6 +279,20 @@ def test_calls_that_kernels_take_are_captured(
 
 
 @pytest.mark.usefixtures("faster", "te")
+@pytest.mark.parametrize("name", ["gpt_neox", "vit", "opt", "bert"])
+def test_models_in_whose_calls_no_kernel_gains_run_both_ways(name: str, ran: list[bool]) -> None:
+    """Rotations, masks, losses and attention are found, and each is left as it was."""
+    original, inputs = CASES[name].build().bfloat16().eval(), CASES[name].sample()
+    inputs = {key: x.bfloat16() if x.is_floating_point() else x for key, x in inputs.items()}
+    model = te_transform.convert(copy.deepcopy(original), inputs, backend="te", verify=False).eval()
+    ran.clear()
+    wanted = original(**inputs).logits
+    for _ in range(len(TRIAL) + 1):
+        assert torch.equal(model(**inputs).logits, wanted)
+    assert ran[-1] is OWN
+
+
+@pytest.mark.usefixtures("faster", "te")
 def test_gradients_that_accumulate_are_those_of_captured_graphs(ran: list[bool]) -> None:
     x = rows(2, 3, dtype=torch.bfloat16)
     model = converted(seeded(Tiny).bfloat16(), x, backend="te")

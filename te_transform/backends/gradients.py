@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.backends.joined import Source, parameters_of, state_of
-from te_transform.backends.limits import on_kernels_device
+from te_transform.backends.limits import Switch, on_kernels_device
 
 
 @dataclass
@@ -58,6 +58,8 @@ class Gradients:
         return found
 
 
+accumulating = Switch()
+"""An accumulation is going on."""
 _paused: ContextVar[bool] = ContextVar("_paused", default=False)
 
 

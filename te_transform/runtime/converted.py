@@ -198,7 +198,9 @@ class Converted:
     def _call(
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
-        if self._runs_as_it_is(module, args, kwargs):
+        trial = self._trial(place, module, args, kwargs)
+        chosen = None if trial is None else self.trials.choice(trial)
+        if chosen or self._runs_as_it_is(module, args, kwargs):
             with self._with_whole_parameters(module):
                 return forward(module, *args, **kwargs)
         is_block = place.role is Role.BLOCK
@@ -212,8 +214,7 @@ class Converted:
             if self.by_block and not is_block:
                 with self._with_whole_parameters(module, but_blocks=True):
                     return forward(module, *args, **kwargs)
-            trial = self._trial(place, module, (args, kwargs))
-            if trial is None:
+            if trial is None or chosen is not None:
                 return self._run_captured(place, forward, module, args, kwargs)
             return self.trials.run(
                 trial,
@@ -222,12 +223,14 @@ class Converted:
                 self.graphs,
             )
 
-    def _trial(self, place: Place, module: nn.Module, arguments: tuple) -> Trial | None:
+    def _trial(self, place: Place, module: nn.Module, args: tuple, kwargs: dict) -> Trial | None:
         """What tells whether a call of the model runs the user's own code; None where it does not."""
         options = self.options
-        if options.recipe is not None or options.compile or options.graphs or self.parallel is not None:
+        if not place.is_root or options.recipe is not None or options.compile or options.graphs:
             return None
-        return self.trials.of(module, arguments) if place.is_root and self.watch is None else None
+        if self.by_block or self.parallel is not None or self.watch is not None:
+            return None
+        return self.trials.of(module, args, kwargs)
 
     def _run_captured(
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict

@@ -39,6 +39,8 @@ from te_transform.graph.nodes import (
 )
 from te_transform.plan.match import Plan, Site
 
+# in plain PyTorch they are as many operations as were captured
+_IN_AS_MANY = (plain.CrossEntropy, plain.PaddedLinear, plain.Rotary)
 _SINGLE = (ops.layer_norm, ops.rms_norm, *ops.ACTIVATIONS)
 
 Apart = list[tuple[weakref.ref, ...]]  # groups of joined parameters that do not lie next to each other
@@ -87,7 +89,7 @@ def _is_rewritten(plan: Plan, site: Site) -> bool:
         return site.fused.written_out
     if is_product(site):
         return any(len(part.meta["spelled"]) > 1 for part in _parts(plan, _names_in(plan, site)))
-    return not isinstance(site.fused, (plain.CrossEntropy, plain.PaddedLinear))
+    return not isinstance(site.fused, _IN_AS_MANY)
 
 
 def _parts(plan: Plan, names: Collection[str]) -> Iterator[fx.Node]:

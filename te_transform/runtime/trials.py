@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from te_transform.backends.joined import state_of
+from te_transform.backends.gradients import accumulating
 from te_transform.backends.limits import at_any_size, whole_logits
 from te_transform.backends.tracing import in_backward, recorded, saving_hooks, transformed
 from te_transform.runtime.captured import CapturedGraph
@@ -71,7 +70,7 @@ class Trials:
         self.trials: dict[tuple, Trial] = {}
         self.own_calls = 0  # for which the user's own code has been chosen
 
-    def of(self, module: nn.Module, arguments: Any) -> Trial | None:
+    def of(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Trial | None:
         """That of a call; None where it has to run captured graphs.
 
         So it is where a checkpoint will repeat a call, which has to save as many tensors then, and does;
@@ -79,16 +78,28 @@ class Trials:
         bits.
         """
         looked_at = at_any_size or whole_logits or transformed() or is_dispatch_mode_on() or recorded()
-        if looked_at or saving_hooks() or in_backward() or torch.are_deterministic_algorithms_enabled():
+        is_repeated = saving_hooks() or in_backward()
+        if looked_at or is_repeated or accumulating or torch.are_deterministic_algorithms_enabled():
             return None
-        first = next(module.parameters(), None)
-        if first is None or state_of(first).gradients is not None:
+        # what is inside of lists and caches does not count: this is looked up in each call
+        kinds = *map(_kind, args), *kwargs, *map(_kind, kwargs.values())
+        key = (module.training, torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), kinds)
+        trial = self.trials.get(key)
+        if trial is None:
+            if len(self.trials) >= MOST:
+                self.trials.clear()
+            given = [each.device for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            trial = self.trials[key] = Trial(given[0] if given else torch.device("cpu"))
+        return trial
+
+    def choice(self, trial: Trial) -> bool | None:
+        """Whether a call runs the user's own code; None while the trial goes on."""
+        if not trial.left:
             return None
-        modes = module.training, torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
-        key = (*modes, first.dtype, first.device, *map(_kind, tree_leaves(arguments)))
-        if key not in self.trials and len(self.trials) >= MOST:
-            self.trials.clear()
-        return self.trials.setdefault(key, Trial(first.device))
+        own = trial.own
+        self.own_calls += own
+        trial.count_down()
+        return own
 
     def run(
         self,
@@ -97,13 +108,9 @@ class Trials:
         captured: Callable[[], Any],
         graphs: Sequence[CapturedGraph],
     ) -> Any:
-        """A call, by what the trial says; `graphs` gets those that it captures."""
+        """A call of a trial that goes on; `graphs` gets those that it captures."""
         is_own = trial.own
         call = own if is_own else captured
-        if trial.left:
-            self.own_calls += is_own
-            trial.count_down()
-            return call()
         before, began = [graph.calls() for graph in graphs], now(trial.device)
         out, ended = call(), now(trial.device)
         if len(graphs) > len(before):  # the call was captured
@@ -133,8 +140,8 @@ def seconds(began: Any, ended: Any) -> float:
     return began.elapsed_time(ended) / 1e3
 
 
-def _kind(leaf: Any) -> Any:
+def _kind(given: Any) -> Any:
     """What of an argument decides which kind of call it is."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, (bool, int, str)) else type(leaf)
+    if isinstance(given, Tensor):
+        return given.shape, given.dtype, given.device
+    return given if isinstance(given, (bool, int, str)) else type(given)
