@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.runtime import compiled
+from te_transform.runtime import compiled, trials
 from te_transform.runtime.converted import converted_of
 from tests.models.drawn import (
     ACTIVATIONS,
@@ -559,7 +559,8 @@ def check(drawing: Drawing) -> None:
     converted = te_transform.convert(
         converted, sample, verify=drawing.verify, inplace=drawing.inplace, **options
     )
-    state, times = converted_of(converted), REPLAYED if "graphs" in options else 1
+    by_turns = "graphs" in options or drawing.way == "few tokens"
+    state, times = converted_of(converted), REPLAYED if by_turns else 1
     for _ in range(times):
         compare(original, converted, first)
     for change, call in zip(drawing.changes, later, strict=False):
@@ -615,11 +616,14 @@ def as_exact(own: Tensor, found: Tensor, wanted: Tensor) -> None:
 
 @contextmanager
 def emulated(way: str) -> Iterator[None]:
-    """CUDA graphs without a GPU, and compiling without a compiler, see test_replayed.py, test_compiled.py."""
+    """CUDA graphs without a GPU, and compiling without a compiler, see test_replayed.py, test_compiled.py. Few
+    tokens run captured and as the user's own code by turns, where that is tried at all."""
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch)
         patch.setattr(compiled, "compile_fx", trace)
         patch.setattr(limits.at_any_size, "entered", int(way != "few tokens"))
+        patch.setattr(trials, "IN_A_ROW", 1)
+        patch.setattr(trials, "ROWS", 1000)
         yield
 
 
