@@ -92,7 +92,7 @@ class CompiledGraph:
         ranks: Ranks | None,
     ):
         self.plan, self.apart, self.without, self.backend = plan, apart, frozenset(without), options.backend
-        self.compile, self.graphs = options.compile, options.graphs
+        self.options, self.compile, self.graphs = options, options.compile, options.graphs
         self.in_cuda_graphs = options.in_cuda_graphs
         self.how = "uncompiled" if options.compile else "without CUDA graphs"
         self.uncompiled, self.failures, self.ranks = uncompiled, failures, ranks
@@ -222,10 +222,7 @@ class CompiledGraph:
 
     def _lowered(self, sites: frozenset[Site]) -> Lowered:
         if sites not in self.lowered:
-            compiles = bool(self.compile)
-            self.lowered[sites] = Lowered(
-                self.plan, self.apart, self.without, sites, compiles, compiles and not self.in_cuda_graphs
-            )
+            self.lowered[sites] = Lowered(self.plan, self.apart, self.without, sites, self.options)
         return self.lowered[sites]
 
     def _sizes(self, arguments: Sequence[Any]) -> tuple:

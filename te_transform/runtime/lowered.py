@@ -17,6 +17,7 @@ from te_transform.backends.quantized import addresses
 from te_transform.graph import edit
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
 from te_transform.runtime.lower import Apart, lower
 from te_transform.runtime.prepared import Prepared
 
@@ -77,9 +78,9 @@ class Lowered:
         apart: where groups are noted that a call finds apart, see Join.
         without: sites that run as they were captured.
         products: the sites that run in FP8.
-        compiles: whether a compiler gets the graph, to which all other sites are left.
-        makes_masks: whether masks that stay are made in the graph, and not before it: CUDA graphs cannot
-            record what copies a number to the GPU, as masks are made of.
+        options: a compiler, if there is one, gets all other sites as they were captured, and masks that stay
+            are made in its graph: but not in CUDA graphs, which cannot record what copies a number to the
+            GPU, as masks are made of.
     """
 
     def __init__(
@@ -88,9 +89,9 @@ class Lowered:
         apart: Apart,
         without: frozenset[Site],
         products: frozenset[Site],
-        compiles: bool,
-        makes_masks: bool,
+        options: Options,
     ):
+        compiles = bool(options.compile)
         others = {
             site
             for site in plan.sites
@@ -117,7 +118,7 @@ class Lowered:
             isinstance(value(arg), Tensor) for mask in masks for arg in mask.all_input_nodes
         )
         self.compute, inputs = edit.extract(self.graph, self.before, ())
-        for mask in masks if makes_masks else ():
+        for mask in masks if compiles and not options.in_cuda_graphs else ():
             self.compute.set_submodule(mask.target, LookedAt(self._module(mask)))
         self.places = [placeholders.index(node) for node in inputs]
         self.given = {node: placeholders.index(node) for node in read & {*placeholders}}
