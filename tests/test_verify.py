@@ -114,12 +114,15 @@ class Checkpointed(Tiny):
         return F.dropout(block(x), 0.5, self.training)
 
 
-@pytest.mark.parametrize("blocks", [1, 2], ids=["whole", "by_block"])
-def test_nothing_is_dropped_in_graphs_around_them_and_in_checkpoints(blocks: int) -> None:
+@pytest.mark.parametrize("listed", [False, True], ids=["whole", "by_block"])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_nothing_is_dropped_in_graphs_around_them_and_in_checkpoints(blocks: int, listed: bool) -> None:
     torch.manual_seed(0)
     model = Checkpointed(blocks)
+    if not listed:
+        model.blocks = nn.Sequential(*model.blocks)
     converted = te_transform.convert(model, X)
-    assert converted_of(converted).by_block is (blocks > 1)
+    assert converted_of(converted).by_block is listed
 
     result = verify(model, converted, X)
 

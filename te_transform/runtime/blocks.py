@@ -37,7 +37,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
         inside = any(path.startswith(f"{block}.") for block in found)
         if isinstance(module, nn.ModuleList) and not inside:
             layers = [layer for layer in module if layer is not None]  # a list may have places left empty
-            alike = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
+            alike = len({type(layer) for layer in layers}) == 1
             if alike and any(True for _ in layers[0].children()):
                 found |= {f"{path}.{name}": child for name, child in module.named_children()}
     return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}
