@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -330,3 +332,52 @@ def test_hooks_and_changes_are_seen_in_the_users_own_code(ran: list[bool]) -> No
     ran.clear()
     assert torch.equal(model(x), original(x))
     assert ran == [OWN]
+
+
+class _Text(str):
+    """Text that is in no set, and no key of a dict."""
+
+    __hash__ = None
+
+
+class Told(Tiny):
+    """A model that is told something beside x."""
+
+    def forward(self, x: Tensor, told: Any = None) -> Tensor:
+        for block in self.blocks:
+            x = x + block.mlp(block.norm2(x))
+        return self.head(self.norm(x))
+
+
+def _symbolic() -> Tensor:
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    return mode.from_tensor(rows(2, 3))
+
+
+def _nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([*rows(2, 3)], layout=layout)
+
+
+@pytest.mark.usefixtures("faster")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model(rows(2, 3), _Text("text")),
+        lambda model: model(_symbolic()),
+        lambda model: model(_nested(torch.strided)).to_padded_tensor(0.0),
+        lambda model: model(_nested(torch.jagged)).to_padded_tensor(0.0),
+    ],
+)
+def test_arguments_that_have_no_sizes_or_no_hash_are_taken(
+    call: Callable[[nn.Module], Tensor], grad: bool
+) -> None:
+    original = seeded(Told)
+    model = converted(original, rows(2, 3))
+    with torch.set_grad_enabled(grad):
+        wanted = call(original)
+        for _ in range(len(TRIAL) + 1):
+            found = call(model)
+            assert found.dim() == wanted.dim()
+            assert isinstance(found, FakeTensor) or torch.equal(found, wanted)

@@ -198,9 +198,10 @@ class Converted:
     def _call(
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
-        trial = self._trial(place, module, args, kwargs)
+        is_own = self._runs_as_it_is(module, args, kwargs)
+        trial = None if is_own else self._trial(place, module, args, kwargs)
         chosen = None if trial is None else self.trials.choice(trial)
-        if chosen or self._runs_as_it_is(module, args, kwargs):
+        if is_own or chosen:
             with self._with_whole_parameters(module):
                 return forward(module, *args, **kwargs)
         is_block = place.role is Role.BLOCK
@@ -275,7 +276,8 @@ class Converted:
 
     def _runs_as_it_is(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Whether a call runs the user's own code."""
-        idle = self.original or self.options.as_it_is or is_foreign_mode_on() or self._decodes(args, kwargs)
+        idle = self.original or self.options.as_it_is or is_foreign_mode_on()
+        idle = idle or _has_no_strides(args, kwargs) or self._decodes(args, kwargs)
         idle = idle or type(module) in self.uncaptured or (self.nests and _is_evaluated(module))
         return idle or (self.recomputes and torch.is_grad_enabled())
 
@@ -394,6 +396,13 @@ def _restored(
 
 class _OnStandIns(Exception):
     """Ends a call of a divided model that is going to be made again: FP8 would note what stand-ins give."""
+
+
+def _has_no_strides(args: tuple, kwargs: dict) -> bool:
+    """Whether nested tensors of the older kind are given, which have neither sizes nor strides: dynamo's
+    guards ask for them, and end the process."""
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return any(value.is_nested and value.layout is torch.strided for value in given)
 
 
 def _is_decoding(args: tuple, kwargs: dict) -> bool:
