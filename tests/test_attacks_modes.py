@@ -133,6 +133,7 @@ def test_the_environment_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
 RANDOM = {
     "random branch": lambda s, x: 2.0 if random.random() < 0.5 else 1.0,
     "numpy.random branch": lambda s, x: 2.0 if numpy.random.rand() < 0.6 else 1.0,
+    "numbers of numpy.random": lambda s, x: torch.from_numpy(numpy.random.rand(WIDTH).astype(numpy.float32)),
     "torch.rand": lambda s, x: torch.rand(()),
     "a branch on torch.rand": lambda s, x: 2.0 if torch.rand(()) < 0.5 else 1.0,
     "a generator": lambda s, x: torch.rand((), generator=s.late),

@@ -48,6 +48,7 @@ SETTINGS = {
     # for inference, and for export: parameters would be constants, or buffers, of the graph
     "prepare_freezing": False,
     "install_free_tensors": False,
+    "use_numpy_random_stream": True,  # else it is PyTorch that draws what a forward draws with NumPy
     "optimize_ddp": False,  # a graph that runs eagerly needs no cuts at DDP's buckets
     "suppress_errors": True,  # code that dynamo fails on runs as it is
     "side_effect_replay_policy": "silent",  # else stack traces are written for a log, in 3% of the time
