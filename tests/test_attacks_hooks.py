@@ -195,10 +195,17 @@ def doubling_saved() -> Any:
     )
 
 
+@contextmanager
+def doubling_around_a_device() -> Iterator[None]:
+    with DoublingFunctions(), torch.device("cpu"):
+        yield
+
+
 AROUND: dict[str, Callable[[], Any]] = {
     "saved on the CPU": torch.autograd.graph.save_on_cpu,
     "a mode of functions": Counting,
     "a mode of functions that changes": DoublingFunctions,
+    "a mode of functions around a device": doubling_around_a_device,
     "a mode of ops that changes": Doubling,
     "SDPA's kernels": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "versions allowed to change": torch.autograd.graph.allow_mutation_on_saved_tensors,

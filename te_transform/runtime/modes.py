@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import _VF
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+)
 from torch.utils._device import DeviceContext
 
 _aside: ContextVar[tuple[GraphMode, ...]] = ContextVar("_aside", default=())
@@ -28,8 +32,8 @@ class GraphMode(TorchFunctionMode):
 def is_foreign_mode_on() -> bool:
     """Whether somebody's mode sees torch calls: dynamo traces what it does, and running the graph would do
     that once more."""
-    mode = _get_current_function_mode()
-    return mode is not None and not isinstance(mode, (GraphMode, DeviceContext))
+    modes = _get_current_function_mode_stack()
+    return any(not isinstance(mode, (GraphMode, DeviceContext)) for mode in modes)
 
 
 def is_dispatch_mode_on() -> bool:
