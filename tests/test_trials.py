@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import limits
+from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.trials import IN_A_ROW, LASTS, MOST, ROWS, TOLD, Trial
 from tests import stand_in
@@ -304,6 +305,23 @@ def test_gradients_that_accumulate_are_those_of_captured_graphs(ran: list[bool])
     ran.clear()
     _accumulating(model, x)
     assert ran == [CAPTURED]
+
+
+@pytest.mark.usefixtures("faster")
+def test_graphs_that_another_thread_captures_meanwhile_are_none_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = rows(2, 3)
+    model = converted(seeded(Tiny), x)
+    graphs = converted_of(model).graphs
+
+    def has_gained(*_: Any) -> bool:
+        graphs.append(graphs[0])
+        return False
+
+    model(x)
+    monkeypatch.setattr(CapturedGraph, "has_gained", has_gained)
+    assert torch.equal(model(x), model(x))
 
 
 @pytest.mark.usefixtures("faster")

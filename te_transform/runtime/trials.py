@@ -111,11 +111,12 @@ class Trials:
         """A call of a trial that goes on; `graphs` gets those that it captures."""
         is_own = trial.own
         call = own if is_own else captured
-        before, began = [graph.calls() for graph in graphs], now(trial.device)
+        # other threads may capture graphs at any moment
+        before, began = [(graph, graph.calls()) for graph in graphs], now(trial.device)
         out, ended = call(), now(trial.device)
         if len(graphs) > len(before):  # the call was captured
             return out
-        if any(graph.has_gained(calls) for graph, calls in zip(graphs, before, strict=True)):
+        if any(graph.has_gained(calls) for graph, calls in before):
             trial.choose(False)
         else:
             trial.note(is_own, began, ended)
