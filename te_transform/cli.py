@@ -48,6 +48,8 @@ BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, Preci
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WIDTH = 140  # of a table where there is no terminal
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # whose labels are their ids
+# how many tokens a row may have: the names that configs of transformers have for it
+_POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -269,18 +271,27 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
     if asked.input:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return model, inputs_of(asked.input, device)
-    positions = max(getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0, 0)
-    if positions and asked.length and asked.length > positions:
-        raise OptionError(
-            f"--length is {asked.length}, the configuration allows {positions} (max_position_embeddings): "
-            "pass at most that, or a configuration with more positions"
-        )
-    usual = min(asked.usual_length, positions or asked.usual_length)
-    inputs = _invented(model, asked.batch, asked.length or usual)
+    inputs = _invented(model, asked.batch, _length(model, asked))
     is_language_model = type(model).__name__.endswith(_LANGUAGE_MODELS) and "input_ids" in inputs.kwargs
     if is_language_model and not asked.inference:
         inputs = replace(inputs, kwargs={**inputs.kwargs, "labels": inputs.kwargs["input_ids"]})
     return model, inputs
+
+
+def _length(model: nn.Module, asked: argparse.Namespace) -> int:
+    """The tokens of a row: as many as are asked for; else the usual number, or those that there are positions
+    for, which a config of images and text has in its text's."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    said = [(getattr(each, name, None), name) for each in (config, text) for name in _POSITIONS]
+    # XLNet's config has -1 where there is no limit
+    allowed, name = min(((n, name) for n, name in said if n and n > 0), default=(sys.maxsize, ""))
+    if asked.length and asked.length > allowed:
+        raise OptionError(
+            f"--length is {asked.length}, the configuration allows {allowed} ({name}): pass at most that, or "
+            "a configuration with more positions"
+        )
+    return asked.length or min(asked.usual_length, int(allowed))
 
 
 def _invented(model: nn.Module, batch: int, length: int) -> Inputs:

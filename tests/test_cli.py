@@ -297,6 +297,23 @@ def test_a_config_without_a_number_of_positions_takes_any_length(
     assert "input_ids=int64[2, 4]" in capsys.readouterr().out
 
 
+def test_a_row_has_no_more_tokens_than_a_decoder_or_the_text_beside_images_has_positions(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    sizes = {"d_model": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8}
+    positions = {"max_source_positions": 16, "max_target_positions": 12}
+    speech = {"architectures": ["WhisperForConditionalGeneration"], "pad_token_id": 0}
+    name = saved(folder, "Whisper", **sizes, **positions, **speech)
+    assert main(["inspect", name, "--layers", "1", "--expect", "layernorm_mlp=2"]) == 0
+    assert "decoder_input_ids=int64[2, 12]" in " ".join(capsys.readouterr().out.split())
+    assert main(["inspect", name, "--length", "13"]) == 2
+    assert "the configuration allows 12 (max_target_positions)" in capsys.readouterr().err
+    text = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "max_position_embeddings": 12}
+    llava = {"text_config": text, "architectures": ["LlavaForConditionalGeneration"]}
+    assert main(["inspect", saved(folder, "Llava", **llava), "--length", "13"]) == 2
+    assert "the configuration allows 12 (max_position_embeddings)" in capsys.readouterr().err
+
+
 def test_layers_of_a_config_whose_kinds_of_layers_follow_from_their_number(folder: Path) -> None:
     name = saved(folder, "Mamba", num_hidden_layers=3, architectures=["MambaForCausalLM"])
     assert len(load(name, on_meta=True, layers=1).backbone.layers) == 1
