@@ -486,6 +486,13 @@ def test_says_which_blocks_share_a_graph() -> None:
     ]
 
 
+def test_says_once_which_blocks_share_several_graphs() -> None:
+    graphs = captured(Broken(), torch.zeros(2, 8))  # of a block that dynamo breaks in two
+    _, shared, why = explain_graphs((f"h.{layer}", graph) for layer in range(2) for graph in graphs)
+    assert shared.startswith("h.{0,1} share 2 graphs, what lies around them")
+    assert "scale = y.sum().item()" in why
+
+
 def test_says_that_nothing_was_captured() -> None:
     assert list(explain_graphs([])) == ["nothing of the forward was captured, it runs as it is"]
     with torch._dynamo.config.patch(disable=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -43,12 +44,13 @@ def explain_graphs(
         yield f"nothing of the forward was captured, {why}it runs as it is"
     if len(modules) > 1:
         yield f"the forward was captured as {len(modules)} graphs, the largest is the one shown"
-    for paths in modules.values():
-        if len(paths) > 1:
-            yield (
-                f"{listed(paths)} share a graph, what lies around them, and what reads values from there, is "
-                "not in this report"
-            )
+    shared = Counter(listed(paths) for paths in modules.values() if len(paths) > 1)
+    for where, number in shared.items():
+        several = "a graph" if number == 1 else f"{number} graphs"
+        yield (
+            f"{where} share {several}, what lies around them, and what reads values from there, is not in "
+            "this report"
+        )
     breaks = list(filter(None, map(explain_break, modules)))  # these have the line, in all cases
     yield from dict.fromkeys(breaks or map(explain_reason, reasons))
 
