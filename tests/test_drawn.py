@@ -616,8 +616,10 @@ def as_exact(own: Tensor, found: Tensor, wanted: Tensor) -> None:
 
 @contextmanager
 def emulated(way: str) -> Iterator[None]:
-    """CUDA graphs without a GPU, and compiling without a compiler, see test_replayed.py, test_compiled.py. Few
-    tokens run captured and as the user's own code by turns, where that is tried at all."""
+    """CUDA graphs without a GPU, and compiling without a compiler, see test_replayed.py, test_compiled.py.
+
+    Few tokens run captured and as the user's own code by turns, where that is tried at all.
+    """
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch)
         patch.setattr(compiled, "compile_fx", trace)

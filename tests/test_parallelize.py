@@ -21,7 +21,18 @@ import te_transform
 from te_transform import ParallelError
 from tests.models.nanogpt import GPT, GPTConfig
 from tests.ranks import mesh, spawn
-from tests.zoo import CASES, EXTRA, LLAMA, Case, hf_case, seeded, tensors, zero_dropout
+from tests.zoo import (
+    CASES,
+    EXTRA,
+    LLAMA,
+    SEQ2SEQ,
+    Case,
+    hf_case,
+    seeded,
+    tensors,
+    text_to_text,
+    zero_dropout,
+)
 
 distributed = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 
@@ -345,8 +356,24 @@ def in_other_ways() -> dict[str, float]:
     return found
 
 
+def of_one_layer() -> bool:
+    """Whether a BART of one layer in each half generates what it does undivided: its encoder is called by
+    itself."""
+    one = {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64, "forced_eos_token_id": 2}
+    case = hf_case("one", "BartForConditionalGeneration", "BartConfig", SEQ2SEQ | one, text_to_text)
+    ids = sample_of(case)["input_ids"]
+    made = [
+        model.eval().generate(ids, max_new_tokens=3, do_sample=False)
+        for model in (divided(case), zero_dropout(case.build()))
+    ]
+    return torch.equal(*made)
+
+
 class TestOtherCalls:
     pytestmark = distributed
+
+    def test_a_part_of_one_layer_is_called_by_itself(self, tmp_path: Path) -> None:
+        assert all(spawn(of_one_layer, 2, tmp_path))
 
     def test_give_the_originals_numbers(self, tmp_path: Path) -> None:
         for found in spawn(in_other_ways, 2, tmp_path):
