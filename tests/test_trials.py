@@ -295,6 +295,19 @@ def test_models_in_whose_calls_no_kernel_gains_run_both_ways(name: str, ran: lis
     assert ran[-1] is OWN
 
 
+@pytest.mark.usefixtures("faster")
+def test_a_recipe_that_a_user_puts_on_is_that_of_captured_graphs(ran: list[bool], te: ModuleType) -> None:
+    x = rows(2, 3, dtype=torch.bfloat16)
+    model = converted(seeded(Tiny).bfloat16(), x, backend="te")
+    for _ in range(len(TRIAL)):
+        model(x)
+    ran.clear()
+    model(x)
+    with te.autocast(te.recipe_of("fp8-current")):
+        model(x)
+    assert ran == [OWN, CAPTURED]
+
+
 @pytest.mark.usefixtures("faster", "te")
 def test_gradients_that_accumulate_are_those_of_captured_graphs(ran: list[bool]) -> None:
     x = rows(2, 3, dtype=torch.bfloat16)

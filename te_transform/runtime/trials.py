@@ -60,7 +60,7 @@ class Trial:
         """Begin anew after the last of the calls that the choice was for."""
         self.left -= 1
         if self.left <= 0:
-            self.__init__(self.device)
+            self.own, self.left = False, 0
 
 
 class Trials:
