@@ -1,9 +1,10 @@
 """A captured graph that inductor compiles, that runs as CUDA graphs, or both.
 
-For inductor, attention runs in the kernels that an eager call would choose, products of a recipe in FP8. All
-else stays as it was captured, for inductor fuses it by itself, and on an H100 separate products of q, k and v
-are faster there in bf16 than a joined one, whose gradient it would have to put together. Without inductor,
-all sites are fused. What a mask is gets looked at before the graph runs.
+For inductor, attention runs in the kernels that an eager call would choose, products of a recipe in FP8, and
+the op of somebody's own rule where it was put. All else stays as it was captured, for inductor fuses it by
+itself, and on an H100 separate products of q, k and v are faster there in bf16 than a joined one, whose
+gradient it would have to put together. Without inductor, all sites are fused. What a mask is gets looked at
+before the graph runs.
 """
 
 from __future__ import annotations

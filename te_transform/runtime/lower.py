@@ -105,8 +105,10 @@ def _names_in(plan: Plan, site: Site) -> set[str]:
 
 
 def is_product(site: Site) -> bool:
-    """Whether the site has matrix products that gain from kernels alone."""
-    return bool(site.weights) and not isinstance(site.fused, plain.PaddedLinear)
+    """Whether the site has matrix products that gain from kernels alone. Whoever writes a rule of their own
+    decides by it where its op stands."""
+    of_backends = isinstance(site.fused, (plain.Linear, plain.LayerNormLinear))
+    return of_backends and not isinstance(site.fused, plain.PaddedLinear)
 
 
 def _in_order(plan: Plan, without: Collection[Site]) -> list[Site]:

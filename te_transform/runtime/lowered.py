@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from te_transform.backends import fp8, plain
+from te_transform.backends.chunked_loss import ChunkedLoss
 from te_transform.backends.joined import Join
 from te_transform.backends.masks import LookedAt, Mask
 from te_transform.backends.quantized import addresses
@@ -20,6 +21,9 @@ from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.runtime.lower import Apart, lower
 from te_transform.runtime.prepared import Prepared
+
+# what a compiler fuses by itself: all of the catalogue but attention; the op of somebody's own rule stays
+_LEFT = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEntropy, ChunkedLoss)
 
 
 class States:
@@ -93,9 +97,7 @@ class Lowered:
     ):
         compiles = bool(options.compile)
         others = {
-            site
-            for site in plan.sites
-            if compiles and site not in products and not isinstance(site.fused, plain.DotProductAttention)
+            site for site in plan.sites if compiles and site not in products and isinstance(site.fused, _LEFT)
         }
         self.graph = lower(plan, apart, without | others)
         self.runs: dict[tuple, Prepared | None] = {}

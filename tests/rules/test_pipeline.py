@@ -17,10 +17,15 @@ from te_transform.backends.op import FusedOp
 from te_transform.graph import ops
 from te_transform.graph.pattern import AnyOrder, Call, Linear, Var
 from te_transform.passes import PIPELINE, layernorm_linear, layernorm_mlp, linear, merge_siblings
+from te_transform.runtime import compiled
+from tests import stand_in
 from tests.attacks import Pair
 from tests.models.tiny import Tiny
 from tests.rules import tables
 from tests.rules.tables import FFN, H, Make, Written, X, fused, reasons, sites, written
+from tests.test_compiled import trace
+
+te = stand_in.te  # a fixture
 
 # The catalogue
 
@@ -105,6 +110,35 @@ def test_a_rule_of_ones_own_is_run() -> None:
     assert report.counts == {"scaled_linear": 1}
     (call,) = (node for node in report.after.nodes if node.op == "call_module")
     assert call.target == "inner.scaled_linear"
+
+
+class Counted(ScaledLinear):
+    """With a product, as the catalogue's ops have them; counts its calls."""
+
+    PRODUCTS = (1,)
+    calls = 0
+
+    def forward(self, *arguments: Any) -> Tensor:
+        Counted.calls += 1
+        return super().forward(*arguments)
+
+
+@pytest.mark.usefixtures("by_size", "te")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"backend": "torch"}, {"backend": "te"}, {"backend": "te", "recipe": "fp8-current"}]
+)
+def test_it_runs_in_calls_of_any_size(
+    options: dict[str, str], compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "compile_fx", trace)
+    x, rules = X.bfloat16(), (replace(OWN, build=lambda: Counted()), *PIPELINE)
+    original = scaling(2.0)().bfloat16()
+    model = te_transform.convert(original, x, passes=rules, verify=False, compile=compile, **options)
+    Counted.calls = 0
+    for _ in range(2):
+        torch.testing.assert_close(model(x), original(x), rtol=0.05, atol=0.05)
+    assert Counted.calls > 0 if compile else Counted.calls == 2  # a compiler traces it
 
 
 def test_a_rule_of_ones_own_refuses() -> None:
