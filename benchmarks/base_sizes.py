@@ -14,7 +14,7 @@ import gc
 import json
 import statistics
 import sys
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
 import transformers as hf
+from grid import step_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -92,18 +93,18 @@ def _row(name: str, training: bool) -> dict[str, Any]:
     torch.cuda.empty_cache()
     model, batch = _model(name, training)
     converted = te_transform.convert(model.train(training), batch, verify=False)
-    calls = [partial(_training if training else _forward, each, batch) for each in (model, converted)]
-    for call in calls:
-        measure.in_a_row(call, WARM_UPS)
+    call = "training" if training else "inference"
+    steps = [step_of({"mode": call}, each, batch, nullcontext) for each in (model, converted)]
+    for step in steps:
+        measure.in_a_row(step, WARM_UPS)
     taken: list[list[float]] = [[], []]
     for number in range(ROUNDS):
-        for call, seconds in [*zip(calls, taken, strict=True)][:: 1 if number % 2 else -1]:
-            measure.in_a_row(call, 1)
-            seconds.append(measure.in_a_row(call, STEPS))
+        for step, seconds in [*zip(steps, taken, strict=True)][:: 1 if number % 2 else -1]:
+            measure.in_a_row(step, 1)
+            seconds.append(measure.in_a_row(step, STEPS))
     one, other = (1e3 * statistics.median(seconds) for seconds in taken)
     own = [trial.own for trial in converted_of(converted).trials.trials.values() if trial.left]
     runs = {(True,): "own code", (False,): "captured"}.get(tuple(own), "by turns")
-    call = "training" if training else "inference"
     return {"model": name, "call": call, "original": one, "converted": other, "runs": runs}
 
 
@@ -125,16 +126,6 @@ def _model(name: str, training: bool) -> tuple[nn.Module, dict[str, Tensor]]:
         batch["labels"] = labels
     made = getattr(hf, HEADS.get(kind, f"{kind}For{task}"))(getattr(hf, f"{kind}Config")(**config, **told))
     return made.to("cuda", torch.bfloat16), {name: each.cuda() for name, each in batch.items()}
-
-
-def _training(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    model.zero_grad(set_to_none=True)
-    model(**batch).loss.backward()
-
-
-def _forward(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        model(**batch)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,12 @@ def converted(model: nn.Module, sample: Tensor, **options: Any) -> nn.Module:
     return te_transform.convert(copy.deepcopy(model), sample, verify=False, **options)
 
 
+def end_trial(model: nn.Module, x: Tensor) -> None:
+    """Call the model until it is settled what such calls run."""
+    for _ in range(len(TRIAL)):
+        model(x)
+
+
 @pytest.mark.parametrize("way", [OWN, CAPTURED])
 def test_the_faster_way_is_found_and_taken(way: bool, ran: list[bool], faster: Callable) -> None:
     faster(way)
@@ -137,8 +143,7 @@ def test_each_kind_of_call_has_a_trial(ran: list[bool]) -> None:
 def test_a_choice_does_not_last_for_ever(ran: list[bool]) -> None:
     x = rows(1, 2)
     model = converted(seeded(Tiny), x)
-    for _ in range(len(TRIAL)):
-        model(x)
+    end_trial(model, x)
     ran.clear()
     for _ in range(LASTS + 1):
         model(x)
@@ -192,8 +197,7 @@ def test_calls_that_are_repeated_or_looked_at_are_captured(
 ) -> None:
     x = rows(2, 3)
     model = converted(seeded(Tiny), x)
-    for _ in range(len(TRIAL)):
-        model(x)
+    end_trial(model, x)
     model(x)
     assert ran[-1] is OWN
     ran.clear()
@@ -206,8 +210,7 @@ def test_verify_looks_at_captured_graphs(ran: list[bool]) -> None:
     x = rows(2, 3)
     original = seeded(Tiny)
     model = converted(original, x)
-    for _ in range(len(TRIAL)):
-        model(x)
+    end_trial(model, x)
     ran.clear()
     assert te_transform.verify(original, model, x)
     assert ran
@@ -299,8 +302,7 @@ def test_models_in_whose_calls_no_kernel_gains_run_both_ways(name: str, ran: lis
 def test_a_recipe_that_a_user_puts_on_is_that_of_captured_graphs(ran: list[bool], te: ModuleType) -> None:
     x = rows(2, 3, dtype=torch.bfloat16)
     model = converted(seeded(Tiny).bfloat16(), x, backend="te")
-    for _ in range(len(TRIAL)):
-        model(x)
+    end_trial(model, x)
     ran.clear()
     model(x)
     with te.autocast(te.recipe_of("fp8-current")):
@@ -342,8 +344,7 @@ def test_graphs_that_another_thread_captures_meanwhile_are_none_of_a_call(
 def test_copies_make_trials_of_their_own(copied: Callable, ran: list[bool]) -> None:
     x = rows(2, 3)
     model = converted(seeded(Tiny), x)
-    for _ in range(len(TRIAL)):
-        model(x)
+    end_trial(model, x)
     twin = copied(model)
     ran.clear()
     model(x)
@@ -355,8 +356,7 @@ def test_copies_make_trials_of_their_own(copied: Callable, ran: list[bool]) -> N
 def test_hooks_and_changes_are_seen_in_the_users_own_code(ran: list[bool]) -> None:
     original, x = seeded(Tiny), rows(2, 3)
     model = converted(original, x)
-    for _ in range(len(TRIAL)):
-        model(x)
+    end_trial(model, x)
     for each in (original, model):
         each.blocks[0].register_forward_hook(lambda module, args, out: 2 * out)
         each.blocks[0].mlp.act = nn.ReLU()

@@ -93,8 +93,7 @@ class CompiledGraph:
         ranks: Ranks | None,
     ):
         self.plan, self.apart, self.without, self.backend = plan, apart, frozenset(without), options.backend
-        self.options, self.compile, self.graphs = options, options.compile, options.graphs
-        self.in_cuda_graphs = options.in_cuda_graphs
+        self.options = options
         self.how = "uncompiled" if options.compile else "without CUDA graphs"
         self.uncompiled, self.failures, self.ranks = uncompiled, failures, ranks
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
@@ -119,7 +118,7 @@ class CompiledGraph:
         self.last: tuple[tuple, Prepared, weakref.ref[Kind]] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        with limits.replayed if self.in_cuda_graphs else nullcontext():
+        with limits.replayed if self.options.in_cuda_graphs else nullcontext():
             return self._call(arguments)
 
     def _call(self, arguments: Sequence[Any]) -> Any:
@@ -137,7 +136,7 @@ class CompiledGraph:
         if self.products and (saving_hooks() or in_backward()):
             return self.uncompiled(*arguments)
         first = next(iter(self.weights.values()), None)
-        if self.graphs and first is not None and state_of(arguments[first]).gradients is not None:
+        if self.options.graphs and first is not None and state_of(arguments[first]).gradients is not None:
             return self.uncompiled(*arguments)  # kernels add gradients to buffers that accumulate() made
         sites: frozenset[Site] = frozenset()
         if scaling is not None:
@@ -164,7 +163,7 @@ class CompiledGraph:
     def _step(self, arguments: Sequence[Any], precision: tuple) -> tuple | None:
         """What two calls without gradients that one recording computes have in common; None where only a look
         at more than the arguments' memory could tell."""
-        if not self.graphs or torch.is_grad_enabled() or self.ranks is not None:
+        if not self.options.graphs or torch.is_grad_enabled() or self.ranks is not None:
             return None
         others = [argument for argument, stays in zip(arguments, self.stays, strict=True) if not stays]
         if self.writes:
@@ -198,7 +197,7 @@ class CompiledGraph:
     def _bucket(self) -> int | None:
         """How many bytes of gradients are reduced at a time while the backward of this call goes on; None
         where all are at its end, or a checkpoint is to repeat the call: outside of DDP, as one whole."""
-        if self.in_cuda_graphs or not torch.is_grad_enabled() or saving_hooks() or in_backward():
+        if self.options.in_cuda_graphs or not torch.is_grad_enabled() or saving_hooks() or in_backward():
             return None
         return bucket_size()
 
@@ -211,7 +210,7 @@ class CompiledGraph:
         if sum(len(each.runs) for each in self.lowered.values()) < MOST:
             lowered.runs[key] = self._made(lowered, known, arguments, bucket)
         else:
-            made = "compiled" if self.compile else "prepared"
+            made = "compiled" if self.options.compile else "prepared"
             self._note(f"a graph is {made} for {MOST} kinds of calls at most, others run {self.how}")
 
     def _first(self, kind: tuple, arguments: Sequence[Any]) -> Any:
@@ -249,12 +248,13 @@ class CompiledGraph:
     ) -> Prepared | None:
         """What runs calls with these arguments; None where the compiler fails."""
         graph = lowered.with_known(known)
-        is_apart = self.graphs or bucket is not None  # what the head gives is copied, or reduced, by itself
-        head = head_of(graph, self._compiled if self.compile else None) if is_apart else None
+        compiles, in_graphs = self.options.compile, self.options.graphs
+        is_apart = in_graphs or bucket is not None  # what the head gives is copied, or reduced, by itself
+        head = head_of(graph, self._compiled if compiles else None) if is_apart else None
         graph = graph if head is None else head.rest
         given = [*arguments, *known.tensors]
-        run = self._compiled(graph, given, bucket) if self.compile else self._plain(graph)
-        if run is None or not self.graphs:
+        run = self._compiled(graph, given, bucket) if compiles else self._plain(graph)
+        if run is None or not in_graphs:
             return None if run is None else Prepared(run, head)
         if self.outputs_overlap:
             self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
@@ -296,9 +296,10 @@ class CompiledGraph:
         token, depth = compiling.set(True), functorch.get_dynamic_layer_stack_depth()
         try:
             with status(doing), functorch_config.patch(**_TRACED):
-                mode = list_mode_options("default" if self.compile is True else self.compile)
+                asked = self.options.compile
+                mode = list_mode_options("default" if asked is True else asked)
                 compile = partial(compile_fx, config_patches=mode)
-                by_layer = self.compile not in IN_CUDA_GRAPHS  # each piece would be a graph of its own
+                by_layer = asked not in IN_CUDA_GRAPHS  # each piece would be a graph of its own
                 run = compiled_in_pieces(graph, arguments, compile, bucket) if by_layer else None
                 return compile(graph, arguments) if run is None else run
         except Exception as error:
