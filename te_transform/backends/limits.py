@@ -183,9 +183,9 @@ def without_attention(
         return f"queries of {query.dim()} dimensions, cuDNN's kernels take 4"
     if is_causal and query.shape[2] != key.shape[2]:
         return "more keys than queries under a causal mask"
-    widths = query.shape[-1], value.shape[-1]
-    if any(width % 8 or width > 128 for width in widths):
-        return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to 128"
+    widths, most = (query.shape[-1], value.shape[-1]), _most_width(query.device)
+    if any(width % 8 or width > most for width in widths):
+        return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to {most}"
     lengths = query.shape[2], key.shape[2]
     if any(length % REPLAYED_LENGTHS for length in lengths) and _may_be_replayed():
         return (
@@ -209,6 +209,13 @@ def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
 def _may_be_replayed() -> bool:
     """Whether the call may become a part of a CUDA graph."""
     return compiling.get() or bool(replayed) or recorded()
+
+
+@cache
+def _most_width(device: torch.device) -> int:
+    """The widest heads that PyTorch gives to cuDNN's attention, which has backwards of wide ones on Hopper
+    alone."""
+    return 256 if device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0) else 128
 
 
 @cache

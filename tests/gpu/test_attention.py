@@ -61,6 +61,61 @@ def test_is_as_exact_as_pytorch(order: str) -> None:
             assert (got.double() - wanted).norm() <= allowed, (length, width, grouped, causal)
 
 
+@pytest.mark.parametrize("length", [512, 777, 1024])
+@pytest.mark.parametrize("widths", [(192, 128), (160, 160), (256, 256), (128, 256)])
+def test_wide_heads_and_values_of_another_width(widths: tuple[int, int], length: int) -> None:
+    """As those of DeepSeek, whose keys have a part that turns beside them, and of Gemma."""
+    from te_transform.backends import te
+
+    core = te.DotProductAttention()
+    for grouped, causal in itertools.product((False, True), (False, True)):
+        query, key, _ = tensors("batch first", (4, 2 if grouped else 4), length, widths[0])
+        *_, value = tensors("batch first", (4, 2 if grouped else 4), length, widths[1])
+        given = [x.requires_grad_() for x in (query, key, value)]
+        wide = [x.detach().double().requires_grad_() for x in given]
+        options = (None, 0.0, causal, None, grouped)
+        found, exact = core(*given, *options), ops.sdpa(*wide, *options)
+        assert not core.plain_calls
+        cotangent = torch.randn_like(exact)
+        rows = [(found, exact)]
+        rows += zip(
+            torch.autograd.grad(found, given, cotangent.to(found.dtype)),
+            torch.autograd.grad(exact, wide, cotangent),
+            strict=True,
+        )
+        for got, wanted in rows:
+            assert (got.double() - wanted).norm() <= 2**-8 * wanted.norm(), (grouped, causal)
+
+
+@pytest.mark.parametrize("widths", [(192, 128), (256, 256)])
+def test_wide_heads_in_cuda_graphs(widths: tuple[int, int]) -> None:
+    from te_transform.backends import te
+
+    core = te.DotProductAttention(written_out=False)
+    query, key, _ = tensors("batch first", (4, 2), 512, widths[0])
+    *_, value = tensors("batch first", (4, 2), 512, widths[1])
+    given = [x.requires_grad_() for x in (query, key, value)]
+
+    def run() -> tuple[Tensor, ...]:
+        out = core(*given, None, 0.0, True, None, True)
+        return out, *torch.autograd.grad(out, given, torch.ones_like(out))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    with torch.no_grad():
+        for x in given:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for got, wanted in zip(found, run(), strict=True):
+        assert (got.double() - wanted.double()).norm() <= 2**-8 * wanted.double().norm()
+    assert not core.plain_calls
+
+
 def test_autocast_casts_what_is_in_float32() -> None:
     from te_transform.backends import te
 
@@ -76,7 +131,7 @@ def test_autocast_casts_what_is_in_float32() -> None:
     ("shape", "options", "why"),
     [
         ((2, 4, 16, 64), {}, "attention over less than 512 tokens"),
-        ((2, 4, 512, 256), {}, "heads of width 256"),
+        ((2, 4, 512, 264), {}, "heads of width 264"),
         ((4, 512, 64), {}, "queries of 3 dimensions"),
         ((2, 4, 512, 64), {"mask": True}, "a mask"),
     ],
