@@ -146,6 +146,11 @@ class TestParity:
         for name in DECODERS:
             check([found[name] for found in results], dtype)
 
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    def test_experts_are_products_by_groups_in_bf16(self, sequence_parallel: bool, tmp_path: Path) -> None:
+        work = partial(cases, "mixtral", dtype=torch.bfloat16, sequence_parallel=sequence_parallel)
+        check([found["mixtral"] for found in spawn(work, 2, tmp_path)], torch.bfloat16)
+
     @pytest.mark.parametrize("name", [name for name in {**CASES, **EXTRA} if name != BARE])
     def test_the_test_list(self, name: str, tmp_path: Path) -> None:
         results = spawn(partial(cases, name), 2, tmp_path)

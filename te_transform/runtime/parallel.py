@@ -45,11 +45,16 @@ class Divided:
     version: int = 0  # of the DTensor, at the last call
 
     def stand_in_for(self, held: DTensor) -> nn.Parameter:
-        """A parameter of the size of the whole one, without memory; who reads it reads that it is no
-        number."""
+        """A parameter of the size of the whole one, without its memory; who reads it reads that it is no
+        number.
+
+        Products by groups look at the strides of a matrix already when dynamo captures them: of a stack of
+        matrices one is there.
+        """
         made, self.held = self.stand_in, held
         if made is None or (made.dtype, made.device) != (held.dtype, held.device):
-            one = torch.full((1,), math.nan, dtype=held.dtype, device=held.device)
+            sizes = (1, *held.shape[1:]) if held.dim() == 3 else (1,)
+            one = torch.full(sizes, math.nan, dtype=held.dtype, device=held.device)
             made = nn.Parameter(one.expand(held.shape), held.requires_grad)
             if self.stand_in is not None:
                 share_state(self.stand_in, made)
