@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -134,13 +134,19 @@ def _rows(name: str, compile: bool, seconds: float) -> list[dict[str, Any]]:
     model, batch = _family(name)
     converted = te_transform.convert(model, batch, compile=compile)
     original = torch.compile(model) if compile else model
-    rows = []
+    found = compared(original, converted, batch, seconds)
+    return [{"family": name, "compile": compile} | row for row in found]
+
+
+def compared(
+    original: nn.Module, converted: nn.Module, batch: dict[str, Tensor], seconds: float
+) -> Iterator[dict[str, Any]]:
+    """A training step and a forward of both, with the milliseconds of their kernels and what each takes of
+    the GPU's memory beside the model, in MiB."""
     for what, call, training in (("training", step, True), ("forward", forward, False)):
         calls = [partial(call, each.train(training), batch) for each in (original, converted)]
-        found = measure.interleaved(*calls, seconds=seconds)
-        rows.append({"family": name, "call": what, "compile": compile} | asdict(found))
-        rows[-1]["kernels"] = [_milliseconds_of_kernels(each) for each in calls]
-    return rows
+        row = {"call": what} | asdict(measure.interleaved(*calls, seconds=seconds))
+        yield row | {"kernels": [*map(_milliseconds_of_kernels, calls)], "peak": [*map(_peak, calls)]}
 
 
 def _family(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -165,6 +171,13 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> None:
     with torch.no_grad():
         model(**batch)
     torch.cuda.synchronize()
+
+
+def _peak(call: Callable[[], None]) -> float:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def _milliseconds_of_kernels(call: Callable[[], None]) -> float:

@@ -4,6 +4,7 @@ from te_transform.passes import (
     attention,
     chunked_loss,
     cross_entropy,
+    experts,
     layernorm_linear,
     layernorm_mlp,
     linear,
@@ -17,6 +18,7 @@ PIPELINE = (
     merge_siblings.RULE,
     attention.RULE,  # reads no linear, any place would do: next to the projections it belongs to
     rotary.RULE,  # stands in front of attention, reads nothing that another rule takes
+    experts.RULE,  # its products are no linears, any place would do
     chunked_loss.RULE,  # before those that would take its linear away; off unless it is asked for
     pad_vocabulary.RULE,  # before those that would take its linear away; off unless it is asked for
     layernorm_mlp.RULE,  # before layernorm_linear, which would take its norm and first linear away

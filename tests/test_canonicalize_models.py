@@ -18,6 +18,7 @@ _NANOGPT = _TWO_GPT | {"gelu": 2, "cross_entropy": 1}
 _QUICKSTART = {"layer_norm": 4, "linear": 8, "sdpa": 2, "gelu_tanh": 2}
 _FINITE_FILL = {"hidden_rows": 2, "kept": 2, "zero_hidden": 2}
 _BERT = {"linear": 14, "layer_norm": 6, "sdpa": 2, "gelu": 3}
+_TWO_MIXTURES = {"dispatch": 2, "group_ends": 2, "grouped_mm": 4, "combine": 2}
 FOUND = {
     "quickstart_mask": _QUICKSTART | _FINITE_FILL,
     "nanogpt_flash": _NANOGPT,
@@ -26,7 +27,7 @@ FOUND = {
     "llama": _TWO_GATED | {"silu": 2},
     "llama_eager": _TWO_GATED | {"silu": 2},
     "gemma3_text": _TWO_GATED | {"gelu_tanh": 2, "rms_norm": 13},
-    "mixtral": _TWO_GATED | {"silu": 2, "linear": 11},
+    "mixtral": _TWO_GATED | {"silu": 2, "linear": 11} | _TWO_MIXTURES,
     "bert": _BERT,
     "t5": {"linear": 33, "rms_norm": 12, "sdpa": 6, "relu": 4},
     "falcon": {"linear": 9, "layer_norm": 3, "sdpa": 2, "gelu": 2, "rope": 4},

@@ -80,7 +80,7 @@ COUNTS = {
     "torch_mha": {"attention": 1, "layernorm_linear": 1, "linear": 1},
     "torch_mha_bare": {"linear": 2},
     "falcon": TWO | {"merge_siblings": 2, "rotary": 4, "layernorm_linear": 3, "linear": 4},
-    "mixtral": TWO | {"merge_siblings": 2, "rotary": 4, "layernorm_linear": 3, "linear": 4},
+    "mixtral": TWO | {"merge_siblings": 2, "rotary": 4, "experts": 2, "layernorm_linear": 3, "linear": 4},
     "clip_text": QUICKSTART | {"merge_siblings": 2},
 }
 

@@ -33,6 +33,7 @@ class Backend(Protocol):
     LayerNormLinear: Callable[..., FusedOp]
     LayerNormMLP: Callable[..., FusedOp]
     DotProductAttention: Callable[..., FusedOp]
+    Experts: Callable[..., FusedOp]
     Rotary: Callable[[], FusedOp]
     CrossEntropy: Callable[[], FusedOp]
 

@@ -1,6 +1,6 @@
 """The kernel of products of few rows with a weight that is held in FP8, which reads one byte a number.
 
-The only file that imports Triton, which PyTorch brings where there are GPUs.
+It imports Triton, which PyTorch brings where there are GPUs.
 """
 
 from __future__ import annotations

@@ -223,6 +223,70 @@ class LayerNormMLP(LayerNormLinear):
         return f"{super().extra_repr()}, {self.activation}"
 
 
+class Experts(FusedOp):
+    """fc2(activation(fc1(x))) by the experts that each token was sent to, summed up by their weights.
+
+    One half of fc1's columns is activated and multiplied with the other where the activation is gated.
+    """
+
+    def __init__(self, *, activation: str, gated: str = "no"):
+        super().__init__()
+        self.activation, self.gated = activation, gated
+
+    def forward(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        fc1_weight: Tensor,
+        fc2_weight: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """x [tokens, hidden], experts and weights [tokens, choices], fc1_weight [experts, hidden, ffn],
+        fc2_weight [experts, ffn, hidden] -> [tokens, hidden] in `dtype`."""
+        order, places, ends = routed(experts, len(fc1_weight))
+        rows = ops.grouped_mm(taken(x, order, places, experts.shape[-1]), fc1_weight, ends)
+        hidden = activated(self.activation, rows, gate=int(self.gated == GATES[2]))
+        found = taken(ops.grouped_mm(hidden, fc2_weight, ends), places, order).unflatten(0, experts.shape)
+        return (found * weights.unsqueeze(-1)).sum(1).to(dtype)
+
+    def extra_repr(self) -> str:
+        return self.activation
+
+
+def routed(experts: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How tokens get to their experts [tokens, choices], and back: see ops.
+
+    Returns:
+        The order of the choices by expert, the place of each choice in it, and where each group ends.
+    """
+    chosen, order = experts.flatten().sort()
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    numbers = torch.arange(groups, device=chosen.device, dtype=chosen.dtype)
+    return order, places, torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+
+
+def taken(x: Tensor, order: Tensor, places: Tensor, choices: int = 1) -> Tensor:
+    """x[order // choices], whose gradient is gathered by the inverse of the order, `places`, where PyTorch
+    would add up rows one by one."""
+    return x[order // choices] if transformed() else _Taken.apply(x, order, places, choices)
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(order, places)
+        ctx.choices = choices
+        return x[order // choices]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        order, places = ctx.saved_tensors
+        rows = taken(grad, places, order)
+        return (rows if ctx.choices == 1 else rows.unflatten(0, (-1, ctx.choices)).sum(1)), None, None, None
+
+
 class DotProductAttention(FusedOp):
     """softmax(q k^T * scale + mask) v, by scaled_dot_product_attention.
 

@@ -9,6 +9,7 @@ from te_transform.backends.plain import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
     CrossEntropy,
+    Experts,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
@@ -19,8 +20,8 @@ from te_transform.backends.plain import (
 
 __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
-    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "PaddedLinear",
-    "Rotary", "multiple", "recipe_now", "recipe_of",
+    "CrossEntropy", "DotProductAttention", "Experts", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "PaddedLinear", "Rotary", "multiple", "recipe_now", "recipe_of",
 ]  # fmt: skip
 
 NAME = "te"

@@ -7,9 +7,10 @@ from torch import fx
 from te_transform.canonicalize.activations import ACTIVATIONS, put_gates_first
 from te_transform.canonicalize.attention import ATTENTION
 from te_transform.canonicalize.composites import inline_composites
+from te_transform.canonicalize.experts import EXPERTS, drop_false_masks, spell_routing
 from te_transform.canonicalize.functions import spell_functions
 from te_transform.canonicalize.grouped import GROUPED_QUERIES
-from te_transform.canonicalize.inplace import barriers, must_stay, read_results, written
+from te_transform.canonicalize.inplace import barriers, must_stay, put_by_index, read_results, written
 from te_transform.canonicalize.linears import BIASES, FLATTENED, LINEARS, TURNED
 from te_transform.canonicalize.loss import LOSSES
 from te_transform.canonicalize.noise import drop_noise
@@ -24,7 +25,8 @@ from te_transform.graph import edit, nodes
 __all__ = ["canonicalize", "written"]
 
 _SPELLINGS = (
-    LINEARS, BIASES, FLATTENED, NORMS, TURNED, ACTIVATIONS, ROTARY, ATTENTION, GROUPED_QUERIES, LOSSES
+    LINEARS, BIASES, FLATTENED, NORMS, TURNED, ACTIVATIONS, ROTARY, ATTENTION, GROUPED_QUERIES, EXPERTS,
+    LOSSES,
 )  # fmt: skip
 
 
@@ -34,11 +36,13 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     The copy runs and computes what was captured, up to rounding: an op may round elsewhere than the model.
     Submodules (get_attr, call_module, higher-order ops) stay, except autograd.Functions that are activations.
     The captured graph computes what it did, but composite functions are inlined in it, sizes are read early,
-    and what reads a tensor after a write in place reads the write, which so lies between the value and its
-    readers.
+    masks that hide nothing are gone, and what reads a tensor after a write in place reads the write, which so
+    lies between the value and its readers.
     """
     inline_composites(graph)
+    put_by_index(graph)
     read_results(graph)
+    drop_false_masks(graph)
     read_sizes_early(graph)
     canonical = edit.copy_graph(graph)
     for node in written(canonical):  # also where the copy will have a new value instead of the write
@@ -48,6 +52,7 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     spell(canonical, must_stay(canonical))
     spell_pieces(canonical)
     spell_products(canonical)
+    spell_routing(canonical)
     spell_functions(canonical, graph.owning_module, canonicalize)
     drop_noise(canonical)
     for spellings in _SPELLINGS:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import operator
 from functools import cache
 
 import torch
 from torch import fx
 
-from te_transform.graph import edit, nodes
+from te_transform.graph import edit, nodes, ops
 
 # composites that may hand back their argument, or a view of it, and have no aten schema that says so
 _MAY_ALIAS = frozenset(
     ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem")
 )
+_NEW = frozenset((ops.dispatch, ops.group_ends, ops.combine))  # which aten has not
 Storage = dict[fx.Node, frozenset[fx.Node]]
+
+
+def put_by_index(graph: fx.Graph) -> None:
+    """Spell `x[index] = values`, of a tensor of indices, as the call that it is and that returns x."""
+    for node in graph.nodes:
+        if node.target is not operator.setitem or not all(map(nodes.is_tensor_node, node.args)):
+            continue
+        target, index, values = map(nodes.value, node.args)
+        is_index = index.dtype is torch.int64 and nodes.same_shape(index.shape, values.shape)
+        if is_index and target.dim() == index.dim() == 1 and target.dtype is values.dtype:
+            edit.set_target(node, torch.Tensor.index_put_, (node.args[0], (node.args[1],), node.args[2]))
+            node.meta["example_value"] = target
 
 
 def read_results(graph: fx.Graph) -> None:
@@ -92,6 +106,9 @@ def _sources(node: fx.Node) -> list[fx.Node]:
         return []
     if nodes.writes(node) and _target(node) is not None:
         return [_target(node)]
+    is_gathered = node.target is operator.getitem and nodes.is_tensor_node(node.args[1])  # a copy
+    if node.target in _NEW or is_gathered:
+        return []
     return node.all_input_nodes if node.op == "call_module" or _may_alias(nodes.called(node)) else []
 
 

@@ -163,6 +163,13 @@ def _cross_entropy(
     return (F.cross_entropy, (input, target, None, None, ignore_index, None, reduction)) if plain else None
 
 
+def _grouped_mm(mat_a: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Rows by groups, times a matrix each."""
+    by_groups = offs is not None and len(shape_of(mat_a)) == 2 and len(shape_of(mat_b)) == 3
+    plain = by_groups and bias is None and out_dtype is None
+    return (ops.grouped_mm, (mat_a, mat_b, offs)) if plain else None
+
+
 def _elementwise(function: Callable) -> Callable:
     return lambda input, inplace=False: (function, (input,))
 
@@ -195,10 +202,13 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "mm": lambda input, mat2: (torch.matmul, (input, mat2)),
     "rmatmul": lambda input, other: (torch.matmul, (other, input)),
     "linear": lambda input, weight, bias=None: (F.linear, (input, weight, bias)),
+    "grouped_mm": _grouped_mm,
+    "_grouped_mm": _grouped_mm,
     "bmm": lambda input, mat2: (torch.bmm, (input, mat2)),
     "addmm": lambda input, mat1, mat2: (torch.addmm, (input, mat1, mat2)),
     "baddbmm": _baddbmm,
     "mean": lambda input, dim, keepdim=False: (torch.mean, (input, back(input, dim), keepdim)),
+    "sum": lambda input, dim, keepdim=False: (torch.sum, (input, back(input, dim), keepdim)),
     "softmax": _softmax,
     "var": _variance,
     "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),
@@ -216,6 +226,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "expand": _expand,
     "broadcast_to": _expand,
     "expand_as": lambda input, other: (torch.Tensor.expand_as, (input, other)),
+    "index_put": lambda input, indices, values: (torch.index_put, (input, tuple(indices), values)),
     "unsqueeze": lambda input, dim: (torch.unsqueeze, (input, back(input, dim, extra=1))),
     "cat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),
     "concat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),

@@ -6,6 +6,8 @@ no others. Positional arguments only, so that one operation has one form in a gr
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -147,6 +149,47 @@ def cross_entropy(
     rows = logits.to(dtype).reshape(-1, logits.shape[-1])
     losses = F.cross_entropy(rows, targets.reshape(-1), ignore_index=ignore_index, reduction=reduction)
     return losses.reshape(targets.shape) if reduction == "none" else losses
+
+
+def dispatch(x: Tensor, experts: Tensor) -> Tensor:
+    """The tokens, each once for each of its experts, in the order of the experts.
+
+    x [tokens, width], experts [tokens, choices] (indices) -> [tokens * choices, width].
+    """
+    return x[by_expert(experts) // experts.shape[-1]]
+
+
+def by_expert(experts: Tensor) -> Tensor:
+    """The order in which the choices of experts [tokens, choices] are sorted: [tokens * choices]."""
+    return experts.flatten().sort(stable=True).indices
+
+
+def group_ends(experts: Tensor, groups: int) -> Tensor:
+    """How many choices are of the first expert, of the first two, and so on: [groups] in int32."""
+    numbers = torch.arange(groups, device=experts.device, dtype=experts.dtype)
+    return torch.searchsorted(experts.flatten().sort().values, numbers, right=True, out_int32=True)
+
+
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each group of rows of x [rows, in] times the matrix of the group, weight [groups, in, out].
+
+    A group ends before the row of the number in `ends` [groups], where the next begins.
+    """
+    if x.dtype is torch.bfloat16:  # which PyTorch has a kernel for on all devices
+        return F.grouped_mm(x, weight, offs=ends)
+    bounds = [0, *ends.tolist()]
+    groups = zip(itertools.pairwise(bounds), weight, strict=True)
+    return torch.cat([x[start:end] @ matrix for (start, end), matrix in groups])
+
+
+def combine(y: Tensor, experts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each token the sum of its rows of y, in the order of dispatch(), each times its weight.
+
+    y [tokens * choices, width], experts and weights [tokens, choices] -> [tokens, width] in `dtype`, summed
+    up in the wider one of y and the weights.
+    """
+    rows = y[by_expert(experts).argsort()].unflatten(0, experts.shape)
+    return (rows * weights.unsqueeze(-1)).sum(1).to(dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from te_transform.graph.nodes import (
     value,
 )
 
-_MULTIPLIED = {"matmul", "bmm", "mm"}
+_MULTIPLIED = {"matmul", "bmm", "mm", "grouped_mm", "_grouped_mm"}
 _PRODUCTS = {*_MULTIPLIED, "linear", "addmm", "sdpa", "scaled_dot_product_attention"}
 
 

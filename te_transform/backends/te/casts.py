@@ -48,14 +48,14 @@ def quantize(x: Tensor, *where: Any) -> InFP8:
 
 
 def activate(x: Tensor, activation: str, *where: Any) -> InFP8:
-    forward, *_ = _functions_of(activation)
+    forward, *_ = functions_of(activation)
     return _quantized_by_kernel(partial(forward, x), *where)
 
 
 def activate_backward(
     grad: Tensor, x: Tensor, activation: str, with_sum: bool, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, backward, with_bias = _functions_of(activation)
+    _, backward, with_bias = functions_of(activation)
     if not with_sum:
         return (*_quantized_by_kernel(partial(backward, grad, x), *where), grad.new_empty(0))
     total = grad.new_empty(0)
@@ -69,6 +69,6 @@ def activate_backward(
 
 
 @cache
-def _functions_of(activation: str) -> tuple[Any, ...]:
+def functions_of(activation: str) -> tuple[Any, ...]:
     """TE's functions for an activation, its gradient, and that with a bias's, which take a quantizer."""
     return layernorm_mlp._act_func(activation, recipes.DelayedScaling())

@@ -1,0 +1,72 @@
+"""The kernels that sum up what the experts of a token have made, and compute the gradients of that."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_COLUMNS = 1024  # that a program reads at once
+
+
+@triton.jit
+def _combine_rows(y, places, weights, out, width, HAS_WEIGHTS: tl.constexpr, CHOICES: tl.constexpr,
+                  COLUMNS: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for choice in tl.static_range(CHOICES):
+        at = token * CHOICES + choice
+        row = tl.load(places + at)
+        read = tl.load(y + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            read *= tl.load(weights + at).to(tl.float32)
+        total += read
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradients_of_rows(grad, y, places, weights, grad_y, grad_weights, width, CHOICES: tl.constexpr,
+                       COLUMNS: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    row, weight = tl.load(places + at), tl.load(weights + at).to(tl.float32)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for first in range(0, width, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = columns < width
+        given = tl.load(grad + at // CHOICES * width + columns, mask=inside, other=0.0).to(tl.float32)
+        read = tl.load(y + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_y + row * width + columns, (given * weight).to(grad_y.dtype.element_ty), mask=inside)
+        total += given * read
+    tl.store(grad_weights + at, tl.sum(total, axis=0).to(grad_weights.dtype.element_ty))
+
+
+def combine(y: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """See te_transform.backends.combine; all lie without gaps."""
+    (tokens, choices), width = places.shape, y.shape[-1]
+    out, columns = y.new_empty(tokens, width), _columns(width)
+    held = y if weights is None else weights.contiguous()
+    how = {"HAS_WEIGHTS": weights is not None, "CHOICES": choices, "COLUMNS": columns}
+    with torch.cuda.device(y.device):
+        _combine_rows[tokens, triton.cdiv(width, columns)](y, places, held, out, width, **how)
+    return out
+
+
+def combine_backward(grad: Tensor, y: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """See te_transform.backends.combine; all lie without gaps."""
+    width = y.shape[-1]
+    grad_y, grad_weights = (
+        torch.empty_like(y),
+        torch.empty_like(weights, memory_format=torch.contiguous_format),
+    )
+    given = grad, y, places, weights, grad_y, grad_weights, width
+    how = {"CHOICES": places.shape[-1], "COLUMNS": _columns(width)}
+    with torch.cuda.device(y.device):
+        _gradients_of_rows[places.numel(),](*given, **how)
+    return grad_y, grad_weights
+
+
+def _columns(width: int) -> int:
+    return min(MOST_COLUMNS, triton.next_power_of_2(width))

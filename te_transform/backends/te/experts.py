@@ -1,0 +1,71 @@
+"""The experts of mixture models, with a kernel each between PyTorch's products by groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_transform.backends import plain
+from te_transform.backends.combine import Combined, Sent
+from te_transform.backends.limits import without_experts
+from te_transform.backends.te.casts import functions_of
+from te_transform.backends.tracing import traced
+from te_transform.backends.twice import differentiable_twice
+
+
+class Experts(plain.Experts):
+    """Experts whose gated activation, and sum over the choices of a token, are a kernel each."""
+
+    def forward(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        fc1_weight: Tensor,
+        fc2_weight: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """x [tokens, hidden], experts and weights [tokens, choices], fc1_weight [experts, hidden, ffn],
+        fc2_weight [experts, ffn, hidden] -> [tokens, hidden] in `dtype`."""
+        arguments = x, experts, weights, fc1_weight, fc2_weight, dtype
+        if traced():
+            return super().forward(*arguments)
+        if why := without_experts(x, dtype, fc1_weight, fc2_weight):
+            self.plain_calls[f"experts, {why}"] += 1
+            return super().forward(*arguments)
+        return differentiable_twice(self._by_kernels, super().forward, arguments)
+
+    def _by_kernels(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        fc1_weight: Tensor,
+        fc2_weight: Tensor,
+        _: torch.dtype,
+    ) -> Tensor:
+        order, places, ends = plain.routed(experts, len(fc1_weight))
+        places = places.view_as(experts)
+        hidden = F.grouped_mm(Sent.apply(x, order, places), fc1_weight, offs=ends)
+        if self.gated == plain.GATES[1]:
+            hidden = _Activated.apply(hidden, self.activation)
+        else:
+            hidden = plain.activated(self.activation, hidden, gate=1)
+        return Combined.apply(F.grouped_mm(hidden, fc2_weight, offs=ends), places, weights)
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.activation = activation
+        forward, *_ = functions_of(activation)
+        return forward(hidden, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _, backward, _ = functions_of(ctx.activation)
+        return backward(grad.contiguous(), *ctx.saved_tensors, None), None

@@ -1,0 +1,113 @@
+"""The experts of mixture models in kernels, against plain PyTorch in fp64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import te_transform
+from te_transform.backends import limits, plain
+
+TOKENS, HIDDEN, INNER, EXPERTS, CHOICES = 96, 128, 64, 8, 3
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def arguments(gated: bool) -> list[Tensor]:
+    """Tokens, their experts, of which one gets no token, and weights, in bf16 and fp32."""
+    scores = random(TOKENS, EXPERTS, seed=0)
+    scores[:, 5] = -torch.inf
+    weights, experts = scores.softmax(-1).topk(CHOICES)
+    fc1 = random(EXPERTS, INNER * (1 + gated), HIDDEN, seed=1) / 8
+    fc2 = random(EXPERTS, HIDDEN, INNER, seed=2) / 8
+    x = random(TOKENS, HIDDEN, seed=3)
+    given = [x.bfloat16(), experts, weights, fc1.bfloat16(), fc2.bfloat16()]
+    return [tensor.cuda() for tensor in given]
+
+
+def run(op: Callable[..., Tensor], given: list[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The output and all gradients; the weights reach the op transposed, as models have them."""
+    own = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in given]
+    out = op(*own[:3], own[3].transpose(-2, -1), own[4].transpose(-2, -1), dtype)
+    grad = random(*out.shape, seed=4).to(out)
+    out.backward(grad)
+    return {"out": out.detach(), **{str(i): own[i].grad for i in (0, 2, 3, 4)}}
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("gated", "activation"),
+    [
+        *(("first half", name) for name in plain.GATED_ACTIVATIONS.values()),
+        ("second half", "swiglu"),
+        ("no", "gelu"),
+    ],
+)
+def test_experts(gated: str, activation: str) -> None:
+    from te_transform.backends import te
+
+    how: dict[str, Any] = {"activation": activation, "gated": gated}
+    given = arguments(gated != "no")
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
+    wanted = run(plain.Experts(**how), wide, torch.float64)
+    with limits.at_any_size:
+        op = te.Experts(**how)
+        found = run(op, given, torch.bfloat16)
+    assert not op.plain_calls
+    ours = run(plain.Experts(**how), given, torch.bfloat16)
+    for name, value in wanted.items():
+        assert found[name].dtype is (torch.float32 if name == "2" else torch.bfloat16)
+        assert off(found[name], value) < max(1.2 * off(ours[name], value), 1e-3), name
+
+
+def test_a_second_derivative_is_that_of_plain_pytorch() -> None:
+    from te_transform.backends import te
+
+    how: dict[str, Any] = {"activation": "swiglu", "gated": "first half"}
+    found = []
+    for op in (te.Experts(**how), plain.Experts(**how)):
+        x, experts, weights, fc1, fc2 = arguments(True)
+        x.requires_grad_()
+        with limits.at_any_size:
+            out = op(x, experts, weights, fc1.transpose(-2, -1), fc2.transpose(-2, -1), torch.bfloat16)
+        (grad,) = torch.autograd.grad(out.float().square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(grad.float().square().sum(), x)[0])
+    assert off(*found) < 2e-2
+
+
+# each token goes to all experts: among fewer, rounding decides which of two that are as good is taken
+MIXTURES = {
+    "Mixtral": {"intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 4},
+    "Qwen3Moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 8, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_models(name: str, compile: bool) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
+        use_cache=False, **MIXTURES[name],
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to("cuda", torch.bfloat16)
+    ids = torch.randint(512, (2, 64), device="cuda")
+    converted = te_transform.convert(model, {"input_ids": ids, "labels": ids}, backend="te", compile=compile)
+    te_transform.report(converted).expect(experts=2)
+    gradients = []
+    for each in (model, converted):
+        each.zero_grad()
+        loss = each(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients.append({name: weight.grad.clone() for name, weight in each.named_parameters()})
+    assert te_transform.verify(model, converted, {"input_ids": ids, "labels": ids})
+    for key, wanted in gradients[0].items():
+        assert off(gradients[1][key], wanted) < 5e-2, key

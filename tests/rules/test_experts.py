@@ -1,0 +1,179 @@
+"""The experts of a mixture model: tokens sorted by expert, two products by groups, and back."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  which has a product by groups of its own
+from torch import Tensor, nn
+
+import te_transform
+from te_transform.canonicalize import canonicalize
+from te_transform.graph import ops
+from tests import stand_in
+from tests.captures import capture, targets
+from tests.rules.tables import reasons, sites
+from tests.zoo import seeded
+
+te = stand_in.te  # a fixture
+
+HIDDEN, INNER, EXPERTS, CHOICES = 16, 24, 4, 2
+X = torch.randn(10, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def swiglu(hidden: Tensor) -> Tensor:
+    gate, up = hidden.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def gate_last(hidden: Tensor) -> Tensor:
+    up, gate = hidden.chunk(2, -1)
+    return up * F.gelu(gate, approximate="tanh")
+
+
+def by_softmax(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(x, model.router).float().softmax(-1).topk(CHOICES, dim=-1)
+
+
+def product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    in_bf16 = x.dtype is torch.bfloat16
+    return (F.grouped_mm if in_bf16 else torch.ops.transformers.grouped_mm_fallback)(x, weight, offs=offs)
+
+
+class Mixture(nn.Module):
+    """As transformers computes experts, with a router and an activation of these kinds."""
+
+    def __init__(
+        self,
+        act: Callable[[Tensor], Tensor] = swiglu,
+        route: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]] = by_softmax,
+        width: int = 2 * INNER,
+        masked: bool = True,
+    ):
+        super().__init__()
+        self.act, self.route, self.masked = act, route, masked
+        self.router = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, width, HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / 4)
+        self.head = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.route(self, x)
+        numbers, perm = torch.sort(chosen.reshape(-1))
+        rows, scales = x[perm // CHOICES], weights.reshape(-1)[perm]
+        counts = torch.histc(numbers.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        beyond = (numbers >= EXPERTS).unsqueeze(-1)
+        if self.masked:
+            rows.masked_fill_(beyond, 0.0)
+        hidden = product(rows, self.gate_up.transpose(-2, -1), offs=ends)
+        hidden = hidden.masked_fill(beyond, 0.0) if self.masked else hidden
+        out = product(self.act(hidden), self.down.transpose(-2, -1), offs=ends)
+        out = (out.masked_fill(beyond, 0.0) if self.masked else out) * scales.unsqueeze(-1)
+        back = torch.empty_like(perm)
+        back[perm] = torch.arange(perm.size(0), device=x.device)
+        return self.head(out[back].view(len(x), CHOICES, HIDDEN).sum(dim=1).to(x.dtype))
+
+
+def made(**how) -> Callable[[], nn.Module]:
+    return lambda: Mixture(**how).bfloat16()
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return (found.double() - wanted.double()).norm() <= 0.02 * wanted.double().norm()
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.float().square().mean().backward()
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    return found | {"x": x.grad, "out": out.detach()}
+
+
+FUSES = {
+    "gated": made(),
+    "without masks": made(masked=False),
+    "the second half": made(act=gate_last),
+    "no gate": made(act=F.silu, width=INNER),
+    "chosen, then softmax": made(route=lambda m, x: (
+        (top := F.linear(x, m.router).topk(CHOICES)).values.softmax(-1), top.indices
+    )),
+    "weights in bfloat16": made(route=lambda m, x: (
+        (top := by_softmax(m, x))[0].bfloat16(), top[1]
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["torch", "te"])
+@pytest.mark.parametrize("name", FUSES)
+def test_fuses(name: str, backend: str, te: ModuleType) -> None:
+    model = seeded(FUSES[name])
+    converted = te_transform.convert(model, X, backend=backend)
+    te_transform.report(converted).expect(experts=1)
+    wanted, found = gradients(model, X), gradients(converted, X)
+    for key, value in wanted.items():
+        assert found[key].dtype is value.dtype
+        assert close(found[key], value), key
+    if backend == "te":
+        assert not any("experts" in reason for reason in te_transform.report(converted).plain_calls)
+
+
+def wider(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A router that has more experts than there are here, as where others have the rest."""
+    scores = F.linear(x, torch.cat([model.router, -model.router])).float()
+    return scores.softmax(-1).topk(CHOICES)
+
+
+def shifted(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    weights, chosen = by_softmax(model, x)
+    return weights, (chosen + 3) % (EXPERTS + 1)
+
+
+def along_the_tokens(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    scores = F.linear(x, model.router).float().t().softmax(0)
+    weights, chosen = scores.topk(CHOICES, dim=0)
+    return weights.t(), chosen.t()
+
+
+OTHERS = {"wider": wider, "shifted": shifted, "along the tokens": along_the_tokens}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_no_router_is_known_to_choose_stays_with_its_masks(name: str) -> None:
+    model = seeded(made(route=OTHERS[name]))
+    converted = te_transform.convert(model, X)
+    te_transform.report(converted).expect(experts=0)
+    assert torch.equal(converted(X), model(X))
+    (captured,) = capture(model, (X,))
+    found = targets(canonicalize(captured.module.graph))
+    assert torch.masked_fill in found
+    assert ops.group_ends not in found
+
+
+REFUSES = {
+    "float32": (
+        Mixture,
+        "the experts compute in float32, PyTorch's products by groups are in bfloat16 alone: convert the "
+        "model with its weights in that",
+    ),
+    "an activation": (
+        made(act=torch.sigmoid, width=INNER),
+        "the activation is sigmoid, experts have gelu, gelu_tanh, quick_gelu, relu, silu",
+    ),
+    "a narrow gate": (
+        made(act=lambda hidden: F.silu(hidden[..., :1]) * hidden[..., 1:], width=INNER + 1),
+        f"the gate has 1 of the first product's {INNER + 1} outputs, experts have as many in the gate as "
+        "beside it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSES)
+def test_refuses(name: str) -> None:
+    make, sentence = REFUSES[name]
+    report = sites(make, X if name != "float32" else X.float())
+    assert reasons(report, "experts") == {sentence}
