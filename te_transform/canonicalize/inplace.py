@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,7 +15,7 @@ from te_transform.graph import edit, nodes, ops
 _MAY_ALIAS = frozenset(
     ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem")
 )
-_NEW = frozenset((ops.dispatch, ops.group_ends, ops.combine))  # which aten has not
+_NEW = frozenset((ops.by_expert, ops.dispatch, ops.group_ends, ops.combine))  # which aten has not
 Storage = dict[fx.Node, frozenset[fx.Node]]
 
 
@@ -33,8 +34,8 @@ def put_by_index(graph: fx.Graph) -> None:
 def read_results(graph: fx.Graph) -> None:
     """Let what reads a tensor after a write to it read the write's result, which is the same tensor."""
     for node in graph.nodes:
-        if nodes.writes(node) and nodes.is_tensor_node(node) and nodes.is_tensor_node(_target(node)):
-            edit.replace_later_uses(_target(node), node)
+        if nodes.writes(node) and nodes.is_tensor_node(node) and nodes.is_tensor_node(target_of(node)):
+            edit.replace_later_uses(target_of(node), node)
 
 
 def must_stay(graph: fx.Graph) -> set[fx.Node]:
@@ -43,14 +44,14 @@ def must_stay(graph: fx.Graph) -> set[fx.Node]:
     That is a read, later, of the tensor written or of another view of it, and any write into an input, a
     parameter or a buffer.
     """
-    storage = _storage(graph)
+    storage = storage_of(graph)
     return {node for node in graph.nodes if nodes.writes(node) and _is_seen(node, storage)}
 
 
 def barriers(graph: fx.Graph) -> set[fx.Node]:
     """The writes in place over which no read may be moved: those that must stay and those to a tensor that
     something else reads first."""
-    storage = _storage(graph)
+    storage = storage_of(graph)
     writes = [node for node in graph.nodes if nodes.writes(node)]
     return {node for node in writes if _is_seen(node, storage) or _is_read_before(node, storage)}
 
@@ -60,12 +61,12 @@ def written(graph: fx.Graph) -> set[fx.Node]:
     writes = [node for node in graph.nodes if nodes.writes(node)]
     if not writes:
         return set()
-    storage = _storage(graph)
+    storage = storage_of(graph)
     owners = frozenset().union(*(storage[node] for node in writes))
     return {node for node in graph.nodes if storage[node] & owners}
 
 
-def _target(write: fx.Node) -> fx.Node | None:
+def target_of(write: fx.Node) -> fx.Node | None:
     """The tensor that is written to; None where the call does not say by `out` or its first argument."""
     if isinstance(write.kwargs.get("out"), fx.Node):
         return write.kwargs["out"]
@@ -73,7 +74,7 @@ def _target(write: fx.Node) -> fx.Node | None:
 
 
 def _is_seen(write: fx.Node, storage: Storage) -> bool:
-    target = _target(write)
+    target = target_of(write)
     if target is None or not nodes.is_tensor_node(write) or nodes.called(write) == "setitem":
         return True
     if any(owner.op in ("placeholder", "get_attr") for owner in storage[target]):
@@ -88,11 +89,11 @@ def _is_read_before(write: fx.Node, storage: Storage) -> bool:
 
 
 def _aliases_before(write: fx.Node, storage: Storage) -> list[fx.Node]:
-    owners = storage[_target(write)]
+    owners = storage[target_of(write)]
     return [node for node, others in storage.items() if node < write and owners & others]
 
 
-def _storage(graph: fx.Graph) -> Storage:
+def storage_of(graph: fx.Graph) -> Storage:
     """For each node those that its memory may come from; two that share one may be views of one tensor."""
     storage: Storage = {}
     for node in graph.nodes:
@@ -104,12 +105,16 @@ def _storage(graph: fx.Graph) -> Storage:
 def _sources(node: fx.Node) -> list[fx.Node]:
     if node.op in ("placeholder", "get_attr", "output") or nodes.size_of(node) is not None:
         return []
-    if nodes.writes(node) and _target(node) is not None:
-        return [_target(node)]
-    is_gathered = node.target is operator.getitem and nodes.is_tensor_node(node.args[1])  # a copy
-    if node.target in _NEW or is_gathered:
+    if nodes.writes(node) and target_of(node) is not None:
+        return [target_of(node)]
+    if node.target in _NEW or (node.target is operator.getitem and _is_own(*node.args)):
         return []
     return node.all_input_nodes if node.op == "call_module" or _may_alias(nodes.called(node)) else []
+
+
+def _is_own(source: fx.Node, index: Any) -> bool:
+    """Whether an item has memory of its own: it is looked up by a tensor, or one of two results."""
+    return nodes.is_tensor_node(index) or nodes.called(source) in ("topk", "sort")
 
 
 @cache

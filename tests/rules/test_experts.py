@@ -51,9 +51,10 @@ class Mixture(nn.Module):
         route: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]] = by_softmax,
         width: int = 2 * INNER,
         masked: bool = True,
+        after: Callable[[Tensor, Tensor], None] = lambda chosen, perm: None,
     ):
         super().__init__()
-        self.act, self.route, self.masked = act, route, masked
+        self.act, self.route, self.masked, self.after = act, route, masked, after
         self.router = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
         self.gate_up = nn.Parameter(torch.randn(EXPERTS, width, HIDDEN) / 4)
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / 4)
@@ -62,6 +63,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.route(self, x)
         numbers, perm = torch.sort(chosen.reshape(-1))
+        self.after(chosen, perm)
         rows, scales = x[perm // CHOICES], weights.reshape(-1)[perm]
         counts = torch.histc(numbers.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
@@ -139,7 +141,27 @@ def along_the_tokens(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return weights.t(), chosen.t()
 
 
-OTHERS = {"wider": wider, "shifted": shifted, "along the tokens": along_the_tokens}
+def written_to(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two choices are of experts elsewhere."""
+    weights, chosen = by_softmax(model, x)
+    chosen[0, 0] = EXPERTS
+    chosen[3, 1] = EXPERTS
+    return weights, chosen
+
+
+def filled(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    weights, chosen = by_softmax(model, x)
+    chosen.masked_fill_(weights < 0.2, EXPERTS)
+    return weights, chosen
+
+
+OTHERS = {
+    "wider": wider,
+    "shifted": shifted,
+    "along the tokens": along_the_tokens,
+    "written to": written_to,
+    "filled": filled,
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -152,6 +174,25 @@ def test_what_no_router_is_known_to_choose_stays_with_its_masks(name: str) -> No
     found = targets(canonicalize(captured.module.graph))
     assert torch.masked_fill in found
     assert ops.group_ends not in found
+
+
+def swap(chosen: Tensor, perm: Tensor) -> None:
+    perm[:2] = perm[:2].flip(0)
+
+
+def forget(chosen: Tensor, perm: Tensor) -> None:
+    chosen.zero_()
+
+
+def beyond(chosen: Tensor, perm: Tensor) -> None:
+    chosen[0] = EXPERTS
+
+
+@pytest.mark.parametrize("after", [swap, forget, beyond])
+def test_what_is_written_to_once_the_choices_are_sorted_is_read_then(after) -> None:
+    model = seeded(made(after=after))
+    with torch.no_grad():  # the backward of topk would read the choices
+        assert close(te_transform.convert(model, X)(X), model(X))
 
 
 REFUSES = {
