@@ -3,6 +3,7 @@
     python docs/models.py
 
 Each model has two layers (an encoder-decoder two of each), random weights, and the class its authors wrote.
+Those of transformers with experts are converted in bfloat16, in which these are products by groups.
 """
 
 import logging
@@ -18,7 +19,7 @@ from tests.families import FAMILIES
 from tests.others import OTHERS
 from tests.zoo import CASES, EXTRA, Case
 
-RULES = ("merge_siblings", "attention", "layernorm_mlp", "layernorm_linear", "linear")
+RULES = ("merge_siblings", "attention", "experts", "layernorm_mlp", "layernorm_linear", "linear")
 WHY = {  # what stands in the way, by words of the reason; the first that fit
     "exact (erf) GELU": "exact GELU",
     "the activation is": "another activation",
@@ -58,6 +59,8 @@ def table(cases: Iterable[Case]) -> Iterator[str]:
 def cells(case: Case) -> tuple[str, ...]:
     """How many sites of each rule were fused, and what stands in the way of more."""
     model, sample = case.build(), case.sample()
+    if case.hf and any(type(part).__name__.endswith("Experts") for part in model.modules()):
+        model = model.bfloat16()
     converted = te_transform.convert(model, sample)
     if not (found := te_transform.verify(model, converted, sample)):
         raise SystemExit(f"{case.name}: {found}")

@@ -7,43 +7,25 @@ from torch import nn
 
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_name
-from te_transform.graph.pattern import Call, OneOf, Var
+from te_transform.graph.pattern import Call, Var
+from te_transform.passes.layernorm_mlp import activated
 from te_transform.plan.rule import Operation, Rule
 
 _ENDS = Call(ops.group_ends, Var("experts"))
 _FC1 = Call(
     ops.grouped_mm, Call(ops.dispatch, Var("x"), Var("experts")), Var("fc1_weight"), _ENDS, role="fc1"
 )
-_FIRST = Call(ops.columns, _FC1, 0, Var("half"))
-_SECOND = Call(ops.columns, _FC1, Var("half"), Var("end"))
-
-
-def _activated(hidden: Call) -> Call:
-    return Call(ops.ACTIVATIONS, hidden, role="activation")
-
-
-_HIDDEN = OneOf(
-    gated={
-        "no": _activated(_FC1),
-        "first half": Call(torch.mul, _activated(_FIRST), _SECOND),
-        "second half": Call(torch.mul, _activated(_SECOND), _FIRST),
-    }
-)
+_HIDDEN = activated(_FC1)
 _FC2 = Call(ops.grouped_mm, _HIDDEN, Var("fc2_weight"), _ENDS, role="fc2")
 
 
-def refuse(
-    backend, fc1: Operation, activation: Operation, gated: str, half: int = 0, end: int = 0
-) -> Iterator[str]:
+def refuse(fc1: Operation, gated: str, half: int = 0, end: int = 0) -> Iterator[str]:
     """Every reason why these experts are none that the op computes."""
-    known = _activations(backend, gated)
     if fc1.x.dtype is not torch.bfloat16:
         yield (
             f"the experts compute in {dtype_name(fc1.x.dtype)}, PyTorch's products by groups are in bfloat16 "
             "alone: convert the model with its weights in that"
         )
-    if activation.op not in known:
-        yield f"the activation is {activation.op}, experts have {', '.join(sorted(known))}"
     if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
         yield (
             f"the gate has {half} of the first product's {fc1.width} outputs, experts have as many in the "
@@ -53,11 +35,7 @@ def refuse(
 
 def build(backend, activation: Operation, gated: str) -> nn.Module:
     """The fused op."""
-    return backend.Experts(activation=_activations(backend, gated)[activation.op], gated=gated)
-
-
-def _activations(backend, gated: str) -> dict[str, str]:
-    return backend.ACTIVATIONS if gated == "no" else backend.GATED_ACTIVATIONS
+    return backend.Experts(activation=activation.op, gated=gated)
 
 
 RULE = Rule(

@@ -1,6 +1,7 @@
 """norm, linear, activation (or gated activation), linear: LayerNormMLP."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,22 +11,18 @@ from te_transform.graph.pattern import Call, Linear, Norm, OneOf, Var
 from te_transform.passes import layernorm_linear
 from te_transform.plan.rule import Operation, Rule
 
-_FC1 = Linear(Norm(Var("x")), role="fc1")
-_FIRST = Call(ops.columns, _FC1, 0, Var("half"))
-_SECOND = Call(ops.columns, _FC1, Var("half"), Var("end"))
+
+def activated(fc1: Call) -> OneOf:
+    """What MLPs compute of their first product `fc1`, by which part of it is activated."""
+    first, second = Call(ops.columns, fc1, 0, Var("half")), Call(ops.columns, fc1, Var("half"), Var("end"))
+    act = partial(Call, ops.ACTIVATIONS, role="activation")
+    halves = {"first half": (first, second), "second half": (second, first)}
+    return OneOf(
+        gated={"no": act(fc1)} | {k: Call(torch.mul, act(g), other) for k, (g, other) in halves.items()}
+    )
 
 
-def _activated(hidden: Call) -> Call:
-    return Call(ops.ACTIVATIONS, hidden, role="activation")
-
-
-_HIDDEN = OneOf(
-    gated={
-        "no": _activated(_FC1),
-        "first half": Call(torch.mul, _activated(_FIRST), _SECOND),
-        "second half": Call(torch.mul, _activated(_SECOND), _FIRST),
-    }
-)
+_HIDDEN = activated(Linear(Norm(Var("x")), role="fc1"))
 _DROPPED = OneOf(_HIDDEN, Call(ops.dropout, _HIDDEN, role="dropout"))
 
 

@@ -226,7 +226,8 @@ class LayerNormMLP(LayerNormLinear):
 class Experts(FusedOp):
     """fc2(activation(fc1(x))) by the experts that each token was sent to, summed up by their weights.
 
-    One half of fc1's columns is activated and multiplied with the other where the activation is gated.
+    The activation is an op of graph/ops.py. Where it is gated, one half of fc1's columns is activated and
+    multiplied with the other.
     """
 
     def __init__(self, *, activation: str, gated: str = "no"):
@@ -246,9 +247,17 @@ class Experts(FusedOp):
         fc2_weight [experts, ffn, hidden] -> [tokens, hidden] in `dtype`."""
         order, places, ends = routed(experts, len(fc1_weight))
         rows = ops.grouped_mm(taken(x, order, places, experts.shape[-1]), fc1_weight, ends)
-        hidden = activated(self.activation, rows, gate=int(self.gated == GATES[2]))
-        found = taken(ops.grouped_mm(hidden, fc2_weight, ends), places, order).unflatten(0, experts.shape)
+        out = ops.grouped_mm(self.activated(rows), fc2_weight, ends)
+        found = taken(out, places, order).unflatten(0, experts.shape)
         return (found * weights.unsqueeze(-1)).sum(1).to(dtype)
+
+    def activated(self, hidden: Tensor) -> Tensor:
+        """The activation of what the first product has made."""
+        activate = getattr(ops, self.activation)
+        if self.gated == GATES[0]:
+            return activate(hidden)
+        first, second = hidden.chunk(2, dim=-1)
+        return activate(first) * second if self.gated == GATES[1] else activate(second) * first
 
     def extra_repr(self) -> str:
         return self.activation

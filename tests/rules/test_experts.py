@@ -100,7 +100,8 @@ FUSES = {
     "gated": made(),
     "without masks": made(masked=False),
     "the second half": made(act=gate_last),
-    "no gate": made(act=F.silu, width=INNER),
+    "the exact GELU": made(act=lambda hidden: F.gelu(hidden.chunk(2, -1)[0]) * hidden.chunk(2, -1)[1]),
+    "no gate": made(act=lambda hidden: F.relu(hidden).square(), width=INNER),
     "chosen, then softmax": made(route=lambda m, x: (
         (top := F.linear(x, m.router).topk(CHOICES)).values.softmax(-1), top.indices
     )),
@@ -200,10 +201,6 @@ REFUSES = {
         Mixture,
         "the experts compute in float32, PyTorch's products by groups are in bfloat16 alone: convert the "
         "model with its weights in that",
-    ),
-    "an activation": (
-        made(act=torch.sigmoid, width=INNER),
-        "the activation is sigmoid, experts have gelu, gelu_tanh, quick_gelu, relu, silu",
     ),
     "a narrow gate": (
         made(act=lambda hidden: F.silu(hidden[..., :1]) * hidden[..., 1:], width=INNER + 1),

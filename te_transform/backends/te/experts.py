@@ -50,11 +50,14 @@ class Experts(plain.Experts):
         order, places, ends = plain.routed(experts, len(fc1_weight))
         places = places.view_as(experts)
         hidden = F.grouped_mm(Sent.apply(x, order, places), fc1_weight, offs=ends)
-        if self.gated == plain.GATES[1]:
-            hidden = _Activated.apply(hidden, self.activation)
-        else:
-            hidden = plain.activated(self.activation, hidden, gate=1)
-        return Combined.apply(F.grouped_mm(hidden, fc2_weight, offs=ends), places, weights)
+        out = F.grouped_mm(self._activated_by_kernel(hidden), fc2_weight, offs=ends)
+        return Combined.apply(out, places, weights)
+
+    def _activated_by_kernel(self, hidden: Tensor) -> Tensor:
+        name = plain.GATED_ACTIVATIONS.get(self.activation)
+        if name is None or self.gated != plain.GATES[1]:
+            return self.activated(hidden)
+        return _Activated.apply(hidden, name)
 
 
 class _Activated(torch.autograd.Function):
