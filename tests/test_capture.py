@@ -687,6 +687,18 @@ def test_an_encoder_hands_back_zeros_for_padding_as_where_it_is_not_traced(layer
     assert found["linear"]
 
 
+class RanksOtherwiseWhereItIsTraced(AsksWhetherItIsTraced):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).argsort(descending=torch.compiler.is_compiling())
+
+
+def test_whole_numbers_that_are_others_where_it_is_traced_are_noticed() -> None:
+    model = RanksOtherwiseWhereItIsTraced()
+    converted = te_transform.convert(model, X)
+    assert any("computes other numbers" in note for note in te_transform.report(converted).notes)
+    assert torch.equal(converted(X), model(X))
+
+
 class ReturnsLessWhereItIsTraced(AsksWhetherItIsTraced):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         out = self.block(x)

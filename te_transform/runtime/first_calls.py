@@ -33,7 +33,7 @@ class Seen:
     groups: dict[tuple[nn.Parameter, ...], None] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # of the model's parameters, by their ids
     reasons: list[str] = field(default_factory=list)  # of what dynamo did not capture
-    outputs: list[Tensor] = field(default_factory=list)  # of the first call, those that are floating
+    outputs: list[Tensor] = field(default_factory=list)  # of the first call
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
         """What is fused in each graph, with the path of the module; once for each module that shares a
@@ -66,7 +66,7 @@ def first_calls(
     ):
         for sample in progress(samples, "capturing"):
             outputs = call(model.train(), sample)
-            seen.outputs = seen.outputs or _floating(outputs)
+            seen.outputs = seen.outputs or _tensors(outputs)
             del outputs  # with what its backward would read
     return seen
 
@@ -75,9 +75,8 @@ def _is_trainable(model: nn.Module) -> bool:
     return not any(parameter.is_inference() for parameter in model.parameters())
 
 
-def _floating(outputs: Any) -> list[Tensor]:
-    leaves = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-    return [leaf.detach() for leaf in leaves if leaf.is_floating_point()]
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf.detach() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def traced_otherwise(
@@ -88,7 +87,7 @@ def traced_otherwise(
 
     def outputs() -> list[Tensor]:
         with preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
-            return _floating(call(model.train(), sample))
+            return _tensors(call(model.train(), sample))
 
     if any(tensor.is_meta for tensor in found):  # which hold no numbers
         return None
@@ -96,7 +95,7 @@ def traced_otherwise(
         expected = outputs()
         off = _off(found, expected)
         # what draws random numbers of its own tells nothing
-        if off <= rounding(expected) or _off(outputs(), expected):
+        if off <= rounding(filter(Tensor.is_floating_point, expected)) or _off(outputs(), expected):
             return None
     return (
         f"captured, the forward computes other numbers, off by {off:.2g}: it does something else where it is "
@@ -145,7 +144,17 @@ def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest distance between outputs; infinity where there are more of one than of the other."""
     if len(found) != len(expected):
         return math.inf
-    return max(map(distance, found, expected), default=0.0)
+    return max(map(_difference, found, expected), default=0.0)
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Their distance; of whole numbers how many are others: which of two is the larger is for rounding to
+    decide, but of few."""
+    if one.shape != other.shape or one.dtype != other.dtype or other.is_floating_point():
+        return distance(one, other)
+    if other.is_complex():
+        return distance(torch.view_as_real(one), torch.view_as_real(other))
+    return (one != other).double().mean().item() if other.numel() else 0.0
 
 
 @contextmanager
