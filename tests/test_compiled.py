@@ -419,8 +419,9 @@ def test_the_door_of_torch_compile(compilations: Compilations) -> None:
 def test_who_compiles_a_converted_model_from_outside_is_told_of_the_option() -> None:
     pair = Pair.of(Block)
     with logged("te_transform") as said:
-        outside = torch.compile(pair.converted, backend="eager", fullgraph=True)
+        outside = torch.compile(pair.converted, backend="eager", fullgraph=True, dynamic=False)
         torch.testing.assert_close(outside(pair.x), pair.original(pair.x))
         outside(pair.x)
+        outside(pair.x[:, 1:])  # compiled anew
     assert len(said) == 1
     assert "pass compile=True to te_transform.convert()" in said[0]
