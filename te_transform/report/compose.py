@@ -34,6 +34,11 @@ _AS_FAST = (
 )
 _WIDE = "the example call multiplies in float32: products run in FP8 under torch.autocast alone"
 
+_EXPERTS = (
+    "experts compute in their weights' own dtype in a recipe too: casts to FP8 would take most of the time "
+    "that their products gain"
+)
+
 
 def compose(
     model: nn.Module,
@@ -73,6 +78,7 @@ def compose(
             *([_COMPILED] if compiled else ()),
             *([_REPLAYED] if options.graphs else ()),
             *([_WIDE] if wide else ()),
+            *([_EXPERTS] if precision is not None and _has_experts(plans) else ()),
             *([cost.NOTE] if priced else ()),
             *_never(plans, options.passes),
             *notes,
@@ -95,6 +101,10 @@ def _never(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator
                 f"nothing resembles the pattern of the rule {rule.name!r}, which has {target.__name__} as it "
                 f"is written in models: write ops.{twin.__name__}, what te_transform.rules has for it"
             )
+
+
+def _has_experts(plans: Sequence[tuple[str, Plan]]) -> bool:
+    return any(isinstance(site.fused, plain.Experts) for _, plan in plans for site in plan.sites)
 
 
 def _multiplies_wide(plans: Sequence[tuple[str, Plan]]) -> bool:

@@ -125,6 +125,12 @@ def test_fuses(name: str, backend: str, te: ModuleType) -> None:
         assert not any("experts" in reason for reason in te_transform.report(converted).plain_calls)
 
 
+def test_a_report_with_a_recipe_says_that_they_are_not_in_it() -> None:
+    asked = {"backend": "te"}, {"backend": "te", "recipe": "fp8-delayed"}
+    told = [[note for note in sites(made(), X, **how).notes if "experts compute" in note] for how in asked]
+    assert [*map(len, told)] == [0, 1]
+
+
 def wider(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """A router that has more experts than there are here, as where others have the rest."""
     scores = F.linear(x, torch.cat([model.router, -model.router])).float()
