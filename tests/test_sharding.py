@@ -106,14 +106,15 @@ _LABELS = (
 )
 _PARTS = "the weight of a linear is computed, a parameter is needed"
 _LEAVES = _LABELS.replace("2 columns", "64 columns")
-_EXPERTS = "a softmax reads all of a dimension, one that is not sharded is needed"
+_STACKED = "a product by groups reads a stack of weights, linears are needed"
+_ROUTER = "a softmax reads all of a dimension, one that is not sharded is needed"
 
 # What of the models of the test list stays whole on each of two ranks, and why; all else is divided.
 WHOLE: dict[str, dict[str, str]] = {
     **{name: {"attention": _ONE_HEAD} for name in ("gemma3_text", "falcon")},
     **{name: {"linear": _NORM} for name in ("bert", "distilbert", "roberta")},
     "vit": {"linear": _LABELS},
-    "mixtral": {"linear": _EXPERTS},  # the router; experts are no linears
+    "mixtral": {"linear": _ROUTER, "experts": _STACKED},
 }
 
 

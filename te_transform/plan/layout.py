@@ -21,6 +21,7 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_parameter, path_of, shape_of, writes
 from te_transform.plan.sharding import Refusal, step
 
+_STACKED = "a product by groups reads a stack of weights, linears are needed"
 _SAME_COLUMNS = (ops.cast, torch.Tensor.contiguous, torch.transpose, torch.reshape)
 
 
@@ -28,8 +29,8 @@ _SAME_COLUMNS = (ops.cast, torch.Tensor.contiguous, torch.transpose, torch.resha
 class Place:
     """A place of the model that is divided among the ranks or, for these reasons, is not.
 
-    `what` is "attention", "mlp", "head" or "embedding"; it is `indivisible` if a mesh of another size would
-    do.
+    `what` is "attention", "mlp", "head", "embedding" or "experts"; it is `indivisible` if a mesh of another
+    size would do.
     """
 
     what: str
@@ -71,6 +72,8 @@ def lay_out(graph: fx.Graph, ranks: int, skip: tuple[str, ...] = ()) -> Layout:
     for node in graph.nodes:
         if node.target is F.embedding:
             made.try_embedding(node)
+    experts = dict.fromkeys(path_of(node) for node in graph.nodes if node.target is ops.grouped_mm)
+    made.layout.places += [Place("experts", path, (_STACKED,)) for path in experts]
     return made.layout
 
 
