@@ -205,8 +205,8 @@ def test_what_is_written_to_once_the_choices_are_sorted_is_read_then(after) -> N
 REFUSES = {
     "float32": (
         Mixture,
-        "the experts compute in float32, PyTorch's products by groups are in bfloat16 alone: convert the "
-        "model with its weights in that",
+        "the experts compute in float32, PyTorch's kernels for products by groups in bfloat16 alone: convert "
+        "the model with its weights in that",
     ),
     "a narrow gate": (
         made(act=lambda hidden: F.silu(hidden[..., :1]) * hidden[..., 1:], width=INNER + 1),
