@@ -536,10 +536,39 @@ def _cached(m, x):
     return m.cache[:, :4] * x[:, :4]
 
 
+def _written_through(view):
+    """A write to what `view` hands out, while nothing but the name of the call says whether that is y."""
+
+    def function(m, x):
+        y = x + 1
+        view(y).mul_(2)
+        return y
+
+    return function
+
+
+def _put(m, x):
+    y = torch.zeros(5) + 1
+    y[torch.arange(2)] = x[0, :2]
+    return y * 2
+
+
+def _put_into_a_row(m, x):
+    y = x + 1
+    y[0][torch.arange(2)] = x[0, :2]
+    return y * 2
+
+
 @pytest.mark.parametrize(
     ("function", "stays"),
     [
         (_written_base, True),
+        (_written_through(torch.atleast_3d), True),
+        (_written_through(lambda y: torch.einsum("ij->ji", y)), True),
+        (_written_through(lambda y: torch.broadcast_tensors(y, y[:1])[0]), True),
+        (_written_through(lambda y: F.alpha_dropout(y, 0.1, False)), True),
+        (_put, False),
+        (_put_into_a_row, True),
         (_written_view, True),
         (_written_copy, True),
         (_read_before, False),
@@ -551,7 +580,35 @@ def _cached(m, x):
 def test_writes_in_place_become_values_only_unseen(function, stays: bool) -> None:
     graph = canonical(function, torch.randn(2, 5), cache=torch.zeros(2, 5))
     names = {getattr(target, "__name__", target) for target in targets(graph)}
-    assert any(name in names for name in ("mul_", "setitem")) is stays
+    assert any(name in names for name in ("mul_", "setitem", "index_put_")) is stays
+
+
+@torch.library.custom_op("te_transform_tests::double", mutates_args={"y"})
+def double(x: Tensor, y: Tensor) -> None:
+    y.mul_(2 * x[0, 0] / x[0, 0])
+
+
+WRITES = {
+    "where a tensor of one number says": lambda y, x, place: y[place].mul_(2),
+    "by an op that says which argument": lambda y, x, place: torch.ops.te_transform_tests.double.default(
+        x, y
+    ),
+    "by an op": lambda y, x, place: torch.ops.te_transform_tests.double(x, y),
+    "to two tensors": lambda y, x, place: torch.topk(x, 2, out=(y, torch.empty(2, 2, dtype=torch.long))),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_nothing_moves_over_a_write_to_what_the_call_does_not_begin_with(name: str) -> None:
+    def read_before(m, x, place):
+        y = x[:, :2] + 1
+        z = F.layer_norm(y, (2,))
+        WRITES[name](y, x, place)
+        return F.linear(z, m.w)
+
+    graph = canonical(read_before, torch.randn(2, 5), torch.tensor(1), w=torch.randn(2, 2))
+    regions = {node.target: node.meta["region"] for node in graph.nodes}
+    assert regions[ops.layer_norm] != regions[ops.linear]
 
 
 def test_a_word_does_not_move_over_a_write() -> None:

@@ -16,6 +16,7 @@ _MAY_ALIAS = frozenset(
     ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem")
 )
 _NEW = frozenset((ops.by_expert, ops.dispatch, ops.group_ends, ops.combine))  # which aten has not
+_OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 Storage = dict[fx.Node, frozenset[fx.Node]]
 
 
@@ -67,10 +68,13 @@ def written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def target_of(write: fx.Node) -> fx.Node | None:
-    """The tensor that is written to; None where the call does not say by `out` or its first argument."""
-    if isinstance(write.kwargs.get("out"), fx.Node):
-        return write.kwargs["out"]
-    return write.args[0] if write.args and isinstance(write.args[0], fx.Node) else None
+    """The tensor that is written to; None where the call does not say by `out` or its first argument.
+
+    Operations of torch.ops may write to any of their arguments, and `out` may be several tensors.
+    """
+    out, is_op = write.kwargs.get("out"), isinstance(write.target, _OPERATIONS)
+    first = write.args[0] if write.args and out is None and not is_op else out
+    return first if isinstance(first, fx.Node) else None
 
 
 def _is_seen(write: fx.Node, storage: Storage) -> bool:
@@ -94,27 +98,38 @@ def _aliases_before(write: fx.Node, storage: Storage) -> list[fx.Node]:
 
 
 def storage_of(graph: fx.Graph) -> Storage:
-    """For each node those that its memory may come from; two that share one may be views of one tensor."""
+    """For each node those that its memory may come from; two that share one may be views of one tensor.
+
+    Which calls hand out views is known by name; others, as einsum may, show by the memory of their fake
+    tensors.
+    """
     storage: Storage = {}
+    first: dict[int, frozenset[fx.Node]] = {}  # by their memory
     for node in graph.nodes:
         sources = [source for source in _sources(node) if nodes.size_of(source) is None]
         storage[node] = frozenset().union(*(storage[source] for source in sources)) or frozenset((node,))
+        if nodes.is_tensor_node(node):
+            storage[node] |= first.setdefault(nodes.memory_of(node), storage[node])
     return storage
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     if node.op in ("placeholder", "get_attr", "output") or nodes.size_of(node) is not None:
         return []
-    if nodes.writes(node) and target_of(node) is not None:
-        return [target_of(node)]
+    if nodes.writes(node):
+        target = target_of(node)
+        return node.all_input_nodes if target is None else [target]
     if node.target in _NEW or (node.target is operator.getitem and _is_own(*node.args)):
         return []
     return node.all_input_nodes if node.op == "call_module" or _may_alias(nodes.called(node)) else []
 
 
 def _is_own(source: fx.Node, index: Any) -> bool:
-    """Whether an item has memory of its own: it is looked up by a tensor, or one of two results."""
-    return nodes.is_tensor_node(index) or nodes.called(source) in ("topk", "sort")
+    """Whether an item has memory of its own: it is looked up by a tensor of more than one number, or one of
+    two results."""
+    return (nodes.is_tensor_node(index) and nodes.value(index).dim() > 0) or (
+        nodes.called(source) in ("topk", "sort")
+    )
 
 
 @cache

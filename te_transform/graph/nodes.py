@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 MADE_ANEW = "te_transform_made_anew"  # in the meta of an argument that is no parameter's own memory
@@ -118,7 +119,18 @@ def bytes_of(node: fx.Node) -> int:
 
 def storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
     """What memory the tensors lie in, by the addresses of their fake storages."""
-    return (held.untyped_storage()._cdata for held in map(value, nodes) if isinstance(held, torch.Tensor))
+    return (memory_of(node) for node in nodes if is_tensor_node(node))
+
+
+def memory_of(node: fx.Node) -> int:
+    """What memory a tensor lies in, by the address of its fake storage; within vmap() that of all of it.
+
+    Sparse tensors have none, and are by themselves.
+    """
+    held = value(node)
+    while is_functorch_wrapped_tensor(held):
+        held = get_unwrapped(held)
+    return held.untyped_storage()._cdata if held.layout is torch.strided else id(held)
 
 
 def is_parameter(node: Any) -> bool:
@@ -206,6 +218,8 @@ def writes(node: fx.Node) -> bool:
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.OpOverloadPacket) and _may_write(node.target):
+        return True
     if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
         return True
     name = called(node)
@@ -216,6 +230,14 @@ def writes(node: fx.Node) -> bool:
     if name.startswith("__i") and name.endswith("__") and name[3:-2] in _IN_PLACE_NAMES:
         return True
     return _inplace_by_position(node)
+
+
+@cache
+def _may_write(packet: torch._ops.OpOverloadPacket) -> bool:
+    """Whether an operation changes one of its arguments, other than what it is told to put its result in."""
+    schemas = (getattr(packet, name)._schema for name in packet.overloads())
+    arguments = (argument for schema in schemas for argument in schema.arguments if not argument.is_out)
+    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments)
 
 
 _IN_PLACE_NAMES = frozenset(f.__name__[1:] for f in _IN_PLACE_OPERATORS)
