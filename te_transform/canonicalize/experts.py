@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
-from te_transform.canonicalize.inplace import storage_of, target_of, written
+from te_transform.canonicalize.inplace import Storage, storage_of, written
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import called, dtype_of, is_tensor_node, same_shape, shape_of, writes
+from te_transform.graph.nodes import called, dtype_of, is_tensor_node, same_shape, shape_of, value, writes
 from te_transform.graph.pattern import Call, Each, Match, Var
 
 _RESHAPES = ("reshape", "view", "flatten")
@@ -34,12 +35,24 @@ def drop_false_masks(graph: fx.Graph) -> None:
         return changed.isdisjoint(storage[value])
 
     for node in graph.nodes:
-        if _changes_nothing(node, is_kept):
+        in_place = writes(node)
+        if _changes_nothing(node, is_kept) and (in_place or _may_be_its_source(node, storage)):
             edit.replace_uses(node, node.args[0])
             edit.erase_cascade(graph, [node], {node.name})
-        elif writes(node):
-            target = target_of(node)
-            changed.update(storage[node if target is None else target])
+        elif in_place:
+            changed.update(storage[node])
+
+
+def _may_be_its_source(node: fx.Node, storage: Storage) -> bool:
+    """Whether nobody sees it where what it is made of is read in its place: that lies in memory alike, has a
+    gradient or none as it, and neither is written to later, nor returned."""
+    made, source = value(node), value(node.args[0])
+    is_alike = same_shape(made.stride(), source.stride()) and made.requires_grad is source.requires_grad
+    after = [later for later in node.graph.nodes if later > node]
+    written_to = [later for later in after if writes(later)]
+    both = storage[node] | storage[node.args[0]]
+    seen = (storage[other] for other in (*written_to, *after[-1].all_input_nodes))  # the last is the output
+    return is_alike and not any(both & other for other in seen)
 
 
 def _changes_nothing(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> bool:
@@ -49,13 +62,18 @@ def _changes_nothing(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> bool:
     """
     name, given = called(node), node.args
     if name in ("masked_fill", "masked_fill_") and len(given) == 3 and type(given[2]) in (int, float):
-        mask = given[1].args[0] if called(given[1]) == "unsqueeze" else given[1]
-        is_compared = called(mask) == "ge" and len(mask.args) == 2
         is_whole = same_shape(shape_of(node), shape_of(given[0]))
-        return is_whole and is_compared and _are_below(*mask.args, is_kept)
+        mask = _source(given[1]) if called(given[1]) == "unsqueeze" else given[1]
+        is_compared = is_tensor_node(mask) and called(mask) == "ge" and len(mask.args) == 2
+        return is_whole and is_compared and is_kept(given[1]) and _are_below(*mask.args, is_kept)
     if name in ("clamp", "clamp_") and len(given) == 1 and node.kwargs.keys() == {"max"}:
         return type(node.kwargs["max"]) is int and _are_below(given[0], node.kwargs["max"] + 1, is_kept)
     return False
+
+
+def _source(node: fx.Node) -> Any:
+    """What it is made of, where the call says that by position."""
+    return node.args[0] if node.args else None
 
 
 def _are_below(choices: fx.Node, number: int, is_kept: Callable[[fx.Node], bool]) -> bool:
@@ -66,11 +84,11 @@ def _are_below(choices: fx.Node, number: int, is_kept: Callable[[fx.Node], bool]
 def _chosen(choices: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None:
     """The indices that topk has returned, in any order and shape."""
     while isinstance(choices, fx.Node) and is_kept(choices):
-        source = choices.args[0] if choices.args else None
+        source = _source(choices)
         if choices.target is operator.getitem and called(source) == "topk":
             return choices if choices.args[1] == 1 and _router_width(choices) else None
         if choices.target is operator.getitem and called(source) == "sort" and choices.args[1] == 0:
-            choices = source.args[0]
+            choices = _source(source)
         elif called(choices) in _RESHAPES:
             choices = source
         else:
@@ -81,9 +99,9 @@ def _chosen(choices: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | N
 def _router_width(choices: fx.Node) -> int:
     """How many experts the router has, of which topk chose along the last dimension; 0 if it is another."""
     topk = choices.args[0]
-    scores, dim = topk.args[0], topk.kwargs.get("dim", topk.args[2] if len(topk.args) > 2 else -1)
-    width = shape_of(scores)[-1]
-    return width if dim in (-1, len(shape_of(scores)) - 1) and type(width) is int else 0
+    scores, dim = _source(topk), topk.kwargs.get("dim", topk.args[2] if len(topk.args) > 2 else -1)
+    *lead, width = shape_of(scores) if is_tensor_node(scores) and shape_of(scores) else (0,)
+    return width if dim in (-1, len(lead)) and type(width) is int else 0
 
 
 def spell_routing(graph: fx.Graph) -> None:
@@ -120,16 +138,13 @@ def _sorted(order: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | Non
 
 def _counted(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> tuple[fx.Node, int] | None:
     """The choices whose numbers a running sum adds up, and the number of experts."""
-    counts = node.args[0] if node.args else None
-    if (
-        not is_tensor_node(counts)
-        or called(counts) != "histc"
-        or node.kwargs != {"dim": 0, "dtype": torch.int32}
-    ):
-        return None
-    values, (bins, least, most) = counts.args[0], (counts.kwargs.get(k) for k in ("bins", "min", "max"))
-    if values.target is ops.cast or called(values) in ("int", "float"):
-        values = values.args[0]
+    counts = _source(node)
+    is_count = is_tensor_node(counts) and called(counts) == "histc" and is_kept(counts)
+    if not is_count or dtype_of(counts).itemsize < 4 or node.kwargs != {"dim": 0, "dtype": torch.int32}:
+        return None  # in 16 bits numbers are rounded
+    values, (bins, least, most) = _source(counts), (counts.kwargs.get(k) for k in ("bins", "min", "max"))
+    if is_tensor_node(values) and (values.target is ops.cast or called(values) in ("int", "float")):
+        values = _source(values)
     is_every = type(bins) is int and (least, most) == (0, bins - 1)
     experts = _chosen(values, is_kept) if is_every else None
     is_choice = experts is not None and len(shape_of(experts)) == 2 and _are_below(experts, bins, is_kept)
@@ -144,7 +159,9 @@ def _dispatch(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
 
 def _combine(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     y, experts, flat, numbers = (match.bound[name] for name in ("y", "experts", "flat", "numbers"))
-    weights = flat.args[0] if called(flat) in _RESHAPES else None
+    if any(node.meta["region"] != match.root.meta["region"] for node in (flat, numbers)):
+        return None  # they may have been written to since
+    weights = _source(flat) if called(flat) in _RESHAPES else None
     if weights is None or not same_shape(shape_of(weights), shape_of(experts)):
         return None
     by_token = (*shape_of(experts), *shape_of(y)[-1:])

@@ -279,13 +279,16 @@ def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 def erase_cascade(graph: fx.Graph, nodes: Iterable[fx.Node], inside: set[str]) -> None:
     """Drop those of `nodes` that nothing reads any more, and what only they read, and so on.
 
-    Writes in place stay, unless they are among the nodes that are named `inside`.
+    Writes in place stay, and what draws random numbers, unless they are among the nodes that are named
+    `inside`.
     """
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
         called = node.op in ("call_function", "call_method", "call_module", "get_attr")
-        if node._erased or not called or node.users or (known.writes(node) and node.name not in inside):
+        if node._erased or not called or node.users:
+            continue
+        if node.name not in inside and (known.writes(node) or known.is_random(node)):
             continue
         sources = node.all_input_nodes
         graph.erase_node(node)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -183,6 +184,122 @@ def test_what_no_router_is_known_to_choose_stays_with_its_masks(name: str) -> No
     assert ops.group_ends not in found
 
 
+class Masked(nn.Module):
+    """A model of one linear, whose outputs `mask` masks by what a router has chosen, as `given` says."""
+
+    def __init__(self, mask: Callable[[Tensor, Tensor, Tensor, Tensor], Any]):
+        super().__init__()
+        self.mask, self.router, self.fc = mask, nn.Linear(8, EXPERTS), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, given: Tensor) -> Any:
+        _, chosen = self.router(x).topk(1)
+        return self.mask(self.fc(x), chosen, x, given)
+
+
+def mask_is_written_to(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    mask = chosen >= EXPERTS
+    mask[given] = True
+    return h.masked_fill_(mask, 0.0)
+
+
+def mask_is_written_to_below(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    mask = chosen >= EXPERTS
+    below = mask.unsqueeze(-1)
+    mask.logical_or_(given.unsqueeze(-1))
+    return h.unsqueeze(1).masked_fill(below, 0.0)
+
+
+def choices_get_others(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    scores = torch.where(given.unsqueeze(-1), torch.arange(16.0), -torch.arange(16.0))
+    torch.topk(scores, 1, out=(torch.empty(len(h), 1), chosen))
+    return h.masked_fill_(chosen >= EXPERTS, 0.0)
+
+
+def choices_are_looked_at_by_an_einsum(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    torch.einsum("ij->ji", chosen).add_(EXPERTS * given)
+    return h.masked_fill_(chosen >= EXPERTS, 0.0)
+
+
+def result_is_written_to(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    masked = h.masked_fill(chosen >= EXPERTS, 0.0)
+    masked.add_(given.unsqueeze(-1))
+    return masked - h
+
+
+def choices_are_written_to_later(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    limited = chosen.clamp(max=EXPERTS - 1)
+    chosen.add_(given.unsqueeze(-1))
+    return h * limited
+
+
+def masked_input_is_written_to(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    return x.masked_fill(chosen >= EXPERTS, 0.0).mul_(2) * h
+
+
+def masked_input_is_returned(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    return x.masked_fill(chosen >= EXPERTS, 0.0)
+
+
+def masked_without_gradient(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    with torch.no_grad():
+        masked = h.masked_fill(chosen >= EXPERTS, 0.0)
+    return masked * h
+
+
+def columns_are_masked(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    return h[:, :4].masked_fill(chosen >= EXPERTS, 0.0).view(-1)
+
+
+def choices_are_drawn(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    drawn = torch.rand(len(h), EXPERTS).topk(1).indices
+    return h.masked_fill_(drawn >= EXPERTS, 0.0) + torch.rand_like(h)
+
+
+def by_name(h: Tensor, chosen: Tensor, x: Tensor, given: Tensor) -> Any:
+    _, chosen = torch.topk(input=h, k=1)
+    _, places = torch.sort(input=chosen.flatten())
+    return h.masked_fill(torch.unsqueeze(input=places >= 8, dim=-1), 0.0)
+
+
+MASKS = [
+    mask_is_written_to,
+    mask_is_written_to_below,
+    choices_get_others,
+    choices_are_looked_at_by_an_einsum,
+    result_is_written_to,
+    choices_are_written_to_later,
+    masked_input_is_written_to,
+    masked_input_is_returned,
+    masked_without_gradient,
+    columns_are_masked,
+    choices_are_drawn,
+    by_name,
+]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_goes_where_nobody_sees_it_alone(mask) -> None:
+    """What writes to something does not with the example, so that no look at the example tells."""
+    model = seeded(lambda: Masked(mask))
+    x, none = torch.randn(6, 8), torch.zeros(6, dtype=torch.bool)
+    converted = te_transform.convert(model, (x, none), backend="torch")
+    assert te_transform.report(converted).notes == ("backend 'torch', as asked",)
+    for given in (none, torch.arange(6) % 2 == 0):
+        found, wanted = (_masked(each, x, given) for each in (converted, model))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def _masked(model: nn.Module, x: Tensor, given: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    torch.manual_seed(0)
+    out = model(x, given)
+    assert out is not x
+    read = [x, *model.fc.parameters()]
+    found = torch.autograd.grad(out.square().sum(), read, allow_unused=True, materialize_grads=True)
+    return [out.detach(), *found]
+
+
 def swap(chosen: Tensor, perm: Tensor) -> None:
     perm[:2] = perm[:2].flip(0)
 
@@ -200,6 +317,54 @@ def test_what_is_written_to_once_the_choices_are_sorted_is_read_then(after) -> N
     model = seeded(made(after=after))
     with torch.no_grad():  # the backward of topk would read the choices
         assert close(te_transform.convert(model, X)(X), model(X))
+
+
+class InAnotherOrder(Mixture):
+    """One that counts before it sorts, and that writes to what it has counted, weighted or numbered."""
+
+    def __init__(self, write: Callable[..., None]):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        weights, chosen = self.route(self, x)
+        weights = weights.t().contiguous().t()  # which no view lays in a row
+        places, flat = torch.arange(chosen.numel()), weights.reshape(-1)
+        counts = torch.histc(chosen.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        self.write(counts, weights, places, by)
+        _, perm = torch.sort(chosen.reshape(-1))
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        hidden = product(x[perm // CHOICES], self.gate_up.transpose(-2, -1), offs=ends)
+        out = product(self.act(hidden), self.down.transpose(-2, -1), offs=ends) * flat[perm].unsqueeze(-1)
+        back = torch.empty_like(perm)
+        back[perm] = places
+        return out[back].view(len(x), CHOICES, HIDDEN).sum(dim=1).to(x.dtype)
+
+
+def nothing(counts: Tensor, weights: Tensor, places: Tensor, by: Tensor) -> None:
+    pass
+
+
+def move_one(counts: Tensor, weights: Tensor, places: Tensor, by: Tensor) -> None:
+    counts[0] -= by
+    counts[1] += by
+
+
+def weigh(counts: Tensor, weights: Tensor, places: Tensor, by: Tensor) -> None:
+    weights.mul_(1 + by)
+
+
+def exchange(counts: Tensor, weights: Tensor, places: Tensor, by: Tensor) -> None:
+    places[:2] = torch.where(by > 0, places[:2].flip(0), places[:2])
+
+
+@pytest.mark.parametrize("write", [nothing, move_one, weigh, exchange])
+def test_what_is_written_to_before_the_choices_are_sorted_is_read_so(write) -> None:
+    model = seeded(lambda: InAnotherOrder(write).bfloat16())
+    converted = te_transform.convert(model, (X, torch.tensor(0)))
+    te_transform.report(converted).expect(experts=int(write is nothing))
+    for by in (0, 1):
+        assert close(converted(X, torch.tensor(by)), model(X, torch.tensor(by)))
 
 
 REFUSES = {
