@@ -293,7 +293,9 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         order, places = ctx.saved_tensors
         rows = taken(grad, places, order)
-        return (rows if ctx.choices == 1 else rows.unflatten(0, (-1, ctx.choices)).sum(1)), None, None, None
+        if ctx.choices > 1:  # by a reshape, which several gradients at once have too
+            rows = rows.reshape(-1, ctx.choices, rows.shape[-1]).sum(1)
+        return rows, None, None, None
 
 
 class DotProductAttention(FusedOp):

@@ -3,7 +3,8 @@
 The kernels of attention and of Transformer Engine cannot be differentiated twice: PyTorch's raise, and TE's
 silently leave their part out. TE's cannot even run their backward again, for they free what it needs. So
 where a backward is itself recorded (create_graph=True), or comes a second time, it computes the gradients of
-the same function in plain PyTorch.
+the same function in plain PyTorch. That of an autograd.Function, whose kernel takes one gradient, also does
+where it is for several at once (is_grads_batched=True).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from te_transform.backends.limits import autocast_dtype
+from te_transform.backends.tracing import batches_gradients
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -58,7 +60,8 @@ def differentiable_once(out: Tensor, reason: str) -> Tensor:
 
 
 def _replace_other_backwards(node: Any, instead: Callable[[int, Gradients], Gradients]) -> None:
-    """Let `instead` run where the backward of an autograd.Function is recorded, or comes a second time.
+    """Let `instead` run where the backward of an autograd.Function is recorded, comes a second time, or is
+    for several gradients.
 
     It is called with the number of gradients to return, and with those of the outputs.
     """
@@ -67,7 +70,7 @@ def _replace_other_backwards(node: Any, instead: Callable[[int, Gradients], Grad
     def apply(*grads: Tensor | None) -> Gradients:
         nonlocal ran
         own = reference()
-        if ran or torch.is_grad_enabled():
+        if ran or torch.is_grad_enabled() or batches_gradients():
             return instead(len(own.needs_input_grad), grads)
         ran = True
         return type(own).apply(own, *grads)

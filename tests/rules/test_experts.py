@@ -367,6 +367,19 @@ def test_what_is_written_to_before_the_choices_are_sorted_is_read_so(write) -> N
         assert close(converted(X, torch.tensor(by)), model(X, torch.tensor(by)))
 
 
+@pytest.mark.parametrize("backend", ["torch", "te"])
+def test_several_gradients_at_once(backend: str, te: ModuleType) -> None:
+    model = seeded(FUSES["gated"])
+    converted = te_transform.convert(model, X, backend=backend)
+    given = torch.randn(3, *X.shape).bfloat16()
+
+    def found(model: nn.Module) -> tuple[Tensor, ...]:
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(model(x), [x, *model.parameters()], given, is_grads_batched=True)
+
+    assert all(map(close, found(converted), found(model)))
+
+
 REFUSES = {
     "float32": (
         Mixture,
