@@ -817,3 +817,27 @@ def test_verify_waits_for_threads_that_look_at_the_model() -> None:
             verified = pool.submit(verify, model, converted, inputs)
         assert looked.result().counts["layernorm_mlp"] == 1
         assert verified.result()
+
+
+class Differentiates(nn.Module):
+    """A model that computes a gradient in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gradient = torch.func.grad(lambda z: self.fc(self.norm(z)).square().sum())(x)
+        return self.fc(self.norm(gradient))
+
+
+def test_a_gradient_within_the_forward_is_checked_around_and_hooks_may_be_put_on_afterwards() -> None:
+    """PyTorch forbids hooks on what is saved while torch.func.grad() runs, and went on to do so."""
+    model = seeded(Differentiates)
+    converted = te_transform.convert(model, X, backend="torch")
+    report = te_transform.report(converted)
+    assert report.notes == ("backend 'torch', as asked",)
+    report.expect(layernorm_linear=1)
+    torch.testing.assert_close(converted(X), model(X))
+    with torch.autograd.graph.save_on_cpu():
+        model.fc(X)

@@ -55,17 +55,15 @@ def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, st
 def _apart(tensors: list[Tensor]) -> Iterator[None]:
     """Out of sight of whatever is going on around the call.
 
-    Random states and the hooks of parameters see nothing of it, nor does a checkpoint, which counts what is
-    saved for a backward and notes what is computed.
+    Random states and the hooks of parameters see nothing of it, nor does a checkpoint, which notes what is
+    computed.
     """
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
-    # A hook that returns a node's own result as it is makes a cycle of result and node, which is never freed.
-    unseen = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
     try:
         for parameter, _ in hooks:
             parameter._backward_hooks = None
-        with torch.inference_mode(False), same_random(tensors), unseen, _disable_current_modes():
+        with torch.inference_mode(False), same_random(tensors), _disable_current_modes():
             yield
     finally:
         for parameter, held in hooks:
@@ -103,8 +101,11 @@ class _Pair:
     def wrong(self, held: dict[str, Any]) -> str | None:
         """What is wrong with the site on these values of captured nodes, which are given by name: its worst
         number, or what running it raised."""
+        # A checkpoint counts what is saved for a backward. A hook that returns a node's own result as it is
+        # makes a cycle of result and node, which is never freed.
+        unseen = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), unseen:  # not within torch.func.grad(), which takes no hooks
                 rows = judge(self._contenders(held), self._given(held))
         except Exception as error:  # whatever it is, the model runs without this site
             return f"on its recorded inputs it raised {type(error).__name__}: {error}"
