@@ -23,8 +23,8 @@ def refuse(fc1: Operation, gated: str, half: int = 0, end: int = 0) -> Iterator[
     """Every reason why these experts are none that the op computes."""
     if fc1.x.dtype is not torch.bfloat16:
         yield (
-            f"the experts compute in {dtype_name(fc1.x.dtype)}, PyTorch's kernels for products by groups in "
-            "bfloat16 alone: convert the model with its weights in that"
+            f"the experts compute in {dtype_name(fc1.x.dtype)}, PyTorch's kernels of products by groups are "
+            "for bfloat16 alone: convert the model with its weights in that"
         )
     if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
         yield (

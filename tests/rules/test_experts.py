@@ -383,8 +383,8 @@ def test_several_gradients_at_once(backend: str, te: ModuleType) -> None:
 REFUSES = {
     "float32": (
         Mixture,
-        "the experts compute in float32, PyTorch's kernels for products by groups in bfloat16 alone: convert "
-        "the model with its weights in that",
+        "the experts compute in float32, PyTorch's kernels of products by groups are for bfloat16 "
+        "alone: convert the model with its weights in that",
     ),
     "a narrow gate": (
         made(act=lambda hidden: F.silu(hidden[..., :1]) * hidden[..., 1:], width=INNER + 1),
