@@ -150,13 +150,17 @@ def compared(
 
 
 def _family(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    kind, config, told = FAMILIES[name]
-    torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, config)(**told)).to("cuda", torch.bfloat16)
+    model = built(*FAMILIES[name])
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), device="cuda")
     mask = torch.ones_like(ids)
     mask[::2, LENGTH - PADDING :] = 0
     return model.train(), {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+
+def built(kind: str, config: str, told: dict[str, Any]) -> nn.Module:
+    """A model of transformers of random weights, in bf16 on the GPU."""
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(getattr(transformers, config)(**told)).to("cuda", torch.bfloat16)
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> None:

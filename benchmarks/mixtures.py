@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-import transformers
-from families import TOKENS, VOCABULARY, compared
+from families import TOKENS, VOCABULARY, built, compared
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -109,9 +108,7 @@ def _rows(name: str, recipe: str | None, seconds: float) -> Iterator[dict[str, A
 
 def _mixture(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     kind, config, told = MIXTURES[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config)(**TOKENS, **told)
-    model = getattr(transformers, kind)(config).to("cuda", torch.bfloat16)
+    model = built(kind, config, TOKENS | told)
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), device="cuda")
     return model.train(), {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
 

@@ -20,7 +20,8 @@ def combine(y: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     if y.is_cuda:
         from te_transform.backends import combine_kernel
 
-        return combine_kernel.combine(y.contiguous(), places.contiguous(), weights)
+        held = None if weights is None else weights.contiguous()
+        return combine_kernel.combine(y.contiguous(), places.contiguous(), held)
     rows = y[places].float()
     return (rows if weights is None else rows * weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
 

@@ -47,7 +47,7 @@ def combine(y: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     """See te_transform.backends.combine; all lie without gaps."""
     (tokens, choices), width = places.shape, y.shape[-1]
     out, columns = y.new_empty(tokens, width), _columns(width)
-    held = y if weights is None else weights.contiguous()
+    held = y if weights is None else weights
     how = {"HAS_WEIGHTS": weights is not None, "CHOICES": choices, "COLUMNS": columns}
     with torch.cuda.device(y.device):
         _combine_rows[tokens, triton.cdiv(width, columns)](y, places, held, out, width, **how)
@@ -57,10 +57,7 @@ def combine(y: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
 def combine_backward(grad: Tensor, y: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """See te_transform.backends.combine; all lie without gaps."""
     width = y.shape[-1]
-    grad_y, grad_weights = (
-        torch.empty_like(y),
-        torch.empty_like(weights, memory_format=torch.contiguous_format),
-    )
+    grad_y, grad_weights = torch.empty_like(y), torch.empty_like(weights)
     given = grad, y, places, weights, grad_y, grad_weights, width
     how = {"CHOICES": places.shape[-1], "COLUMNS": _columns(width)}
     with torch.cuda.device(y.device):

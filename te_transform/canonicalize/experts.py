@@ -7,7 +7,7 @@ back in the order of the tokens and summed up.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,30 +28,32 @@ def drop_false_masks(graph: fx.Graph) -> None:
     Models that divide their experts among processes mark so what others compute. What topk returns is an
     index of what it looked at, until somebody writes to it.
     """
+    if not any(called(node) == "topk" for node in graph.nodes):
+        return
     storage = storage_of(graph)
+    wrote = dict.fromkeys(node for node in graph.nodes if writes(node))
     changed: set[fx.Node] = set()  # the memory that has been written to
 
     def is_kept(value: fx.Node) -> bool:
         return changed.isdisjoint(storage[value])
 
     for node in graph.nodes:
-        in_place = writes(node)
-        if _changes_nothing(node, is_kept) and (in_place or _may_be_its_source(node, storage)):
+        in_place = node in wrote
+        if _changes_nothing(node, is_kept) and (in_place or _may_be_its_source(node, storage, wrote)):
             edit.replace_uses(node, node.args[0])
             edit.erase_cascade(graph, [node], {node.name})
         elif in_place:
             changed.update(storage[node])
 
 
-def _may_be_its_source(node: fx.Node, storage: Storage) -> bool:
+def _may_be_its_source(node: fx.Node, storage: Storage, wrote: Iterable[fx.Node]) -> bool:
     """Whether nobody sees it where what it is made of is read in its place: that lies in memory alike, has a
     gradient or none as it, and neither is written to later, nor returned."""
     made, source = value(node), value(node.args[0])
     is_alike = same_shape(made.stride(), source.stride()) and made.requires_grad is source.requires_grad
-    after = [later for later in node.graph.nodes if later > node]
-    written_to = [later for later in after if writes(later)]
+    later = (write for write in wrote if not write._erased and write > node)
     both = storage[node] | storage[node.args[0]]
-    seen = (storage[other] for other in (*written_to, *after[-1].all_input_nodes))  # the last is the output
+    seen = (storage[other] for other in (*later, *node.graph.output_node().all_input_nodes))
     return is_alike and not any(both & other for other in seen)
 
 

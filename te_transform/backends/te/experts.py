@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from te_transform.backends import plain
@@ -14,26 +13,18 @@ from te_transform.backends.limits import without_experts
 from te_transform.backends.te.casts import functions_of
 from te_transform.backends.tracing import traced
 from te_transform.backends.twice import differentiable_twice
+from te_transform.graph import ops
 
 
 class Experts(plain.Experts):
     """Experts whose gated activation, and sum over the choices of a token, are a kernel each."""
 
-    def forward(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        fc1_weight: Tensor,
-        fc2_weight: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """x [tokens, hidden], experts and weights [tokens, choices], fc1_weight [experts, hidden, ffn],
-        fc2_weight [experts, ffn, hidden] -> [tokens, hidden] in `dtype`."""
-        arguments = x, experts, weights, fc1_weight, fc2_weight, dtype
+    def forward(self, *arguments: Any) -> Tensor:
+        """As the op in plain PyTorch."""
+        x, _, _, *weights, dtype = arguments
         if traced():
             return super().forward(*arguments)
-        if why := without_experts(x, dtype, fc1_weight, fc2_weight):
+        if why := without_experts(x, dtype, *weights):
             self.plain_calls[f"experts, {why}"] += 1
             return super().forward(*arguments)
         return differentiable_twice(self._by_kernels, super().forward, arguments)
@@ -49,8 +40,8 @@ class Experts(plain.Experts):
     ) -> Tensor:
         order, places, ends = plain.routed(experts, len(fc1_weight))
         places = places.view_as(experts)
-        hidden = F.grouped_mm(Sent.apply(x, order, places), fc1_weight, offs=ends)
-        out = F.grouped_mm(self._activated_by_kernel(hidden), fc2_weight, offs=ends)
+        hidden = ops.grouped_mm(Sent.apply(x, order, places), fc1_weight, ends)
+        out = ops.grouped_mm(self._activated_by_kernel(hidden), fc2_weight, ends)
         return Combined.apply(out, places, weights)
 
     def _activated_by_kernel(self, hidden: Tensor) -> Tensor:
