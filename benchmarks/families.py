@@ -10,29 +10,17 @@ of one call of each. With --compile both are compiled, the original by torch.com
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import measure
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-import transformers
-from rich.console import Console
-from rich.table import Table
+from compared import TOKENS, VOCABULARY, built, compared, parser, show
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import te_transform
 
-WIDTH, LAYERS, HEADS, VOCABULARY = 1024, 4, 16, 8192
+WIDTH, LAYERS, HEADS = 1024, 4, 16
 BATCH, LENGTH, PADDING = 8, 512, 40
-TOKENS = {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2, "vocab_size": VOCABULARY}
 USUAL = {
     **TOKENS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
     "intermediate_size": 4 * WIDTH,
@@ -96,57 +84,20 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*FAMILIES, []], help="of families; all if none is given")
-    parser.add_argument("--compile", action="store_true", help="both, the original by torch.compile")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each line")
-    parser.add_argument("--json", default="", help="write the rows to this file too")
-    asked = parser.parse_args()
-    table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for column in (
-        "family",
-        "call",
-        "original, ms",
-        "converted",
-        "ratio",
-        "quartiles",
-        "kernels, ms",
-        "ours",
-    ):
-        table.add_column(column)
-    rows = []
-    for name in asked.names or FAMILIES:
+    options = parser(__doc__, FAMILIES)
+    options.add_argument("--compile", action="store_true", help="both, the original by torch.compile")
+    asked = options.parse_args()
+    show(_rows(asked.names or FAMILIES, asked.compile, asked.seconds), asked.json)
+
+
+def _rows(names: Iterable[str], compile: bool, seconds: float) -> Iterator[dict[str, Any]]:
+    for name in names:
         torch._dynamo.reset()
-        for row in _rows(name, asked.compile, asked.seconds):
-            print(name, row["call"], f"{row['ratio']:.3f}", file=sys.stderr, flush=True)
-            rows.append(row)
-            table.add_row(
-                name, row["call"], f"{1e3 * row['one']:.1f}", f"{1e3 * row['other']:.1f}",
-                f"{row['ratio']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}",
-                *(f"{kernels:.1f}" for kernels in row["kernels"]),
-            )  # fmt: skip
-    Console().print(table)
-    if asked.json:
-        Path(asked.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _rows(name: str, compile: bool, seconds: float) -> list[dict[str, Any]]:
-    model, batch = _family(name)
-    converted = te_transform.convert(model, batch, compile=compile)
-    original = torch.compile(model) if compile else model
-    found = compared(original, converted, batch, seconds)
-    return [{"family": name, "compile": compile} | row for row in found]
-
-
-def compared(
-    original: nn.Module, converted: nn.Module, batch: dict[str, Tensor], seconds: float
-) -> Iterator[dict[str, Any]]:
-    """A training step and a forward of both, with the milliseconds of their kernels and what each takes of
-    the GPU's memory beside the model, in MiB."""
-    for what, call, training in (("training", step, True), ("forward", forward, False)):
-        calls = [partial(call, each.train(training), batch) for each in (original, converted)]
-        row = {"call": what} | asdict(measure.interleaved(*calls, seconds=seconds))
-        yield row | {"kernels": [*map(_milliseconds_of_kernels, calls)], "peak": [*map(_peak, calls)]}
+        model, batch = _family(name)
+        converted = te_transform.convert(model, batch, compile=compile)
+        original = torch.compile(model) if compile else model
+        for row in compared(original, converted, batch, seconds):
+            yield {"model": name, "way": "compiled" if compile else "as it is"} | row
 
 
 def _family(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -155,40 +106,6 @@ def _family(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     mask = torch.ones_like(ids)
     mask[::2, LENGTH - PADDING :] = 0
     return model.train(), {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
-
-
-def built(kind: str, config: str, told: dict[str, Any]) -> nn.Module:
-    """A model of transformers of random weights, in bf16 on the GPU."""
-    torch.manual_seed(0)
-    return getattr(transformers, kind)(getattr(transformers, config)(**told)).to("cuda", torch.bfloat16)
-
-
-def step(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """A training step without optimizer."""
-    model(**batch).loss.backward()
-    model.zero_grad()
-    torch.cuda.synchronize()
-
-
-def forward(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """A forward without gradients."""
-    with torch.no_grad():
-        model(**batch)
-    torch.cuda.synchronize()
-
-
-def _peak(call: Callable[[], None]) -> float:
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def _milliseconds_of_kernels(call: Callable[[], None]) -> float:
-    call()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        call()
-    return sum(event.self_device_time_total for event in found.key_averages()) / 1e3
 
 
 if __name__ == "__main__":

@@ -10,18 +10,11 @@ torch.compile. Nothing is asserted.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-from families import TOKENS, VOCABULARY, built, compared
-from rich.console import Console
-from rich.table import Table
+from compared import TOKENS, VOCABULARY, built, compared, parser, show
 from torch import Tensor, nn
 
 import te_transform
@@ -58,52 +51,24 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*MIXTURES, []], help="of mixtures; all if none is given")
-    parser.add_argument("--recipe", default=None, help="measured too")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each line")
-    parser.add_argument("--json", default="", help="write the rows to this file too")
-    asked = parser.parse_args()
-    table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for column in (
-        "mixture",
-        "way",
-        "call",
-        "original, ms",
-        "converted",
-        "ratio",
-        "kernels, ms",
-        "ours",
-        "peak, MiB",
-        "ours",
-    ):
-        table.add_column(column)
-    rows = []
-    for name in asked.names or MIXTURES:
-        torch._dynamo.reset()
-        for row in _rows(name, asked.recipe, asked.seconds):
-            print(json.dumps(row), file=sys.stderr, flush=True)
-            rows.append(row)
-            table.add_row(
-                name, row["way"], row["call"], f"{1e3 * row['one']:.2f}", f"{1e3 * row['other']:.2f}",
-                f"{row['ratio']:.3f}", *(f"{each:.2f}" for each in row["kernels"]),
-                *(f"{each:,.0f}" for each in row["peak"]),
-            )  # fmt: skip
-    Console().print(table)
-    if asked.json:
-        Path(asked.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = parser(__doc__, MIXTURES)
+    options.add_argument("--recipe", default=None, help="measured too")
+    asked = options.parse_args()
+    show(_rows(asked.names or MIXTURES, asked.recipe, asked.seconds), asked.json)
 
 
-def _rows(name: str, recipe: str | None, seconds: float) -> Iterator[dict[str, Any]]:
-    model, batch = _mixture(name)
-    ways = {"te_transform": {}, "te_transform, compiled": {"compile": True}}
+def _rows(names: Iterable[str], recipe: str | None, seconds: float) -> Iterator[dict[str, Any]]:
+    ways = {"as it is": {}, "compiled": {"compile": True}}
     if recipe is not None:
-        ways[f"te_transform {recipe}"] = {"recipe": recipe}
-    for way, options in ways.items():
-        original = torch.compile(model) if "compile" in options else model
-        converted = te_transform.convert(model, batch, **options)
-        for row in compared(original, converted, batch, seconds):
-            yield {"mixture": name, "way": way} | row
+        ways[recipe] = {"recipe": recipe}
+    for name in names:
+        torch._dynamo.reset()
+        model, batch = _mixture(name)
+        for way, options in ways.items():
+            original = torch.compile(model) if "compile" in options else model
+            converted = te_transform.convert(model, batch, **options)
+            for row in compared(original, converted, batch, seconds):
+                yield {"model": name, "way": way} | row
 
 
 def _mixture(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
