@@ -370,6 +370,115 @@ def apply_rotary_pos_emb(x: Tensor, angles: Tensor, tensor_format: str, fused: b
     return ops.rope(x.float(), columns.cos(), columns.sin()).to(x.dtype)
 
 
+def fused_attn_fwd(
+    is_training: bool,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fake_dtype: torch.dtype,
+    fused_attention_backend: str,
+    o_format: str,
+    **how: Any,
+) -> tuple[Tensor, list[Tensor]]:
+    """Sequence by sequence, as TE's signature describes it; zero where no sequence is."""
+    how["o_format"] = o_format
+    _check_layout(max_seqlen_q, max_seqlen_kv, (q, k, v), fake_dtype, fused_attention_backend, **how)
+    out = _attended(cu_seqlens_q, cu_seqlens_kv, q, k, v, **how)
+    return out, [q.new_zeros(1), q.new_zeros(1)] if is_training else []
+
+
+def fused_attn_bwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    d_o: Tensor,
+    fake_dtype: torch.dtype,
+    aux_ctx_tensors: list[Tensor],
+    fused_attention_backend: str,
+    do_format: str,
+    dqkv_layout: str,
+    deterministic: bool,
+    **how: Any,
+) -> tuple[Tensor, ...]:
+    assert (do_format, dqkv_layout, len(aux_ctx_tensors)) == (how["o_format"], how["qkv_layout"], 2)
+    parts = q, k, v, o, d_o
+    _check_layout(max_seqlen_q, max_seqlen_kv, parts, fake_dtype, fused_attention_backend, **how)
+    with torch.enable_grad():
+        own = [part.detach().requires_grad_() for part in (q, k, v)]
+        out = _attended(cu_seqlens_q, cu_seqlens_kv, *own, **how)
+    return *torch.autograd.grad(out, own, d_o), None
+
+
+def _check_layout(
+    longest_q: int, longest_kv: int, parts: tuple[Tensor, ...], dtype: torch.dtype, kernel: str, **how: Any
+) -> None:
+    form = how["o_format"]
+    assert kernel == "a kernel"
+    assert how["qkv_layout"] == f"{form}_{form}_{form}"
+    assert all(part.is_contiguous() and part.dtype is dtype for part in parts)  # it reads no strides
+    assert all(part.dim() == (3 if form == "thd" else 4) for part in parts)
+    if form == "bshd":
+        assert (longest_q, longest_kv) == (parts[0].shape[1], parts[1].shape[1])
+    else:
+        assert longest_q % 128 == longest_kv % 128 == 0
+
+
+def _attended(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_scale: float,
+    qkv_layout: str,
+    o_format: str,
+    attn_mask_type: str,
+    window_size: tuple[int, int],
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+) -> Tensor:
+    before, after = window_size
+    # top left, as for all but the kinds of masks that are named after the bottom right
+    assert window_size in ((-1, -1), (-1, 0)) or min(window_size) >= 0
+    assert attn_mask_type in ("no_mask", "causal", "padding", "padding_causal")
+    assert attn_mask_type.startswith("padding") or o_format == "bshd"
+    rows = []
+    for number, (count_q, count_kv) in enumerate(
+        zip(cu_seqlens_q.diff().tolist(), cu_seqlens_kv.diff().tolist(), strict=True)
+    ):
+        if o_format == "thd":
+            first_q, first_kv = (int(at[number]) for at in (cu_seqlens_q_padded, cu_seqlens_kv_padded))
+            query, key, value = q[first_q:], k[first_kv:], v[first_kv:]
+        else:
+            query, key, value = q[number], k[number], v[number]
+        if not attn_mask_type.startswith("padding"):
+            assert (count_q, count_kv) == (len(query), len(key))
+        query, key, value = (
+            part.float().transpose(0, 1) for part in (query[:count_q], key[:count_kv], value[:count_kv])
+        )
+        row, column = torch.arange(count_q).unsqueeze(-1), torch.arange(count_kv)
+        hides = torch.zeros(count_q, count_kv, dtype=torch.bool)
+        if attn_mask_type.endswith("causal"):
+            hides = hides | (column > row)
+        if before >= 0:
+            hides = hides | (column < row - before)
+        if after >= 0:
+            hides = hides | (column > row + after)
+        out = F.scaled_dot_product_attention(query, key, value, ~hides, scale=attn_scale, enable_gqa=True)
+        rows.append(out.transpose(0, 1))
+    assert all(len(out) == int(cu_seqlens_q[1]) for out in rows)
+    return torch.cat(rows).view(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+
+
 def parallel_cross_entropy(logits: Tensor, targets: Tensor, ignore_idx: int) -> Tensor:
     return CrossEntropy.apply(logits, targets, ignore_idx)
 
@@ -432,6 +541,12 @@ def modules() -> dict[str, ModuleType]:
         ".pytorch.attention": {},
         ".pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
         ".pytorch.constants": {"TE_DType": {}},
+        ".pytorch.cpp_extensions": {},
+        ".pytorch.cpp_extensions.fused_attn": {
+            "FusedAttnBackend": {"F16_arbitrary_seqlen": "a kernel"},
+            "fused_attn_bwd": fused_attn_bwd,
+            "fused_attn_fwd": fused_attn_fwd,
+        },
         ".pytorch.module": {},
         ".pytorch.module.layernorm_mlp": {"_act_func": _act_func},
         ".pytorch.tensor": {},

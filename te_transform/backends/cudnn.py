@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from te_transform.backends import plain
-from te_transform.backends.limits import as_autocast, without_attention
+from te_transform.backends.bands import Banded, tensor_of
+from te_transform.backends.limits import ALIGNED, as_autocast, without_attention
 from te_transform.backends.tracing import compiling, traced
 
 _CUDNN = int(SDPBackend.CUDNN_ATTENTION)
@@ -24,16 +25,44 @@ class DotProductAttention(plain.DotProductAttention):
     and takes it for granted that the other strides fit.
     """
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any
+    ) -> Tensor:
         """The attention by cuDNN where that is the best; the reason why it is not is counted."""
         if traced() and not compiling.get():
             return super().attend(query, key, value, mask, *rest)
         query, key, value = as_autocast(query, key, value)
-        if why := without_attention(query, key, value, mask, rest[1]):
+        given = tensor_of(mask)
+        if why := without_attention(query, key, value, given, rest[1]) or self._without(given):
             self.plain_calls[why] += 1
             return super().attend(query, key, value, mask, *rest)
         with _FIRST:
-            return super().attend(query, key, value, mask, *rest)
+            if given is None:
+                return super().attend(query, key, value, None, *rest)
+            # unlike PyTorch's other kernels with a mask, cuDNN's take heads that several queries share
+            return self._attend(query, key, value, _added(given, query.dtype), rest)
+
+    def _without(self, mask: Tensor | None) -> str | None:
+        """Why cuDNN is not right with this mask, or None."""
+        if mask is not None and mask.is_floating_point() and self.written_out:
+            return "a mask of numbers added to scores that are written out, whose hidden rows have a value"
+        return None
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as cuDNN adds it to scores.
+
+    PyTorch fills what a boolean mask hides with a finite number, so that a row that is hidden as a whole gets
+    a value that no other kernel gives it (torch 2.11): -inf makes it zero there too. Rows begin where the GPU
+    reads 16 bytes at once.
+    """
+    if mask.dtype is dtype and mask.stride(-1) == 1:
+        steps = (mask.storage_offset(), *mask.stride()[:-1])
+        if not any(step % ALIGNED for step in steps):
+            return mask
+    columns = mask.shape[-1]
+    added = mask.new_zeros((*mask.shape[:-1], columns + -columns % ALIGNED), dtype=dtype)[..., :columns]
+    return added.copy_(mask) if mask.is_floating_point() else added.masked_fill_(~mask, -torch.inf)
 
 
 class _First:

@@ -92,7 +92,7 @@ _SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _by_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, or the backend's kernel for it, if there is one by the time of a call."""
 
     def run(*arguments: Any) -> Any:
@@ -112,7 +112,7 @@ _LIBRARY.define(
 )
 for _function in (quantize, activate, activate_backward):
     _LIBRARY.impl(_function.__name__, _function, "CPU")
-    _LIBRARY.impl(_function.__name__, _by_kernel(_function), "CUDA")
+    _LIBRARY.impl(_function.__name__, by_kernel(_function), "CUDA")
 ops = torch.ops.te_transform
 
 

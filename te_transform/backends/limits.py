@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from te_transform.backends.bands import Band
 from te_transform.backends.tracing import compiling, recorded
 from te_transform.graph.nodes import dtype_name
 
@@ -21,6 +22,8 @@ REPLAYED_LENGTHS = 128
 MIN_ATTENTION_LENGTH = 512
 # batch x length x length x width from which cuDNN's attention gains more than its way on the CPU costs.
 MIN_ATTENTION_WORK = 4e10
+# With a mask PyTorch's own choice is its memory-efficient kernel, which takes two to three times as long.
+MIN_MASKED_ATTENTION_LENGTH, MIN_MASKED_ATTENTION_WORK = 256, 1e9
 # In those kernels of PyTorch's attention that take a mask, one block of threads goes through all keys. With
 # few heads and queries, and from so many keys on, most of the GPU has nothing to do (H100: 1024 keys of
 # 8 heads take 44 us, written out 9 compiled and 18 uncompiled; of 128 heads 42, 33 and 49).
@@ -173,40 +176,81 @@ def without_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> str | None:
     """Why cuDNN is not the best for this attention, or None."""
-    if why := without_kernel(query, key):
+    if why := _without_cudnn(query, key, value) or _without_mask(mask, query, key):
         return why
-    if not _is_hopper(query.device):
-        return "attention on a GPU where PyTorch's own choice of kernels is as fast"
-    if mask is not None:
-        return "attention with a mask that is not known to be causal"
-    if query.dim() != 4:
-        return f"queries of {query.dim()} dimensions, cuDNN's kernels take 4"
-    if is_causal and query.shape[2] != key.shape[2]:
-        return "more keys than queries under a causal mask"
-    widths, most = (query.shape[-1], value.shape[-1]), _most_width(query.device)
-    if any(width % 8 or width > most for width in widths):
-        return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to {most}"
     lengths = query.shape[2], key.shape[2]
-    if any(length % REPLAYED_LENGTHS for length in lengths) and _may_be_replayed():
+    if is_causal and lengths[0] != lengths[1]:
+        return "more keys than queries under a causal mask"
+    if any(length % REPLAYED_LENGTHS for length in lengths) and may_be_replayed():
         return (
             f"{lengths[0]} queries and {lengths[1]} keys in what may become a CUDA graph, cuDNN's kernels "
             f"need multiples of {REPLAYED_LENGTHS} there"
         )
-    return _too_small_attention(query, key)
+    return _too_small_attention(query, key, mask is not None)
 
 
-def _too_small_attention(query: Tensor, key: Tensor) -> str | None:
+def without_band(
+    query: Tensor, key: Tensor, value: Tensor, band: Band, dropout_p: float, enable_gqa: bool
+) -> str | None:
+    """Why TE's attention is not the best for this one within a band, or None."""
+    if why := _without_cudnn(query, key, value):
+        return why
+    heads, groups = query.shape[1], key.shape[1]
+    as_they_are = query.shape[0] == key.shape[0] == value.shape[0] and groups == value.shape[1]
+    if not as_they_are or heads % groups or (heads != groups and not enable_gqa):
+        return "queries, keys and values of other batches or heads"
+    if dropout_p:
+        return "dropout"
+    if not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled():
+        return "another kernel that was asked for"
+    if band[:2] not in ((None, None), (None, 0)) and query.shape[2] != key.shape[2]:
+        return "a window over other keys than its queries' own"
+    return _too_small_attention(query, key, True)
+
+
+def _without_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why none of cuDNN's kernels is the best, or None."""
+    if why := without_kernel(query, key):
+        return why
+    if not _is_hopper(query.device):
+        return "attention on a GPU where PyTorch's own choice of kernels is as fast"
+    if query.dim() != 4:
+        return f"queries of {query.dim()} dimensions, cuDNN's kernels take 4"
+    widths, most = (query.shape[-1], value.shape[-1]), _most_width(query.device)
+    if any(width % 8 or width > most for width in widths):
+        return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to {most}"
+    return None
+
+
+def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> str | None:
+    """Why cuDNN's kernels cannot take a mask, or None."""
+    if mask is None:
+        return None
+    if mask.requires_grad:
+        return "a mask with a gradient"
+    # from a mask that is expanded along the keys they read memory that is not there (cuDNN 9.14)
+    if mask.dim() not in (2, 4) or mask.shape[-1] != key.shape[2]:
+        return f"a mask of shape {list(mask.shape)}"
+    if not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled():
+        return "a mask with another kernel that was asked for"
+    return None
+
+
+def _too_small_attention(query: Tensor, key: Tensor, has_mask: bool) -> str | None:
     batch, heads, length, width = query.shape
+    least, work = MIN_ATTENTION_LENGTH, MIN_ATTENTION_WORK
+    if has_mask:
+        least, work = MIN_MASKED_ATTENTION_LENGTH, MIN_MASKED_ATTENTION_WORK
     if at_any_size:
         return None
-    if min(length, key.shape[2]) < MIN_ATTENTION_LENGTH:
-        return f"attention over less than {MIN_ATTENTION_LENGTH} tokens"
-    if compiling.get() or replayed or batch * length**2 * heads * width >= MIN_ATTENTION_WORK:
+    if min(length, key.shape[2]) < least:
+        return f"attention over less than {least} tokens"
+    if compiling.get() or replayed or batch * length * key.shape[2] * heads * width >= work:
         return None  # such a graph takes no more of the CPU for these kernels than for others
     return too_small(batch * length, heads * width, in_fp8=False) and "attention too small to be faster"
 
 
-def _may_be_replayed() -> bool:
+def may_be_replayed() -> bool:
     """Whether the call may become a part of a CUDA graph."""
     return compiling.get() or bool(replayed) or recorded()
 

@@ -14,17 +14,20 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_transform.backends.bands import Band, Banded, band_of, banded, kept, measure
+from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.stamp import Stamp
+from te_transform.graph import edit
 
 CAUSAL, FULL = "causal", "full"
 _FEW = 256  # answers that are kept: one for each length that a generation goes through
-Answer = str | None
+Answer = str | Band | None
 # By the operations that make a mask, for each tensor that was looked at: its stamp, its contents, the answer.
 _LOOKED: dict[str, WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
 
 
 class Mask(nn.Module):
-    """The op of a captured graph that makes an attention mask, or says that it is none, or the causal one.
+    """The op of a captured graph that makes an attention mask, and says what it is where that is known.
 
     The answer is remembered for as long as what the mask is made of stays the same. Sizes are numbers, and
     model tensors have a stamp; on the CPU the mask is made, and compared with the last one. Data, new at each
@@ -47,10 +50,13 @@ class Mask(nn.Module):
         self.looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[_operations(make.graph)]
         self.last: tuple[list[Tensor], Answer] | None = None  # what was made of model tensors on the CPU
 
-    def forward(self, *arguments: Any) -> Tensor | str:
-        """The mask, or "causal" or "full" where it is that."""
+    def forward(self, *arguments: Any) -> Tensor | Banded | str:
+        """The mask, as what it is where it is a band; "causal" or "full" where it is that."""
         answer, made = self.look(arguments)
-        return answer or (self.make(*arguments)[0] if made is None else made)
+        if isinstance(answer, str):
+            return answer
+        mask = self.make(*arguments)[0] if made is None else made
+        return mask if answer is None else banded(mask, answer)
 
     def look(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor | None]:
         """What the mask is; and the mask, where it has been made to find that out."""
@@ -102,10 +108,18 @@ class LookedAt(nn.Module):
     def __init__(self, mask: Mask):
         super().__init__()
         self.mask = mask
+        self.bands: dict[Band, fx.GraphModule] = {}
 
     def forward(self, *arguments: Any) -> str | fx.GraphModule:
         """ "causal" or "full"; the operations where it is neither."""
-        return self.mask.look(arguments)[0] or self.mask.make
+        answer, _ = self.mask.look(arguments)
+        if isinstance(answer, str):
+            return answer
+        if answer is None:
+            return self.mask.make
+        if answer not in self.bands:
+            self.bands[answer] = edit.passed_through(self.mask.make, 0, banded, answer)
+        return self.bands[answer]
 
 
 def _key(argument: Any, stored: bool) -> tuple | None:
@@ -159,21 +173,37 @@ def _have_no_numbers(arguments: Sequence[Any]) -> bool:
 
 
 def what_is(mask: Tensor, hidden_rows: Tensor | None = None) -> Answer:
-    """Whether a mask [..., queries, keys] hides nothing, or just what lies ahead.
+    """Whether a mask [..., queries, keys] hides nothing, or just what lies ahead; or which band of keys it
+    keeps, where there are kernels for bands.
 
     True keeps in a boolean mask; a floating one is added to the scores, so that 0 keeps, and what hides is so
     low that beside any other score its probability is zero. Hidden rows are kept as a whole, see
     ops.hidden_rows, but not with the scores that they had: a mask with such a row is neither.
     """
     with torch.no_grad():
-        keep = mask if mask.dtype is torch.bool else mask == 0
+        keep, (queries, keys) = kept(mask), mask.shape[-2:]
+        well = keep.new_ones(()) if hidden_rows is None else ~hidden_rows.any()
+        if mask.dtype is not torch.bool:
+            well = well & (keep | (mask <= torch.finfo(mask.dtype).min)).all()
         found = {FULL: keep.all()}
-        queries, keys = mask.shape[-2:]
         if queries == keys:
             causal = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
-            hides = True if mask.dtype is torch.bool else keep | (mask <= torch.finfo(mask.dtype).min)
-            found[CAUSAL] = ((keep == causal) & hides).all()
-        if hidden_rows is not None:
-            found = {answer: holds & ~hidden_rows.any() for answer, holds in found.items()}
-        holds = torch.stack([*found.values()]).tolist()  # the GPU is waited for once
-        return next(compress(found, holds), None)
+            found[CAUSAL] = (keep == causal).all()
+        facts = torch.stack([well, *found.values()]).long()
+        if _may_be_banded(mask):
+            facts = torch.cat([facts, measure(keep)])
+        is_well, *facts = facts.tolist()  # the GPU is waited for once
+        if not is_well:
+            return None
+        answer, measured = next(compress(found, facts), None), facts[len(found) :]
+        if answer or not measured:
+            return answer
+        band = band_of(measured, queries, keys)
+        # a row that a floating mask hides as a whole is uniform, or NaN
+        return None if band is None or (band.blind and mask.dtype is not torch.bool) else band
+
+
+def _may_be_banded(mask: Tensor) -> bool:
+    """Whether there are kernels for bands where the mask is; they take one for all heads of a sequence."""
+    one = mask.dim() <= 4 and mask.shape[-3:-2] in ((), (1,))
+    return one and mask.numel() > 0 and on_kernels_device(mask)

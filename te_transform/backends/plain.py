@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.backends import limits
+from te_transform.backends.bands import Banded, tensor_of
 from te_transform.backends.joined import note_reads, watched
 from te_transform.backends.op import FusedOp
 from te_transform.backends.tracing import compiling, transformed
@@ -60,7 +61,7 @@ def activated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Mask = Tensor | Literal["causal", "full"] | None
+Mask = Tensor | Banded | Literal["causal", "full"] | None
 
 
 def recipe_of(asked: Any) -> Any:
@@ -327,10 +328,14 @@ class DotProductAttention(FusedOp):
         """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added.
 
         A mask that was found to keep everything is "full", one that was found to be the causal one is
-        "causal". `hidden` are the rows that a mask of finite numbers hides everywhere: they stay uniform.
-        Of what was written out, rows that a mask of -inf hides everywhere are NaN, as a softmax makes them.
+        "causal". `hidden` are the rows that a mask of finite numbers hides everywhere: they stay uniform,
+        and there are none where the mask is known to be a band. Of what was written out, rows that a mask of
+        -inf hides everywhere are NaN, as a softmax makes them.
         """
-        if isinstance(mask, str):
+        band = mask if isinstance(mask, Banded) else None
+        if band is not None:
+            mask = band.mask
+        elif isinstance(mask, str):
             mask, is_causal = None, is_causal or mask == "causal"
         elif hidden is not None:
             query = ops.zero_hidden(query, hidden)
@@ -350,14 +355,18 @@ class DotProductAttention(FusedOp):
         value = value if compiling.get() else _alone(value, query, key)
         # with dropout the plain version would draw other random numbers
         twice = self.written_out and not dropout_p and not compiling.get()
-        arguments = (query, key, value, *rest)
+        arguments = (query, key, value, band or mask, *rest[1:])
         out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
         nan_rows = self.written_out and mask is not None and hidden is None
+        nan_rows = nan_rows and (band is None or band.blind)
         return _with_nan_rows(out, value, mask) if nan_rows else out
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any
+    ) -> Tensor:
         """The attention by whichever kernel is the fastest here."""
         *how, enable_gqa = rest
+        mask = tensor_of(mask)
         if enable_gqa and mask is not None and query.dim() == 4:
             return _ungrouped(partial(self._attend, mask=mask, how=how), query, key, value, mask)
         return self._attend(query, key, value, mask, rest)
@@ -513,10 +522,10 @@ def _written_out(
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
 
 
-def _math(*arguments: Any) -> Tensor:
+def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any) -> Tensor:
     """The attention as products and a softmax, which have every derivative."""
     with sdpa_kernel(SDPBackend.MATH):
-        return ops.sdpa(*arguments)
+        return ops.sdpa(query, key, value, tensor_of(mask), *rest)
 
 
 class Rotary(FusedOp):

@@ -459,12 +459,12 @@ def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.N
     return fx.GraphModule(gm, graph)
 
 
-def detached(gm: fx.GraphModule, place: int) -> fx.GraphModule:
-    """A copy of a module that returns a sequence; to its output at this place no gradient leads."""
+def passed_through(gm: fx.GraphModule, place: int, function: Callable, *rest: Any) -> fx.GraphModule:
+    """A copy of a module that returns a sequence, with function(output, *rest) in an output's place."""
     graph, _ = copy_by_name(gm.graph)
     output, outputs = graph.output_node(), [*known.returned(graph)]
     node = outputs[place]
-    outputs[place] = insert_call(graph, output, torch.detach, (node,), like=node)
+    outputs[place] = insert_call(graph, output, function, (node, *rest), like=node)
     output.args = (tuple(outputs),)
     return fx.GraphModule(gm, graph)
 
@@ -479,8 +479,8 @@ def with_known(
 
     Args:
         gm: the graph.
-        values: of nodes that the copy does not compute: tensors become arguments, others stand in the graph;
-            of a module, which returns a tuple, what computes the first of it.
+        values: of nodes that the copy does not compute: tensors, also those in tuples, become arguments,
+            others stand in the graph; of a module, which returns a tuple, what computes the first of it.
         staying: those of these nodes whose tensors stay where they are from call to call.
         more: for calls in the graph more keywords, of tensors that stay where they are.
 
@@ -503,7 +503,7 @@ def with_known(
 
     for node, held in values.items():
         twin = twins[node.name]
-        known = argument(node in staying) if isinstance(held, torch.Tensor) else held
+        known = tree_map_only(torch.Tensor, lambda _, stays=node in staying: argument(stays), held)
         if isinstance(held, fx.GraphModule):
             known = _inline(graph, held, twin)
         for user in list(twin.users):

@@ -94,8 +94,9 @@ class Head:
     def _compiled(self, given: list[Any]) -> Callable[..., Sequence[Any]]:
         with compile_lock:
             if self.run is None:  # else another thread has
-                place = self.logits
-                module = self.module if place is None else edit.detached(self.module, place)
+                module, place = self.module, self.logits
+                if place is not None:
+                    module = edit.passed_through(module, place, torch.detach)
                 run = self.compile(module, given)
                 if run is None:
                     self.run = self.module.forward

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from te_transform.backends import fp8, plain
 from te_transform.backends.chunked_loss import ChunkedLoss
@@ -55,13 +56,14 @@ class Known:
 
     def __init__(self, values: dict[fx.Node, Any], staying: Collection[fx.Node], states: States):
         self.values, self.states = values, states.states
-        found = {node: held for node, held in values.items() if isinstance(held, Tensor)}
+        leaves = [(node, leaf) for node, held in values.items() for leaf in tree_leaves(held)]
+        found = [(node, leaf) for node, leaf in leaves if isinstance(leaf, Tensor)]
         # aliases, of whose writes autograd knows nothing: the next forward may come before this backward
-        self.tensors = [*found.values(), *(tensor.data for tensor in states.tensors)]
-        self.stays = [*(node in staying for node in found), *(True for _ in states.tensors)]
+        self.tensors = [*(held for _, held in found), *(tensor.data for tensor in states.tensors)]
+        self.stays = [*(node in staying for node, _ in found), *(True for _ in states.tensors)]
         self.written = [len(found) + place for place in states.written]
         self.computed = len(found)  # so many of the tensors, the first ones
-        answers = tuple(None if isinstance(held, Tensor) else held for held in values.values())
+        answers = tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves)
         self.key = (answers, states.pattern)
 
     def stay_as(self, arguments: Iterable[Any]) -> list[bool]:

@@ -6,9 +6,9 @@ parameters, see joined.State. Where TE has no kernel for a call (another device,
 faster (few tokens), the op runs in plain PyTorch, and `plain_calls` counts why.
 """
 
-from te_transform.backends.cudnn import DotProductAttention
 from te_transform.backends.fp8_ops import KERNELS
 from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
+from te_transform.backends.te.attention import DotProductAttention, attend, attend_backward
 from te_transform.backends.te.casts import activate, activate_backward, quantize
 from te_transform.backends.te.cross_entropy import CrossEntropy
 from te_transform.backends.te.experts import Experts
@@ -38,4 +38,10 @@ HAS_KERNELS = True
 HAS_BIAS = False
 GATES = ("no", "first half")
 
-KERNELS.update(quantize=quantize, activate=activate, activate_backward=activate_backward)
+KERNELS.update(
+    quantize=quantize,
+    activate=activate,
+    activate_backward=activate_backward,
+    attend=attend,
+    attend_backward=attend_backward,
+)

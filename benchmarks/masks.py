@@ -1,0 +1,79 @@
+"""Attention with masks: converted models against the original, bf16, on a GPU.
+
+    python benchmarks/masks.py [NAME ...] [--compile] [--json PATH]
+
+Batches that are padded, as those of fine-tuning are, and models of sliding windows: a training step without
+optimizer and a forward without gradients, by turns in one process, with the time of the kernels of one call
+of each. With --compile both are compiled, the original by torch.compile. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from compared import TOKENS, VOCABULARY, built, compared, parser, show
+from torch import Tensor, nn
+
+import te_transform
+
+LLAMA = TOKENS | {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+GEMMA = LLAMA | {"hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8}
+GEMMA |= {"num_key_value_heads": 4, "head_dim": 256, "num_hidden_layers": 6, "sliding_window": 1024}
+BERT = TOKENS | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+BERT |= {"num_attention_heads": 16, "max_position_embeddings": 4096}
+DROPOUT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+# the class, the config's, what it is told; sequences, tokens, and on which side every second one is padded
+MODELS: dict[str, tuple[str, str, dict[str, Any], int, int, str]] = {
+    "Llama, padded": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 2, 4096, "right"),
+    "Llama, padded, any length": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 8, 997, "right"),
+    "Llama, padded at the left": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 2, 4096, "left"),
+    "Mistral, window of 1024": (
+        "MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": 1024}, 2, 4096, "none"
+    ),
+    "Gemma 3, windows of 1024": ("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA, 2, 4096, "none"),
+    "BERT, padded": ("BertForMaskedLM", "BertConfig", BERT | DROPOUT, 32, 512, "right"),
+    "BERT, padded, dropout": ("BertForMaskedLM", "BertConfig", BERT, 32, 512, "right"),
+    "ModernBERT, windows of 128": (
+        "ModernBertForMaskedLM", "ModernBertConfig",
+        BERT | {"intermediate_size": 2624, "local_attention": 128, "cls_token_id": 1, "sep_token_id": 2},
+        4, 4096, "right",
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parser(__doc__, MODELS)
+    options.add_argument("--compile", action="store_true", help="both, the original by torch.compile")
+    asked = options.parse_args()
+    show(_rows(asked.names or MODELS, asked.compile, asked.seconds), asked.json)
+
+
+def _rows(names: Iterable[str], compile: bool, seconds: float) -> Iterator[dict[str, Any]]:
+    for name in names:
+        torch._dynamo.reset()
+        model, batch = _model(name)
+        converted = te_transform.convert(model, batch, compile=compile)
+        original = torch.compile(model) if compile else model
+        for row in compared(original, converted, batch, seconds):
+            yield {"model": name, "way": "compiled" if compile else "as it is"} | row
+
+
+def _model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    *kind, sequences, tokens, padding = MODELS[name]
+    ids = torch.randint(3, VOCABULARY, (sequences, tokens), device="cuda")
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if padding != "none":
+        mask = torch.ones_like(ids)
+        mask[::2, : tokens // 4] = 0
+        batch["attention_mask"] = mask if padding == "left" else mask.flip(1)
+    return built(*kind).train(), batch
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Attention within a band of keys in cuDNN's kernels, called through TE: through PyTorch they take masks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+from te_transform.backends import banded_attention, cudnn
+from te_transform.backends.banded_attention import OPEN
+from te_transform.backends.bands import Banded
+from te_transform.backends.limits import as_autocast, may_be_replayed, without_band
+from te_transform.backends.tracing import compiling, traced
+
+# cuDNN plans its kernels for each length, 100 ms of the CPU (H100), but for packed sequences only for the
+# greatest length that there may be, and with wide heads their gradients are wrong (cuDNN 9.14).
+_STEPS, _MOST_PACKED_WIDTH = 128, 128
+_HAS_FORMATS = "o_format" in inspect.signature(fused_attn.fused_attn_fwd).parameters  # older ones have not
+_KERNEL = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
+
+
+class DotProductAttention(cudnn.DotProductAttention):
+    """Attention by cuDNN's kernels: within a band of keys called through TE, otherwise through PyTorch."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any
+    ) -> Tensor:
+        """As the op does; a mask that is a band is not read where kernels know of bands."""
+        dropout_p, _, scale, enable_gqa = rest
+        if not isinstance(mask, Banded) or not _HAS_FORMATS or (traced() and not compiling.get()):
+            return super().attend(query, key, value, mask, *rest)
+        parts = as_autocast(query, key, value)
+        if without_band(*parts, mask.band, dropout_p, enable_gqa):
+            return super().attend(query, key, value, mask, *rest)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        ends = _of_batch(mask.ends, len(query))
+        return banded_attention.attended(*parts, ends, mask.band, scale, _gains_packed(*parts))
+
+
+def _gains_packed(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether these lengths may never come again; in a CUDA graph they do."""
+    narrow = max(query.shape[-1], value.shape[-1]) <= _MOST_PACKED_WIDTH
+    odd = query.shape[2] % (_STEPS // 2) or key.shape[2] % (_STEPS // 2)
+    return bool(odd) and narrow and not may_be_replayed()
+
+
+def _of_batch(ends: Tensor | None, batch: int) -> Tensor | None:
+    """The ends of `batch` sequences, where they are those of one that stands for all."""
+    if ends is None or len(ends) == batch + 1:
+        return ends
+    return torch.arange(batch + 1, dtype=torch.int32, device=ends.device) * ends[1]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor | None,
+    before: int,
+    after: int,
+    scale: float,
+    packed: bool,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """banded_attention.attend() by cuDNN."""
+    where, how = _arguments(query, key, ends, before, after, packed)
+    parts = _as_laid_out((query, key, value), packed)
+    out, saved = fused_attn.fused_attn_fwd(
+        keeps, *where, *parts, query.dtype, _KERNEL, attn_scale=scale, **how
+    )
+    out = out.view(*query.shape[:-1], value.shape[-1])
+    if not keeps:
+        return out, query.new_empty(0), query.new_empty(0)
+    sums, state = saved[:2]
+    return out, sums, state
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    state: Tensor,
+    ends: Tensor | None,
+    before: int,
+    after: int,
+    scale: float,
+    packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """banded_attention.attend_backward() by cuDNN."""
+    where, how = _arguments(query, key, ends, before, after, packed)
+    parts = _as_laid_out((query, key, value, out, grad), packed)
+    how |= {"do_format": how["o_format"], "dqkv_layout": how["qkv_layout"], "deterministic": False}
+    grads = fused_attn.fused_attn_bwd(
+        *where, *parts, query.dtype, [sums, state], _KERNEL, attn_scale=scale, **how
+    )
+    return tuple(part.view_as(like) for part, like in zip(grads[:3], (query, key, value), strict=True))
+
+
+def _arguments(
+    query: Tensor, key: Tensor, ends: Tensor | None, before: int, after: int, packed: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Where sequences begin and end, and which keys count, as TE takes them forward and backward."""
+    batch, queries, keys = len(query), query.shape[1], key.shape[1]
+    of_queries, of_keys = (
+        torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+        for length in (queries, keys)
+    )
+    kind = "no_mask" if after else "causal"
+    if ends is not None or packed:
+        kind = "padding_causal" if kind == "causal" else "padding"
+    window = (before, after)
+    if after != OPEN and window != (OPEN, 0):
+        window = (queries - 1 if before == OPEN else before, after)
+    elif before != OPEN:
+        window = (before, keys - 1)
+    form = "thd" if packed else "bshd"
+    how = {
+        "qkv_layout": "_".join([form] * 3),
+        "o_format": form,
+        "attn_mask_type": kind,
+        "window_size": window,
+    }
+    longest = (queries, keys)
+    if packed:
+        longest = tuple(-(-length // _STEPS) * _STEPS for length in longest)
+        how |= {"cu_seqlens_q_padded": of_queries, "cu_seqlens_kv_padded": of_keys}
+    return (*longest, of_queries, of_keys if ends is None else ends), how
+
+
+def _as_laid_out(parts: tuple[Tensor, ...], packed: bool) -> tuple[Tensor, ...]:
+    return tuple(part.flatten(0, 1) for part in parts) if packed else parts

@@ -1,0 +1,253 @@
+"""Attention with masks on a GPU, against fp64: bands of keys, batches that are padded, and any other mask."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import te_transform
+from te_transform.backends import limits, plain
+from te_transform.backends.banded_attention import attended, ops
+from te_transform.backends.bands import Band, Banded, banded, within
+from te_transform.backends.masks import what_is
+
+# queries and keys, and how far a query sees
+REACHES = {
+    "padded": (1024, 1024, None, None),
+    "padded, other keys": (512, 1024, None, None),
+    "padded, fewer keys": (1024, 512, None, None),
+    "padded, odd": (777, 999, None, None),
+    "causal, padded": (1024, 1024, None, 0),
+    "causal, padded, odd": (1001, 1001, None, 0),
+    "causal, padded, more keys": (512, 1024, None, 0),
+    "window": (1024, 1024, 255, 0),
+    "window, odd": (1001, 1001, 100, 0),
+    "both sides": (1024, 1024, 64, 64),
+    "both sides, odd": (999, 999, 64, 64),
+    "ahead": (1024, 1024, None, 100),
+    "behind": (1024, 1024, 100, None),
+}
+
+
+def random(batch: int, heads: int, length: int, width: int) -> Tensor:
+    x = torch.randn(batch, length, heads, width, device="cuda", dtype=torch.bfloat16)
+    return x.transpose(1, 2).requires_grad_()
+
+
+def ends_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def poison() -> None:
+    """What is allocated next is full of NaN."""
+    blocks = [torch.full((size,), torch.nan, device="cuda") for size in (10, 1000, 10**5, 10**6, 10**7) * 8]
+    del blocks
+
+
+def close(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    for got, wanted in zip(found, exact, strict=True):
+        assert (got.double() - wanted).norm() <= 2**-8 * wanted.norm()
+
+
+def exact(parts: list[Tensor], mask: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
+    wide = [part.detach().double().requires_grad_() for part in parts]
+    out = plain._math(*wide, mask if mask.dtype is torch.bool else mask.double(), 0.0, False, None, True)
+    return out, *torch.autograd.grad(out, wide, cotangent.double())
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("name", REACHES)
+def test_bands_are_as_exact_as_masks(name: str, widths: tuple[int, int]) -> None:
+    from te_transform.backends import te
+
+    queries, keys, before, after = REACHES[name]
+    core = te.DotProductAttention(written_out=False)
+    torch.manual_seed(0)
+    for lengths, groups in (([keys, keys // 2 + 5, 1], 2), ([keys] * 3, 4)):
+        padded = lengths[-1] < keys
+        ends = ends_of(lengths) if padded else None
+        mask = within(Band(before, after, padded, False), ends, queries, keys, torch.device("cuda"))
+        band = what_is(mask)
+        if not isinstance(band, Band):
+            assert not padded
+            continue
+        parts = [random(3, 4, queries, widths[0]), *(random(3, groups, keys, width) for width in widths)]
+        cotangent = torch.randn_like(parts[0][..., : widths[1]])
+        poison()
+        out = core(*parts, banded(mask, band), 0.0, False, None, True)
+        poison()
+        found = out, *torch.autograd.grad(out, parts, cotangent)
+        assert not core.plain_calls
+        assert "Attended" in str(out.grad_fn) + str(out.grad_fn.next_functions)
+        close(found, exact(parts, mask.expand(3, 1, queries, keys), cotangent))
+        with torch.no_grad():
+            assert torch.equal(core(*parts, banded(mask, band), 0.0, False, None, True), out)
+
+
+@pytest.mark.parametrize("length", [600, 1000, 1024])
+@pytest.mark.parametrize(("before", "after"), [(None, 0), (None, None), (100, 0)])
+def test_bands_in_cuda_graphs(length: int, before: int | None, after: int | None) -> None:
+    torch.manual_seed(0)
+    parts = [random(2, 4, length, 64) for _ in range(3)]
+    cotangent, ends = torch.randn_like(parts[0]), ends_of([length, length // 2])
+    band = Band(before, after, True, False)
+
+    def run() -> tuple[Tensor, ...]:
+        out = attended(*parts, ends, band, 0.125, False)
+        return out, *torch.autograd.grad(out, parts, cotangent)
+
+    from te_transform.backends import te  # noqa: F401  whose kernels run
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for lengths in ([length, 7], [length // 3, length], [2, 9]):
+        with torch.no_grad():
+            for x in (*parts, cotangent):
+                x.copy_(torch.randn_like(x))
+            ends.copy_(ends_of(lengths))
+        graph.replay()
+        mask = within(band, ends, length, length, torch.device("cuda"))
+        close(found, exact(parts, mask, cotangent))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_operations_are_what_they_say(padded: bool, keeps: bool) -> None:
+    from te_transform.backends import te  # noqa: F401
+
+    parts = [random(2, 4, 256, 64).detach().transpose(1, 2).contiguous() for _ in range(3)]
+    rest = (ends_of([256, 100]) if padded else None, 100, 0, 0.125, False)
+    torch.library.opcheck(ops.attend.default, (*parts, *rest, keeps))
+    saved = ops.attend(*parts, *rest, True)
+    torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(saved[0]), *parts, *saved, *rest))
+
+
+def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, Tensor]:
+    def kept(*shape: int) -> Tensor:
+        return torch.rand(shape, device="cuda") > 0.3
+
+    hidden = kept(batch, 1, queries, keys)
+    hidden[0, :, : queries // 2] = False
+    return {
+        "[queries, keys]": kept(queries, keys),
+        "[1, 1, queries, keys]": kept(1, 1, queries, keys),
+        "[batch, 1, 1, keys]": kept(batch, 1, 1, keys),
+        "[batch, heads, queries, keys]": kept(batch, heads, queries, keys),
+        "[1, heads, 1, keys]": kept(1, heads, 1, keys),
+        "expanded": kept(batch, 1, 1, keys).expand(batch, heads, queries, keys),
+        "transposed": kept(batch, 1, keys, queries).transpose(-1, -2),
+        "sliced": kept(batch, 1, queries, keys + 3)[..., 3:],
+        "hidden rows": hidden,
+    }
+
+
+@pytest.mark.parametrize("name", masks(1, 1, 1, 1))
+@pytest.mark.parametrize("kind", ["boolean", "-inf", "numbers"])
+@pytest.mark.parametrize(("queries", "keys"), [(512, 512), (640, 512), (513, 777)])
+def test_any_mask(name: str, kind: str, queries: int, keys: int) -> None:
+    from te_transform.backends import te
+
+    torch.manual_seed(0)
+    core = te.DotProductAttention(written_out=False)
+    mask = masks(2, 4, queries, keys)[name]
+    if kind != "boolean":
+        wide = torch.zeros_like(mask, dtype=torch.bfloat16)
+        mask = wide.masked_fill(~mask, -math.inf) if kind == "-inf" else torch.randn_like(wide)
+    if name == "sliced" and kind != "boolean":
+        mask = nn.functional.pad(mask, (3, 0))[..., 3:]
+    parts = [random(2, 4, queries, 64), *(random(2, 2, keys, 64) for _ in range(2))]
+    cotangent = torch.randn_like(parts[0])
+    poison()
+    out = core(*parts, mask, 0.0, False, None, True)
+    found = out, *torch.autograd.grad(out, parts, cotangent)
+    assert not core.plain_calls
+    assert "Cudnn" in str(out.grad_fn)
+    close(found, exact(parts, mask, cotangent))
+
+
+def test_a_mask_that_is_trained_gets_its_gradient() -> None:
+    from te_transform.backends import te
+
+    core = te.DotProductAttention(written_out=False)
+    parts = [random(2, 4, 512, 64) for _ in range(3)]
+    mask = torch.randn(1, 4, 512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    core(*parts, mask).sum().backward()
+    assert mask.grad.norm() > 0
+
+
+TINY = {
+    "vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS = {
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", TINY | {"num_key_value_heads": 2}),
+    "Mistral": (
+        "MistralForCausalLM", "MistralConfig", TINY | {"num_key_value_heads": 2, "sliding_window": 100}
+    ),
+    "Gemma3": (
+        "Gemma3ForCausalLM", "Gemma3TextConfig",
+        TINY | {"num_key_value_heads": 2, "head_dim": 256, "sliding_window": 100, "num_hidden_layers": 6},
+    ),
+    "BERT": (
+        "BertForMaskedLM", "BertConfig", TINY | {"hidden_dropout_prob": 0.0, "max_position_embeddings": 1024}
+    ),
+    "ModernBERT": (
+        "ModernBertForMaskedLM", "ModernBertConfig",
+        TINY | {"local_attention": 64, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "BART": (
+        "BartForConditionalGeneration", "BartConfig",
+        {
+            "vocab_size": 128, "d_model": 256, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0,
+            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0,
+        },
+    ),
+}  # fmt: skip
+
+
+def built(name: str) -> nn.Module:
+    kind, config, told = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**told))
+    for module in model.modules():  # which dropout takes to another kernel
+        if hasattr(module, "attention_probs_dropout_prob"):
+            module.attention_probs_dropout_prob = 0.0
+    return model.to("cuda", torch.bfloat16)
+
+
+def batch(length: int, lengths: list[int]) -> dict[str, Tensor]:
+    ids = torch.randint(3, 128, (len(lengths), length), device="cuda")
+    mask = torch.arange(length, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids}
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"graphs": True}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_with_padded_batches(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other lengths at each call, which do not show in any guard."""
+    from te_transform.backends.te import attention
+
+    calls = []
+    real = attention.banded_attention.attended
+    monkeypatch.setattr(attention.banded_attention, "attended", lambda *a: (calls.append(1), real(*a))[1])
+    model = built(name)
+    converted = te_transform.convert(model, batch(512, [512, 300]), backend="te", **options)
+    for length, lengths in ((512, [512, 300]), (512, [17, 512]), (512, [512, 512]), (640, [640, 5])):
+        result = te_transform.verify(model, converted, batch(length, lengths))
+        assert result, f"{lengths}\n{result}"
+    assert calls
+
+
+def test_a_small_call_takes_no_band(by_size: None) -> None:
+    parts = [random(2, 4, 128, 64) for _ in range(3)]
+    mask = torch.ones(2, 1, 1, 128, dtype=torch.bool, device="cuda")
+    mask[1, ..., 60:] = False
+    known = banded(mask, what_is(mask))
+    assert isinstance(known, Banded)
+    assert "less than 256" in limits.without_band(*parts, known.band, 0.0, False)

@@ -1,0 +1,291 @@
+"""Attention within a band of keys: what a mask is found to be, and what is computed in its place."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor
+
+import te_transform
+from te_transform.backends import banded_attention, limits
+from te_transform.backends.banded_attention import OPEN, attended, ops
+from te_transform.backends.bands import Band, banded, within
+from te_transform.backends.masks import what_is
+from tests import stand_in, test_compiled, test_replayed
+from tests.conversions import ALL, error, gradients, run
+from tests.zoo import zero_dropout
+
+te, compilations = stand_in.te, test_compiled.compilations  # fixtures
+
+SIZE = 12
+QUERY, KEY = torch.arange(SIZE)[:, None], torch.arange(SIZE)
+CAUSAL = KEY <= QUERY
+CPU = torch.device("cpu")
+
+
+def short(*lengths: int) -> Tensor:
+    """The mask [batch, 1, 1, keys] of sequences that are padded at their end."""
+    return (torch.tensor(lengths)[:, None] > KEY)[:, None, None]
+
+
+BANDS = {
+    "window": (CAUSAL & (KEY > QUERY - 4), Band(3, 0, False, False)),
+    "window on both sides": ((KEY - QUERY).abs() <= 3, Band(3, 3, False, False)),
+    "padded": (short(5, 12), Band(None, None, True, False)),
+    "padded, the longest too": (short(5, 9), Band(None, None, True, False)),
+    "padded, one row for each query": (short(5, 12).expand(2, 1, 7, SIZE), Band(None, None, True, False)),
+    "causal and padded": (CAUSAL & short(5, 11), Band(None, 0, True, False)),
+    "one token": (CAUSAL & short(1, 1), Band(None, None, True, False)),
+    "window and padded": (CAUSAL & (KEY > QUERY - 4) & short(5, 12), Band(3, 0, True, True)),
+    "of a cache that is longer": (torch.ones(5, SIZE).tril().bool(), Band(None, 0, True, False)),
+    "of a cache that is filled": (torch.ones(5, SIZE).tril(7).bool(), Band(None, 7, False, False)),
+}
+NO_BANDS = {
+    "padded at the start": CAUSAL & ~short(5, 1),
+    "documents one behind the other": CAUSAL & (QUERY // 5 == KEY // 5),
+    "a sequence without a token": short(0, 12),
+    "a hole": short(5, 12) & (KEY != 2),
+    "windows of two widths": torch.where(QUERY < 6, KEY > QUERY - 4, KEY > QUERY - 3) & CAUSAL,
+    "one for each head": torch.stack([CAUSAL, CAUSAL & (KEY > QUERY - 4)])[None],
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are taken to run on the CPU."""
+    monkeypatch.setattr(limits, "DEVICE", "cpu")
+    monkeypatch.setattr(limits, "_is_hopper", lambda device: True)
+
+
+def as_numbers(mask: Tensor, hides: float = -torch.inf) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, hides)
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_a_band_is_found_and_is_the_mask(name: str, kernels: None) -> None:
+    mask, band = BANDS[name]
+    assert what_is(mask) == band
+    # rows that numbers hide as a whole are uniform, or NaN
+    assert what_is(as_numbers(mask)) == (None if band.blind else band)
+    assert what_is(as_numbers(mask, torch.finfo().min)) == (None if band.blind else band)
+    found = banded(mask, band)
+    queries, keys = mask.shape[-2:]
+    made = within(band, found.ends, queries, keys, CPU)
+    assert torch.equal(*torch.broadcast_tensors(made, mask))
+    assert (found.ends is not None) == band.padded
+
+
+@pytest.mark.parametrize("name", NO_BANDS)
+def test_what_is_no_band(name: str, kernels: None) -> None:
+    assert what_is(NO_BANDS[name]) is None
+
+
+def test_numbers_that_do_not_hide_are_no_band(kernels: None) -> None:
+    mask = BANDS["window"][0]
+    assert what_is(as_numbers(mask, -1e4)) is None
+    assert what_is(as_numbers(mask) + 0.5) is None
+    hidden = torch.zeros(SIZE, 1, dtype=torch.bool)
+    assert what_is(mask, hidden) == BANDS["window"][1]
+    assert what_is(mask, hidden.index_fill(0, torch.tensor(3), True)) is None
+
+
+def test_bands_are_looked_for_where_kernels_are() -> None:
+    assert what_is(BANDS["window"][0]) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_band_is_found(seed: int, kernels: None) -> None:
+    random = torch.Generator().manual_seed(seed)
+    queries, keys, before, after = torch.randint(1, 20, (4,), generator=random).tolist()
+    lengths = torch.randint(1, keys + 1, (3,), generator=random, dtype=torch.int32)
+    ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    for reach in itertools.product((None, before), (None, after, 0)):
+        mask = within(Band(*reach, True, False), ends, queries, keys, CPU)
+        answer = what_is(mask)
+        if isinstance(answer, Band):
+            found = within(answer, banded(mask, answer).ends, queries, keys, CPU)
+        else:
+            found = torch.ones(queries, keys, dtype=torch.bool)
+            found = found.tril() if answer == "causal" else found
+            assert answer in ("causal", "full") or not mask.any(-1).any(-1).all()
+        assert answer is None or torch.equal(*torch.broadcast_tensors(found, mask))
+
+
+REACHES = {
+    "padded": (24, 24, OPEN, OPEN),
+    "causal": (24, 24, OPEN, 0),
+    "window": (24, 24, 5, 0),
+    "both sides": (24, 24, 5, 3),
+    "ahead": (24, 24, OPEN, 3),
+    "behind": (24, 24, 5, OPEN),
+    "more keys": (16, 24, OPEN, 0),
+    "fewer keys": (24, 16, OPEN, OPEN),
+}
+
+
+def parts_of(queries: int, keys: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Queries of 4 heads, keys and values of 2, of 3 sequences, batch and length first."""
+    sizes = ((queries, 4, 8), (keys, 2, 8), (keys, 2, 16))
+    return [torch.randn(3, *size, generator=torch.Generator().manual_seed(0)).to(dtype) for size in sizes]
+
+
+def ends_of(keys: int) -> Tensor:
+    return torch.tensor([0, keys, keys + 3, keys + 4], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", REACHES)
+def test_is_attention_with_the_mask(name: str, padded: bool) -> None:
+    queries, keys, before, after = REACHES[name]
+    ends = ends_of(keys) if padded else None
+    band = Band(None if before == OPEN else before, None if after == OPEN else after, padded, False)
+    mask = within(band, ends, queries, keys, CPU)
+    parts = [part.transpose(1, 2).double().requires_grad_() for part in parts_of(queries, keys)]
+    exact = F.scaled_dot_product_attention(*parts, mask, scale=0.3, enable_gqa=True)
+    found = attended(*parts, ends, band, 0.3, False)
+    torch._dynamo.reset()
+    compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)(*parts, ends, band, 0.3, False)
+    for out in (found, compiled):
+        torch.testing.assert_close(out, exact, atol=1e-6, rtol=1e-6)
+        grads = [torch.autograd.grad(x, parts, torch.ones_like(x), retain_graph=True) for x in (out, exact)]
+        torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(attended(*parts, ends, band, 0.3, False), found.detach())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", REACHES)
+def test_te_gets_what_it_is_to_compute(name: str, padded: bool, packed: bool, te: ModuleType) -> None:
+    """The stand-in computes sequence by sequence, from TE's description of its arguments."""
+    queries, keys, *reach = REACHES[name]
+    parts, ends = parts_of(queries, keys), ends_of(keys) if padded else None
+    rest = (ends, *reach, 0.3, packed)
+    expected, sums, state = banded_attention.attend(*parts, *rest, True)
+    out, *saved = te.attend(*parts, *rest, True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(te.attend(*parts, *rest, False)[0], expected)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        te.attend_backward(grad, *parts, out, *saved, *rest),
+        banded_attention.attend_backward(grad, *parts, expected, sums, state, *rest),
+    )
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_operations_are_what_they_say(keeps: bool) -> None:
+    parts, rest = parts_of(24, 24), (ends_of(24), 5, 0, 0.3, False)
+    torch.library.opcheck(ops.attend.default, (*parts, *rest, keeps))
+    found = ops.attend(*parts, *rest, True)
+    torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(found[0]), *parts, *found, *rest))
+
+
+def heads(length: int, width: int = 64, count: int = 4) -> Tensor:
+    return torch.zeros(2, count, length, width, dtype=torch.bfloat16)
+
+
+REFUSED = {
+    "dropout": ((heads(64),) * 3, BANDS["padded"][1], 0.1, False, "dropout"),
+    "heads that nobody allowed": (
+        (heads(64), heads(64, count=2), heads(64, count=2)), BANDS["padded"][1], 0.0, False, "other batches",
+    ),
+    "one sequence of keys": (
+        (heads(64), heads(64)[:1], heads(64)[:1]), BANDS["padded"][1], 0.0, False, "other batches",
+    ),
+    "a window over other keys": (
+        (heads(64), heads(128), heads(128)), BANDS["window"][1], 0.0, False, "a window over other keys",
+    ),
+    "wide heads": ((heads(64, 264),) * 3, BANDS["padded"][1], 0.0, False, "heads of width 264"),
+    "float32": ((heads(64).float(),) * 3, BANDS["padded"][1], 0.0, False, "float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_says_why_not(name: str, kernels: None) -> None:
+    parts, *rest, why = REFUSED[name]
+    assert why in limits.without_band(*parts, *rest)
+
+
+def test_another_kernel_that_was_asked_for_runs(kernels: None) -> None:
+    mask = torch.ones(2, 1, 64, 64, dtype=torch.bool)
+
+    def whys() -> list[str | None]:
+        parts = (heads(64),) * 3
+        return [
+            limits.without_band(*parts, BANDS["padded"][1], 0.0, False),
+            limits.without_attention(*parts, mask, False),
+        ]
+
+    assert whys() == [None, None]
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        assert all("asked for" in why for why in whys())
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert all("asked for" in why for why in whys())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_masks_that_cudnn_cannot_take(kernels: None) -> None:
+    parts = (heads(64),) * 3
+    assert "a mask of shape" in limits.without_attention(*parts, torch.ones(2, 1, 64, 1).bool(), False)
+    assert "a mask of shape" in limits.without_attention(*parts, torch.ones(4, 64, 64).bool(), False)
+    learned = torch.zeros(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    assert "a gradient" in limits.without_attention(*parts, learned, False)
+
+
+@pytest.fixture
+def calls(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Band]]:
+    """The bands that models attend within, on the stand-in."""
+    from te_transform.backends.te import attention
+
+    found = []
+
+    def noted(*arguments: object) -> Tensor:
+        found.append(arguments[4])
+        return attended(*arguments)
+
+    monkeypatch.setattr(limits, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(attention.banded_attention, "attended", noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"compile": True}),
+        ("llama", {"graphs": True}),
+        ("bert", {"compile": True}),
+        ("bart", {}),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("compilations")
+def test_padded_batches_of_any_lengths(
+    name: str, options: dict, calls: list[Band], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_replayed.emulate(monkeypatch)
+    case = ALL[name]
+    model = zero_dropout(case.build()).bfloat16()
+    inputs = case.sample(padded=True)
+    exact = copy.deepcopy(model).double()
+    converted = te_transform.convert(model, inputs, backend="te", verify=False, **options)
+    for length in (3, 5, 3, 5, 3, 5, inputs["input_ids"].shape[1]):
+        mask = torch.ones_like(inputs["attention_mask"])
+        mask[0, length:] = 0
+        given = inputs | {"attention_mask": mask}
+        wanted, allowed = run(exact, given), 1.5 * error(run(model, given), run(exact, given)) + 2**-8
+        assert error(run(converted, given), wanted) <= allowed
+        grads = [gradients(each, given) for each in (exact, model, converted)]
+        of_embedding = [[next(iter(each.values()))] for each in grads]
+        allowed = 1.5 * error(of_embedding[1], of_embedding[0]) + 2**-8
+        assert error(of_embedding[2], of_embedding[0]) <= allowed
+    assert calls
+    assert not any("uncompiled" in note for note in te_transform.report(converted).notes)
+    assert ("graphs" in options) == bool(test_replayed.Emulated.counts["forward"])
