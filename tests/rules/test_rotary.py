@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends import limits
+from te_transform.backends import limits, plain
 from tests import stand_in
 from tests.rules.tables import HEADS, Make, Written, reasons, sites, written
 from tests.zoo import seeded
@@ -173,3 +173,17 @@ def test_angles_that_are_written_to_before_the_rotation_are_not_taken_instead(te
     with limits.at_any_size, torch.no_grad():  # as where the kernel runs
         converted = te_transform.convert(model, Q, backend="te", verify=False)
         torch.testing.assert_close(converted(Q), model(Q), atol=0.02, rtol=0.02)
+
+
+def test_a_cuda_graph_keeps_no_rotation() -> None:
+    """It would be replayed with the one of the angles that it was recorded with."""
+    turns = torch.arange(5.0).view(1, 5, 1).expand(1, 5, WIDTH).contiguous()
+    op = plain.Rotary()
+    with limits.replayed:
+        recorded = op(Q, turns)
+        assert not vars(turns)
+    assert torch.equal(op(Q, turns), recorded)
+    assert vars(turns)
+    with limits.replayed:
+        turns.data.mul_(2)  # as a replay's arguments are overwritten
+        assert not torch.equal(op(Q, turns), recorded)
