@@ -255,6 +255,31 @@ def calls(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Band
     return found
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths_of_which_there_are_many(
+    te: ModuleType, kernels: None, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels would be planned for each of them."""
+    core, packed = te.DotProductAttention(written_out=False), []
+    monkeypatch.setattr(te.attention.banded_attention, "attended", lambda *a: (packed.append(a[-1]), a[0])[1])
+
+    def attend(length: int, width: int = 64, trained: bool = False) -> list[bool]:
+        parts = [heads(length, width).requires_grad_(trained) for _ in range(3)]
+        packed.clear()
+        core(*parts, None, 0.0, is_causal)
+        return list(packed)
+
+    assert attend(128) == []
+    assert attend(100) == attend(100, trained=True) == attend(100, 192) == [True]
+    assert attend(100, 192, trained=True) == [False]  # its gradients would be wrong
+    with limits.replayed:
+        assert attend(100) == [False]
+        assert attend(128) == []
+    packed.clear()
+    core(*(heads(100) for _ in range(3)), None, 0.5)
+    assert not packed  # dropout is PyTorch's
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

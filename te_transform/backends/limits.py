@@ -15,9 +15,11 @@ from te_transform.graph.nodes import dtype_name
 DEVICE = "cuda"  # where kernels run
 ALIGNED = 8  # 16-bit numbers in the 16 bytes that a GPU reads at once
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
-# Over another number of tokens cuDNN's attention gives garbage, or reads memory that is not there, when a
-# CUDA graph replays it (PyTorch 2.11, cuDNN 9.19): seen at 16, 64 and 100, and right at 128, 512 and 1024.
-REPLAYED_LENGTHS = 128
+# Over another number of tokens cuDNN's attention, called through PyTorch, gives garbage, or reads memory that
+# is not there, when a CUDA graph replays it (PyTorch 2.11, cuDNN 9.19): seen at 16, 64 and 100, and right at
+# 128, 512 and 1024. Through TE, which plans packed sequences up to a multiple of it, it is right.
+PLANNED_LENGTHS = 128
+MOST_PACKED_WIDTH = 128
 # Below this length cuDNN gains nothing; it plans anew for each length, so for each token that is generated.
 MIN_ATTENTION_LENGTH = 512
 # batch x length x length x width from which cuDNN's attention gains more than its way on the CPU costs.
@@ -181,10 +183,10 @@ def without_attention(
     lengths = query.shape[2], key.shape[2]
     if is_causal and lengths[0] != lengths[1]:
         return "more keys than queries under a causal mask"
-    if any(length % REPLAYED_LENGTHS for length in lengths) and may_be_replayed():
+    if has_odd_lengths(query, key) and may_be_replayed():
         return (
             f"{lengths[0]} queries and {lengths[1]} keys in what may become a CUDA graph, cuDNN's kernels "
-            f"need multiples of {REPLAYED_LENGTHS} there"
+            f"need multiples of {PLANNED_LENGTHS} there"
         )
     return _too_small_attention(query, key, mask is not None)
 
@@ -203,9 +205,27 @@ def without_band(
         return "dropout"
     if not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled():
         return "another kernel that was asked for"
-    if band[:2] not in ((None, None), (None, 0)) and query.shape[2] != key.shape[2]:
+    in_window = band[:2] not in ((None, None), (None, 0))
+    if in_window and query.shape[2] != key.shape[2]:
         return "a window over other keys than its queries' own"
-    return _too_small_attention(query, key, True)
+    return _too_small_attention(query, key, in_window or band.padded)
+
+
+def gain_packed(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether attention takes sequences as if they lay one behind the other: of lengths that may never come
+    again, as they do in a CUDA graph.
+
+    cuDNN plans its kernels for each length, 100 ms of the CPU (H100), but of packed sequences for the
+    greatest length that there may be. With wide heads the gradients of those are wrong (cuDNN 9.14).
+    """
+    narrow = max(query.shape[-1], value.shape[-1]) <= MOST_PACKED_WIDTH
+    trained = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
+    return has_odd_lengths(query, key) and (narrow or not trained) and not may_be_replayed()
+
+
+def has_odd_lengths(query: Tensor, key: Tensor) -> bool:
+    """Whether there are many such lengths."""
+    return any(x.shape[2] % PLANNED_LENGTHS for x in (query, key))
 
 
 def _without_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:

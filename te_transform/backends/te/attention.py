@@ -11,40 +11,49 @@ from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 from te_transform.backends import banded_attention, cudnn
 from te_transform.backends.banded_attention import OPEN
-from te_transform.backends.bands import Banded
-from te_transform.backends.limits import as_autocast, may_be_replayed, without_band
+from te_transform.backends.bands import Band, Banded
+from te_transform.backends.limits import (
+    PLANNED_LENGTHS,
+    as_autocast,
+    gain_packed,
+    has_odd_lengths,
+    without_band,
+)
 from te_transform.backends.tracing import compiling, traced
 
-# cuDNN plans its kernels for each length, 100 ms of the CPU (H100), but for packed sequences only for the
-# greatest length that there may be, and with wide heads their gradients are wrong (cuDNN 9.14).
-_STEPS, _MOST_PACKED_WIDTH = 128, 128
 _HAS_FORMATS = "o_format" in inspect.signature(fused_attn.fused_attn_fwd).parameters  # older ones have not
 _KERNEL = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
 class DotProductAttention(cudnn.DotProductAttention):
-    """Attention by cuDNN's kernels: within a band of keys called through TE, otherwise through PyTorch."""
+    """Attention by cuDNN's kernels, called through TE within a band of keys, and for lengths of which there
+    are many; otherwise through PyTorch, which takes masks and dropout."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any
     ) -> Tensor:
         """As the op does; a mask that is a band is not read where kernels know of bands."""
-        dropout_p, _, scale, enable_gqa = rest
-        if not isinstance(mask, Banded) or not _HAS_FORMATS or (traced() and not compiling.get()):
+        dropout_p, is_causal, scale, enable_gqa = rest
+        found = _band_of(mask, is_causal, query, key)
+        if found is None or not _HAS_FORMATS or (traced() and not compiling.get()):
             return super().attend(query, key, value, mask, *rest)
-        parts = as_autocast(query, key, value)
-        if without_band(*parts, mask.band, dropout_p, enable_gqa):
+        parts, (band, ends) = as_autocast(query, key, value), found
+        if without_band(*parts, band, dropout_p, enable_gqa):
             return super().attend(query, key, value, mask, *rest)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        ends = _of_batch(mask.ends, len(query))
-        return banded_attention.attended(*parts, ends, mask.band, scale, _gains_packed(*parts))
+        ends = _of_batch(ends, len(query))
+        return banded_attention.attended(*parts, ends, band, scale, gain_packed(*parts))
 
 
-def _gains_packed(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether these lengths may never come again; in a CUDA graph they do."""
-    narrow = max(query.shape[-1], value.shape[-1]) <= _MOST_PACKED_WIDTH
-    odd = query.shape[2] % (_STEPS // 2) or key.shape[2] % (_STEPS // 2)
-    return bool(odd) and narrow and not may_be_replayed()
+def _band_of(
+    mask: Tensor | Banded | None, is_causal: bool, query: Tensor, key: Tensor
+) -> tuple[Band, Tensor | None] | None:
+    """The band of keys, and the ends of sequences, of attention that is better called through TE."""
+    if isinstance(mask, Banded):
+        return mask.band, mask.ends
+    if mask is None and query.dim() == 4 and has_odd_lengths(query, key):
+        return Band(None, 0 if is_causal else None, padded=False, blind=False), None
+    return None
 
 
 def _of_batch(ends: Tensor | None, batch: int) -> Tensor | None:
@@ -128,7 +137,7 @@ def _arguments(
     }
     longest = (queries, keys)
     if packed:
-        longest = tuple(-(-length // _STEPS) * _STEPS for length in longest)
+        longest = tuple(-(-length // PLANNED_LENGTHS) * PLANNED_LENGTHS for length in longest)
         how |= {"cu_seqlens_q_padded": of_queries, "cu_seqlens_kv_padded": of_keys}
     return (*longest, of_queries, of_keys if ends is None else ends), how
 
