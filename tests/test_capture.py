@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import joined
+from te_transform.graph import capture
 from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
 from te_transform.runtime import blocks
@@ -471,6 +472,25 @@ def test_beyond_a_limit_no_graph_of_another_model_runs(monkeypatch: pytest.Monke
         pair = LoopsOver(3, 4, 5)
         Pair(pair, te_transform.convert(pair, X, verify=False), X).agree()
     assert not found
+
+
+def test_what_a_process_has_captured_is_no_limit_for_the_next_model() -> None:
+    """As of code that all models share, whose graphs dynamo counts over all of them."""
+    with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+        models = [te_transform.convert(LoopsOver(scale), X, verify=False) for scale in range(2, 8)]
+        assert len({linears(model, X) for model in models}) == 1
+        assert linears(models[-1], X)
+
+
+def test_code_that_is_captured_over_and_over_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "MOST_TRACED", 3)
+    pair = Pair.of(Tiny)
+    for eps in (1.0, 2.0, 3.0, 4.0):
+        for model in pair.models:
+            model.norm.eps = eps
+        pair.agree()
+    assert graphs(pair.converted) <= 3
+    assert not linears(pair.converted, X)
 
 
 def test_a_graph_of_a_model_that_is_gone_runs_as_it_was_captured() -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from inspect import signature
 from itertools import count
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
@@ -20,6 +22,7 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import _optimize
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
@@ -45,6 +48,9 @@ SETTINGS = {
     "skip_tensor_guards_with_matching_dict_tags": False,
     "skip_guards_on_constant_func_defaults": False,  # else default arguments that change are not seen
     "recompile_limit": 64,  # training, evaluation and generation, at their sizes, with a graph each
+    # dynamo counts all that a process has ever traced of a piece of code, as of the layers' call that all
+    # models of transformers share; we count what one conversion has, see MOST_TRACED
+    "accumulated_recompile_limit": sys.maxsize,
     # for inference, and for export: parameters would be constants, or buffers, of the graph
     "prepare_freezing": False,
     "install_free_tensors": False,
@@ -55,6 +61,9 @@ SETTINGS = {
 }
 
 
+MOST_TRACED = 256  # pieces of code, each so often by one function: guards may fail for ever
+# Graphs of other functions do not count for a limit, nor do calls look through them (since PyTorch 2.13).
+_ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in signature(_optimize).parameters else {}
 _NUMBERS = count(1)
 _OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("backends", "graph"))  # where ops are
 _ours: ContextVar[bool] = ContextVar("_ours", default=False)  # in a capture of this file's
@@ -83,7 +92,8 @@ def capture(
     for logger in _LOGGERS:
         logger.addFilter(_is_not_ours)  # once, however often
     full: set[CodeType] = set()
-    context = torch._dynamo.optimize(backend, dynamic=dynamic)
+    times: Counter[CodeType] = Counter()
+    context = torch._dynamo.optimize(backend, dynamic=dynamic, **_ALONE)
     forward, traced = _alone(forward), context.callback
     if isinstance(forward, FunctionType) and trace_rules.check(forward):
         # PyTorch's own forwards dynamo traces within a function around them, which all of them share: where
@@ -97,7 +107,8 @@ def capture(
         # the ops' own backwards run here too, where a forward calls autograd between two graphs
         if leaves() or frame.f_code.co_filename.startswith(_OWN):
             return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
-        if frame.f_code in full:
+        times[frame.f_code] += 1
+        if frame.f_code in full or times[frame.f_code] > MOST_TRACED:
             return _FULL
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         token = _ours.set(True)
