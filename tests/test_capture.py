@@ -485,12 +485,16 @@ def test_what_a_process_has_captured_is_no_limit_for_the_next_model() -> None:
 def test_code_that_is_captured_over_and_over_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "MOST_TRACED", 3)
     pair = Pair.of(Tiny)
-    for eps in (1.0, 2.0, 3.0, 4.0):
-        for model in pair.models:
-            model.norm.eps = eps
-        pair.agree()
+    with logged("te_transform", logging.WARNING) as said:
+        for eps in (1.0, 2.0, 3.0, 4.0):
+            for model in pair.models:
+                model.norm.eps = eps
+            pair.agree()
     assert graphs(pair.converted) <= 3
     assert not linears(pair.converted, X)
+    (warning,) = said
+    assert "tiny.py" in warning
+    assert "as many graphs as it may have" in warning
 
 
 def test_a_graph_of_a_model_that_is_gone_runs_as_it_was_captured() -> None:

@@ -91,7 +91,6 @@ def capture(
     """
     for logger in _LOGGERS:
         logger.addFilter(_is_not_ours)  # once, however often
-    full: set[CodeType] = set()
     times: Counter[CodeType] = Counter()
     context = torch._dynamo.optimize(backend, dynamic=dynamic, **_ALONE)
     forward, traced = _alone(forward), context.callback
@@ -107,23 +106,22 @@ def capture(
         # the ops' own backwards run here too, where a forward calls autograd between two graphs
         if leaves() or frame.f_code.co_filename.startswith(_OWN):
             return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
+        if times[frame.f_code] >= MOST_TRACED:
+            return _left(frame.f_code, times)
         times[frame.f_code] += 1
-        if frame.f_code in full or times[frame.f_code] > MOST_TRACED:
-            return _FULL
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         token = _ours.set(True)
         try:
-            settings = {**SETTINGS, "ignore_logging_functions": _left_out()}
             # PyTorch 2.11 has one value of a setting for all threads: two that traced at once would each put
             # back what they found, the later one the settings of the other
-            with compile_lock, torch._dynamo.config.patch(settings):
+            with compile_lock, torch._dynamo.config.patch({**SETTINGS, **_left_out()}):
                 found = traced(frame, *args, **kwargs)
         finally:
             _ours.reset(token)
         run.turned_off = before or found.guarded_code is None
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
-            full.add(frame.f_code)
-            return _FULL
+            times[frame.f_code] = MOST_TRACED
+            return _left(frame.f_code, times)
         # what a backend leaves is left in this call alone, too: PyTorch's own forwards share a code object
         return ConvertFrameReturn(apply_to_code=False) if leaves() else found
 
@@ -138,6 +136,18 @@ def capture(
 _FULL = ConvertFrameReturn(
     frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False
 )
+
+
+def _left(code: CodeType, times: Counter[CodeType]) -> ConvertFrameReturn:
+    """_FULL for code that has reached its limit, which is said once."""
+    if times[code] == MOST_TRACED:
+        times[code] += 1
+        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+        log.warning(
+            "%s, %s, has as many graphs as it may have, one for each kind of calls: it runs as it is in "
+            "calls of other kinds", where, code.co_qualname,
+        )  # fmt: skip
+    return _FULL
 
 
 def code_of(captured: fx.GraphModule) -> Callable[..., Any]:
@@ -176,11 +186,12 @@ class _Methods(set[Callable[..., Any]]):
         return set()
 
 
-def _left_out() -> _Methods:
-    """The methods of loggers that captured code leaves out, where others would end a graph: beside those that
-    are set already the ones that log a sentence once, as transformers' GPT-2 does before its loss."""
+def _left_out() -> dict[str, _Methods]:
+    """The setting of the methods of loggers that captured code leaves out, where others would end a graph:
+    beside those that are set already the ones that log a sentence once, as GPT-2 does before its loss."""
     once = (method for name, method in vars(logging.Logger).items() if name.endswith("_once"))
-    return _Methods({*torch._dynamo.config.ignore_logging_functions, *once})
+    left_out = _Methods({*torch._dynamo.config.ignore_logging_functions, *once})
+    return {"ignore_logging_functions": left_out}
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
