@@ -1,13 +1,15 @@
 """The experts of a mixture model: tokens sorted by expert, two grouped products, and back: one op."""
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import dtype_name
-from te_transform.graph.pattern import Call, Var
+from te_transform.graph.nodes import called, dtype_name, is_parameter, is_tensor_node
+from te_transform.graph.pattern import Call, OneOf, Var
 from te_transform.passes.layernorm_mlp import activated
 from te_transform.plan.rule import Operation, Rule
 
@@ -17,10 +19,47 @@ _FC1 = Call(
 )
 _HIDDEN = activated(_FC1)
 _FC2 = Call(ops.grouped_mm, _HIDDEN, Var("fc2_weight"), _ENDS, role="fc2")
+_FUSED = Call(ops.combine, _FC2, Var("experts"), Var("weights"), Var("dtype"), role="combine")
+# experts of other kinds
+_SUMMED = Call(ops.combine, Var("y"), Var("experts"), Var("weights"), Var("dtype"), role="summed")
+_GROUPS = Call(ops.grouped_mm, Var("rows"), Var("weight"), Var("ends"), role="groups")
+_COPIES = Call(operator.getitem, Var("weight", is_parameter), Var("choices", is_tensor_node))
+_EACH = Call(torch.bmm, _COPIES, Var("rows"), role="each")
+_PRODUCTS = (ops.grouped_mm, torch.bmm)
+_ENDS_OF_WAYS = (ops.linear, ops.layer_norm, ops.rms_norm, ops.sdpa)
 
 
-def refuse(fc1: Operation, gated: str, half: int = 0, end: int = 0) -> Iterator[str]:
-    """Every reason why these experts are none that the op computes."""
+def refuse(
+    fc1: Operation | None = None,
+    gated: str = "no",
+    half: int = 0,
+    end: int = 0,
+    summed: Operation | None = None,
+    groups: Operation | None = None,
+    each: fx.Node | None = None,
+) -> Iterator[str | None]:
+    """Every reason why these experts are none that the op computes; None where that is told elsewhere."""
+    if fc1 is not None:
+        yield from _of_this_kind(fc1, gated, half, end)
+    elif summed is not None:
+        if _have_biases(_reached(summed.node, _reads, ops.grouped_mm)):
+            yield "each expert adds a bias of its own to its product, the fused op has none"
+        else:
+            yield "the experts are not two products with an activation between them that the fused op has"
+    elif _is_told_elsewhere(groups.node if each is None else each):
+        yield None
+    elif each is not None:
+        yield (
+            "each choice of a token has a copy of its expert's weights, the fused op has tokens in groups: "
+            "call model.set_experts_implementation('grouped_mm') before the conversion"
+        )
+    elif _have_biases({groups.node}):
+        yield "each expert adds a bias of its own to its product, the fused op has none"
+    else:
+        yield "the groups of tokens are not those of topk's choices, which alone are known to be experts"
+
+
+def _of_this_kind(fc1: Operation, gated: str, half: int, end: int) -> Iterator[str]:
     if fc1.x.dtype is not torch.bfloat16:
         yield (
             f"the experts compute in {dtype_name(fc1.x.dtype)}, PyTorch's kernels of products by groups are "
@@ -33,6 +72,38 @@ def refuse(fc1: Operation, gated: str, half: int = 0, end: int = 0) -> Iterator[
         )
 
 
+def _is_told_elsewhere(product: fx.Node) -> bool:
+    """Whether it is the second product of experts, or these are known by the sum over their choices."""
+    return bool(_reached(product, _reads, *_PRODUCTS) or _reached(product, _users, ops.combine))
+
+
+def _have_biases(products: set[fx.Node]) -> bool:
+    adds = {user for node in products for user in node.users if called(user) in ("add", "add_")}
+    rows = [read for add in adds for read in add.all_input_nodes if read.target is operator.getitem]
+    return any(is_parameter(read.args[0]) for read in rows)
+
+
+def _users(node: fx.Node) -> Iterable[fx.Node]:
+    return node.users
+
+
+def _reads(node: fx.Node) -> Iterable[fx.Node]:
+    return node.all_input_nodes
+
+
+def _reached(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], *wanted: Any) -> set[fx.Node]:
+    """The nearest calls of `wanted` on the ways from a node, which end where another part of a layer is."""
+    found, seen, waiting = set(), set(), [*following(start)]
+    while waiting:
+        node = waiting.pop()
+        if node.target in wanted:
+            found.add(node)
+        elif node not in seen and node.target not in _ENDS_OF_WAYS and is_tensor_node(node):
+            seen.add(node)
+            waiting += following(node)
+    return found
+
+
 def build(backend, activation: Operation, gated: str) -> nn.Module:
     """The fused op."""
     return backend.Experts(activation=activation.op, gated=gated)
@@ -40,7 +111,7 @@ def build(backend, activation: Operation, gated: str) -> nn.Module:
 
 RULE = Rule(
     name="experts",
-    pattern=Call(ops.combine, _FC2, Var("experts"), Var("weights"), Var("dtype"), role="combine"),
+    pattern=OneOf(_FUSED, _SUMMED, _GROUPS, _EACH),
     refuse=refuse,
     build=build,
     reads=("x", "experts", "weights", "fc1.weight", "fc2.weight", "dtype"),

@@ -15,6 +15,7 @@ from te_transform.canonicalize import canonicalize
 from te_transform.graph import ops
 from tests import stand_in
 from tests.captures import capture, targets
+from tests.families import FAMILIES
 from tests.rules.tables import reasons, sites
 from tests.zoo import seeded
 
@@ -392,6 +393,43 @@ REFUSES = {
         "beside it",
     ),
 }
+
+
+def by_order(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Without topk."""
+    scores, experts = F.linear(x, model.router).float().softmax(-1).sort(-1, descending=True)
+    return scores[:, :CHOICES], experts[:, :CHOICES]
+
+
+REFUSES |= {
+    "another router": (
+        made(route=by_order, masked=False),
+        "the groups of tokens are not those of topk's choices, which alone are known to be experts",
+    ),
+    "another activation": (
+        made(act=torch.sin, width=INNER),
+        "the experts are not two products with an activation between them that the fused op has",
+    ),
+}
+OF_OTHER_KINDS = {
+    ("gpt_oss", "grouped_mm"): "each expert adds a bias of its own to its product",
+    ("qwen3_moe", "batched_mm"): "call model.set_experts_implementation('grouped_mm')",
+}
+
+
+@pytest.mark.parametrize(("name", "implementation"), OF_OTHER_KINDS)
+def test_each_layers_experts_say_once_why_they_stay(name: str, implementation: str) -> None:
+    case = FAMILIES[name]
+    model = case.build().bfloat16()
+    model.set_experts_implementation(implementation)
+    report = te_transform.inspect(model, case.sample())
+    refused = [site for site in report.refused if site.rule == "experts"]
+    assert sorted(site.path for site in refused) == [
+        "model.layers.0.mlp.experts",
+        "model.layers.1.mlp.experts",
+    ]
+    (reason,) = {reason for site in refused for reason in site.reasons}
+    assert OF_OTHER_KINDS[name, implementation] in reason
 
 
 @pytest.mark.parametrize("name", REFUSES)
