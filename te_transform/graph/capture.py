@@ -118,7 +118,7 @@ def capture(
                 found = traced(frame, *args, **kwargs)
         finally:
             _ours.reset(token)
-        run.turned_off = before or found.guarded_code is None
+        run.turned_off = before or _gives_up(found, frame.f_code)
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
             times[frame.f_code] = MOST_TRACED
             return _left(frame.f_code, times)
@@ -136,6 +136,11 @@ def capture(
 _FULL = ConvertFrameReturn(
     frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False
 )
+
+
+def _gives_up(found: ConvertFrameReturn, code: CodeType) -> bool:
+    """Whether dynamo has failed on code that it was to trace, as PyTorch's own is not."""
+    return found.guarded_code is None and not trace_rules.check(code)
 
 
 def _left(code: CodeType, times: Counter[CodeType]) -> ConvertFrameReturn:
