@@ -22,7 +22,6 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.eval_frame import _optimize
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
@@ -63,7 +62,7 @@ SETTINGS = {
 
 MOST_TRACED = 256  # pieces of code, each so often by one function: guards may fail for ever
 # Graphs of other functions do not count for a limit, nor do calls look through them (since PyTorch 2.13).
-_ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in signature(_optimize).parameters else {}
+_ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
 _NUMBERS = count(1)
 _OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("backends", "graph"))  # where ops are
 _ours: ContextVar[bool] = ContextVar("_ours", default=False)  # in a capture of this file's
