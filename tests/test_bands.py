@@ -235,6 +235,10 @@ def test_masks_that_cudnn_cannot_take(kernels: None) -> None:
     parts = (heads(64),) * 3
     assert "a mask of shape" in limits.without_attention(*parts, torch.ones(2, 1, 64, 1).bool(), False)
     assert "a mask of shape" in limits.without_attention(*parts, torch.ones(4, 64, 64).bool(), False)
+    for shape in ((1, 64), (4, 1, 64, 64), (2, 4, 32, 64)):
+        assert "a mask of shape" in limits.without_attention(*parts, torch.ones(shape).bool(), False)
+    for shape in ((64, 64), (1, 1, 1, 64), (2, 1, 1, 64), (1, 4, 64, 64), (2, 4, 64, 64)):
+        assert limits.without_attention(*parts, torch.ones(shape).bool(), False) is None
     learned = torch.zeros(64, 64, dtype=torch.bfloat16, requires_grad=True)
     assert "a gradient" in limits.without_attention(*parts, learned, False)
 
@@ -278,6 +282,16 @@ def test_lengths_of_which_there_are_many(
     packed.clear()
     core(*(heads(100) for _ in range(3)), None, 0.5)
     assert not packed  # dropout is PyTorch's
+
+
+def test_a_mask_that_is_expanded_along_the_keys_is_no_band_of_them(te: ModuleType, kernels: None) -> None:
+    core = te.DotProductAttention(written_out=False)
+    torch.manual_seed(0)
+    mask = torch.ones(1, 1, 4, 1, dtype=torch.bool)
+    mask[:, :, 2:] = False
+    parts = [torch.randn(1, 2, 4, 8).bfloat16() for _ in range(3)]
+    expected = F.scaled_dot_product_attention(*parts, mask)
+    torch.testing.assert_close(core(*parts, banded(mask, what_is(mask))), expected)
 
 
 @pytest.mark.parametrize(

@@ -248,8 +248,11 @@ def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> str | None
         return None
     if mask.requires_grad:
         return "a mask with a gradient"
+    *others, last = mask.shape
+    whole = (*query.shape[:3], key.shape[2])
+    by_head = mask.dim() == 4 and all(size in (1, most) for size, most in zip(others, whole, strict=False))
     # from a mask that is expanded along the keys they read memory that is not there (cuDNN 9.14)
-    if mask.dim() not in (2, 4) or mask.shape[-1] != key.shape[2]:
+    if last != whole[-1] or not (by_head or tuple(mask.shape) == whole[2:]):
         return f"a mask of shape {list(mask.shape)}"
     if not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled():
         return "a mask with another kernel that was asked for"

@@ -50,7 +50,10 @@ def _band_of(
 ) -> tuple[Band, Tensor | None] | None:
     """The band of keys, and the ends of sequences, of attention that is better called through TE."""
     if isinstance(mask, Banded):
-        return mask.band, mask.ends
+        # one that is expanded along the keys is a band of other keys than these
+        is_of_keys = mask.mask.shape[-1] == key.shape[-2]
+        is_of_batch = mask.ends is None or len(mask.ends) in (2, len(query) + 1)
+        return (mask.band, mask.ends) if is_of_keys and is_of_batch else None
     if mask is None and query.dim() == 4 and has_odd_lengths(query, key):
         return Band(None, 0 if is_causal else None, padded=False, blind=False), None
     return None
