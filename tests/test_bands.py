@@ -98,6 +98,11 @@ def test_bands_are_looked_for_where_kernels_are() -> None:
     assert what_is(BANDS["window"][0]) is None
 
 
+def test_bands_are_looked_for_where_attention_is_large_enough(kernels: None, by_size: None) -> None:
+    assert what_is(BANDS["window"][0]) is None
+    assert isinstance(what_is(F.pad(short(5, 12), (0, 256))), Band)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_band_is_found(seed: int, kernels: None) -> None:
     random = torch.Generator().manual_seed(seed)

@@ -273,6 +273,11 @@ def _too_small_attention(query: Tensor, key: Tensor, has_mask: bool) -> str | No
     return too_small(batch * length, heads * width, in_fp8=False) and "attention too small to be faster"
 
 
+def gains_from_masks(length: int) -> bool:
+    """Whether attention over so many keys may be faster where it is known what hides some of them."""
+    return bool(at_any_size) or length >= MIN_MASKED_ATTENTION_LENGTH
+
+
 def may_be_replayed() -> bool:
     """Whether the call may become a part of a CUDA graph."""
     return compiling.get() or bool(replayed) or recorded()

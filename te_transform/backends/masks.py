@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_transform.backends.bands import Band, Banded, band_of, banded, kept, measure
-from te_transform.backends.limits import on_kernels_device
+from te_transform.backends.limits import gains_from_masks, on_kernels_device
 from te_transform.backends.stamp import Stamp
 from te_transform.graph import edit
 
@@ -204,6 +204,7 @@ def what_is(mask: Tensor, hidden_rows: Tensor | None = None) -> Answer:
 
 
 def _may_be_banded(mask: Tensor) -> bool:
-    """Whether there are kernels for bands where the mask is; they take one for all heads of a sequence."""
-    one = mask.dim() <= 4 and mask.shape[-3:-2] in ((), (1,))
-    return one and mask.numel() > 0 and on_kernels_device(mask)
+    """Whether there are kernels for bands where the mask is, and of its size; they take one for all heads of
+    a sequence."""
+    one = mask.dim() <= 4 and mask.shape[-3:-2] in ((), (1,)) and mask.numel() > 0
+    return one and on_kernels_device(mask) and gains_from_masks(mask.shape[-1])
