@@ -128,9 +128,9 @@ def test_the_operations_are_what_they_say(padded: bool, keeps: bool) -> None:
     torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(saved[0]), *parts, *saved, *rest))
 
 
-def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, Tensor]:
+def masks(batch: int, heads: int, queries: int, keys: int, device: str = "cuda") -> dict[str, Tensor]:
     def kept(*shape: int) -> Tensor:
-        return torch.rand(shape, device="cuda") > 0.3
+        return torch.rand(shape, device=device) > 0.3
 
     hidden = kept(batch, 1, queries, keys)
     hidden[0, :, : queries // 2] = False
@@ -147,7 +147,7 @@ def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", masks(1, 1, 1, 1))
+@pytest.mark.parametrize("name", masks(1, 1, 1, 1, device="cpu"))
 @pytest.mark.parametrize("kind", ["boolean", "-inf", "numbers"])
 @pytest.mark.parametrize(("queries", "keys"), [(512, 512), (640, 512), (513, 777)])
 def test_any_mask(name: str, kind: str, queries: int, keys: int) -> None:
