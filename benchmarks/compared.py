@@ -21,6 +21,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+import te_transform
+
 VOCABULARY = 8192
 TOKENS = {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2, "vocab_size": VOCABULARY}
 COLUMNS = (
@@ -38,13 +40,24 @@ def parser(about: str, models: Collection[str]) -> argparse.ArgumentParser:
     return made
 
 
-def show(rows: Iterable[dict[str, Any]], path: str) -> None:
+def in_one_way(
+    about: str, models: Collection[str], build: Callable[[str], tuple[nn.Module, dict[str, Tensor]]]
+) -> None:
+    """Measure and print, both compiled if that is asked for."""
+    options = parser(about, models)
+    options.add_argument("--compile", action="store_true", help="both, the original by torch.compile")
+    asked = options.parse_args()
+    ways = {"compiled": {"compile": True}} if asked.compile else {"as it is": {}}
+    show(rows(asked.names or models, build, ways, asked.seconds), asked.json)
+
+
+def show(found: Iterable[dict[str, Any]], path: str) -> None:
     """Print each row when it is there, as JSON to stderr, and all as a table; write them to a file."""
     table = Table(*COLUMNS, title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    found = []
-    for row in rows:
+    kept = []
+    for row in found:
         print(json.dumps(row), file=sys.stderr, flush=True)
-        found.append(row)
+        kept.append(row)
         table.add_row(
             row["model"], row["way"], row["call"], f"{1e3 * row['one']:.2f}", f"{1e3 * row['other']:.2f}",
             f"{row['ratio']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}",
@@ -52,10 +65,28 @@ def show(rows: Iterable[dict[str, Any]], path: str) -> None:
         )  # fmt: skip
     Console().print(table)
     if path:
-        Path(path).write_text("".join(json.dumps(row) + "\n" for row in found))
+        Path(path).write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
-def compared(
+def rows(
+    names: Iterable[str],
+    build: Callable[[str], tuple[nn.Module, dict[str, Tensor]]],
+    ways: dict[str, dict[str, Any]],
+    seconds: float,
+) -> Iterator[dict[str, Any]]:
+    """Of each model in each way, by the options of its conversion; compiled, the original is by
+    torch.compile."""
+    for name in names:
+        torch._dynamo.reset()
+        model, batch = build(name)
+        for way, options in ways.items():
+            original = torch.compile(model) if options.get("compile") else model
+            converted = te_transform.convert(model, batch, **options)
+            for row in _compared(original, converted, batch, seconds):
+                yield {"model": name, "way": way} | row
+
+
+def _compared(
     original: nn.Module, converted: nn.Module, batch: dict[str, Tensor], seconds: float
 ) -> Iterator[dict[str, Any]]:
     """A training step and a forward of both, with the milliseconds of their kernels and what each takes of

@@ -10,14 +10,11 @@ of one call of each. With --compile both are compiled, the original by torch.com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from compared import TOKENS, VOCABULARY, built, compared, parser, show
+from compared import TOKENS, VOCABULARY, built, in_one_way
 from torch import Tensor, nn
-
-import te_transform
 
 WIDTH, LAYERS, HEADS = 1024, 4, 16
 BATCH, LENGTH, PADDING = 8, 512, 40
@@ -82,24 +79,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    """Measure and print."""
-    options = parser(__doc__, FAMILIES)
-    options.add_argument("--compile", action="store_true", help="both, the original by torch.compile")
-    asked = options.parse_args()
-    show(_rows(asked.names or FAMILIES, asked.compile, asked.seconds), asked.json)
-
-
-def _rows(names: Iterable[str], compile: bool, seconds: float) -> Iterator[dict[str, Any]]:
-    for name in names:
-        torch._dynamo.reset()
-        model, batch = _family(name)
-        converted = te_transform.convert(model, batch, compile=compile)
-        original = torch.compile(model) if compile else model
-        for row in compared(original, converted, batch, seconds):
-            yield {"model": name, "way": "compiled" if compile else "as it is"} | row
-
-
 def _family(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     model = built(*FAMILIES[name])
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), device="cuda")
@@ -109,4 +88,4 @@ def _family(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 if __name__ == "__main__":
-    main()
+    in_one_way(__doc__, FAMILIES, _family)

@@ -9,14 +9,11 @@ of each. With --compile both are compiled, the original by torch.compile. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from compared import TOKENS, VOCABULARY, built, compared, parser, show
+from compared import TOKENS, VOCABULARY, built, in_one_way
 from torch import Tensor, nn
-
-import te_transform
 
 LLAMA = TOKENS | {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32,
@@ -46,24 +43,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], int, int, str]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    """Measure and print."""
-    options = parser(__doc__, MODELS)
-    options.add_argument("--compile", action="store_true", help="both, the original by torch.compile")
-    asked = options.parse_args()
-    show(_rows(asked.names or MODELS, asked.compile, asked.seconds), asked.json)
-
-
-def _rows(names: Iterable[str], compile: bool, seconds: float) -> Iterator[dict[str, Any]]:
-    for name in names:
-        torch._dynamo.reset()
-        model, batch = _model(name)
-        converted = te_transform.convert(model, batch, compile=compile)
-        original = torch.compile(model) if compile else model
-        for row in compared(original, converted, batch, seconds):
-            yield {"model": name, "way": "compiled" if compile else "as it is"} | row
-
-
 def _model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     *kind, sequences, tokens, padding = MODELS[name]
     ids = torch.randint(3, VOCABULARY, (sequences, tokens), device="cuda")
@@ -76,4 +55,4 @@ def _model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 if __name__ == "__main__":
-    main()
+    in_one_way(__doc__, MODELS, _model)

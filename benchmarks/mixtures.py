@@ -10,14 +10,11 @@ torch.compile. Nothing is asserted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from compared import TOKENS, VOCABULARY, built, compared, parser, show
+from compared import TOKENS, VOCABULARY, built, parser, rows, show
 from torch import Tensor, nn
-
-import te_transform
 
 BATCH, LENGTH = 2, 4096
 # the class, the config's, and what it is told
@@ -54,21 +51,10 @@ def main() -> None:
     options = parser(__doc__, MIXTURES)
     options.add_argument("--recipe", default=None, help="measured too")
     asked = options.parse_args()
-    show(_rows(asked.names or MIXTURES, asked.recipe, asked.seconds), asked.json)
-
-
-def _rows(names: Iterable[str], recipe: str | None, seconds: float) -> Iterator[dict[str, Any]]:
     ways = {"as it is": {}, "compiled": {"compile": True}}
-    if recipe is not None:
-        ways[recipe] = {"recipe": recipe}
-    for name in names:
-        torch._dynamo.reset()
-        model, batch = _mixture(name)
-        for way, options in ways.items():
-            original = torch.compile(model) if "compile" in options else model
-            converted = te_transform.convert(model, batch, **options)
-            for row in compared(original, converted, batch, seconds):
-                yield {"model": name, "way": way} | row
+    if asked.recipe is not None:
+        ways[asked.recipe] = {"recipe": asked.recipe}
+    show(rows(asked.names or MIXTURES, _mixture, ways, asked.seconds), asked.json)
 
 
 def _mixture(name: str) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -203,7 +203,7 @@ def without_band(
         return "queries, keys and values of other batches or heads"
     if dropout_p:
         return "dropout"
-    if not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled():
+    if _asks_for_other_kernels():
         return "another kernel that was asked for"
     in_window = band[:2] not in ((None, None), (None, 0))
     if in_window and query.shape[2] != key.shape[2]:
@@ -211,9 +211,9 @@ def without_band(
     return _too_small_attention(query, key, in_window or band.padded)
 
 
-def gain_packed(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether attention takes sequences as if they lay one behind the other: of lengths that may never come
-    again, as they do in a CUDA graph.
+def gains_packed(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether attention gains from taking sequences as if they lay one behind the other: of lengths that may
+    never come again, as they do in a CUDA graph.
 
     cuDNN plans its kernels for each length, 100 ms of the CPU (H100), but of packed sequences for the
     greatest length that there may be. With wide heads the gradients of those are wrong (cuDNN 9.14).
@@ -242,6 +242,11 @@ def _without_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
+def _asks_for_other_kernels() -> bool:
+    """Whether somebody has turned cuDNN's attention off, or what may round otherwise the next time."""
+    return not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled()
+
+
 def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> str | None:
     """Why cuDNN's kernels cannot take a mask, or None."""
     if mask is None:
@@ -254,7 +259,7 @@ def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> str | None
     # from a mask that is expanded along the keys they read memory that is not there (cuDNN 9.14)
     if last != whole[-1] or not (by_head or tuple(mask.shape) == whole[2:]):
         return f"a mask of shape {list(mask.shape)}"
-    if not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled():
+    if _asks_for_other_kernels():
         return "a mask with another kernel that was asked for"
     return None
 

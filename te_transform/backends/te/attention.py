@@ -15,7 +15,7 @@ from te_transform.backends.bands import Band, Banded
 from te_transform.backends.limits import (
     PLANNED_LENGTHS,
     as_autocast,
-    gain_packed,
+    gains_packed,
     has_odd_lengths,
     without_band,
 )
@@ -42,7 +42,7 @@ class DotProductAttention(cudnn.DotProductAttention):
             return super().attend(query, key, value, mask, *rest)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         ends = _of_batch(ends, len(query))
-        return banded_attention.attended(*parts, ends, band, scale, gain_packed(*parts))
+        return banded_attention.attended(*parts, ends, band, scale, gains_packed(*parts))
 
 
 def _band_of(
@@ -66,23 +66,12 @@ def _of_batch(ends: Tensor | None, batch: int) -> Tensor | None:
     return torch.arange(batch + 1, dtype=torch.int32, device=ends.device) * ends[1]
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor | None,
-    before: int,
-    after: int,
-    scale: float,
-    packed: bool,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """banded_attention.attend() by cuDNN."""
-    where, how = _arguments(query, key, ends, before, after, packed)
-    parts = _as_laid_out((query, key, value), packed)
-    out, saved = fused_attn.fused_attn_fwd(
-        keeps, *where, *parts, query.dtype, _KERNEL, attn_scale=scale, **how
-    )
+    *within, keeps = rest
+    where, how = _arguments(query, key, *within)
+    parts = _as_laid_out((query, key, value), how)
+    out, saved = fused_attn.fused_attn_fwd(keeps, *where, *parts, query.dtype, _KERNEL, **how)
     out = out.view(*query.shape[:-1], value.shape[-1])
     if not keeps:
         return out, query.new_empty(0), query.new_empty(0)
@@ -91,31 +80,19 @@ def attend(
 
 
 def attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    state: Tensor,
-    ends: Tensor | None,
-    before: int,
-    after: int,
-    scale: float,
-    packed: bool,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """banded_attention.attend_backward() by cuDNN."""
-    where, how = _arguments(query, key, ends, before, after, packed)
-    parts = _as_laid_out((query, key, value, out, grad), packed)
+    sums, state, *within = rest
+    where, how = _arguments(query, key, *within)
+    parts = _as_laid_out((query, key, value, out, grad), how)
     how |= {"do_format": how["o_format"], "dqkv_layout": how["qkv_layout"], "deterministic": False}
-    grads = fused_attn.fused_attn_bwd(
-        *where, *parts, query.dtype, [sums, state], _KERNEL, attn_scale=scale, **how
-    )
+    grads = fused_attn.fused_attn_bwd(*where, *parts, query.dtype, [sums, state], _KERNEL, **how)
     return tuple(part.view_as(like) for part, like in zip(grads[:3], (query, key, value), strict=True))
 
 
 def _arguments(
-    query: Tensor, key: Tensor, ends: Tensor | None, before: int, after: int, packed: bool
+    query: Tensor, key: Tensor, ends: Tensor | None, before: int, after: int, scale: float, packed: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Where sequences begin and end, and which keys count, as TE takes them forward and backward."""
     batch, queries, keys = len(query), query.shape[1], key.shape[1]
@@ -133,6 +110,7 @@ def _arguments(
         window = (before, keys - 1)
     form = "thd" if packed else "bshd"
     how = {
+        "attn_scale": scale,
         "qkv_layout": "_".join([form] * 3),
         "o_format": form,
         "attn_mask_type": kind,
@@ -145,5 +123,5 @@ def _arguments(
     return (*longest, of_queries, of_keys if ends is None else ends), how
 
 
-def _as_laid_out(parts: tuple[Tensor, ...], packed: bool) -> tuple[Tensor, ...]:
-    return tuple(part.flatten(0, 1) for part in parts) if packed else parts
+def _as_laid_out(parts: tuple[Tensor, ...], how: dict[str, Any]) -> tuple[Tensor, ...]:
+    return tuple(part.flatten(0, 1) for part in parts) if how["o_format"] == "thd" else parts
