@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends import limits, plain
 from te_transform.backends.banded_attention import attended, ops
-from te_transform.backends.bands import Band, Banded, banded, within
+from te_transform.backends.bands import Band, banded, within
 from te_transform.backends.masks import what_is
 
 # queries and keys, and how far a query sees
@@ -86,16 +86,20 @@ def test_bands_are_as_exact_as_masks(name: str, widths: tuple[int, int]) -> None
             assert torch.equal(core(*parts, banded(mask, band), 0.0, False, None, True), out)
 
 
-@pytest.mark.parametrize("length", [600, 1000, 1024])
-@pytest.mark.parametrize(("before", "after"), [(None, 0), (None, None), (100, 0)])
-def test_bands_in_cuda_graphs(length: int, before: int | None, after: int | None) -> None:
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("length", [16, 64, 100, 600, 997, 1024])
+@pytest.mark.parametrize(("before", "after"), [(None, 0), (None, None), (100, 0), (20, 30)])
+def test_bands_in_cuda_graphs(
+    length: int, before: int | None, after: int | None, width: int, padded: bool
+) -> None:
     torch.manual_seed(0)
-    parts = [random(2, 4, length, 64) for _ in range(3)]
-    cotangent, ends = torch.randn_like(parts[0]), ends_of([length, length // 2])
-    band = Band(before, after, True, False)
+    parts = [random(2, 4, length, width) for _ in range(3)]
+    cotangent, ends = torch.randn_like(parts[0]), ends_of([length, length // 2]) if padded else None
+    band = Band(before, after, padded, False)
 
     def run() -> tuple[Tensor, ...]:
-        out = attended(*parts, ends, band, 0.125, False)
+        out = attended(*parts, ends, band, width**-0.5, False)
         return out, *torch.autograd.grad(out, parts, cotangent)
 
     from te_transform.backends import te  # noqa: F401  whose kernels run
@@ -107,10 +111,12 @@ def test_bands_in_cuda_graphs(length: int, before: int | None, after: int | None
     with torch.cuda.graph(graph):
         found = run()
     for lengths in ([length, 7], [length // 3, length], [2, 9]):
+        poison()
         with torch.no_grad():
             for x in (*parts, cotangent):
                 x.copy_(torch.randn_like(x))
-            ends.copy_(ends_of(lengths))
+            if padded:
+                ends.copy_(ends_of(lengths))
         graph.replay()
         mask = within(band, ends, length, length, torch.device("cuda"))
         close(found, exact(parts, mask, cotangent))
@@ -248,6 +254,5 @@ def test_a_small_call_takes_no_band(by_size: None) -> None:
     parts = [random(2, 4, 128, 64) for _ in range(3)]
     mask = torch.ones(2, 1, 1, 128, dtype=torch.bool, device="cuda")
     mask[1, ..., 60:] = False
-    known = banded(mask, what_is(mask))
-    assert isinstance(known, Banded)
-    assert "less than 256" in limits.without_band(*parts, known.band, 0.0, False)
+    assert what_is(mask) is None
+    assert "less than 256" in limits.without_band(*parts, Band(None, None, True, False), 0.0, False)

@@ -101,7 +101,8 @@ def _arguments(
         for length in (queries, keys)
     )
     kind = "no_mask" if after else "causal"
-    if ends is not None or packed:
+    # told nothing of the lengths, the gradients of odd ones are wrong in a CUDA graph (cuDNN 9.14)
+    if ends is not None or packed or any(length % PLANNED_LENGTHS for length in (queries, keys)):
         kind = "padding_causal" if kind == "causal" else "padding"
     window = (before, after)
     if after != OPEN and window != (OPEN, 0):
