@@ -11,6 +11,8 @@ from te_transform.graph.pattern import Call, OneOf
 from te_transform.plan import scores
 from te_transform.plan.rule import Operation, Rule
 
+_ARGUMENTS = ("query", "key", "value", "mask", "dropout_p", "is_causal", "scale", "enable_gqa", "sinks")
+
 
 def refuse(
     backend, attention: Operation | None = None, softmax: fx.Node | None = None
@@ -19,6 +21,11 @@ def refuse(
     if attention is None:  # no spelling fitted: the softmax of something else, or attention of its own kind
         yield from [*scores.obstacles(softmax)] or [None]
         return
+    if attention.sinks is not None and not backend.HAS_KERNELS:
+        yield (
+            "the attention has a score more for each query, its sink, and PyTorch's "
+            "scaled_dot_product_attention has none: TE's kernels are needed, backend='te'"
+        )
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:
         yield None
@@ -40,10 +47,7 @@ RULE = Rule(
     pattern=OneOf(Call(ops.sdpa, role="attention"), Call(torch.softmax, role="softmax")),
     refuse=refuse,
     build=build,
-    reads=tuple(
-        f"attention.{name}"
-        for name in ("query", "key", "value", "mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    ),
+    reads=tuple(f"attention.{name}" for name in _ARGUMENTS),
 )
 """Saves the [batch, heads, length, length] scores and probabilities, which the fused kernels never write.
 

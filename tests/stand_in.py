@@ -387,8 +387,8 @@ def fused_attn_fwd(
     """Sequence by sequence, as TE's signature describes it; zero where no sequence is."""
     how["o_format"] = o_format
     _check_layout(max_seqlen_q, max_seqlen_kv, (q, k, v), fake_dtype, fused_attention_backend, **how)
-    out = _attended(cu_seqlens_q, cu_seqlens_kv, q, k, v, **how)
-    return out, [q.new_zeros(1), q.new_zeros(1)] if is_training else []
+    out, sums = _attended(cu_seqlens_q, cu_seqlens_kv, q, k, v, **how)
+    return out, [sums, q.new_zeros(1)] if is_training else []
 
 
 def fused_attn_bwd(
@@ -412,10 +412,8 @@ def fused_attn_bwd(
     assert (do_format, dqkv_layout, len(aux_ctx_tensors)) == (how["o_format"], how["qkv_layout"], 2)
     parts = q, k, v, o, d_o
     _check_layout(max_seqlen_q, max_seqlen_kv, parts, fake_dtype, fused_attention_backend, **how)
-    with torch.enable_grad():
-        own = [part.detach().requires_grad_() for part in (q, k, v)]
-        out = _attended(cu_seqlens_q, cu_seqlens_kv, *own, **how)
-    return *torch.autograd.grad(out, own, d_o), None
+    sums, _ = aux_ctx_tensors
+    return *_attended_backward(cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, sums, **how), None
 
 
 def _check_layout(
@@ -435,12 +433,11 @@ def _check_layout(
         assert longest_q % 128 == longest_kv % 128 == 0
 
 
-def _attended(
+def _sequences(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     attn_scale: float,
     qkv_layout: str,
     o_format: str,
@@ -448,26 +445,22 @@ def _attended(
     window_size: tuple[int, int],
     cu_seqlens_q_padded: Tensor | None = None,
     cu_seqlens_kv_padded: Tensor | None = None,
-) -> Tensor:
+) -> Iterator[tuple[Any, Any, Tensor]]:
+    """The places of each sequence's queries and of its keys, and its scores [heads, queries, keys]."""
     before, after = window_size
     # top left, as for all but the kinds of masks that are named after the bottom right
     assert window_size in ((-1, -1), (-1, 0)) or min(window_size) >= 0
     assert attn_mask_type in ("no_mask", "causal", "padding", "padding_causal")
     assert attn_mask_type.startswith("padding") or o_format == "bshd"
-    rows = []
-    for number, (count_q, count_kv) in enumerate(
-        zip(cu_seqlens_q.diff().tolist(), cu_seqlens_kv.diff().tolist(), strict=True)
-    ):
+    counts = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_kv.diff().tolist(), strict=True)
+    for number, (count_q, count_kv) in enumerate(counts):
         if o_format == "thd":
             first_q, first_kv = (int(at[number]) for at in (cu_seqlens_q_padded, cu_seqlens_kv_padded))
-            query, key, value = q[first_q:], k[first_kv:], v[first_kv:]
+            queries, keys = slice(first_q, first_q + count_q), slice(first_kv, first_kv + count_kv)
         else:
-            query, key, value = q[number], k[number], v[number]
+            queries, keys = (number, slice(count_q)), (number, slice(count_kv))
         if not attn_mask_type.startswith("padding"):
-            assert (count_q, count_kv) == (len(query), len(key))
-        query, key, value = (
-            part.float().transpose(0, 1) for part in (query[:count_q], key[:count_kv], value[:count_kv])
-        )
+            assert (count_q, count_kv) == (len(q[number]), len(k[number]))
         row, column = torch.arange(count_q).unsqueeze(-1), torch.arange(count_kv)
         hides = torch.zeros(count_q, count_kv, dtype=torch.bool)
         if attn_mask_type.endswith("causal"):
@@ -476,10 +469,56 @@ def _attended(
             hides = hides | (column < row - before)
         if after >= 0:
             hides = hides | (column > row + after)
-        out = F.scaled_dot_product_attention(query, key, value, ~hides, scale=attn_scale, enable_gqa=True)
-        rows.append(out.transpose(0, 1))
-    assert all(len(out) == int(cu_seqlens_q[1]) for out in rows)
-    return torch.cat(rows).view(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+        scores = _of_heads(q[queries]) @ _of_heads(k[keys], q.shape[-2]).mT * attn_scale
+        yield queries, keys, scores.masked_fill(hides, -torch.inf)
+
+
+def _of_heads(x: Tensor, heads: int | None = None) -> Tensor:
+    """[length, heads or groups, width] -> [heads, length, width] in fp32."""
+    return x.float().transpose(0, 1).repeat_interleave((heads or x.shape[1]) // x.shape[1], 0)
+
+
+def _attended(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, q: Tensor, k: Tensor, v: Tensor, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """The attention, and the logarithms of its sums: [batch, heads, length, 1], packed [rows, heads, 1]."""
+    out, sums = q.new_zeros(*q.shape[:-1], v.shape[-1]), torch.zeros(*q.shape[:-1], 1)
+    for queries, keys, scores in _sequences(cu_seqlens_q, cu_seqlens_kv, q, k, **how):
+        weights = torch.ops.aten._safe_softmax(scores, -1)
+        out[queries] = (weights @ _of_heads(v[keys], q.shape[-2])).transpose(0, 1).to(q.dtype)
+        sums[queries] = scores.logsumexp(-1, keepdim=True).transpose(0, 1)
+    return out, sums if how["o_format"] == "thd" else sums.transpose(1, 2).contiguous()
+
+
+def _attended_backward(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    d_o: Tensor,
+    sums: Tensor,
+    **how: Any,
+) -> tuple[Tensor, ...]:
+    """From the output and the sums that it is given, as cuDNN's kernels compute it."""
+    assert sums.is_contiguous()
+    sums = sums if how["o_format"] == "thd" else sums.transpose(1, 2)
+    grads, heads = tuple(torch.zeros_like(part) for part in (q, k, v)), q.shape[-2]
+    for queries, keys, scores in _sequences(cu_seqlens_q, cu_seqlens_kv, q, k, **how):
+        given, own = _of_heads(d_o[queries]), _of_heads(o[queries])
+        weights = torch.where(scores.isneginf(), 0.0, (scores - _of_heads(sums[queries])).exp())
+        inner = given @ _of_heads(v[keys], heads).mT - (given * own).sum(-1, keepdim=True)
+        of_scores = weights * inner * how["attn_scale"]
+        found = (
+            of_scores @ _of_heads(k[keys], heads),
+            of_scores.mT @ _of_heads(q[queries]),
+            weights.mT @ given,
+        )
+        for grad, part, place in zip(grads, found, (queries, keys, keys), strict=True):
+            groups = part.unflatten(0, (grad.shape[-2], -1)).sum(1)
+            grad[place] = groups.transpose(0, 1).to(grad.dtype)
+    return grads
 
 
 def parallel_cross_entropy(logits: Tensor, targets: Tensor, ignore_idx: int) -> Tensor:

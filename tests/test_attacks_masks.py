@@ -368,7 +368,9 @@ def test_pieces_of_a_forward_look_at_a_mask_once(monkeypatch: pytest.MonkeyPatch
 
     looks: list[Tensor] = []
     what_is = masks.what_is
-    monkeypatch.setattr(masks, "what_is", lambda mask, *hidden: looks.append(mask) or what_is(mask, *hidden))
+    monkeypatch.setattr(
+        masks, "what_is", lambda mask, *rest, **how: looks.append(mask) or what_is(mask, *rest, **how)
+    )
     pair = Pair.of(seeded(type("Pieces", (Attention,), {"forward": forward})), (X, causal(X.shape[1])))
     mask = causal(X.shape[1])
     mask[0, 1] = True  # neither the causal one nor one that hides nothing

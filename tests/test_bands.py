@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import te_transform
-from te_transform.backends import banded_attention, limits
+from te_transform.backends import banded_attention, limits, plain
 from te_transform.backends.banded_attention import OPEN, attended, ops
 from te_transform.backends.bands import Band, banded, within
 from te_transform.backends.masks import what_is
+from te_transform.graph.ops import sdpa
 from tests import stand_in, test_compiled, test_replayed
 from tests.conversions import ALL, error, gradients, run
 from tests.zoo import zero_dropout
@@ -182,6 +183,49 @@ def test_te_gets_what_it_is_to_compute(name: str, padded: bool, packed: bool, te
     )
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["causal", "window", "both sides", "more keys"])
+def test_sinks(name: str, padded: bool) -> None:
+    """A score more for each query, of a key without values, against that key."""
+    queries, keys, before, after = REACHES[name]
+    ends = ends_of(keys) if padded else None
+    band = Band(None if before == OPEN else before, None if after == OPEN else after, padded, False)
+    mask = within(band, ends, queries, keys, CPU)
+    parts = [part.transpose(1, 2).double().requires_grad_() for part in parts_of(queries, keys)]
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 5.0], dtype=torch.float64, requires_grad=True)
+    exact = sdpa(*parts, mask, scale=0.3, enable_gqa=True, sinks=sinks)
+    given = (*parts, ends, band, 0.3, False, sinks)
+    torch._dynamo.reset()
+    compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)(*given)
+    core = plain.DotProductAttention()(*parts, mask, 0.0, False, 0.3, True, sinks)
+    for out in (attended(*given), compiled, core):
+        # a row that sees no key has all its probability in the sink
+        torch.testing.assert_close(out, exact, atol=1e-6, rtol=1e-6)
+        grads = [
+            torch.autograd.grad(x, (*parts, sinks), torch.ones_like(x), retain_graph=True)
+            for x in (out, exact)
+        ]
+        torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(attended(*given), exact.detach(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_te_gets_what_it_is_to_compute_beside_sinks(
+    packed: bool, te: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [part.transpose(1, 2).requires_grad_() for part in parts_of(24, 24)]
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 5.0], requires_grad=True)
+    given = (*parts, ends_of(24), Band(5, 0, True, False), 0.3, packed, sinks)
+    expected = attended(*given)
+    grads = torch.autograd.grad(expected, (*parts, sinks), torch.ones_like(expected))
+    for name in ("attend", "attend_backward"):
+        monkeypatch.setattr(banded_attention.ops, name, getattr(te, name), raising=False)
+    found = attended(*given)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, (*parts, sinks), torch.ones_like(found)), grads)
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_the_operations_are_what_they_say(keeps: bool) -> None:
     parts, rest = parts_of(24, 24), (ends_of(24), 5, 0, 0.3, False)
@@ -270,7 +314,7 @@ def test_lengths_of_which_there_are_many(
 ) -> None:
     """Kernels would be planned for each of them."""
     core, packed = te.DotProductAttention(written_out=False), []
-    monkeypatch.setattr(te.attention.banded_attention, "attended", lambda *a: (packed.append(a[-1]), a[0])[1])
+    monkeypatch.setattr(te.attention.banded_attention, "attended", lambda *a: (packed.append(a[6]), a[0])[1])
 
     def attend(length: int, width: int = 64, trained: bool = False) -> list[bool]:
         parts = [heads(length, width).requires_grad_(trained) for _ in range(3)]

@@ -133,26 +133,61 @@ class Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        parts, rest = [part.transpose(1, 2).contiguous() for part in arguments[:3]], arguments[3:]
+        parts, (sinks, *rest) = [part.transpose(1, 2).contiguous() for part in arguments[:3]], arguments[3:]
         out, sums, state = ops.attend(*parts, *rest, True)
-        ctx.save_for_backward(*parts, out, sums, state, rest[0])
+        if sinks is not None:
+            out, sums = _beside(sinks, out, sums)
+        ctx.save_for_backward(*parts, out, sums, state, rest[0], sinks)
         ctx.rest = rest[1:]
         return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, ends = ctx.saved_tensors
-        grads = ops.attend_backward(grad.transpose(1, 2).contiguous(), *saved, ends, *ctx.rest)
-        return *(part.transpose(1, 2) for part in grads), *(None,) * (len(ctx.rest) + 1)
+        *saved, ends, sinks = ctx.saved_tensors
+        grad = grad.transpose(1, 2).contiguous()
+        grads = ops.attend_backward(grad, *saved, ends, *ctx.rest)
+        of_sinks = _of_sinks(sinks, grad, *saved[3:5]) if ctx.needs_input_grad[3] else None
+        return *(part.transpose(1, 2) for part in grads), of_sinks, *(None,) * (len(ctx.rest) + 1)
+
+
+def _beside(sinks: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [batch, queries, heads, width], and the logarithms of its sums [batch, heads, queries, 1],
+    with a score more for each query, whose value is zero.
+
+    A backward that gets these computes the gradients of just that: it takes the probabilities from the
+    scores and these sums, and their gradients from the products of `out` with its own.
+    """
+    beside = sinks.float().view(-1, 1, 1)
+    share = (sums - beside).sigmoid().transpose(1, 2)
+    return out.mul_(share), torch.logaddexp(sums, beside)
+
+
+def _of_sinks(sinks: Tensor, grad: Tensor, out: Tensor, sums: Tensor) -> Tensor:
+    """The gradient of sinks [heads]: of their probability, times what it takes from the others."""
+    inner = (grad.float() * out).sum(-1).transpose(1, 2)
+    share = (sinks.float().view(-1, 1) - sums.squeeze(-1)).exp()
+    return -(share * inner).sum((0, 2)).to(sinks.dtype)
 
 
 def attended(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor | None, band: Band, scale: float, packed: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor | None,
+    band: Band,
+    scale: float,
+    packed: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention [batch, heads, length, width] within a band, with a gradient where one is recorded."""
+    """Attention [batch, heads, length, width] within a band, beside sinks [heads], with a gradient where one
+    is recorded."""
     before, after = (OPEN if end is None else end for end in (band.before, band.after))
-    arguments = (query, key, value, ends, before, after, scale, packed)
-    if torch.is_grad_enabled() and any(part.requires_grad for part in arguments[:3]):
+    arguments = (query, key, value, sinks, ends, before, after, scale, packed)
+    given = (part for part in arguments[:4] if part is not None)
+    if torch.is_grad_enabled() and any(part.requires_grad for part in given):
         return Attended.apply(*arguments)
     parts = [part.transpose(1, 2).contiguous() for part in arguments[:3]]
-    return ops.attend(*parts, *arguments[3:], False)[0].transpose(1, 2)
+    out, sums, _ = ops.attend(*parts, *arguments[4:], sinks is not None)
+    if sinks is not None:
+        out, _ = _beside(sinks, out, sums)
+    return out.transpose(1, 2)

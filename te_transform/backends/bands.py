@@ -39,7 +39,7 @@ class Banded(NamedTuple):
 
 
 def banded(mask: Tensor, band: Band) -> Banded:
-    """A mask that is known to be such a band, a floating one without blind queries."""
+    """A mask that is known to be such a band."""
     keep = kept(mask)
     ends = F.pad(_lengths(keep).cumsum(0, dtype=torch.int32), (1, 0)) if band.padded else None
     return Banded(keep, ends, *band)

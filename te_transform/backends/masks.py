@@ -23,7 +23,7 @@ CAUSAL, FULL = "causal", "full"
 _FEW = 256  # answers that are kept: one for each length that a generation goes through
 Answer = str | Band | None
 # By the operations that make a mask, for each tensor that was looked at: its stamp, its contents, the answer.
-_LOOKED: dict[str, WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
+_LOOKED: dict[tuple[bool, str], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
 
 
 class Mask(nn.Module):
@@ -40,14 +40,16 @@ class Mask(nn.Module):
         make: the captured operations that make the mask, as a module that returns a tuple of it and, where
             it was filled with a finite number, of the rows that it hides everywhere.
         stored: for each argument whether it is a tensor of the model.
+        beside_sinks: whether the attention is one beside sinks, see what_is().
     """
 
-    def __init__(self, make: fx.GraphModule, stored: Sequence[bool]):
+    def __init__(self, make: fx.GraphModule, stored: Sequence[bool], beside_sinks: bool = False):
         super().__init__()
-        self.make, self.stored = make, tuple(stored)
+        self.make, self.stored, self.beside_sinks = make, tuple(stored), beside_sinks
         self.answers: dict[tuple, Answer] = {}
         # a forward that is captured in pieces makes the same mask in many of them
-        self.looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[_operations(make.graph)]
+        alike = beside_sinks, _operations(make.graph)
+        self.looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[alike]
         self.last: tuple[list[Tensor], Answer] | None = None  # what was made of model tensors on the CPU
 
     def forward(self, *arguments: Any) -> Tensor | Banded | str:
@@ -85,7 +87,7 @@ class Mask(nn.Module):
         if None not in values and key in self.answers:
             return self.answers[key], None
         mask, *hidden = self.make(*arguments)
-        answer = what_is(mask, *hidden)
+        answer = what_is(mask, *hidden, beside_sinks=self.beside_sinks)
         if None not in values:
             if len(self.answers) >= _FEW:
                 self.answers.clear()
@@ -98,7 +100,8 @@ class Mask(nn.Module):
         made = self.make(*arguments)
         last = self.last  # which another thread may change
         if last is None or not all(map(_holds, made, last[0])):
-            last = self.last = [tensor.detach().clone() for tensor in made], what_is(*made)
+            answer = what_is(*made, beside_sinks=self.beside_sinks)
+            last = self.last = [tensor.detach().clone() for tensor in made], answer
         return last[1], made[0]
 
 
@@ -172,7 +175,7 @@ def _have_no_numbers(arguments: Sequence[Any]) -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 and active_fake_mode() is not None
 
 
-def what_is(mask: Tensor, hidden_rows: Tensor | None = None) -> Answer:
+def what_is(mask: Tensor, hidden_rows: Tensor | None = None, beside_sinks: bool = False) -> Answer:
     """Whether a mask [..., queries, keys] hides nothing, or just what lies ahead; or which band of keys it
     keeps, where there are kernels for bands.
 
@@ -199,8 +202,9 @@ def what_is(mask: Tensor, hidden_rows: Tensor | None = None) -> Answer:
         if answer or not measured:
             return answer
         band = band_of(measured, queries, keys)
-        # a row that a floating mask hides as a whole is uniform, or NaN
-        return None if band is None or (band.blind and mask.dtype is not torch.bool) else band
+        # a row that a floating mask hides as a whole is uniform, or NaN; zero where there is a sink to go to
+        is_zero = beside_sinks or mask.dtype is torch.bool
+        return None if band is None or (band.blind and not is_zero) else band
 
 
 def _may_be_banded(mask: Tensor) -> bool:

@@ -323,9 +323,11 @@ class DotProductAttention(FusedOp):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added.
+        """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added; sinks
+        [heads].
 
         A mask that was found to keep everything is "full", one that was found to be the causal one is
         "causal". `hidden` are the rows that a mask of finite numbers hides everywhere: they stay uniform,
@@ -340,6 +342,8 @@ class DotProductAttention(FusedOp):
         elif hidden is not None:
             query = ops.zero_hidden(query, hidden)
         rest = (mask, dropout_p, is_causal, scale, enable_gqa)
+        if sinks is not None:
+            return self.beside_sinks(query, key, value, sinks, band or mask, *rest[1:])
         # Where there are no queries or no keys, PyTorch's attention gives a mask no gradient, and NaN to all
         # batches. Where a mask of finite numbers hides a whole row, the gradients of its fused kernels are
         # wrong (torch 2.13): the log-sum-exp that they normalize by has the number of keys rounded away.
@@ -360,6 +364,19 @@ class DotProductAttention(FusedOp):
         nan_rows = self.written_out and mask is not None and hidden is None
         nan_rows = nan_rows and (band is None or band.blind)
         return _with_nan_rows(out, value, mask) if nan_rows else out
+
+    def beside_sinks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        mask: Tensor | Banded | None,
+        *rest: Any,
+    ) -> Tensor:
+        """The attention with a score more for each query, which none of PyTorch's kernels has."""
+        how = {"wide_scores": self.wide_scores, "sinks": sinks}
+        return _written_out(query, key, value, tensor_of(mask), *rest, **how)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any
@@ -499,6 +516,7 @@ def _written_out(
     scale: float | None,
     enable_gqa: bool = False,
     wide_scores: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The attention in operations that have every derivative, and those of a derivative forward: the softmax
     that PyTorch's own attention calls has no backward of the latter (torch 2.13)."""
@@ -518,7 +536,10 @@ def _written_out(
         scores = scores * factor - (-mask)
     else:
         scores = torch.add(mask, scores, alpha=factor)
-    weights = scores.softmax(-1).to(value.dtype)
+    if sinks is not None:
+        beside = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, beside), -1)
+    weights = scores.softmax(-1).to(value.dtype)[..., : key.shape[-2]]
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from te_transform.graph.nodes import (
     same_shape,
     shape_of,
 )
-from te_transform.graph.pattern import Call, Match, Maybe, OneOf, Pattern, Var
+from te_transform.graph.pattern import Call, Each, Match, Maybe, OneOf, Pattern, Var
 
 HIDES = -1e4  # a score at or below this has, beside any other, a probability of zero
 ABSORBS = -1e30  # to this any score may be added, in fp32, without a difference
@@ -75,11 +76,23 @@ _MASKED = OneOf(
     _FILLED,
     _BIASED,
 )
-_WEIGHTS = _within(
-    Call(
-        torch.softmax, _within(_scaled(_within(_MASKED), "masked")), -1, Var("softmax_dtype"), role="softmax"
-    )
+
+
+def _softmax(scores: Pattern) -> Pattern:
+    return Call(torch.softmax, _within(scores), -1, Var("softmax_dtype"), role="softmax")
+
+
+# A sink is a score of each head's own beside those of the keys, whose probability goes nowhere.
+_JOINED = Call(torch.cat, Each(_within(_MASKED), _tensor("sinks")), -1, role="joined")
+_LARGEST = OneOf(
+    Call(operator.getitem, Call(torch.max, Var("joined"), -1, True), 0),
+    Call(torch.amax, Var("joined"), -1, True),
 )
+_OF_ALL = _within(_softmax(OneOf(Call(torch.sub, _JOINED, _LARGEST), _JOINED)))
+_OF_KEYS = OneOf(
+    Call(ops.columns, _OF_ALL, 0, role="of_keys"), Call(operator.getitem, _OF_ALL, role="of_keys")
+)
+_WEIGHTS = _within(OneOf(_softmax(_scaled(_within(_MASKED), "masked")), _OF_KEYS))
 _DROPPED = OneOf(_within(Call(ops.dropout, _WEIGHTS, Var("dropout_p"), True)), _WEIGHTS)
 
 # The op
@@ -92,6 +105,9 @@ def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
         return None
     lift = _Lift(graph, match, weights)
     query, value = lift(found["query"]), lift(found["value"])
+    sinks = _by_head(found["sinks"], query) if "sinks" in found else None
+    if "sinks" in found and (sinks is None or not _drops_last(found["of_keys"])):
+        return None
     key = lift(found["key"]) if "key" in found else lift.turn(lift(found["turned_key"]))
     if not _heads_agree(query, key, value):
         return None
@@ -100,8 +116,10 @@ def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
         return None
     query, mask = masks
     wide_scores = dtype_of(found["scores"]).itemsize > dtype_of(query).itemsize
+    if sinks is not None:
+        sinks = lift.insert(torch.reshape, (sinks, shape_of(query)[1:2]))
     how = (found.get("dropout_p", 0.0), False, _scale(found), False, wide_scores)
-    arguments = (query, key, value, mask, *how)
+    arguments = (query, key, value, mask, *how, *(() if sinks is None else (sinks,)))
     if len(shape_of(root)) == 4:
         return ops.sdpa, arguments
     same_width = same_shape(shape_of(query)[-1:], shape_of(value)[-1:])
@@ -114,7 +132,8 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
     """Whether the weights stay [.., queries, keys], no mask makes more of them and nobody else reads them."""
     root, scores, query = match.root, match.bound["scores"], match.bound["query"]
     operands = [match.bound[name] for name in ("query", "key", "turned_key", "value") if name in match.bound]
-    shapes = [shape_of(node) for node in weights]
+    with_sinks = _between(weights, match.bound.get("of_keys"), match.bound.get("joined"))
+    shapes = [shape_of(node) for node in weights if node not in with_sinks]
     ranks = {len(shape): shape for shape in shapes}  # [batch * heads, ..] or [batch, heads, ..]
     return (
         all(len(shape_of(node)) in (3, 4) for node in (root, *weights, *operands))
@@ -122,7 +141,7 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
         and all(same_shape(shape[-2:], shape_of(scores)[-2:]) for shape in shapes)
         and all(user in match.nodes for node in weights for user in node.users)
         and all(dtype_of(node) is dtype_of(query) for node in (root, *operands))
-        and not is_narrower(match.nodes, query)
+        and not is_narrower(filter(is_tensor_node, match.nodes), query)
         and not is_wider(weights, query)
         and all(_lies_as(node, scores) for node in operands[:-1])
         and _lies_as(match.bound["value"], root)
@@ -130,6 +149,24 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
         and same_shape(shape_of(query)[:-2], shape_of(scores)[:-2])
         and same_shape(shapes[0][:-2], shape_of(root)[:-2])
     )
+
+
+def _between(weights: tuple[fx.Node, ...], after: fx.Node | None, until: fx.Node | None) -> Sequence[fx.Node]:
+    """The weights that have a column for the sink: those behind one and up to another."""
+    return () if after is None else weights[weights.index(after) + 1 : weights.index(until) + 1]
+
+
+def _by_head(sinks: fx.Node, query: fx.Node) -> fx.Node | None:
+    """What a column beside the scores [batch, heads, queries, keys] was expanded of, if that is one number
+    for each head."""
+    one = sinks.args[0] if sinks.target is torch.Tensor.expand else sinks
+    is_whole = same_shape(shape_of(sinks), (*shape_of(query)[:-1], 1))
+    return one if is_whole and same_shape(shape_of(one), (1, shape_of(query)[1], 1, 1)) else None
+
+
+def _drops_last(of_keys: fx.Node) -> bool:
+    """Whether a part of the probabilities is all but the last; of how many, its shape is asked elsewhere."""
+    return of_keys.target is ops.columns or of_keys.args[1] == (Ellipsis, slice(None, -1))
 
 
 def _lies_as(operand: fx.Node, product: fx.Node) -> bool:
@@ -195,6 +232,8 @@ def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, 
     if not all(dtype_of(node) in (dtype_of(query), torch.float32) and shape_of(node) for node in added):
         return None
     bias, factor = lift(found["bias"], found["biased"]) if "bias" in found else None, _factor(found, "masked")
+    if "fill" in found and "sinks" in found:  # a row that is hidden as a whole would go to the sink
+        return None
     if "fill" in found:
         fill, condition = _constant(found["fill"]), found.get("hidden", found.get("kept"))
         least = ABSORBS if "later" in found else HIDES

@@ -174,6 +174,12 @@ def _elementwise(function: Callable) -> Callable:
     return lambda input, inplace=False: (function, (input,))
 
 
+def _along_one(function: Callable) -> Callable:
+    return lambda input, dim, keepdim=False: (
+        (function, (input, back(input, dim), keepdim)) if type(dim) is int else None
+    )
+
+
 def _comparison(function: Callable) -> Callable:
     return lambda input, other: (function, (input, other)) if is_tensor_node(input) else None
 
@@ -209,6 +215,8 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "baddbmm": _baddbmm,
     "mean": lambda input, dim, keepdim=False: (torch.mean, (input, back(input, dim), keepdim)),
     "sum": lambda input, dim, keepdim=False: (torch.sum, (input, back(input, dim), keepdim)),
+    "max": _along_one(torch.max),
+    "amax": _along_one(torch.amax),
     "softmax": _softmax,
     "var": _variance,
     "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),

@@ -97,15 +97,31 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     wide_scores: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale + mask) v over [..., heads, length, width]; PyTorch's mask: True or 0 is kept.
 
     scale None is 1 / sqrt(width). With enable_gqa, each key/value head serves a run of query heads.
     `wide_scores` says that the model computes scores in fp32 of queries in 16 bits; here they always are.
+    `sinks` [heads] are a score more for each query, whose probability goes nowhere (Xiao et al. 2023).
     """
+    if sinks is not None:  # as the score of a key more, whose values are zero
+        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+        mask, is_causal = _with_sinks(sinks, query, key, mask, is_causal), False
     return F.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _with_sinks(sinks: Tensor, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """What is added to the scores [batch, heads, queries, keys + 1], of which the last are the sinks'."""
+    shape = (*query.shape[:-1], key.shape[-2] - 1)
+    added = query.new_zeros(shape)
+    if is_causal:
+        mask = torch.ones(shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        added = added.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else added + mask
+    return torch.cat((added, sinks.to(added.dtype).view(-1, 1, 1).expand(*shape[:-1], 1)), -1)
 
 
 def hidden_rows(hidden: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import fx
 
 from te_transform.backends.collectives import Shards
 from te_transform.graph import ops
-from te_transform.graph.nodes import called, is_tensor_node, shape_of, value
+from te_transform.graph.nodes import argument, called, is_tensor_node, shape_of, value
 
 Held = Mapping[fx.Node, Shards]  # the values that are sharded, each of a tuple of tensors alike
 
@@ -171,7 +171,10 @@ def _sdpa(node: fx.Node, held: Held, ranks: int) -> Step:
         if found[0].copies > 1 or not (pick or of_keys.size == of_keys.shares(ranks)):
             raise Refusal("ranks have copies of several heads of keys, of one head each are needed")
     same = isinstance(mask, fx.Node) and _size(mask, found[0].dim) == found[0].size > 1
-    return Step(found[0], share={mask: found[0]} if same and mask not in held else {}, pick=pick)
+    share = {mask: found[0]} if same and mask not in held else {}
+    if (sinks := argument(node, "sinks")) is not None:
+        share[sinks] = replace(found[0], dim=-1)
+    return Step(found[0], share=share, pick=pick)
 
 
 def _product(node: fx.Node, held: Held, ranks: int) -> Step:

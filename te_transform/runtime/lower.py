@@ -162,7 +162,7 @@ class _Lowering:
         self.graph, self.stands = edit.copy_by_name(plan.captured.graph)
         self.module = fx.GraphModule(plan.captured, self.graph)
         self.written = {node.name for node in written(plan.captured.graph)}
-        self.masks: dict[fx.Node, fx.Node] = {}
+        self.masks: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.shared: dict[tuple, fx.Node] = {}
         self.copied: list[fx.Node] = []  # of the canonical graph, and the masks that are made in other places
         self.views: dict[tuple, fx.Node] = {}
@@ -302,27 +302,28 @@ class _Lowering:
         has the query zeroed: that is left to the op, which need not do it where the mask turns out to be
         causal or to hide nothing, without such rows.
         """
-        query, mask = args[0], args[3]
+        query, mask, sinks = args[0], args[3], args[8]
         hidden = None
         if isinstance(query, fx.Node) and query.target is ops.zero_hidden:
             query, hidden = query.args
         # A single query sees other keys at each step of a generation: each look would wait for the GPU.
         is_one = same_shape(shape_of(query)[-2:-1], (1,))
         if isinstance(mask, fx.Node) and not is_one and not is_bias(value(mask)):
-            mask = self._proved(mask, hidden, at)
+            mask = self._proved(mask, hidden, at, sinks is not None)
         return (query, *args[1:3], mask, *args[4:], hidden)
 
-    def _proved(self, mask: fx.Node, hidden: fx.Node | None, at: fx.Node) -> fx.Node:
-        if mask not in self.masks:
+    def _proved(self, mask: fx.Node, hidden: fx.Node | None, at: fx.Node, beside_sinks: bool) -> fx.Node:
+        known = mask, beside_sinks
+        if known not in self.masks:
             make, inputs = edit.extract(self.module, [mask] if hidden is None else [mask, hidden], ())
             if not self._provable(make, inputs):
                 return mask
             name = f"mask_{len(self.masks)}"
             stored = [is_model_tensor(node) for node in inputs]
-            self.module.add_submodule(name, Mask(make, stored))
-            self.masks[mask] = edit.insert_call(self.graph, at, name, inputs, like=mask)
+            self.module.add_submodule(name, Mask(make, stored, beside_sinks))
+            self.masks[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
             self.copied.append(mask)
-        return self.masks[mask]
+        return self.masks[known]
 
     def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
         """Whether a mask is made of sizes, buffers and data alone, all of them as they are when it is

@@ -20,6 +20,7 @@ from te_transform.backends.limits import (
     without_band,
 )
 from te_transform.backends.tracing import compiling, traced
+from te_transform.backends.twice import differentiable_twice
 
 _HAS_FORMATS = "o_format" in inspect.signature(fused_attn.fused_attn_fwd).parameters  # older ones have not
 _KERNEL = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
@@ -35,28 +36,66 @@ class DotProductAttention(cudnn.DotProductAttention):
         """As the op does; a mask that is a band is not read where kernels know of bands."""
         dropout_p, is_causal, scale, enable_gqa = rest
         found = _band_of(mask, is_causal, query, key)
-        if found is None or not _HAS_FORMATS or (traced() and not compiling.get()):
+        # which are called in less of the CPU's time through PyTorch, where that does
+        is_alike = mask is None and not (query.dim() == 4 and has_odd_lengths(query, key))
+        if is_alike or found is None or not _HAS_FORMATS or (traced() and not compiling.get()):
             return super().attend(query, key, value, mask, *rest)
         parts, (band, ends) = as_autocast(query, key, value), found
         if without_band(*parts, band, dropout_p, enable_gqa):
             return super().attend(query, key, value, mask, *rest)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        ends = _of_batch(ends, len(query))
-        return banded_attention.attended(*parts, ends, band, scale, gains_packed(*parts))
+        return _attended(parts, None, ends, band, scale)
+
+    def beside_sinks(self, *arguments: Any) -> Tensor:
+        """As the op does, by cuDNN's kernels within a band of keys."""
+        plainly = super().beside_sinks
+        if traced() and not compiling.get():
+            return plainly(*arguments)
+        if why := _without_sinks(*arguments):
+            self.plain_calls[f"attention beside sinks, {why}"] += 1
+            return plainly(*arguments)
+        if compiling.get():
+            return _beside_sinks(*arguments)
+        return differentiable_twice(_beside_sinks, plainly, arguments)
+
+
+def _without_sinks(
+    query: Tensor, key: Tensor, value: Tensor, _: Tensor, mask: Tensor | Banded | None, *rest: Any
+) -> str | None:
+    """Why kernels cannot take this attention beside sinks, or None."""
+    dropout_p, is_causal, _, enable_gqa = rest
+    found = _band_of(mask, is_causal, query, key)
+    if found is None or not _HAS_FORMATS:
+        return "a mask that is no band of keys" if found is None else "a TE that has no formats of outputs"
+    return without_band(*as_autocast(query, key, value), found[0], dropout_p, enable_gqa)
+
+
+def _beside_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | Banded | None, *rest: Any
+) -> Tensor:
+    _, is_causal, scale, _ = rest
+    band, ends = _band_of(mask, is_causal, query, key)
+    return _attended(as_autocast(query, key, value), sinks, ends, band, scale)
+
+
+def _attended(
+    parts: tuple[Tensor, ...], sinks: Tensor | None, ends: Tensor | None, band: Band, scale: float | None
+) -> Tensor:
+    query = parts[0]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    ends = _of_batch(ends, len(query))
+    return banded_attention.attended(*parts, ends, band, scale, gains_packed(*parts), sinks)
 
 
 def _band_of(
     mask: Tensor | Banded | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> tuple[Band, Tensor | None] | None:
-    """The band of keys, and the ends of sequences, of attention that is better called through TE."""
+    """The band of keys that attention is within, and the ends of sequences; None with another mask."""
     if isinstance(mask, Banded):
         # one that is expanded along the keys is a band of other keys than these
         is_of_keys = mask.mask.shape[-1] == key.shape[-2]
         is_of_batch = mask.ends is None or len(mask.ends) in (2, len(query) + 1)
         return (mask.band, mask.ends) if is_of_keys and is_of_batch else None
-    if mask is None and query.dim() == 4 and has_odd_lengths(query, key):
-        return Band(None, 0 if is_causal else None, padded=False, blind=False), None
-    return None
+    return None if mask is not None else (Band(None, 0 if is_causal else None, False, False), None)
 
 
 def _of_batch(ends: Tensor | None, batch: int) -> Tensor | None:
@@ -76,6 +115,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tenso
     if not keeps:
         return out, query.new_empty(0), query.new_empty(0)
     sums, state = saved[:2]
+    if sums.dim() == 3:  # [rows, heads, 1] of packed sequences
+        sums = sums.view(*query.shape[:-1], 1).transpose(1, 2)
     return out, sums, state
 
 
@@ -84,10 +125,12 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """banded_attention.attend_backward() by cuDNN."""
     sums, state, *within = rest
+    if within[-1]:
+        sums = sums.transpose(1, 2).flatten(0, 1)
     where, how = _arguments(query, key, *within)
     parts = _as_laid_out((query, key, value, out, grad), how)
     how |= {"do_format": how["o_format"], "dqkv_layout": how["qkv_layout"], "deterministic": False}
-    grads = fused_attn.fused_attn_bwd(*where, *parts, query.dtype, [sums, state], _KERNEL, **how)
+    grads = fused_attn.fused_attn_bwd(*where, *parts, query.dtype, [sums.contiguous(), state], _KERNEL, **how)
     return tuple(part.view_as(like) for part, like in zip(grads[:3], (query, key, value), strict=True))
 
 

@@ -1,0 +1,143 @@
+"""Attention with sinks, a score of each head's own beside those of the keys: what is taken for it, and what
+it computes in a model."""
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_transform
+from te_transform.graph import ops
+from tests import stand_in, test_bands, test_compiled, test_replayed
+from tests.conversions import error, run
+from tests.families import FAMILIES
+
+te, kernels, compilations = stand_in.te, test_bands.kernels, test_compiled.compilations  # fixtures
+gpt_oss = FAMILIES["gpt_oss"]
+
+
+class Attention(nn.Module):
+    """Two heads of width 4, as GPT-OSS writes them, but for what a test has otherwise."""
+
+    def __init__(self, **otherwise: Callable):
+        super().__init__()
+        self.qkv, self.sinks = nn.Linear(8, 24), nn.Parameter(torch.tensor([0.5, -1.0]))
+        self.otherwise = otherwise
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(*x.shape[:-1], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(-1, -2) * 0.5 + mask
+        beside = self.otherwise.get("beside", lambda it, x: it.sinks.reshape(1, -1, 1, 1))(self, x)
+        logits = torch.cat((scores, beside.expand(x.shape[0], 2, x.shape[1], -1)), dim=-1)
+        logits = self.otherwise.get("shifted", shifted)(logits)
+        weights = self.otherwise.get("dropped", lambda weights: weights[..., :-1])(logits.softmax(-1))
+        return (weights @ value).transpose(1, 2).flatten(2)
+
+
+def shifted(logits: Tensor) -> Tensor:
+    return logits - logits.max(dim=-1, keepdim=True).values
+
+
+def sample(length: int = 6) -> dict[str, Tensor]:
+    mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
+    return {"x": torch.randn(2, length, 8, generator=torch.Generator().manual_seed(0)), "mask": mask}
+
+
+SAME = {
+    "as GPT-OSS": {},
+    "without a shift": {"shifted": lambda logits: logits},
+    "amax": {"shifted": lambda logits: logits - logits.amax(-1, keepdim=True)},
+    "by index": {"beside": lambda it, x: it.sinks[None, :, None, None]},
+    "narrow": {"dropped": lambda weights: weights.narrow(-1, 0, weights.shape[-1] - 1)},
+}
+OTHER = {
+    "the first column is dropped": {"dropped": lambda weights: weights[..., 1:]},
+    "two are dropped": {"dropped": lambda weights: nn.functional.pad(weights[..., :-2], (0, 1))},
+    "a sink for each query": {
+        "beside": lambda it, x: it.sinks.view(1, 2, 1, 1) + x.mean(-1)[:, None, :, None]
+    },
+    "one for all heads": {"beside": lambda it, x: it.sinks[:1].view(1, 1, 1, 1)},
+    "another largest": {"shifted": lambda logits: logits - logits.max(dim=-2, keepdim=True).values},
+    "the smallest": {"shifted": lambda logits: logits - logits.min(dim=-1, keepdim=True).values},
+}
+
+
+@pytest.mark.parametrize("name", {**SAME, **OTHER})
+def test_what_is_taken_for_sinks(name: str, te: ModuleType) -> None:
+    model = Attention(**{**SAME, **OTHER}[name])
+    converted = te_transform.convert(model, sample(), backend="te")
+    report = te_transform.report(converted)
+    fused = [outcome.status == "fused" for outcome in report.sites if outcome.rule == "attention"]
+    assert fused == [name in SAME]
+    for length in (6, 9):
+        assert te_transform.verify(model, converted, sample(length))
+
+
+def test_without_kernels_it_says_why_not() -> None:
+    report = te_transform.inspect(Attention(), sample(), backend="torch")
+    (reason,) = next(o for o in report.sites if o.rule == "attention").reasons
+    assert "its sink" in reason
+
+
+def test_the_op_is_a_softmax_with_a_column_more() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
+    sinks = torch.randn(4, dtype=torch.float64)
+    scores = query @ key.mT / 8**0.5
+    beside = sinks.view(1, 4, 1, 1).expand(2, 4, 5, 1)
+    for causal in (False, True):
+        kept = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf) if causal else scores
+        expected = torch.cat((kept, beside), -1).softmax(-1)[..., :-1] @ value
+        found = ops.sdpa(query, key, value, is_causal=causal, sinks=sinks)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"graphs": True}], ids=str)
+@pytest.mark.usefixtures("compilations", "kernels")
+def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained and evaluated, with and without padding, at lengths on both sides of the window."""
+    test_replayed.emulate(monkeypatch)
+    from te_transform.backends import banded_attention
+
+    bands, real = set(), banded_attention.attended
+    monkeypatch.setattr(banded_attention, "attended", lambda *a: (bands.add(a[4]), real(*a))[1])
+    model = gpt_oss.build().bfloat16()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-3, 3, len(parameter)))
+    inputs = gpt_oss.sample()
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # PyTorch's grouped products have no fp64
+    converted = te_transform.convert(model, inputs, backend="te", **options)
+    length = inputs["input_ids"].shape[1]
+    for kept in (length, length - 3, length, 4, length - 3, 4):
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, kept:] = 0
+        given = inputs | {"attention_mask": mask}
+        for training in (True, False):
+            for each in (model, exact, converted):
+                each.train(training)
+            with torch.set_grad_enabled(training):
+                wanted = run(exact, given)
+                allowed = 1.5 * error(run(model, given), wanted) + 2**-8
+                assert error(run(converted, given), wanted) <= allowed
+        found, rounded, wide = (
+            [grad for name, grad in of_all(each, given).items() if name.endswith("sinks")]
+            for each in (converted, model, exact)
+        )
+        assert error(found, wide) <= 1.5 * error(rounded, wide) + 2**-8 * error([g * 0 for g in wide], wide)
+    # with a window, the last queries of a sequence that is much shorter see nothing
+    assert {(band.before is None, band.padded, band.blind) for band in bands} == {
+        (True, False, False), (True, True, False), (False, False, False), (False, True, False),
+        (False, True, True),
+    }  # fmt: skip
+
+
+def of_all(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.train().zero_grad()
+    model(**given).logits.double().square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
