@@ -21,6 +21,7 @@ from te_transform.graph.inputs import Inputs
 from te_transform.passes import layernorm_linear
 from te_transform.plan.match import Site
 from te_transform.runtime.converted import converted_of
+from te_transform.verify import compare as comparing
 from te_transform.verify import judged
 from te_transform.verify.bisect import bisect_failures
 from te_transform.verify.compare import Contenders, compare, judge
@@ -317,6 +318,41 @@ def test_a_site_that_raises_in_a_later_call_is_taken_back_and_named(monkeypatch:
     found = [note for note in te_transform.report(converted).notes if "taken back in a later call" in note]
     assert found
     assert all("NotImplementedError: no such kernel" in note for note in found)
+
+
+@pytest.fixture
+def no_memory_for_fp64(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A site in fp64 runs out of memory; the numbers of runs that did."""
+    raised: list[str] = []
+
+    def limited(*args: object, double: bool = False, **how: object) -> Run:
+        if double:
+            raised.append("fp64")
+            raise torch.OutOfMemoryError("no memory")
+        return run(*args, **how)
+
+    monkeypatch.setattr(comparing, "run", limited)
+    return raised
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_site_that_is_too_large_for_fp64_is_measured_by_its_own_rounding(
+    dtype: torch.dtype, no_memory_for_fp64: list[str]
+) -> None:
+    model, x = tiny(2).to(dtype), X.to(dtype)
+    rules = {False: layernorm_linear.RULE, True: layernorm_linear_with(path="blocks.1.norm2", eps=1e4)}
+    for is_wrong, rule in rules.items():
+        converted = te_transform.convert(model, x, passes=[rule])
+        assert no_memory_for_fp64
+        assert bool(rolled_back(converted)) is is_wrong
+        assert sites(converted)
+
+
+def test_a_model_that_is_too_large_for_fp64_is_not_judged(no_memory_for_fp64: list[str]) -> None:
+    model = tiny()
+    converted = te_transform.convert(model, X)
+    with pytest.raises(Exception, match="in fp64, OutOfMemoryError"):
+        verify(model, converted, X)
 
 
 class Flattened(nn.Module):

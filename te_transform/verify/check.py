@@ -30,7 +30,8 @@ def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, st
     """Compare each site with the captured operations that it replaces, on the values of one call.
 
     Forward and gradients, dropout off, against fp64 (see compare.py). The captured graph runs once, without
-    gradients, and each site is checked when its turn comes: needs the memory of one site in fp64. A graph on
+    gradients, and each site is checked when its turn comes: needs the memory of one site in fp64, or, where
+    there is less, in its own dtype with random rounding, which is its measure then. A graph on
     fake tensors, or on the meta device, is not checked. Layers that share a graph differ in values alone, of
     which the rewriting knows nothing: one layer's stand for all (verify() compares every layer).
 
@@ -106,7 +107,7 @@ class _Pair:
         unseen = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
         try:
             with torch.enable_grad(), unseen:  # not within torch.func.grad(), which takes no hooks
-                rows = judge(self._contenders(held), self._given(held))
+                rows = judge(self._contenders(held), self._given(held), large=True)
         except Exception as error:  # whatever it is, the model runs without this site
             return f"on its recorded inputs it raised {type(error).__name__}: {error}"
         self.site.deviations = tuple(

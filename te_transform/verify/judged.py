@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,19 +30,41 @@ _DROPOUT_P = {  # where attentions take it
 
 
 class Noise:
-    """Random numbers in fp64, the same for the same seed and calls, made on the device that they are for: for
-    the outputs of a layer there may be hundreds of millions."""
+    """Random numbers, the same for the same seed and calls, made on the device that they are for: for the
+    outputs of a layer there may be hundreds of millions."""
 
     def __init__(self, seed: int):
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
-    def of(self, draw: Callable[..., Tensor], like: Tensor) -> Tensor:
+    def of(self, draw: Callable[..., Tensor], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         """Numbers drawn by torch.rand or torch.randn, in the shape of `like`."""
         device = like.device
         if device not in self.generators:
             self.generators[device] = torch.Generator(device).manual_seed(self.seed)
-        return draw(like.shape, generator=self.generators[device], dtype=torch.float64, device=device)
+        return draw(like.shape, generator=self.generators[device], dtype=dtype, device=device)
+
+
+class _RoundedAtRandom(torch.autograd.Function):
+    """A result put off by a random half ulp at most, and its gradient by the same: drawn again, rather than
+    kept for the backward of each of all results."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, seed: int) -> Tensor:
+        ctx.seed = seed
+        return _rounded_at_random(out, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _rounded_at_random(grad, ctx.seed), None
+
+
+def _rounded_at_random(x: Tensor, seed: int) -> Tensor:
+    dtype = torch.finfo(x.dtype)
+    noise = Noise(seed).of(torch.rand, x, torch.float64 if x.itemsize > 2 else torch.float32)
+    noisy = noise.sub_(0.5).mul_(dtype.eps).add_(1).mul_(x).to(x.dtype)
+    # a masked score is all mask, no rounding shows
+    return torch.where(x.abs() < dtype.max / 2, noisy, x)
 
 
 class Judged(GraphMode):
@@ -53,7 +76,8 @@ class Judged(GraphMode):
 
     def __init__(self, double: bool = False, rounding: int | None = None):
         super().__init__()
-        self.double, self.noise = double, None if rounding is None else Noise(rounding)
+        self.double = double
+        self.seeds = None if rounding is None else random.Random(rounding)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -67,7 +91,7 @@ class Judged(GraphMode):
             func = _DOUBLE.get(func, func)
             args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
         out = func(*args, **kwargs)
-        return out if self.noise is None else self._rounded(out, tree_leaves((args, kwargs)))
+        return out if self.seeds is None else self._rounded(out, tree_leaves((args, kwargs)))
 
     def _rounded(self, out: Any, given: list[Any]) -> Any:
         if type(out) in (tuple, list):
@@ -77,11 +101,7 @@ class Judged(GraphMode):
         storage = out.untyped_storage()._cdata
         if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == storage for t in given):
             return out  # a view, nothing was computed
-        dtype = torch.finfo(out.dtype)
-        noise = self.noise.of(torch.rand, out) - 0.5
-        noisy = (out.double() * (1 + dtype.eps * noise)).to(out.dtype)
-        # a masked score is all mask, no rounding shows
-        return torch.where(out.abs() < dtype.max / 2, noisy, out)
+        return _RoundedAtRandom.apply(out, self.seeds.getrandbits(62))
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
