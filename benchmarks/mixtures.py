@@ -2,10 +2,10 @@
 
     python benchmarks/mixtures.py [NAME ...] [--recipe fp8-delayed] [--json PATH]
 
-Layers of Mixtral 8x7B, Qwen3 30B-A3B and DeepSeek V2 Lite, 2 sequences of 4,096 tokens: a training step
-without optimizer and a forward without gradients, by turns in one process, with the time of the kernels of
-one call of each, and what that takes of the GPU's memory beside the model. Compiled, the original is by
-torch.compile. Nothing is asserted.
+Layers of Mixtral 8x7B, Qwen3 30B-A3B, DeepSeek V2 Lite and GPT-OSS 20B, 2 sequences of 4,096 tokens: a
+training step without optimizer and a forward without gradients, by turns in one process, with the time of the
+kernels of one call of each, and what that takes of the GPU's memory beside the model. Compiled, the original
+is by torch.compile. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 16,
             "num_key_value_heads": 16, "n_routed_experts": 64, "num_experts_per_tok": 6,
             "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "kv_lora_rank": 512,
+        },
+    ),
+    "GPT-OSS": (
+        "GptOssForCausalLM", "GptOssConfig",
+        {
+            "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 2, "head_dim": 64,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128,
+            "num_local_experts": 32, "num_experts_per_tok": 4,
         },
     ),
 }  # fmt: skip

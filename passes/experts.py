@@ -8,18 +8,49 @@ import torch
 from torch import fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import called, dtype_name, is_parameter, is_tensor_node
+from te_transform.graph.nodes import dtype_name, is_parameter, is_tensor_node
 from te_transform.graph.pattern import Call, OneOf, Var
-from te_transform.passes.layernorm_mlp import activated
+from te_transform.passes.layernorm_mlp import activated, halves
 from te_transform.plan.rule import Operation, Rule
 
 _ENDS = Call(ops.group_ends, Var("experts"))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _biased(product: Call, name: str) -> OneOf:
+    """A product, or one to which each expert adds a bias of its own."""
+    rows = Call(operator.getitem, Var(name, is_parameter), Call(ops.in_order, Var("experts")))
+    return OneOf(Call(torch.add, product, rows, commute=True), product)
+
+
+def _clamped(gate: Call, beside: Call) -> Call:
+    """A gate in which no part of the product counts for more than a limit (GPT-OSS)."""
+    limit = Var("limit", _is_number)
+    within = Call(torch.clamp, beside, Var("least", _is_number), limit)
+    return Call(
+        torch.mul,
+        Call((ops.silu, ops.quick_gelu), Call(torch.clamp, gate, None, limit), role="activation"),
+        OneOf(offset={"one": Call(torch.add, within, 1, commute=True), "none": within}),
+    )
+
+
 _FC1 = Call(
     ops.grouped_mm, Call(ops.dispatch, Var("x"), Var("experts")), Var("fc1_weight"), _ENDS, role="fc1"
 )
-_HIDDEN = activated(_FC1)
-_FC2 = Call(ops.grouped_mm, _HIDDEN, Var("fc2_weight"), _ENDS, role="fc2")
-_FUSED = Call(ops.combine, _FC2, Var("experts"), Var("weights"), Var("dtype"), role="combine")
+_HIDDEN = _biased(_FC1, "fc1_bias")
+_EVEN, _ODD = (Call(operator.getitem, _HIDDEN, (Ellipsis, slice(start, None, 2))) for start in (None, 1))
+_FIRST, _SECOND = halves(_HIDDEN)
+_ACTIVATED = OneOf(
+    activated(_HIDDEN),
+    OneOf(gated={"first half": _clamped(_FIRST, _SECOND), "pairs": _clamped(_EVEN, _ODD)}),
+)
+_FC2 = Call(ops.grouped_mm, _ACTIVATED, Var("fc2_weight"), _ENDS, role="fc2")
+_FUSED = Call(
+    ops.combine, _biased(_FC2, "fc2_bias"), Var("experts"), Var("weights"), Var("dtype"), role="combine"
+)
 # experts of other kinds
 _SUMMED = Call(ops.combine, Var("y"), Var("experts"), Var("weights"), Var("dtype"), role="summed")
 _GROUPS = Call(ops.grouped_mm, Var("rows"), Var("weight"), Var("ends"), role="groups")
@@ -34,6 +65,8 @@ def refuse(
     gated: str = "no",
     half: int = 0,
     end: int = 0,
+    limit: float | None = None,
+    least: float | None = None,
     summed: Operation | None = None,
     groups: Operation | None = None,
     each: fx.Node | None = None,
@@ -41,11 +74,13 @@ def refuse(
     """Every reason why these experts are none that the op computes; None where that is told elsewhere."""
     if fc1 is not None:
         yield from _of_this_kind(fc1, gated, half, end)
+        if limit is not None and not 0 < limit == -least:
+            yield (
+                f"what is beside the gate is clamped to {least} and {limit}, the fused op has one limit on "
+                "both sides"
+            )
     elif summed is not None:
-        if _have_biases(_reached(summed.node, _reads, ops.grouped_mm)):
-            yield "each expert adds a bias of its own to its product, the fused op has none"
-        else:
-            yield "the experts are not two products with an activation between them that the fused op has"
+        yield "the experts are not two products with an activation between them that the fused op has"
     elif _is_told_elsewhere(groups.node if each is None else each):
         yield None
     elif each is not None:
@@ -53,8 +88,6 @@ def refuse(
             "each choice of a token has a copy of its expert's weights, the fused op has tokens in groups: "
             "call model.set_experts_implementation('grouped_mm') before the conversion"
         )
-    elif _have_biases({groups.node}):
-        yield "each expert adds a bias of its own to its product, the fused op has none"
     else:
         yield "the groups of tokens are not those of topk's choices, which alone are known to be experts"
 
@@ -65,6 +98,8 @@ def _of_this_kind(fc1: Operation, gated: str, half: int, end: int) -> Iterator[s
             f"the experts compute in {dtype_name(fc1.x.dtype)}, PyTorch's kernels of products by groups are "
             "for bfloat16 alone: convert the model with its weights in that"
         )
+    if gated == "pairs":
+        half, end = fc1.width - fc1.width // 2, fc1.width
     if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
         yield (
             f"the gate has {half} of the first product's {fc1.width} outputs, experts have as many in the "
@@ -75,12 +110,6 @@ def _of_this_kind(fc1: Operation, gated: str, half: int, end: int) -> Iterator[s
 def _is_told_elsewhere(product: fx.Node) -> bool:
     """Whether it is the second product of experts, or these are known by the sum over their choices."""
     return bool(_reached(product, _reads, *_PRODUCTS) or _reached(product, _users, ops.combine))
-
-
-def _have_biases(products: set[fx.Node]) -> bool:
-    adds = {user for node in products for user in node.users if called(user) in ("add", "add_")}
-    rows = [read for add in adds for read in add.all_input_nodes if read.target is operator.getitem]
-    return any(is_parameter(read.args[0]) for read in rows)
 
 
 def _users(node: fx.Node) -> Iterable[fx.Node]:
@@ -104,9 +133,11 @@ def _reached(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], 
     return found
 
 
-def build(backend, activation: Operation, gated: str) -> nn.Module:
+def build(
+    backend, activation: Operation, gated: str, limit: float | None = None, offset: str = "none"
+) -> nn.Module:
     """The fused op."""
-    return backend.Experts(activation=activation.op, gated=gated)
+    return backend.Experts(activation=activation.op, gated=gated, limit=limit, offset=int(offset == "one"))
 
 
 RULE = Rule(
@@ -114,7 +145,16 @@ RULE = Rule(
     pattern=OneOf(_FUSED, _SUMMED, _GROUPS, _EACH),
     refuse=refuse,
     build=build,
-    reads=("x", "experts", "weights", "fc1.weight", "fc2.weight", "dtype"),
+    reads=(
+        "x",
+        "experts",
+        "weights",
+        "fc1.weight",
+        "fc2.weight",
+        "dtype",
+        "fc1_bias",
+        "fc2_bias",
+    ),
 )
 """Saves the passes between the products over all tokens times their choices: the sum over the choices in one
 kernel, gradients gathered where PyTorch adds up rows one by one, and a gated activation in one kernel."""

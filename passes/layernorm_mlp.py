@@ -7,18 +7,23 @@ import torch
 from torch import nn
 
 from te_transform.graph import ops
-from te_transform.graph.pattern import Call, Linear, Norm, OneOf, Var
+from te_transform.graph.pattern import Call, Linear, Norm, OneOf, Pattern, Var
 from te_transform.passes import layernorm_linear
 from te_transform.plan.rule import Operation, Rule
 
 
-def activated(fc1: Call) -> OneOf:
+def halves(fc1: Pattern) -> tuple[Call, Call]:
+    """The two parts of the columns of a gated MLP's first product."""
+    return Call(ops.columns, fc1, 0, Var("half")), Call(ops.columns, fc1, Var("half"), Var("end"))
+
+
+def activated(fc1: Pattern) -> OneOf:
     """What MLPs compute of their first product `fc1`, by which part of it is activated."""
-    first, second = Call(ops.columns, fc1, 0, Var("half")), Call(ops.columns, fc1, Var("half"), Var("end"))
+    first, second = halves(fc1)
     act = partial(Call, ops.ACTIVATIONS, role="activation")
-    halves = {"first half": (first, second), "second half": (second, first)}
+    gates = {"first half": (first, second), "second half": (second, first)}
     return OneOf(
-        gated={"no": act(fc1)} | {k: Call(torch.mul, act(g), other) for k, (g, other) in halves.items()}
+        gated={"no": act(fc1)} | {k: Call(torch.mul, act(g), other) for k, (g, other) in gates.items()}
     )
 
 

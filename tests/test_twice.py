@@ -211,7 +211,7 @@ def test_rows_that_are_hidden_everywhere_are_uniform_where_the_mask_stays() -> N
     core = plain.DotProductAttention()
     filled = (query @ key.mT / 3**0.5).masked_fill(hidden, -1e9).softmax(-1) @ value
     rows = ops.hidden_rows(hidden)
-    found = core(query, key, value, ops.kept(hidden, rows), 0.0, False, None, False, rows)
+    found = core(query, key, value, ops.kept(hidden, rows), 0.0, False, None, False, hidden=rows)
     torch.testing.assert_close(found, filled)
-    causal = core(query, key, value, "causal", 0.0, False, None, False, rows)
+    causal = core(query, key, value, "causal", 0.0, False, None, False, hidden=rows)
     torch.testing.assert_close(causal, written_out(query, key, value, CAUSAL))

@@ -11,8 +11,8 @@ MOST_COLUMNS = 1024  # that a program reads at once
 
 
 @triton.jit
-def _combine_rows(y, places, weights, out, width, HAS_WEIGHTS: tl.constexpr, CHOICES: tl.constexpr,
-                  COLUMNS: tl.constexpr):  # fmt: skip
+def _combine_rows(y, places, weights, bias, experts, out, width, HAS_WEIGHTS: tl.constexpr,
+                  HAS_BIAS: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
@@ -21,6 +21,9 @@ def _combine_rows(y, places, weights, out, width, HAS_WEIGHTS: tl.constexpr, CHO
         at = token * CHOICES + choice
         row = tl.load(places + at)
         read = tl.load(y + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            start = bias + tl.load(experts + at) * width
+            read += tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             read *= tl.load(weights + at).to(tl.float32)
         total += read
@@ -28,8 +31,8 @@ def _combine_rows(y, places, weights, out, width, HAS_WEIGHTS: tl.constexpr, CHO
 
 
 @triton.jit
-def _gradients_of_rows(grad, y, places, weights, grad_y, grad_weights, width, CHOICES: tl.constexpr,
-                       COLUMNS: tl.constexpr):  # fmt: skip
+def _gradients_of_rows(grad, y, places, weights, bias, experts, grad_y, grad_weights, width,
+                       HAS_BIAS: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     row, weight = tl.load(places + at), tl.load(weights + at).to(tl.float32)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
@@ -38,28 +41,37 @@ def _gradients_of_rows(grad, y, places, weights, grad_y, grad_weights, width, CH
         inside = columns < width
         given = tl.load(grad + at // CHOICES * width + columns, mask=inside, other=0.0).to(tl.float32)
         read = tl.load(y + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            start = bias + tl.load(experts + at) * width
+            read += tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_y + row * width + columns, (given * weight).to(grad_y.dtype.element_ty), mask=inside)
         total += given * read
     tl.store(grad_weights + at, tl.sum(total, axis=0).to(grad_weights.dtype.element_ty))
 
 
-def combine(y: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+def combine(
+    y: Tensor, places: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
+) -> Tensor:
     """See te_transform.backends.combine; all lie without gaps."""
     (tokens, choices), width = places.shape, y.shape[-1]
     out, columns = y.new_empty(tokens, width), _columns(width)
-    held = y if weights is None else weights
-    how = {"HAS_WEIGHTS": weights is not None, "CHOICES": choices, "COLUMNS": columns}
+    held = (y if tensor is None else tensor for tensor in (weights, bias, experts))
+    given = y, places, *held, out, width
+    how = {"HAS_WEIGHTS": weights is not None, "HAS_BIAS": bias is not None, "CHOICES": choices}
     with torch.cuda.device(y.device):
-        _combine_rows[tokens, triton.cdiv(width, columns)](y, places, held, out, width, **how)
+        _combine_rows[tokens, triton.cdiv(width, columns)](*given, COLUMNS=columns, **how)
     return out
 
 
-def combine_backward(grad: Tensor, y: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def combine_backward(
+    grad: Tensor, y: Tensor, places: Tensor, weights: Tensor, bias: Tensor | None, experts: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """See te_transform.backends.combine; all lie without gaps."""
     width = y.shape[-1]
     grad_y, grad_weights = torch.empty_like(y), torch.empty_like(weights)
-    given = grad, y, places, weights, grad_y, grad_weights, width
-    how = {"CHOICES": places.shape[-1], "COLUMNS": _columns(width)}
+    held = (y if tensor is None else tensor for tensor in (bias, experts))
+    given = grad, y, places, weights, *held, grad_y, grad_weights, width
+    how = {"HAS_BIAS": bias is not None, "CHOICES": places.shape[-1], "COLUMNS": _columns(width)}
     with torch.cuda.device(y.device):
         _gradients_of_rows[places.numel(),](*given, **how)
     return grad_y, grad_weights

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.backends import limits
 from te_transform.backends.bands import Banded, tensor_of
+from te_transform.backends.groups import of_groups
 from te_transform.backends.joined import note_reads, watched
 from te_transform.backends.op import FusedOp
 from te_transform.backends.tracing import compiling, transformed
@@ -46,6 +47,7 @@ _GATED = {
 ACTIVATIONS = {op.__name__: name for name, op in _PLAIN.items()}
 GATED_ACTIVATIONS = {op.__name__: name for name, op in _GATED.items()}
 GATES = ("no", "first half", "second half")
+PAIRS = "pairs"  # gates in every other column
 
 
 def activated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
@@ -227,13 +229,17 @@ class LayerNormMLP(LayerNormLinear):
 class Experts(FusedOp):
     """fc2(activation(fc1(x))) by the experts that each token was sent to, summed up by their weights.
 
-    The activation is an op of graph/ops.py. Where it is gated, one half of fc1's columns is activated and
-    multiplied with the other.
+    Args:
+        activation: an op of graph/ops.py.
+        gated: which part of fc1's columns is activated, and multiplied with the rest; "pairs" has gates in
+            every other column, from the first one on.
+        limit: what the gate may be at most, and the rest at most and at least.
+        offset: is added to the rest.
     """
 
-    def __init__(self, *, activation: str, gated: str = "no"):
+    def __init__(self, *, activation: str, gated: str = "no", limit: float | None = None, offset: int = 0):
         super().__init__()
-        self.activation, self.gated = activation, gated
+        self.activation, self.gated, self.limit, self.offset = activation, gated, limit, offset
 
     def forward(
         self,
@@ -243,12 +249,18 @@ class Experts(FusedOp):
         fc1_weight: Tensor,
         fc2_weight: Tensor,
         dtype: torch.dtype,
+        fc1_bias: Tensor | None = None,
+        fc2_bias: Tensor | None = None,
     ) -> Tensor:
         """x [tokens, hidden], experts and weights [tokens, choices], fc1_weight [experts, hidden, ffn],
-        fc2_weight [experts, ffn, hidden] -> [tokens, hidden] in `dtype`."""
-        order, places, ends = routed(experts, len(fc1_weight))
+        fc2_weight [experts, ffn, hidden], a bias of each expert -> [tokens, hidden] in `dtype`."""
+        order, places, groups, ends = routed(experts, len(fc1_weight))
         rows = ops.grouped_mm(taken(x, order, places, experts.shape[-1]), fc1_weight, ends)
+        if fc1_bias is not None:
+            rows = rows + of_groups(fc1_bias, groups, ends)
         out = ops.grouped_mm(self.activated(rows), fc2_weight, ends)
+        if fc2_bias is not None:
+            out = out + of_groups(fc2_bias, groups, ends)
         found = taken(out, places, order).unflatten(0, experts.shape)
         return (found * weights.unsqueeze(-1)).sum(1).to(dtype)
 
@@ -257,24 +269,28 @@ class Experts(FusedOp):
         activate = getattr(ops, self.activation)
         if self.gated == GATES[0]:
             return activate(hidden)
-        first, second = hidden.chunk(2, dim=-1)
-        return activate(first) * second if self.gated == GATES[1] else activate(second) * first
+        first, second = (hidden[..., ::2], hidden[..., 1::2]) if self.gated == PAIRS else hidden.chunk(2, -1)
+        gate, beside = (second, first) if self.gated == GATES[2] else (first, second)
+        if self.limit is not None:
+            gate, beside = gate.clamp(max=self.limit), beside.clamp(-self.limit, self.limit)
+        return activate(gate) * (beside + self.offset if self.offset else beside)
 
     def extra_repr(self) -> str:
         return self.activation
 
 
-def routed(experts: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def routed(experts: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """How tokens get to their experts [tokens, choices], and back: see ops.
 
     Returns:
-        The order of the choices by expert, the place of each choice in it, and where each group ends.
+        The order of the choices by expert, the place of each choice in it, the expert of each place, and
+        where the group of each expert ends.
     """
     chosen, order = experts.flatten().sort()
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     numbers = torch.arange(groups, device=chosen.device, dtype=chosen.dtype)
-    return order, places, torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+    return order, places, chosen, torch.searchsorted(chosen, numbers, right=True, out_int32=True)
 
 
 def taken(x: Tensor, order: Tensor, places: Tensor, choices: int = 1) -> Tensor:

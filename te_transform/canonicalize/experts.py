@@ -91,7 +91,7 @@ def _chosen(choices: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | N
             return choices if choices.args[1] == 1 and _router_width(choices) else None
         if choices.target is operator.getitem and called(source) == "sort" and choices.args[1] == 0:
             choices = _source(source)
-        elif called(choices) in _RESHAPES:
+        elif called(choices) in _RESHAPES or choices.target is ops.in_order:
             choices = source
         else:
             break
@@ -122,15 +122,15 @@ def spell_routing(graph: fx.Graph) -> None:
         elif called(node) == "cumsum" and (counted := _counted(node, is_kept)) is not None:
             edit.set_target(node, ops.group_ends, counted)
         elif (experts := _sorted(node, is_kept)) is not None:
-            edit.set_target(node, ops.by_expert, (experts,))
+            edit.set_target(node, ops.by_expert if node.args[1] else ops.in_order, (experts,))
 
 
-def _sorted(order: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """The choices [tokens, choices] whose order by expert, one after the other, this is."""
-    if order.target is not operator.getitem or order.args[1:] != (1,):
+def _sorted(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """The choices [tokens, choices] that this has by expert, one after the other, or whose order it is."""
+    if node.target is not operator.getitem or node.args[1:] not in ((0,), (1,)):
         return None
-    sort = order.args[0]
-    if called(sort) != "sort" or len(sort.args) != 1 or {*sort.kwargs} - {"stable"} or not is_kept(order):
+    sort = node.args[0]
+    if called(sort) != "sort" or len(sort.args) != 1 or {*sort.kwargs} - {"stable"} or not is_kept(node):
         return None
     flat = sort.args[0]
     experts = flat.args[0] if called(flat) in _RESHAPES and len(shape_of(flat)) == 1 else None

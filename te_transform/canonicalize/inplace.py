@@ -15,7 +15,8 @@ from te_transform.graph import edit, nodes, ops
 _MAY_ALIAS = frozenset(
     ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem")
 )
-_NEW = frozenset((ops.by_expert, ops.dispatch, ops.group_ends, ops.combine))  # which aten has not
+# which aten has not
+_NEW = frozenset((ops.by_expert, ops.in_order, ops.dispatch, ops.group_ends, ops.grouped_mm, ops.combine))
 _OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 Storage = dict[fx.Node, frozenset[fx.Node]]
 
@@ -121,7 +122,8 @@ def _sources(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes if target is None else [target]
     if node.target in _NEW or (node.target is operator.getitem and _is_own(*node.args)):
         return []
-    return node.all_input_nodes if node.op == "call_module" or _may_alias(nodes.called(node)) else []
+    operation = node.target if isinstance(node.target, _OPERATIONS) else nodes.called(node)
+    return node.all_input_nodes if node.op == "call_module" or _may_alias(operation) else []
 
 
 def _is_own(source: fx.Node, index: Any) -> bool:
@@ -133,12 +135,17 @@ def _is_own(source: fx.Node, index: Any) -> bool:
 
 
 @cache
-def _may_alias(name: str) -> bool:
-    name = name.strip("_")
-    if name in _MAY_ALIAS:
-        return True
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:  # no operation of torch: it may do anything
-        return True
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads() if overload != "out"]
+def _may_alias(operation: Any) -> bool:
+    """Whether an operation of torch.ops, or one of PyTorch's by its name, may hand out memory of another."""
+    schemas = [operation._schema] if isinstance(operation, torch._ops.OpOverload) else []
+    if isinstance(operation, str):
+        name = operation.strip("_")
+        if name in _MAY_ALIAS:
+            return True
+        operation = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, f"_{name}", None)
+        if operation is None:  # no operation of torch: it may do anything
+            return True
+    if isinstance(operation, torch._ops.OpOverloadPacket):
+        overloads = [overload for overload in operation.overloads() if overload != "out"]
+        schemas = [getattr(operation, overload)._schema for overload in overloads]
     return any(r.alias_info is not None and not r.alias_info.is_write for s in schemas for r in s.returns)

@@ -215,6 +215,8 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "baddbmm": _baddbmm,
     "mean": lambda input, dim, keepdim=False: (torch.mean, (input, back(input, dim), keepdim)),
     "sum": lambda input, dim, keepdim=False: (torch.sum, (input, back(input, dim), keepdim)),
+    "clamp": lambda input, min=None, max=None: (torch.clamp, (input, min, max)),
+    "clip": lambda input, min=None, max=None: (torch.clamp, (input, min, max)),
     "max": _along_one(torch.max),
     "amax": _along_one(torch.amax),
     "softmax": _softmax,

@@ -180,6 +180,11 @@ def by_expert(experts: Tensor) -> Tensor:
     return experts.flatten().sort(stable=True).indices
 
 
+def in_order(experts: Tensor) -> Tensor:
+    """The choices of experts [tokens, choices] as by_expert() sorts them: whose each row is."""
+    return experts.flatten().sort().values
+
+
 def group_ends(experts: Tensor, groups: int) -> Tensor:
     """How many choices are of the first expert, of the first two, and so on: [groups] in int32."""
     numbers = torch.arange(groups, device=experts.device, dtype=experts.dtype)

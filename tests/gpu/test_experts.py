@@ -18,8 +18,8 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def arguments(gated: bool) -> list[Tensor]:
-    """Tokens, their experts, of which one gets no token, and weights, in bf16 and fp32."""
+def arguments(gated: bool, biased: bool = False) -> list[Tensor]:
+    """Tokens, their experts, of which one gets no token, weights and biases, in bf16 and fp32."""
     scores = random(TOKENS, EXPERTS, seed=0)
     scores[:, 5] = -torch.inf
     weights, experts = scores.softmax(-1).topk(CHOICES)
@@ -27,16 +27,21 @@ def arguments(gated: bool) -> list[Tensor]:
     fc2 = random(EXPERTS, HIDDEN, INNER, seed=2) / 8
     x = random(TOKENS, HIDDEN, seed=3)
     given = [x.bfloat16(), experts, weights, fc1.bfloat16(), fc2.bfloat16()]
+    if biased:
+        given += [
+            random(EXPERTS, fc1.shape[1], seed=5).bfloat16(),
+            random(EXPERTS, HIDDEN, seed=6).bfloat16(),
+        ]
     return [tensor.cuda() for tensor in given]
 
 
 def run(op: Callable[..., Tensor], given: list[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The output and all gradients; the weights reach the op transposed, as models have them."""
     own = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in given]
-    out = op(*own[:3], own[3].transpose(-2, -1), own[4].transpose(-2, -1), dtype)
+    out = op(*own[:3], own[3].transpose(-2, -1), own[4].transpose(-2, -1), dtype, *own[5:])
     grad = random(*out.shape, seed=4).to(out)
     out.backward(grad)
-    return {"out": out.detach(), **{str(i): own[i].grad for i in (0, 2, 3, 4)}}
+    return {"out": out.detach(), **{str(i): each.grad for i, each in enumerate(own) if i != 1}}
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
@@ -69,6 +74,38 @@ def test_experts(gated: str, activation: str) -> None:
         assert off(found[name], value) < max(1.2 * off(ours[name], value), 1e-3), name
 
 
+CLAMPED: dict[str, Any] = {"activation": "quick_gelu", "gated": "pairs", "limit": 0.7, "offset": 1}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        CLAMPED,
+        {**CLAMPED, "gated": "first half"},
+        {"activation": "silu", "gated": "first half", "limit": 0.7},
+        {"activation": "silu", "gated": "first half"},
+        {"activation": "squared_relu"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_with_biases_and_limits(how: dict[str, Any], biased: bool) -> None:
+    from te_transform.backends import te
+
+    given = arguments("gated" in how, biased)
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
+    wanted = run(plain.Experts(**how), wide, torch.float64)
+    with limits.at_any_size:
+        op = te.Experts(**how)
+        found = run(op, given, torch.bfloat16)
+    assert not op.plain_calls
+    ours = run(plain.Experts(**how), given, torch.bfloat16)
+    for name, value in wanted.items():
+        assert off(found[name], value) < max(1.2 * off(ours[name], value), 1e-3), name
+    for name in ("5", "6") if biased else ():
+        assert not found[name][5].any()  # of the expert without tokens
+
+
 def test_a_second_derivative_is_that_of_plain_pytorch() -> None:
     from te_transform.backends import te
 
@@ -88,7 +125,11 @@ def test_a_second_derivative_is_that_of_plain_pytorch() -> None:
 MIXTURES = {
     "Mixtral": {"intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 4},
     "Qwen3Moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 8, "head_dim": 64},
-}
+    "GptOss": {
+        "intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 64,
+        "sliding_window": 32,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", [{}, {"compile": True}, {"graphs": True}], ids=str)

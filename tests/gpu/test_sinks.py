@@ -32,7 +32,8 @@ def close(found: tuple[Tensor, ...], parts: list[Tensor], mask: Tensor, cotangen
     exact = in_operations([part.double() for part in parts], mask, cotangent.double())
     rounded = in_operations(parts, mask, cotangent)
     for got, wanted, ours in zip(found, exact, rounded, strict=True):
-        allowed = max((ours.double() - wanted).norm() * (1 if ours.dim() > 1 else 3), 2**-8 * wanted.norm())
+        own = (ours.double() - wanted).norm() * (1.2 if ours.dim() > 1 else 3)
+        allowed = max(own, 2**-8 * wanted.norm())
         assert (got.double() - wanted).norm() <= allowed
 
 

@@ -1,6 +1,7 @@
 """The experts of a mixture model: tokens sorted by expert, two products by groups, and back."""
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,15 @@ def gate_last(hidden: Tensor) -> Tensor:
     return up * F.gelu(gate, approximate="tanh")
 
 
+def clamped(
+    hidden: Tensor, slope: float = 1.702, offset: int = 1, pairs: bool = True, least: float = -0.7
+) -> Tensor:
+    """As GPT-OSS has it; others have halves, a SiLU, or nothing that is added."""
+    gate, up = (hidden[..., ::2], hidden[..., 1::2]) if pairs else hidden.chunk(2, -1)
+    gate, up = gate.clamp(min=None, max=0.7), up.clamp(min=least, max=0.7)
+    return (up + offset if offset else up) * (gate * torch.sigmoid(gate * slope))
+
+
 def by_softmax(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return F.linear(x, model.router).float().softmax(-1).topk(CHOICES, dim=-1)
 
@@ -53,6 +63,7 @@ class Mixture(nn.Module):
         route: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]] = by_softmax,
         width: int = 2 * INNER,
         masked: bool = True,
+        biased: bool = False,
         after: Callable[[Tensor, Tensor], None] = lambda chosen, perm: None,
     ):
         super().__init__()
@@ -60,6 +71,9 @@ class Mixture(nn.Module):
         self.router = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
         self.gate_up = nn.Parameter(torch.randn(EXPERTS, width, HIDDEN) / 4)
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / 4)
+        self.biases = [None, None]
+        if biased:
+            self.biases = nn.ParameterList([torch.randn(EXPERTS, width), torch.randn(EXPERTS, HIDDEN)])
         self.head = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,9 +86,14 @@ class Mixture(nn.Module):
         beyond = (numbers >= EXPERTS).unsqueeze(-1)
         if self.masked:
             rows.masked_fill_(beyond, 0.0)
+        numbers.clamp_(max=EXPERTS - 1)
         hidden = product(rows, self.gate_up.transpose(-2, -1), offs=ends)
+        if self.biases[0] is not None:
+            hidden.add_(self.biases[0][numbers])
         hidden = hidden.masked_fill(beyond, 0.0) if self.masked else hidden
         out = product(self.act(hidden), self.down.transpose(-2, -1), offs=ends)
+        if self.biases[1] is not None:
+            out.add_(self.biases[1][numbers])
         out = (out.masked_fill(beyond, 0.0) if self.masked else out) * scales.unsqueeze(-1)
         back = torch.empty_like(perm)
         back[perm] = torch.arange(perm.size(0), device=x.device)
@@ -107,6 +126,11 @@ FUSES = {
     "chosen, then softmax": made(route=lambda m, x: (
         (top := F.linear(x, m.router).topk(CHOICES)).values.softmax(-1), top.indices
     )),
+    "biases": made(biased=True),
+    "biases without a gate": made(biased=True, act=lambda hidden: F.relu(hidden).square(), width=INNER),
+    "clamped, in pairs, with biases": made(biased=True, act=clamped),
+    "clamped": made(act=partial(clamped, slope=1, offset=0, pairs=False)),
+    "clamped, by 1.702": made(act=partial(clamped, pairs=False)),
     "weights in bfloat16": made(route=lambda m, x: (
         (top := by_softmax(m, x))[0].bfloat16(), top[1]
     )),
@@ -392,6 +416,14 @@ REFUSES = {
         f"the gate has 1 of the first product's {INNER + 1} outputs, experts have as many in the gate as "
         "beside it",
     ),
+    "uneven limits": (
+        made(act=partial(clamped, least=-0.5)),
+        "what is beside the gate is clamped to -0.5 and 0.7, the fused op has one limit on both sides",
+    ),
+    "an odd number of pairs": (
+        made(act=lambda hidden: clamped(hidden[..., :-1]), width=2 * INNER + 1),
+        "the experts are not two products with an activation between them that the fused op has",
+    ),
 }
 
 
@@ -412,7 +444,6 @@ REFUSES |= {
     ),
 }
 OF_OTHER_KINDS = {
-    ("gpt_oss", "grouped_mm"): "each expert adds a bias of its own to its product",
     ("qwen3_moe", "batched_mm"): "call model.set_experts_implementation('grouped_mm')",
 }
 

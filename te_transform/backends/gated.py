@@ -1,0 +1,72 @@
+"""The gate of experts with biases, or with limits, in one pass: PyTorch adds the bias, clamps, activates and
+multiplies in passes of their own over all tokens times their choices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_transform.backends.groups import summed_by_group
+
+
+class Gate(NamedTuple):
+    """gate * sigmoid(slope * gate) * (beside + offset): both clamped to `limit`, the gate from above alone;
+    gates are every other column where they come in pairs, else the first half."""
+
+    slope: float
+    limit: float
+    offset: int
+    pairs: bool
+
+
+def gated(hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> Tensor:
+    """hidden [rows, 2 width] in 16 bits, bias [experts, 2 width], whose row it is [rows] -> [rows, width]."""
+    if hidden.is_cuda:
+        from te_transform.backends import gated_kernel
+
+        return gated_kernel.gated(hidden, bias, groups, *gate)
+    first, beside = _parts(hidden, bias, groups, gate)
+    first, beside = first.clamp(max=gate.limit), beside.clamp(-gate.limit, gate.limit)
+    return (first * (gate.slope * first).sigmoid() * (beside + gate.offset)).to(hidden.dtype)
+
+
+def gated_backward(grad: Tensor, hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> Tensor:
+    """The gradient of `hidden`, which is that of each row's bias too."""
+    if hidden.is_cuda:
+        from te_transform.backends import gated_kernel
+
+        return gated_kernel.gated_backward(grad.contiguous(), hidden, bias, groups, *gate)
+    first, beside = _parts(hidden, bias, groups, gate)
+    counts, beside_counts = first <= gate.limit, beside.abs() <= gate.limit
+    first, beside = first.clamp(max=gate.limit), beside.clamp(-gate.limit, gate.limit)
+    share = (gate.slope * first).sigmoid()
+    slope = share * (1 + gate.slope * first * (1 - share))
+    parts = grad * slope * (beside + gate.offset) * counts, grad * first * share * beside_counts
+    joined = torch.stack(parts, -1).flatten(-2) if gate.pairs else torch.cat(parts, -1)
+    return joined.to(hidden.dtype)
+
+
+def _parts(hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    wide = hidden.float() if bias is None else hidden.float() + bias[groups].float()
+    return (wide[:, ::2], wide[:, 1::2]) if gate.pairs else wide.chunk(2, -1)
+
+
+class Gated(torch.autograd.Function):
+    """gated(), with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, bias: Tensor | None, groups: Tensor, ends: Tensor, gate: Gate
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, bias, groups, ends)
+        ctx.gate = gate
+        return gated(hidden, bias, groups, gate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, bias, groups, ends = ctx.saved_tensors
+        rows = gated_backward(grad, hidden, bias, groups, ctx.gate)
+        of_bias = summed_by_group(rows, groups, ends) if ctx.needs_input_grad[1] else None
+        return rows, of_bias, None, None, None

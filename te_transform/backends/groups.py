@@ -1,0 +1,67 @@
+"""Sums over groups of rows, as the biases of experts get their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_transform.backends.tracing import transformed
+
+_ROWS_OF_ONES = 8  # PyTorch's products by groups want 16 bytes of each
+
+
+def of_groups(values: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
+    """values[groups]: what each row [rows, width] has of its group, of values [number, width].
+
+    The rows are sorted by group, and `ends` [number] are where each ends. The gradient is summed_by_group(),
+    where PyTorch would add up rows one by one.
+    """
+    return values[groups] if transformed() else _OfGroups.apply(values, groups, ends)
+
+
+def summed_by_group(rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
+    """The sum of the rows [rows, width] of each group [number, width]."""
+    return _summed(rows, groups, ends) if transformed() else _Summed.apply(rows, groups, ends)
+
+
+def _summed(rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_zeros(len(ends), rows.shape[-1]).index_add(0, groups, rows)
+
+
+@torch.library.custom_op("te_transform::sum_by_group", mutates_args=())
+def _sum_by_group(rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
+    """An operation of its own: inductor would lay the ones out otherwise than the product takes them."""
+    if rows.dtype is not torch.bfloat16:
+        return _summed(rows, groups, ends)
+    ones = rows.new_ones(len(rows), _ROWS_OF_ONES).t()
+    return F.grouped_mm(ones, rows, offs=ends)[:, 0].contiguous()
+
+
+@_sum_by_group.register_fake
+def _of_shape(rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(len(ends), rows.shape[-1])
+
+
+class _OfGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(groups, ends)
+        return values[groups]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return summed_by_group(grad, *ctx.saved_tensors), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(groups, ends)
+        return _sum_by_group(rows.contiguous(), groups, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return of_groups(grad, *ctx.saved_tensors), None, None
