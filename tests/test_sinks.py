@@ -3,10 +3,12 @@ it computes in a model."""
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import te_transform
@@ -30,6 +32,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         query, key, value = self.qkv(x).view(*x.shape[:-1], 3, 2, 4).permute(2, 0, 3, 1, 4)
         scores = query @ key.transpose(-1, -2) * 0.5 + mask
+        if "attended" in self.otherwise:
+            return self.otherwise["attended"](self, scores, value).transpose(1, 2).flatten(2)
         beside = self.otherwise.get("beside", lambda it, x: it.sinks.reshape(1, -1, 1, 1))(self, x)
         logits = torch.cat((scores, beside.expand(x.shape[0], 2, x.shape[1], -1)), dim=-1)
         logits = self.otherwise.get("shifted", shifted)(logits)
@@ -39,6 +43,16 @@ class Attention(nn.Module):
 
 def shifted(logits: Tensor) -> Tensor:
     return logits - logits.max(dim=-1, keepdim=True).values
+
+
+def by_share(it: Attention, scores: Tensor, value: Tensor, of: Callable = lambda scores: scores) -> Tensor:
+    """As Granite has it: what is left for the keys is multiplied in behind the product."""
+    share = (torch.logsumexp(of(scores), dim=-1) - it.sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    return scores.softmax(-1) @ value * share.unsqueeze(-1).to(value.dtype)
+
+
+def without_sinks(it: Attention, scores: Tensor, value: Tensor) -> Tensor:
+    return shifted(scores).softmax(-1) @ value
 
 
 def sample(length: int = 6) -> dict[str, Tensor]:
@@ -51,6 +65,8 @@ SAME = {
     "without a shift": {"shifted": lambda logits: logits},
     "amax": {"shifted": lambda logits: logits - logits.amax(-1, keepdim=True)},
     "by index": {"beside": lambda it, x: it.sinks[None, :, None, None]},
+    "as Granite": {"attended": by_share},
+    "a shift alone": {"attended": without_sinks},
     "narrow": {"dropped": lambda weights: weights.narrow(-1, 0, weights.shape[-1] - 1)},
 }
 OTHER = {
@@ -61,6 +77,12 @@ OTHER = {
     },
     "one for all heads": {"beside": lambda it, x: it.sinks[:1].view(1, 1, 1, 1)},
     "another largest": {"shifted": lambda logits: logits - logits.max(dim=-2, keepdim=True).values},
+    "the sum of others": {"attended": partial(by_share, of=lambda scores: 2 * scores)},
+    "shifted by others": {
+        "attended": lambda it, scores, value: (
+            (scores - (2 * scores).amax(-1, keepdim=True)).softmax(-1) @ value
+        )
+    },
     "the smallest": {"shifted": lambda logits: logits - logits.min(dim=-1, keepdim=True).values},
 }
 
@@ -138,6 +160,37 @@ def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch)
         (True, False, False), (True, True, False), (False, False, False), (False, True, False),
         (False, True, True),
     }  # fmt: skip
+
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "sliding_window": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["GraniteSWA", "MiMoV2Flash"])
+@pytest.mark.usefixtures("kernels")
+def test_other_families(name: str, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_transform.backends import banded_attention
+
+    calls, real = [], banded_attention.attended
+    monkeypatch.setattr(banded_attention, "attended", lambda *a: (calls.append(a[4]), real(*a))[1])
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SMALL)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
+    for parameter in model.parameters():
+        if parameter.shape == (4,):  # the sinks, one of each head
+            nn.init.normal_(parameter)
+    ids = torch.randint(3, 64, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    converted = te_transform.convert(model, given, backend="te")
+    te_transform.report(converted).expect(attention=2)
+    assert te_transform.verify(model, converted, given)
+    assert calls
 
 
 def of_all(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:

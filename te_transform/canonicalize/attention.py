@@ -79,34 +79,43 @@ _MASKED = OneOf(
 
 
 def _softmax(scores: Pattern) -> Pattern:
-    return Call(torch.softmax, _within(scores), -1, Var("softmax_dtype"), role="softmax")
+    """A softmax; some subtract the largest score before, as softmax itself does."""
+    shifted = Var("shifted")
+    largest = OneOf(
+        Call(operator.getitem, Call(torch.max, shifted, -1, True), 0), Call(torch.amax, shifted, -1, True)
+    )
+    either = OneOf(Call(torch.sub, scores, largest, role="shift"), scores)
+    return Call(torch.softmax, _within(either), -1, Var("softmax_dtype"), role="softmax")
 
 
 # A sink is a score of each head's own beside those of the keys, whose probability goes nowhere.
 _JOINED = Call(torch.cat, Each(_within(_MASKED), _tensor("sinks")), -1, role="joined")
-_LARGEST = OneOf(
-    Call(operator.getitem, Call(torch.max, Var("joined"), -1, True), 0),
-    Call(torch.amax, Var("joined"), -1, True),
-)
-_OF_ALL = _within(_softmax(OneOf(Call(torch.sub, _JOINED, _LARGEST), _JOINED)))
+_OF_ALL = _within(_softmax(_JOINED))
 _OF_KEYS = OneOf(
     Call(ops.columns, _OF_ALL, 0, role="of_keys"), Call(operator.getitem, _OF_ALL, role="of_keys")
 )
 _WEIGHTS = _within(OneOf(_softmax(_scaled(_within(_MASKED), "masked")), _OF_KEYS))
 _DROPPED = OneOf(_within(Call(ops.dropout, _WEIGHTS, Var("dropout_p"), True)), _WEIGHTS)
+_PRODUCT = Call(PRODUCTS, _DROPPED, _tensor("value"), role="product")
+# What is left for the keys beside a sink may also be multiplied in behind the product.
+_SHARE = Call(
+    ops.sigmoid, _within(Call(torch.sub, Call(torch.logsumexp, Var("summed"), -1), _tensor("sinks")))
+)
+_OF_SHARE = Call(torch.mul, _PRODUCT, _within(Call(torch.unsqueeze, _within(_SHARE), -1)))
 
 # The op
 
 
 def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     found, root = match.bound, match.root
-    weights = match.nodes[1 : match.nodes.index(found["scores"]) + 1]  # from the last product to the first
-    if not _is_attention(match, weights):
+    first, last = (match.nodes.index(found[name]) for name in ("product", "scores"))
+    weights = match.nodes[first + 1 : last + 1]  # from the last product to the first
+    if not _is_attention(match, weights) or not _are_the_same(found):
         return None
     lift = _Lift(graph, match, weights)
     query, value = lift(found["query"]), lift(found["value"])
-    sinks = _by_head(found["sinks"], query) if "sinks" in found else None
-    if "sinks" in found and (sinks is None or not _drops_last(found["of_keys"])):
+    sinks = _by_head(found, query)
+    if sinks is None and "sinks" in found:
         return None
     key = lift(found["key"]) if "key" in found else lift.turn(lift(found["turned_key"]))
     if not _heads_agree(query, key, value):
@@ -156,17 +165,24 @@ def _between(weights: tuple[fx.Node, ...], after: fx.Node | None, until: fx.Node
     return () if after is None else weights[weights.index(after) + 1 : weights.index(until) + 1]
 
 
-def _by_head(sinks: fx.Node, query: fx.Node) -> fx.Node | None:
-    """What a column beside the scores [batch, heads, queries, keys] was expanded of, if that is one number
-    for each head."""
-    one = sinks.args[0] if sinks.target is torch.Tensor.expand else sinks
-    is_whole = same_shape(shape_of(sinks), (*shape_of(query)[:-1], 1))
-    return one if is_whole and same_shape(shape_of(one), (1, shape_of(query)[1], 1, 1)) else None
+def _are_the_same(found: dict[str, Any]) -> bool:
+    """Whether the largest score, and the sum, are those of what the softmax gets."""
+    is_shifted = "shift" not in found or found["shift"].args[0] is found["shifted"]
+    return is_shifted and ("summed" not in found or found["softmax"].args[0] is found["summed"])
 
 
-def _drops_last(of_keys: fx.Node) -> bool:
-    """Whether a part of the probabilities is all but the last; of how many, its shape is asked elsewhere."""
-    return of_keys.target is ops.columns or of_keys.args[1] == (Ellipsis, slice(None, -1))
+def _by_head(found: dict[str, Any], query: fx.Node) -> fx.Node | None:
+    """The sinks, before they were expanded, if they are one number for each head of [batch, heads, queries,
+    keys], and no other column of the probabilities is dropped than theirs."""
+    if "sinks" not in found:
+        return None
+    sinks, heads = found["sinks"], shape_of(query)[1]
+    if "summed" in found:
+        return sinks if same_shape(shape_of(sinks), (1, heads, 1)) else None
+    of_keys, one = found["of_keys"], sinks.args[0] if sinks.target is torch.Tensor.expand else sinks
+    is_last = of_keys.target is ops.columns or of_keys.args[1] == (Ellipsis, slice(None, -1))
+    is_whole = is_last and same_shape(shape_of(sinks), (*shape_of(query)[:-1], 1))
+    return one if is_whole and same_shape(shape_of(one), (1, heads, 1, 1)) else None
 
 
 def _lies_as(operand: fx.Node, product: fx.Node) -> bool:
@@ -296,4 +312,4 @@ def _constant(fill: Any) -> float | None:
     return float(fill) if _number(fill) else None
 
 
-ATTENTION = (Spelling(Call(PRODUCTS, _DROPPED, _tensor("value")), _attention),)
+ATTENTION = (Spelling(_OF_SHARE, _attention), Spelling(_PRODUCT, _attention))

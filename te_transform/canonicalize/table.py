@@ -219,6 +219,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "clip": lambda input, min=None, max=None: (torch.clamp, (input, min, max)),
     "max": _along_one(torch.max),
     "amax": _along_one(torch.amax),
+    "logsumexp": _along_one(torch.logsumexp),
     "softmax": _softmax,
     "var": _variance,
     "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),
