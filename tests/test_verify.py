@@ -5,7 +5,9 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -318,6 +320,16 @@ def test_a_site_that_raises_in_a_later_call_is_taken_back_and_named(monkeypatch:
     found = [note for note in te_transform.report(converted).notes if "taken back in a later call" in note]
     assert found
     assert all("NotImplementedError: no such kernel" in note for note in found)
+
+
+def test_each_run_begins_with_the_same_running_statistics() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    before = copy.deepcopy(model.state_dict())
+    given = Inputs((torch.randn(4, WIDTH) * 3,))
+    for double in (False, True):
+        within = partial(in_double, model) if double else nullcontext
+        run(Subject.of(model.train(), within), given, double=double)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.fixture

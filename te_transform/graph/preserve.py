@@ -72,6 +72,18 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
         )
 
 
+@contextlib.contextmanager
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """Put back what buffers hold, as running statistics, which each forward in training moves."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        for buffer, content in before:
+            if not same_bits(buffer, content):
+                _restore(buffer, content)
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are of one kind and hold the same bits, of sparse ones in the same places."""
     alike = one.shape == other.shape and one.dtype == other.dtype and one.layout == other.layout

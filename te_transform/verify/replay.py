@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from te_transform.backends.quantized import exact
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.preserve import same_random
+from te_transform.graph.preserve import same_buffers, same_random
 from te_transform.verify.judged import Judged, Noise
 
 Context = Callable[[], contextlib.AbstractContextManager]
@@ -31,8 +31,14 @@ class Subject:
 
     @classmethod
     def of(cls, model: nn.Module, within: Context = contextlib.nullcontext) -> Subject:
-        """A model."""
-        return cls(model, model.named_parameters, within)
+        """A model, each run of which begins with the same buffers."""
+
+        @contextlib.contextmanager
+        def within_the_same() -> Iterator[None]:
+            with same_buffers(model), within():
+                yield
+
+        return cls(model, model.named_parameters, within_the_same)
 
 
 @dataclass(frozen=True, eq=False)

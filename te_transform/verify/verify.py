@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_transform.backends.limits import at_any_size
 from te_transform.graph.inputs import Inputs, as_inputs
-from te_transform.graph.preserve import one_at_a_time, preserved
+from te_transform.graph.preserve import one_at_a_time, preserved, same_buffers
 from te_transform.plan.model import wrapped_by
 from te_transform.runtime.console import progress
 from te_transform.runtime.converted import original_forward
@@ -161,7 +161,11 @@ class _Duel:
         for training in (True, False) if self.recipes.held else ():
             self.converted.train(training)
             args, kwargs = samples[0].clone()
-            with self.recipes.fresh_scales(), self.recipes.learn(), torch.set_grad_enabled(training):
+            with ExitStack() as stack:
+                stack.enter_context(same_buffers(self.converted))
+                stack.enter_context(self.recipes.fresh_scales())
+                stack.enter_context(self.recipes.learn())
+                stack.enter_context(torch.set_grad_enabled(training))
                 self.converted(*args, **kwargs)
 
     def rows(self, case: _Case) -> list[Row]:
