@@ -96,7 +96,7 @@ def _of_this_kind(fc1: Operation, gated: str, half: int, end: int) -> Iterator[s
     if fc1.x.dtype is not torch.bfloat16:
         yield (
             f"the experts compute in {dtype_name(fc1.x.dtype)}, PyTorch's kernels of products by groups are "
-            "for bfloat16 alone: convert the model with its weights in that"
+            "for bfloat16 alone: convert the model with its weights in that (te-transform: --dtype bfloat16)"
         )
     if gated == "pairs":
         half, end = fc1.width - fc1.width // 2, fc1.width

@@ -409,7 +409,7 @@ REFUSES = {
     "float32": (
         Mixture,
         "the experts compute in float32, PyTorch's kernels of products by groups are for bfloat16 "
-        "alone: convert the model with its weights in that",
+        "alone: convert the model with its weights in that (te-transform: --dtype bfloat16)",
     ),
     "a narrow gate": (
         made(act=lambda hidden: F.silu(hidden[..., :1]) * hidden[..., 1:], width=INNER + 1),
