@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform import ParallelError
+from tests.families import FAMILIES
 from tests.models.nanogpt import GPT, GPTConfig
 from tests.ranks import mesh, spawn
 from tests.zoo import (
@@ -41,7 +42,7 @@ LLAMA_4 = hf_case("llama_4", "LlamaForCausalLM", "LlamaConfig", LLAMA | {"num_ke
 SMALL = Case(
     "small", partial(seeded, GPT, GPTConfig(n_layer=1)), CASES["nanogpt_flash"].inputs, causal_lm=True
 )
-ALL: dict[str, Case] = {**CASES, **EXTRA, "llama_4": LLAMA_4, "small": SMALL}
+ALL: dict[str, Case] = {**CASES, **EXTRA, "llama_4": LLAMA_4, "small": SMALL, "gpt_oss": FAMILIES["gpt_oss"]}
 # one head of keys and values, which nothing divides
 SKIP = dict.fromkeys(("gemma", "gemma2", "gemma3_text"), ("*self_attn",)) | {"falcon": ("*self_attention",)}
 BARE = "torch_mha_bare"  # returns its weights too: nothing of it is divided
@@ -150,6 +151,9 @@ class TestParity:
     def test_experts_are_products_by_groups_in_bf16(self, sequence_parallel: bool, tmp_path: Path) -> None:
         work = partial(cases, "mixtral", dtype=torch.bfloat16, sequence_parallel=sequence_parallel)
         check([found["mixtral"] for found in spawn(work, 2, tmp_path)], torch.bfloat16)
+
+    def test_sinks_are_divided_with_the_heads(self, tmp_path: Path) -> None:
+        check([found["gpt_oss"] for found in spawn(partial(cases, "gpt_oss"), 2, tmp_path)], torch.float32)
 
     @pytest.mark.parametrize("name", [name for name in {**CASES, **EXTRA} if name != BARE])
     def test_the_test_list(self, name: str, tmp_path: Path) -> None:
