@@ -145,16 +145,7 @@ RULE = Rule(
     pattern=OneOf(_FUSED, _SUMMED, _GROUPS, _EACH),
     refuse=refuse,
     build=build,
-    reads=(
-        "x",
-        "experts",
-        "weights",
-        "fc1.weight",
-        "fc2.weight",
-        "dtype",
-        "fc1_bias",
-        "fc2_bias",
-    ),
+    reads=("x", "experts", "weights", "fc1.weight", "fc2.weight", "dtype", "fc1_bias", "fc2_bias"),
 )
 """Saves the passes between the products over all tokens times their choices: the sum over the choices in one
 kernel, gradients gathered where PyTorch adds up rows one by one, and a gated activation in one kernel."""

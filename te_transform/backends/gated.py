@@ -60,6 +60,7 @@ class Gated(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, bias: Tensor | None, groups: Tensor, ends: Tensor, gate: Gate
     ) -> Tensor:
+        hidden = hidden.contiguous()
         ctx.save_for_backward(hidden, bias, groups, ends)
         ctx.gate = gate
         return gated(hidden, bias, groups, gate)
