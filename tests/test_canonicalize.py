@@ -559,6 +559,13 @@ def _put_into_a_row(m, x):
     return y * 2
 
 
+# Who implements it returns the argument, which neither the schema nor the fake says.
+_LIBRARY = torch.library.Library("te_transform_tests", "FRAGMENT")
+_LIBRARY.define("same(Tensor x) -> Tensor")
+_LIBRARY.impl("same", lambda x: x, "CPU")
+_LIBRARY.impl("same", torch.empty_like, "Meta")
+
+
 @pytest.mark.parametrize(
     ("function", "stays"),
     [
@@ -567,6 +574,9 @@ def _put_into_a_row(m, x):
         (_written_through(lambda y: torch.einsum("ij->ji", y)), True),
         (_written_through(lambda y: torch.broadcast_tensors(y, y[:1])[0]), True),
         (_written_through(lambda y: F.alpha_dropout(y, 0.1, False)), True),
+        (_written_through(lambda y: torch.ops.aten.dropout(y, 0.1, False)), True),
+        (_written_through(lambda y: torch.ops.aten.dropout.default(y, 0.1, False)), True),
+        (_written_through(lambda y: torch.ops.te_transform_tests.same(y)), True),
         (_put, False),
         (_put_into_a_row, True),
         (_written_view, True),

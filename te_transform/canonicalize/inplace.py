@@ -136,16 +136,19 @@ def _is_own(source: fx.Node, index: Any) -> bool:
 
 @cache
 def _may_alias(operation: Any) -> bool:
-    """Whether an operation of torch.ops, or one of PyTorch's by its name, may hand out memory of another."""
-    schemas = [operation._schema] if isinstance(operation, torch._ops.OpOverload) else []
-    if isinstance(operation, str):
-        name = operation.strip("_")
-        if name in _MAY_ALIAS:
-            return True
-        operation = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, f"_{name}", None)
-        if operation is None:  # no operation of torch: it may do anything
-            return True
-    if isinstance(operation, torch._ops.OpOverloadPacket):
-        overloads = [overload for overload in operation.overloads() if overload != "out"]
-        schemas = [getattr(operation, overload)._schema for overload in overloads]
+    """Whether an operation of torch.ops, or one of PyTorch's by its name, may hand out memory of another.
+
+    A schema binds nobody: that of aten's dropout does not say that it returns its argument. PyTorch checks at
+    each call that those of custom_op() return new memory.
+    """
+    if isinstance(operation, _OPERATIONS):
+        packet = getattr(operation, "overloadpacket", operation)
+        namespace, _, operation = packet._qualified_op_name.partition("::")
+    else:
+        name, namespace = operation.strip("_"), "aten"
+        packet = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, f"_{name}", None)
+    is_known = namespace == "aten" or torch.library._maybe_get_opdef(packet._qualified_op_name) is not None
+    if packet is None or not is_known or operation.strip("_") in _MAY_ALIAS:
+        return True
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads() if overload != "out"]
     return any(r.alias_info is not None and not r.alias_info.is_write for s in schemas for r in s.returns)
