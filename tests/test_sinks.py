@@ -197,3 +197,48 @@ def of_all(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
     model.train().zero_grad()
     model(**given).logits.double().square().mean().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+LOOKS: dict[str, Callable] = {
+    "viewed": lambda y: 2 * y.view(-1, *y.shape[2:]),
+    "turned": lambda y: y.transpose(1, 2).contiguous(),
+    "handed out": lambda y: y,
+    "strided": lambda y: torch.as_strided(y, (3,), (2,)) + y.sum(),
+    "its strides read": lambda y: y * y.stride(1) + y.is_contiguous(),
+    "written to": lambda y: y.mul_(2),
+}
+
+
+class Looked(nn.Module):
+    """Two heads of width 8 without a projection behind them, and what is done to their output."""
+
+    def __init__(self, has_sinks: bool):
+        super().__init__()
+        self.qkv, self.sinks, self.look = nn.Linear(8, 48), nn.Parameter(torch.tensor([0.5, -1.0])), ""
+        self.has_sinks = has_sinks
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(*x.shape[:-1], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(-1, -2) * 0.5 + mask
+        if self.has_sinks:
+            beside = self.sinks.reshape(1, -1, 1, 1).expand(x.shape[0], 2, x.shape[1], -1)
+            scores = torch.cat((scores, beside), dim=-1)
+        weights = scores.softmax(-1)
+        return LOOKS[self.look]((weights[..., :-1] if self.has_sinks else weights) @ value)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.usefixtures("kernels")
+def test_what_attention_gives_lies_in_memory_as_it_did(look: str, has_sinks: bool, te: ModuleType) -> None:
+    """Kernels have the heads of a token next to each other, and their backward reads what they returned."""
+    model = Looked(has_sinks).bfloat16()
+    model.look = look
+    given = {name: tensor.bfloat16() for name, tensor in sample().items()}
+    converted = te_transform.convert(model, given, backend="te")
+    te_transform.report(converted).expect(attention=1)
+    found, wanted = converted(**given), model(**given)
+    assert found.stride() == wanted.stride()
+    assert error([found], [wanted]) <= 0.02
+    found.mul_(2)  # whoever gets it may write to it
+    found.float().square().sum().backward()

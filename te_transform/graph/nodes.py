@@ -320,10 +320,14 @@ def shows_layout(node: fx.Node) -> bool:
 
 
 def goes_into_products(node: fx.Node) -> bool:
-    """Whether products and attention alone read it, or views of it: they give the same in any layout."""
+    """Whether products and attention alone read it, or views of it, or what lays it out anew: they give the
+    same in any layout."""
     return all(
         user.op in ("call_function", "call_method")
-        and (goes_into_products(user) if may_be_view(user) else called(user) in _PRODUCTS)
+        and (
+            called(user) == "contiguous"
+            or (goes_into_products(user) if may_be_view(user) else called(user) in _PRODUCTS)
+        )
         for user in node.users
     )
 

@@ -186,6 +186,9 @@ class _Lowering:
                 edit.take_any_layout(old)
             elif canonical.target in TURNS:  # the linear's own result lies in its order
                 new = self._own_copy(new, at)
+            elif isinstance(site.fused, plain.DotProductAttention) and site.fused.written_out:
+                # kernels have the heads of a token next to each other, products all tokens of a head
+                new = self._own(old, new, at) if goes_into_products(old) else self._own_copy(new, at)
             elif not parts and old.name in self.written:
                 # Autograd lets nobody write to a view that comes out of a Function, as kernels return it, and
                 # the backward of attention reads what its forward returned.
