@@ -53,6 +53,10 @@ NO_BANDS = {
     "a hole": short(5, 12) & (KEY != 2),
     "windows of two widths": torch.where(QUERY < 6, KEY > QUERY - 4, KEY > QUERY - 3) & CAUSAL,
     "one for each head": torch.stack([CAUSAL, CAUSAL & (KEY > QUERY - 4)])[None],
+    "the tokens before": KEY < QUERY,
+    "a window of those before": (KEY < QUERY) & (KEY > QUERY - 4),
+    "the tokens behind": (KEY > QUERY) | (KEY == SIZE - 1),
+    "tokens further before": KEY < QUERY - 1,
 }
 
 
@@ -84,6 +88,7 @@ def test_a_band_is_found_and_is_the_mask(name: str, kernels: None) -> None:
 @pytest.mark.parametrize("name", NO_BANDS)
 def test_what_is_no_band(name: str, kernels: None) -> None:
     assert what_is(NO_BANDS[name]) is None
+    assert what_is(as_numbers(NO_BANDS[name]), beside_sinks=True) is None
 
 
 def test_numbers_that_do_not_hide_are_no_band(kernels: None) -> None:

@@ -162,6 +162,15 @@ def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch)
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("kernels")
+def test_who_sees_the_tokens_before_alone(te: ModuleType) -> None:
+    """Without its own, which no kernel's band leaves out."""
+    model, inputs = Looked(True).bfloat16(), {k: tensor.bfloat16() for k, tensor in sample().items()}
+    converted = te_transform.convert(model, inputs, backend="te")
+    given = inputs | {"mask": torch.full((6, 6), torch.finfo(torch.bfloat16).min).triu().bfloat16()}
+    assert error([converted(**given)], [model(**given)]) <= 0.02
+
+
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -214,7 +223,11 @@ class Looked(nn.Module):
 
     def __init__(self, has_sinks: bool):
         super().__init__()
-        self.qkv, self.sinks, self.look = nn.Linear(8, 48), nn.Parameter(torch.tensor([0.5, -1.0])), ""
+        self.qkv, self.sinks, self.look = (
+            nn.Linear(8, 48),
+            nn.Parameter(torch.tensor([0.5, -1.0])),
+            "handed out",
+        )
         self.has_sinks = has_sinks
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:

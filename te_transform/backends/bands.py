@@ -88,9 +88,10 @@ def measure(keep: Tensor) -> Tensor:
 
 
 def band_of(measured: Sequence[int], queries: int, keys: int) -> Band | None:
-    """What measure() has found of a mask; None where it is no band, or hides a sequence as a whole."""
+    """What measure() has found of a mask; None where it is no band, hides a sequence as a whole, or hides a
+    query's own place, which a kernel's band does not."""
     same, before, after, shortest, longest, all_see = measured
-    if not same or not shortest:
+    if not same or not shortest or min(before, after) < 0:
         return None
     # a query sees nothing before its own sequence, or beyond it: such an end is none
     open_before, open_after = before >= queries - 1, after >= longest - 1
