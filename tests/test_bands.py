@@ -215,6 +215,23 @@ def test_sinks(name: str, padded: bool) -> None:
         torch.testing.assert_close(attended(*given), exact.detach(), atol=1e-6, rtol=1e-6)
 
 
+def test_a_sink_that_takes_nothing() -> None:
+    """Where a query sees something, the attention is one without a sink; all else are numbers."""
+    parts = [part.transpose(1, 2).requires_grad_() for part in parts_of(24, 24)]
+    sinks = torch.tensor([-torch.inf, torch.finfo().min, -torch.inf, 1.0], requires_grad=True)
+    band, ends = Band(5, 0, True, True), ends_of(24)
+    mask = within(band, ends, 24, 24, CPU)
+    sees = mask.any(-1, keepdim=True)
+    exact = F.scaled_dot_product_attention(*parts, mask, scale=0.3, enable_gqa=True)
+    wanted = torch.autograd.grad(torch.where(sees, exact, 0)[:, :3].sum(), parts)
+    core = plain.DotProductAttention()(*parts, banded(mask, band), 0.0, False, 0.3, True, sinks)
+    for out in (attended(*parts, ends, band, 0.3, False, sinks), core):
+        assert torch.autograd.grad(out.sum(), sinks, retain_graph=True)[0].isfinite().all()
+        seen = torch.where(sees, out, 0)[:, :3]
+        torch.testing.assert_close(seen, torch.where(sees, exact, 0)[:, :3])
+        torch.testing.assert_close(torch.autograd.grad(seen.sum(), parts), wanted)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_te_gets_what_it_is_to_compute_beside_sinks(
     packed: bool, te: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -157,7 +157,8 @@ def _beside(sinks: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     A backward that gets these computes the gradients of just that: it takes the probabilities from the
     scores and these sums, and their gradients from the products of `out` with its own.
     """
-    beside = sinks.float().view(-1, 1, 1)
+    # one of -inf takes nothing, where a query sees nothing too: the sums of that are -inf as well
+    beside = sinks.float().clamp_min(torch.finfo(torch.float32).min).view(-1, 1, 1)
     share = (sums - beside).sigmoid().transpose(1, 2)
     return out.mul_(share), torch.logaddexp(sums, beside)
 

@@ -547,7 +547,9 @@ def _written_out(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is None or mask.dtype is torch.bool:
         scores = scores * factor
-        scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        # beside a sink of -inf, too, a row that sees nothing is a number
+        fill = -torch.inf if sinks is None else torch.finfo(scores.dtype).min
+        scores = scores if mask is None else scores.masked_fill(~mask, fill)
     elif compiling.get():  # inductor would put a fused kernel in the place of softmax(scores + mask)
         scores = scores * factor - (-mask)
     else:
