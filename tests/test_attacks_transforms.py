@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import te_transform
+from te_transform.runtime.captured import CapturedGraph
 from tests.attacks import OTHER, Act, Attends, Pair, X, assert_same, call, with_input_gradient
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
@@ -108,6 +109,16 @@ def test_transforms(name: str) -> None:
 def test_transforms_of_sdpa(name: str) -> None:
     """Some kernels of PyTorch's have no such derivatives: then there are none in either."""
     Pair.shared(Tiny).agree(TRANSFORMS[name], atol=1e-3)
+
+
+def test_after_a_transform_that_dynamo_fails_on_the_graphs_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = seeded(Tiny)
+    converted = te_transform.convert(model, X)
+    torch.func.grad(loss_of(converted))(detached(converted), X)
+    ran, call_of = [], CapturedGraph.__call__
+    monkeypatch.setattr(CapturedGraph, "__call__", lambda *args: (ran.append(1), call_of(*args))[1])
+    torch.testing.assert_close(converted(X), model(X))
+    assert ran
 
 
 def test_gradcheck() -> None:

@@ -117,6 +117,10 @@ def capture(
                 found = traced(frame, *args, **kwargs)
         finally:
             _ours.reset(token)
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        if in_transform and _gives_up(found, frame.f_code):  # on torch.func.grad()'s tensors, not on the code
+            run.turned_off = before
+            return ConvertFrameReturn(apply_to_code=False)
         run.turned_off = before or _gives_up(found, frame.f_code)
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
             times[frame.f_code] = MOST_TRACED
