@@ -117,16 +117,12 @@ def capture(
                 found = traced(frame, *args, **kwargs)
         finally:
             _ours.reset(token)
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        if in_transform and _gives_up(found, frame.f_code):  # on torch.func.grad()'s tensors, not on the code
-            run.turned_off = before
-            return ConvertFrameReturn(apply_to_code=False)
         run.turned_off = before or _gives_up(found, frame.f_code)
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
             times[frame.f_code] = MOST_TRACED
             return _left(frame.f_code, times)
         # what a backend leaves is left in this call alone, too: PyTorch's own forwards share a code object
-        return ConvertFrameReturn(apply_to_code=False) if leaves() else found
+        return ConvertFrameReturn(apply_to_code=False) if leaves() or _fails_in_transform(found) else found
 
     context.callback = trace_with_settings
     run = context(forward)
@@ -143,7 +139,13 @@ _FULL = ConvertFrameReturn(
 
 def _gives_up(found: ConvertFrameReturn, code: CodeType) -> bool:
     """Whether dynamo has failed on code that it was to trace, as PyTorch's own is not."""
-    return found.guarded_code is None and not trace_rules.check(code)
+    is_left = found.guarded_code is None and not trace_rules.check(code)
+    return is_left and not _fails_in_transform(found)
+
+
+def _fails_in_transform(found: ConvertFrameReturn) -> bool:
+    """Whether dynamo has failed within torch.func.grad() or the like: on its tensors, not on the code."""
+    return found.guarded_code is None and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _left(code: CodeType, times: Counter[CodeType]) -> ConvertFrameReturn:
