@@ -8,16 +8,12 @@ import torch
 from torch import fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import dtype_name, is_parameter, is_tensor_node
+from te_transform.graph.nodes import dtype_name, is_number, is_parameter, is_tensor_node
 from te_transform.graph.pattern import Call, OneOf, Var
 from te_transform.passes.layernorm_mlp import activated, halves
 from te_transform.plan.rule import Operation, Rule
 
 _ENDS = Call(ops.group_ends, Var("experts"))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
 
 
 def _biased(product: Call, name: str) -> OneOf:
@@ -28,8 +24,8 @@ def _biased(product: Call, name: str) -> OneOf:
 
 def _clamped(gate: Call, beside: Call) -> Call:
     """A gate in which no part of the product counts for more than a limit (GPT-OSS)."""
-    limit = Var("limit", _is_number)
-    within = Call(torch.clamp, beside, Var("least", _is_number), limit)
+    limit = Var("limit", is_number)
+    within = Call(torch.clamp, beside, Var("least", is_number), limit)
     return Call(
         torch.mul,
         Call((ops.silu, ops.quick_gelu), Call(torch.clamp, gate, None, limit), role="activation"),

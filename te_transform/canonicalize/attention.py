@@ -15,6 +15,7 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import (
     dtype_of,
     is_narrower,
+    is_number,
     is_tensor_node,
     is_wider,
     same_shape,
@@ -28,10 +29,6 @@ ABSORBS = -1e30  # to this any score may be added, in fp32, without a difference
 # The pattern
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
 def _tensor(name: str) -> Var:
     return Var(name, is_tensor_node)
 
@@ -43,8 +40,8 @@ def _within(inner: Pattern) -> Pattern:
 
 def _scaled(inner: Pattern, name: str) -> Pattern:
     return OneOf(
-        Call(torch.mul, _within(inner), Var(f"{name}_times", _number), commute=True),
-        Call(torch.div, _within(inner), Var(f"{name}_over", _number)),
+        Call(torch.mul, _within(inner), Var(f"{name}_times", is_number), commute=True),
+        Call(torch.div, _within(inner), Var(f"{name}_over", is_number)),
         inner,
     )
 
@@ -248,9 +245,9 @@ def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, 
     if not all(dtype_of(node) in (dtype_of(query), torch.float32) and shape_of(node) for node in added):
         return None
     bias, factor = lift(found["bias"], found["biased"]) if "bias" in found else None, _factor(found, "masked")
-    if "fill" in found and "sinks" in found:  # a row that is hidden as a whole would go to the sink
-        return None
     if "fill" in found:
+        if "sinks" in found:  # a row that is hidden as a whole would go to the sink
+            return None
         fill, condition = _constant(found["fill"]), found.get("hidden", found.get("kept"))
         least = ABSORBS if "later" in found else HIDES
         # a single truth for all scores has no rows that it could hide
@@ -309,7 +306,7 @@ def _constant(fill: Any) -> float | None:
             return None
         place, name = (0, "data") if fill.target is torch.tensor else (1, "fill_value")
         fill = fill.args[place] if len(fill.args) > place else fill.kwargs.get(name)
-    return float(fill) if _number(fill) else None
+    return float(fill) if is_number(fill) else None
 
 
 ATTENTION = (Spelling(_OF_SHARE, _attention), Spelling(_PRODUCT, _attention))

@@ -16,7 +16,16 @@ from torch import fx
 from te_transform.canonicalize.inplace import Storage, storage_of, written
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import called, dtype_of, is_tensor_node, same_shape, shape_of, value, writes
+from te_transform.graph.nodes import (
+    called,
+    dtype_of,
+    is_number,
+    is_tensor_node,
+    same_shape,
+    shape_of,
+    value,
+    writes,
+)
 from te_transform.graph.pattern import Call, Each, Match, Var
 
 _RESHAPES = ("reshape", "view", "flatten")
@@ -63,7 +72,7 @@ def _changes_nothing(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> bool:
     `is_kept` tells of each value that choices are made of whether it is what it was made as.
     """
     name, given = called(node), node.args
-    if name in ("masked_fill", "masked_fill_") and len(given) == 3 and type(given[2]) in (int, float):
+    if name in ("masked_fill", "masked_fill_") and len(given) == 3 and is_number(given[2]):
         is_whole = same_shape(shape_of(node), shape_of(given[0]))
         mask = _source(given[1]) if called(given[1]) == "unsqueeze" else given[1]
         is_compared = is_tensor_node(mask) and called(mask) == "ge" and len(mask.args) == 2

@@ -12,7 +12,7 @@ from torch import fx
 
 from te_transform.canonicalize.inplace import written
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of
+from te_transform.graph.nodes import dtype_of, is_number, is_tensor_node, same_shape, shape_of
 
 
 def drop_noise(graph: fx.Graph) -> None:
@@ -46,7 +46,7 @@ def _scales_by_one(x: Any, other: Any, node: fx.Node) -> bool:
 
 
 def _is_number(value: Any, number: int) -> bool:
-    return type(value) in (int, float) and value == number
+    return is_number(value) and value == number
 
 
 def _same_dtype(x: Any, node: fx.Node) -> bool:

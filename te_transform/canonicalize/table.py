@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import dtype_of, is_tensor_node, shape_of, value
+from te_transform.graph.nodes import dtype_of, is_number, is_tensor_node, shape_of, value
 
 FULL = slice(None)
 
@@ -92,13 +92,13 @@ def _product(x: Any, y: Any) -> tuple:
 
 
 def _sum(x: Any, y: Any, alpha: Any = 1) -> tuple | None:
-    if type(alpha) not in (int, float) or alpha != 1:
+    if not is_number(alpha) or alpha != 1:
         return None
     return torch.add, (x, y) if is_tensor_node(x) else (y, x)
 
 
 def _difference(x: Any, y: Any, alpha: Any = 1) -> tuple | None:
-    plain = is_tensor_node(x) and type(alpha) in (int, float) and alpha == 1
+    plain = is_tensor_node(x) and is_number(alpha) and alpha == 1
     return (torch.sub, (x, y)) if plain else None
 
 

@@ -98,6 +98,11 @@ def is_narrower(inside: Iterable[fx.Node], *ends: fx.Node) -> bool:
     return any(dtype_of(node).itemsize < narrowest for node in inside)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a constant is a number, and no truth value."""
+    return type(value) in (int, float)
+
+
 def is_bias(mask: Tensor) -> bool:
     """Whether what is added to scores [batch, heads, queries, keys] is another number for each head, as ALiBi
     and relative positions are, and so no mask that only hides."""

@@ -48,6 +48,22 @@ def off(found: Tensor, wanted: Tensor) -> float:
     return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
+def found_in_kernels(how: dict[str, Any], given: list[Tensor]) -> dict[str, Tensor]:
+    """What kernels give, and that it is as exact as plain PyTorch."""
+    from te_transform.backends import te
+
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
+    wanted = run(plain.Experts(**how), wide, torch.float64)
+    with limits.at_any_size:
+        op = te.Experts(**how)
+        found = run(op, given, torch.bfloat16)
+    assert not op.plain_calls
+    ours = run(plain.Experts(**how), given, torch.bfloat16)
+    for name, value in wanted.items():
+        assert off(found[name], value) < max(1.2 * off(ours[name], value), 1e-3), name
+    return found
+
+
 @pytest.mark.parametrize(
     ("gated", "activation"),
     [
@@ -58,20 +74,9 @@ def off(found: Tensor, wanted: Tensor) -> float:
     ],
 )
 def test_experts(gated: str, activation: str) -> None:
-    from te_transform.backends import te
-
-    how: dict[str, Any] = {"activation": activation, "gated": gated}
-    given = arguments(gated != "no")
-    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
-    wanted = run(plain.Experts(**how), wide, torch.float64)
-    with limits.at_any_size:
-        op = te.Experts(**how)
-        found = run(op, given, torch.bfloat16)
-    assert not op.plain_calls
-    ours = run(plain.Experts(**how), given, torch.bfloat16)
-    for name, value in wanted.items():
-        assert found[name].dtype is (torch.float32 if name == "2" else torch.bfloat16)
-        assert off(found[name], value) < max(1.2 * off(ours[name], value), 1e-3), name
+    found = found_in_kernels({"activation": activation, "gated": gated}, arguments(gated != "no"))
+    for name, value in found.items():
+        assert value.dtype is (torch.float32 if name == "2" else torch.bfloat16)
 
 
 CLAMPED: dict[str, Any] = {"activation": "quick_gelu", "gated": "pairs", "limit": 0.7, "offset": 1}
@@ -90,18 +95,7 @@ CLAMPED: dict[str, Any] = {"activation": "quick_gelu", "gated": "pairs", "limit"
 )
 @pytest.mark.parametrize("biased", [False, True])
 def test_experts_with_biases_and_limits(how: dict[str, Any], biased: bool) -> None:
-    from te_transform.backends import te
-
-    given = arguments("gated" in how, biased)
-    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
-    wanted = run(plain.Experts(**how), wide, torch.float64)
-    with limits.at_any_size:
-        op = te.Experts(**how)
-        found = run(op, given, torch.bfloat16)
-    assert not op.plain_calls
-    ours = run(plain.Experts(**how), given, torch.bfloat16)
-    for name, value in wanted.items():
-        assert off(found[name], value) < max(1.2 * off(ours[name], value), 1e-3), name
+    found = found_in_kernels(how, arguments("gated" in how, biased))
     for name in ("5", "6") if biased else ():
         assert not found[name][5].any()  # of the expert without tokens
 

@@ -1,6 +1,7 @@
 """Attention with masks on a GPU, against fp64: bands of keys, batches that are padded, and any other mask."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -86,6 +87,17 @@ def test_bands_are_as_exact_as_masks(name: str, widths: tuple[int, int]) -> None
             assert torch.equal(core(*parts, banded(mask, band), 0.0, False, None, True), out)
 
 
+def recorded(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A CUDA graph of it, and what its replays write to."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    return graph, found
+
+
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("width", [64, 256])
 @pytest.mark.parametrize("length", [16, 64, 100, 600, 997, 1024])
@@ -104,12 +116,7 @@ def test_bands_in_cuda_graphs(
 
     from te_transform.backends import te  # noqa: F401  whose kernels run
 
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    graph, found = recorded(run)
     for lengths in ([length, 7], [length // 3, length], [2, 9]):
         poison()
         with torch.no_grad():

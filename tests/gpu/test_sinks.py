@@ -6,7 +6,7 @@ from torch import Tensor
 
 from te_transform.backends import plain
 from te_transform.backends.bands import Band, banded, within
-from tests.gpu.test_masks import ends_of, poison, random
+from tests.gpu.test_masks import ends_of, poison, random, recorded
 
 # queries and keys, and how far a query sees
 REACHES = {
@@ -80,12 +80,7 @@ def test_in_a_cuda_graph(length: int) -> None:
         out = core(*parts[:3], known, 0.0, False, None, True, parts[3])
         return out, *torch.autograd.grad(out, parts, cotangent)
 
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    graph, found = recorded(run)
     for _ in range(3):
         poison()
         with torch.no_grad():
