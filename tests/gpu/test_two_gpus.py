@@ -25,10 +25,10 @@ from tests.zoo import seeded
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs are here")
 STEPS = 5
-# How far the loss of a step may be from that of the original, relative to it. In bf16 each rounds sums of its
-# own. In FP8 each operand has a significand of 4 bits: test_training.py allows the loss of one step 0.01, and
-# after five steps of AdamW the weights differ too.
-BOUNDS = {None: 0.005, "fp8-delayed": 0.02, "fp8-current": 0.02}
+# How far the loss of a step may be from that of the original, relative to it: where products are rounded by
+# hand, five steps on the same tokens are 0.0008 off in FP8, and less in bf16. The weights are as the model
+# initializes them: with the noise of seeded(), rounding by hand alone moves gradients by 0.57.
+BOUNDS = {None: 0.002, "fp8-delayed": 0.005, "fp8-current": 0.005}
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -42,22 +42,27 @@ def fsdp(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def batch(step: int) -> dict[str, Tensor]:
+def batch() -> dict[str, Tensor]:
     """Other tokens in each process, and more of one kind in one: each alone would find other scales."""
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    generator = torch.Generator().manual_seed(dist.get_rank())
     ids = torch.randint(VOCAB // (1 + dist.get_rank()), (2, 64), generator=generator).cuda()
     return {"input_ids": ids, "labels": ids}
 
 
-def train(model: nn.Module, batch: Callable[[int], dict[str, Any]] = batch) -> list[float]:
+def train(model: nn.Module, batch: Callable[[], dict[str, Any]] = batch) -> list[float]:
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
-    for step in range(STEPS):
-        loss = model(**batch(step)).loss
+    for _ in range(STEPS):
+        loss = model(**batch()).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def initialized() -> nn.Module:
+    torch.manual_seed(0)
+    return llama()
 
 
 def trained(recipe: str | None, compile: bool) -> dict[str, dict[str, Any]]:
@@ -69,8 +74,8 @@ def trained(recipe: str | None, compile: bool) -> dict[str, dict[str, Any]]:
     results = {}
     for wrap in (ddp, fsdp):
         torch._dynamo.reset()
-        found: dict[str, Any] = {"original": train(wrap(seeded(llama)))}
-        model = te_transform.convert(seeded(llama), batch(0), backend="te", recipe=recipe, compile=compile)
+        found: dict[str, Any] = {"original": train(wrap(initialized()))}
+        model = te_transform.convert(initialized(), batch(), backend="te", recipe=recipe, compile=compile)
         te_transform.check_ranks(model)
         wrapped = wrap(model.train())
         with pytest.MonkeyPatch.context() as patch:
@@ -115,9 +120,9 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config).to("cuda", torch.bfloat16)
 
 
-def common_batch(step: int = 0) -> dict[str, Any]:
+def common_batch() -> dict[str, Any]:
     """The same tokens in each process."""
-    ids = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(step)).cuda()
+    ids = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
@@ -222,12 +227,11 @@ def trained_on_shards(recipe: str, sequence_parallel: bool, compile: bool) -> di
     import transformer_engine.pytorch  # noqa: F401
 
     limits.at_any_size.__enter__()
-    found: dict[str, Any] = {"losses": [train(seeded(llama), common_batch)]}
+    found: dict[str, Any] = {"losses": [train(initialized(), common_batch)]}
     for is_divided in (False, True):
         torch._dynamo.reset()
-        model = te_transform.convert(
-            seeded(llama), common_batch(), backend="te", recipe=recipe, compile=compile
-        ).train()
+        model = initialized().train()
+        model = te_transform.convert(model, common_batch(), backend="te", recipe=recipe, compile=compile)
         if is_divided:
             found["before"] = te_transform.scaling_state(model)
             te_transform.parallelize(model, mesh("cuda"), common_batch(), sequence_parallel=sequence_parallel)
@@ -245,7 +249,7 @@ def test_two_gpus_train_shards_in_fp8(
 ) -> None:
     one, other = spawn(trained_on_shards, 2, tmp_path, recipe, sequence_parallel, compile, backend="nccl")
     exact, whole, divided = one["losses"]
-    assert exact[-1] != exact[0]  # other tokens, and other weights
+    assert exact[-1] < exact[0]  # the same tokens, and better weights
     for expected in (exact, whole):
         for loss, known in zip(divided, expected, strict=True):
             assert abs(loss - known) <= BOUNDS[recipe] * known, one["losses"]
@@ -265,7 +269,7 @@ def replayed_on_shards(recipe: str | None, compile: bool) -> dict[str, Any]:
     for graphs in (False, True):
         torch._dynamo.reset()
         model = te_transform.convert(
-            seeded(llama), common_batch(), backend="te", recipe=recipe, compile=compile, graphs=graphs
+            initialized(), common_batch(), backend="te", recipe=recipe, compile=compile, graphs=graphs
         ).train()
         te_transform.parallelize(model, mesh("cuda"), common_batch(), sequence_parallel=True)
         losses.append(train(model, common_batch))
