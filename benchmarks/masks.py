@@ -2,9 +2,9 @@
 
     python benchmarks/masks.py [NAME ...] [--compile] [--json PATH]
 
-Batches that are padded, as those of fine-tuning are, and models of sliding windows: a training step without
-optimizer and a forward without gradients, by turns in one process, with the time of the kernels of one call
-of each. With --compile both are compiled, the original by torch.compile. Nothing is asserted.
+Batches that are padded or packed, as those of fine-tuning are, and models of sliding windows: a training
+step without optimizer and a forward without gradients, by turns in one process, with the time of the kernels
+of one call of each. With --compile both are compiled, the original by torch.compile. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ GEMMA |= {"num_key_value_heads": 4, "head_dim": 256, "num_hidden_layers": 6, "sl
 BERT = TOKENS | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
 BERT |= {"num_attention_heads": 16, "max_position_embeddings": 4096}
 DROPOUT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-# the class, the config's, what it is told; sequences, tokens, and on which side every second one is padded
+# the class, the config's, what it is told; sequences, tokens, and on which side every second one is padded,
+# or that all are documents one behind the other
 MODELS: dict[str, tuple[str, str, dict[str, Any], int, int, str]] = {
     "Llama, padded": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 2, 4096, "right"),
     "Llama, padded, any length": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 8, 997, "right"),
     "Llama, padded at the left": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 2, 4096, "left"),
+    "Llama, packed documents": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 2, 4096, "documents"),
     "Mistral, window of 1024": (
         "MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": 1024}, 2, 4096, "none"
     ),
@@ -47,7 +49,11 @@ def _model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     *kind, sequences, tokens, padding = MODELS[name]
     ids = torch.randint(3, VOCABULARY, (sequences, tokens), device="cuda")
     batch = {"input_ids": ids, "labels": ids.clone()}
-    if padding != "none":
+    if padding == "documents":  # of 256 to 1,536 tokens; transformers finds them by their positions
+        lengths = torch.tensor([1024, 512, 1536, 256, 768])
+        batch["position_ids"] = torch.cat([torch.arange(n, device="cuda") for n in lengths]).expand_as(ids)
+        batch["use_cache"] = False
+    elif padding != "none":
         mask = torch.ones_like(ids)
         mask[::2, : tokens // 4] = 0
         batch["attention_mask"] = mask if padding == "left" else mask.flip(1)

@@ -14,7 +14,7 @@ from torch import Tensor
 import te_transform
 from te_transform.backends import banded_attention, limits, plain
 from te_transform.backends.banded_attention import OPEN, attended, ops
-from te_transform.backends.bands import Band, banded, within
+from te_transform.backends.bands import Band, banded, sees_itself, within, within_documents
 from te_transform.backends.masks import what_is
 from te_transform.graph.ops import sdpa
 from tests import stand_in, test_compiled, test_replayed
@@ -46,10 +46,37 @@ BANDS = {
     "of a cache that is longer": (torch.ones(5, SIZE).tril().bool(), Band(None, 0, True, False)),
     "of a cache that is filled": (torch.ones(5, SIZE).tril(7).bool(), Band(None, 7, False, False)),
 }
+NUMBERS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])  # of documents of two sequences
+TOGETHER = (NUMBERS[:, :, None] == NUMBERS[:, None])[:, None]
+WINDOW = CAUSAL & (KEY > QUERY - 4)
+FROM = torch.tensor([5, 1])[:, None, None, None]  # where two sequences begin that are padded before
+DOCUMENTS = {
+    "documents": (TOGETHER & CAUSAL, Band(None, 0, False, False, 8, 128)),
+    "documents of all sequences": (TOGETHER[0, 0] & CAUSAL, Band(None, 0, False, False, 4, 128)),
+    "documents in both directions": (TOGETHER, Band(None, None, False, False, 8, 128)),
+    "documents in a window": (TOGETHER & WINDOW, Band(3, 0, False, False, 8, 128)),
+    "documents that are shorter than the window": (
+        TOGETHER[:1] & (QUERY - KEY <= 6) & CAUSAL, Band(None, 0, False, False, 4, 128)
+    ),
+    "padded at the start": (CAUSAL & (KEY >= FROM), Band(None, 0, False, True, 4, 128)),
+    "padded at the start, windows": (WINDOW & (KEY >= FROM), Band(3, 0, False, True, 4, 128)),
+    "one token of a sequence": (CAUSAL & (KEY >= 11), Band(None, None, False, True, 2, 128)),
+    "a sequence without a token": (CAUSAL & short(0, 12), Band(None, 0, False, True, 2, 128)),
+    "documents and padding behind": (
+        TOGETHER & CAUSAL & short(7, 12) & short(7, 12).mT, Band(None, 0, False, True, 8, 128)
+    ),
+    "padding within": (
+        TOGETHER & (NUMBERS != 1)[:, None, None] & (NUMBERS != 1)[:, None, :, None],
+        Band(None, None, False, True, 8, 128),
+    ),
+}  # fmt: skip
 NO_BANDS = {
-    "padded at the start": CAUSAL & ~short(5, 1),
-    "documents one behind the other": CAUSAL & (QUERY // 5 == KEY // 5),
-    "a sequence without a token": short(0, 12),
+    "padded at the start, keys alone": short(12, 12) & (KEY >= FROM),
+    "documents that see those before them": CAUSAL & (KEY < QUERY // 5 * 5 + 5) & (QUERY != 7),
+    "documents whose first tokens see more": (TOGETHER & CAUSAL) | (KEY == 0),
+    "a document that others see": (TOGETHER & CAUSAL) | (NUMBERS == 0)[:, None, None],
+    "documents with a hole": TOGETHER & CAUSAL & (KEY != 2),
+    "a sequence without a token, one row of it": short(0, 12),
     "a hole": short(5, 12) & (KEY != 2),
     "windows of two widths": torch.where(QUERY < 6, KEY > QUERY - 4, KEY > QUERY - 3) & CAUSAL,
     "one for each head": torch.stack([CAUSAL, CAUSAL & (KEY > QUERY - 4)])[None],
@@ -71,18 +98,29 @@ def as_numbers(mask: Tensor, hides: float = -torch.inf) -> Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, hides)
 
 
-@pytest.mark.parametrize("name", BANDS)
+def kept_by(band: Band, ends: Tensor | None, mask: Tensor) -> Tensor:
+    """What a band of the mask's size keeps."""
+    queries, keys = mask.shape[-2:]
+    if not band.documents:
+        return within(band, ends, queries, keys, CPU)
+    together = within_documents(ends, len(mask) if mask.dim() == 4 else 1, keys)
+    return within(band, None, queries, keys, CPU) & together & sees_itself(mask)[:, None, :, None]
+
+
+@pytest.mark.parametrize("name", BANDS | DOCUMENTS)
 def test_a_band_is_found_and_is_the_mask(name: str, kernels: None) -> None:
-    mask, band = BANDS[name]
+    mask, band = (BANDS | DOCUMENTS)[name]
     assert what_is(mask) == band
     # rows that numbers hide as a whole are uniform, or NaN
     assert what_is(as_numbers(mask)) == (None if band.blind else band)
     assert what_is(as_numbers(mask, torch.finfo().min)) == (None if band.blind else band)
     found = banded(mask, band)
-    queries, keys = mask.shape[-2:]
-    made = within(band, found.ends, queries, keys, CPU)
-    assert torch.equal(*torch.broadcast_tensors(made, mask))
-    assert (found.ends is not None) == band.padded
+    assert torch.equal(*torch.broadcast_tensors(kept_by(band, found.ends, mask), mask))
+    assert (found.ends is not None) == band.padded or band.documents
+    if band.documents:
+        assert found.ends.shape == (band.documents + 1,)
+        assert (found.ends.diff() >= 0).all()
+        assert found.ends.diff().amax() <= band.longest
 
 
 @pytest.mark.parametrize("name", NO_BANDS)
@@ -149,13 +187,26 @@ def ends_of(keys: int) -> Tensor:
     return torch.tensor([0, keys, keys + 3, keys + 4], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", REACHES)
-def test_is_attention_with_the_mask(name: str, padded: bool) -> None:
-    queries, keys, before, after = REACHES[name]
-    ends = ends_of(keys) if padded else None
-    band = Band(None if before == OPEN else before, None if after == OPEN else after, padded, False)
-    mask = within(band, ends, queries, keys, CPU)
+SEQUENCES = ("whole", "padded", "documents")
+CASES = [(name, kind) for name in REACHES for kind in SEQUENCES if kind != "documents" or "keys" not in name]
+
+
+def within_reach(name: str, kind: str) -> tuple[Tensor, Band, Tensor | None]:
+    """Of three such sequences the mask, what it is, and where they end, or their documents: eight at most."""
+    queries, keys, *reach = REACHES[name]
+    reach = (None if end == OPEN else end for end in reach)
+    if kind == "documents":
+        ends = torch.tensor([0, 7, 7, 20, 24, 25, 48, 72, 72], dtype=torch.int32)
+        band = Band(*reach, False, False, 8, 128)
+        return within(band, None, queries, keys, CPU) & within_documents(ends, 3, keys), band, ends
+    band, ends = Band(*reach, kind == "padded", False), ends_of(keys) if kind == "padded" else None
+    return within(band, ends, queries, keys, CPU), band, ends
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_is_attention_with_the_mask(name: str, kind: str) -> None:
+    queries, keys, *_ = REACHES[name]
+    mask, band, ends = within_reach(name, kind)
     parts = [part.transpose(1, 2).double().requires_grad_() for part in parts_of(queries, keys)]
     exact = F.scaled_dot_product_attention(*parts, mask, scale=0.3, enable_gqa=True)
     found = attended(*parts, ends, band, 0.3, False)
@@ -170,13 +221,12 @@ def test_is_attention_with_the_mask(name: str, padded: bool) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", REACHES)
-def test_te_gets_what_it_is_to_compute(name: str, padded: bool, packed: bool, te: ModuleType) -> None:
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_te_gets_what_it_is_to_compute(name: str, kind: str, packed: bool, te: ModuleType) -> None:
     """The stand-in computes sequence by sequence, from TE's description of its arguments."""
     queries, keys, *reach = REACHES[name]
-    parts, ends = parts_of(queries, keys), ends_of(keys) if padded else None
-    rest = (ends, *reach, 0.3, packed)
+    parts, (_, band, ends) = parts_of(queries, keys), within_reach(name, kind)
+    rest = (ends, band.longest, *reach, 0.3, packed or kind == "documents")
     expected, sums, state = banded_attention.attend(*parts, *rest, True)
     out, *saved = te.attend(*parts, *rest, True)
     torch.testing.assert_close(out, expected)
@@ -188,14 +238,11 @@ def test_te_gets_what_it_is_to_compute(name: str, padded: bool, packed: bool, te
     )
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ["causal", "window", "both sides", "more keys"])
-def test_sinks(name: str, padded: bool) -> None:
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_sinks(name: str, kind: str) -> None:
     """A score more for each query, of a key without values, against that key."""
-    queries, keys, before, after = REACHES[name]
-    ends = ends_of(keys) if padded else None
-    band = Band(None if before == OPEN else before, None if after == OPEN else after, padded, False)
-    mask = within(band, ends, queries, keys, CPU)
+    queries, keys, *_ = REACHES[name]
+    mask, band, ends = within_reach(name, kind)
     parts = [part.transpose(1, 2).double().requires_grad_() for part in parts_of(queries, keys)]
     sinks = torch.tensor([-2.0, 0.0, 1.0, 5.0], dtype=torch.float64, requires_grad=True)
     exact = sdpa(*parts, mask, scale=0.3, enable_gqa=True, sinks=sinks)
@@ -232,13 +279,14 @@ def test_a_sink_that_takes_nothing() -> None:
         torch.testing.assert_close(torch.autograd.grad(seen.sum(), parts), wanted)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "kind"), [(False, "padded"), (True, "padded"), (True, "documents")])
 def test_te_gets_what_it_is_to_compute_beside_sinks(
-    packed: bool, te: ModuleType, monkeypatch: pytest.MonkeyPatch
+    packed: bool, kind: str, te: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = [part.transpose(1, 2).requires_grad_() for part in parts_of(24, 24)]
     sinks = torch.tensor([-2.0, 0.0, 1.0, 5.0], requires_grad=True)
-    given = (*parts, ends_of(24), Band(5, 0, True, False), 0.3, packed, sinks)
+    _, band, ends = within_reach("window", kind)
+    given = (*parts, ends, band, 0.3, packed, sinks)
     expected = attended(*given)
     grads = torch.autograd.grad(expected, (*parts, sinks), torch.ones_like(expected))
     for name in ("attend", "attend_backward"):
@@ -248,9 +296,11 @@ def test_te_gets_what_it_is_to_compute_beside_sinks(
     torch.testing.assert_close(torch.autograd.grad(found, (*parts, sinks), torch.ones_like(found)), grads)
 
 
+@pytest.mark.parametrize("kind", ["padded", "documents"])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_the_operations_are_what_they_say(keeps: bool) -> None:
-    parts, rest = parts_of(24, 24), (ends_of(24), 5, 0, 0.3, False)
+def test_the_operations_are_what_they_say(keeps: bool, kind: str) -> None:
+    _, band, ends = within_reach("window", kind)
+    parts, rest = parts_of(24, 24), (ends, band.longest, 5, 0, 0.3, kind == "documents")
     torch.library.opcheck(ops.attend.default, (*parts, *rest, keeps))
     found = ops.attend(*parts, *rest, True)
     torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(found[0]), *parts, *found, *rest))
@@ -270,6 +320,9 @@ REFUSED = {
     ),
     "a window over other keys": (
         (heads(64), heads(128), heads(128)), BANDS["window"][1], 0.0, False, "a window over other keys",
+    ),
+    "wide heads of documents": (
+        (heads(64, 192).requires_grad_(),) * 3, DOCUMENTS["documents"][1], 0.0, False, "documents with heads",
     ),
     "wide heads": ((heads(64, 264),) * 3, BANDS["padded"][1], 0.0, False, "heads of width 264"),
     "float32": ((heads(64).float(),) * 3, BANDS["padded"][1], 0.0, False, "float32"),
@@ -399,3 +452,69 @@ def test_padded_batches_of_any_lengths(
     assert calls
     assert not any("uncompiled" in note for note in te_transform.report(converted).notes)
     assert ("graphs" in options) == bool(test_replayed.Emulated.counts["forward"])
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_in_the_core(
+    name: str, written_out: bool, te: ModuleType, calls: list[Band], kernels: None
+) -> None:
+    """Queries that see nothing are zero, and so are the gradients of what lies there."""
+    mask, band = DOCUMENTS[name]
+    batch = len(mask) if mask.dim() == 4 and len(mask) > 1 else 3
+    parts = [part[:batch].transpose(1, 2).requires_grad_() for part in parts_of(SIZE, SIZE, torch.bfloat16)]
+    wide = [part.detach().double().requires_grad_() for part in parts]
+    exact = F.scaled_dot_product_attention(*wide, mask, enable_gqa=True)
+    core = te.DotProductAttention(written_out=written_out)
+    out = core(*parts, banded(mask, band), 0.0, False, None, True)
+    assert calls == [band]
+    if written_out and band.blind:  # as a softmax makes them of -inf alone, and their gradients
+        exact = torch.where(sees_itself(mask)[:, None, :, None], exact, torch.nan)
+    torch.testing.assert_close(out.double(), exact, atol=2**-7, rtol=2**-7, equal_nan=True)
+    if out.isnan().any():
+        return
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    grads = torch.autograd.grad(out, parts, cotangent)
+    for found, wanted in zip(grads, torch.autograd.grad(exact, wide, cotangent.double()), strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=2**-5, rtol=2**-6)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"compile": True}),
+        ("llama", {"graphs": True}),
+        ("mistral", {}),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("compilations")
+def test_documents_of_models(
+    name: str, options: dict, is_packed: bool, calls: list[Band], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that are packed, as transformers finds by their positions, or padded at the start."""
+    test_replayed.emulate(monkeypatch)
+    case = ALL[name]
+    model = zero_dropout(case.build()).bfloat16()
+    ids = case.sample()["input_ids"]
+    length = ids.shape[1]
+    exact = copy.deepcopy(model).double()
+    converted = te_transform.convert(model, {"input_ids": ids}, backend="te", verify=False, **options)
+    for first in (3, length - 2, 1):
+        given = {"input_ids": ids, "use_cache": False}
+        if is_packed:
+            places = torch.cat([torch.arange(first), torch.arange(length - first)])
+            given["position_ids"] = places.expand_as(ids)
+        else:
+            given["attention_mask"] = torch.ones_like(ids)
+            given["attention_mask"][0, :first] = 0
+        wanted = run(exact, given)
+        assert error(run(converted, given), wanted) <= 1.5 * error(run(model, given), wanted) + 2**-8
+        grads = [gradients(each, given) for each in (exact, model, converted)]
+        of_embedding = [[next(iter(each.values()))] for each in grads]
+        allowed = 1.5 * error(of_embedding[1], of_embedding[0]) + 2**-8
+        assert error(of_embedding[2], of_embedding[0]) <= allowed
+    assert {band.blind for band in calls if band.documents} == {not is_packed}
+    assert [note for note in te_transform.report(converted).notes if "uncompiled" in note] == []

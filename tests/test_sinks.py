@@ -139,9 +139,9 @@ def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch)
     exact.set_experts_implementation("eager")  # PyTorch's grouped products have no fp64
     converted = te_transform.convert(model, inputs, backend="te", **options)
     length = inputs["input_ids"].shape[1]
-    for kept in (length, length - 3, length, 4, length - 3, 4):
+    for hidden in ([], [-1, -2, -3], [], range(4, length), [0, 1, 2], [-1, -2, -3], range(4, length), [0, 1]):
         mask = torch.ones_like(inputs["input_ids"])
-        mask[0, kept:] = 0
+        mask[0, list(hidden)] = 0
         given = inputs | {"attention_mask": mask}
         for training in (True, False):
             for each in (model, exact, converted):
@@ -156,9 +156,9 @@ def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch)
         )
         assert error(found, wide) <= 1.5 * error(rounded, wide) + 2**-8 * error([g * 0 for g in wide], wide)
     # with a window, the last queries of a sequence that is much shorter see nothing
-    assert {(band.before is None, band.padded, band.blind) for band in bands} == {
-        (True, False, False), (True, True, False), (False, False, False), (False, True, False),
-        (False, True, True),
+    assert {(band.before is None, band.padded, band.blind, band.documents) for band in bands} == {
+        (True, False, False, 0), (True, True, False, 0), (False, False, False, 0), (False, True, False, 0),
+        (False, True, True, 0), (True, False, True, 4), (False, False, True, 4),
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_transform.backends.bands import Band, within
+from te_transform.backends.bands import Band, within, within_documents
 from te_transform.backends.fp8_ops import by_kernel
 
 OPEN = -1  # an end that a band does not have
@@ -21,6 +21,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     ends: Tensor | None,
+    longest: int,
     before: int,
     after: int,
     scale: float,
@@ -32,7 +33,8 @@ def attend(
     Args:
         query: [batch, queries, heads, width] in 16 bits, contiguous; key and value likewise, with as many
             heads, or a divisor.
-        ends: int32 [batch + 1], of sequences that are padded, see bands.Banded.
+        ends: int32 [batch + 1], of sequences that are padded, or [documents + 1], see bands.Banded.
+        longest: of how many tokens a document is at most; 0 where there are none.
         before, after: how far a query sees, see bands.Band; OPEN without an end.
         packed: whether kernels are to take sequences as if they lay one behind the other.
         keeps: whether a backward follows.
@@ -41,7 +43,7 @@ def attend(
         The attention [batch, queries, heads, width of values], zero where a query sees nothing, and two
         tensors for the backward.
     """
-    scores = _scores(query, key, ends, before, after, scale)
+    scores = _scores(query, key, ends, longest, before, after, scale)
     weights = torch.ops.aten._safe_softmax(scores, -1)
     out = weights @ _by_head(value, query.shape[2])
     out = out.transpose(1, 2).to(query.dtype).contiguous()
@@ -59,6 +61,7 @@ def attend_backward(
     sums: Tensor,
     state: Tensor,
     ends: Tensor | None,
+    longest: int,
     before: int,
     after: int,
     scale: float,
@@ -66,7 +69,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values, from that of what attend() returns, and from that itself."""
     heads, groups = query.shape[2], key.shape[2]
-    scores = _scores(query, key, ends, before, after, scale)
+    scores = _scores(query, key, ends, longest, before, after, scale)
     weights = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())
     rows, keys = _by_head(grad, heads), _by_head(key, heads)
     inner = (rows * _by_head(out, heads)).sum(-1, keepdim=True)
@@ -79,9 +82,13 @@ def attend_backward(
     )
 
 
-def _scores(query: Tensor, key: Tensor, ends: Tensor | None, before: int, after: int, scale: float) -> Tensor:
-    reach = (None if end == OPEN else end for end in (before, after))
-    sees = within(Band(*reach, False, False), ends, query.shape[1], key.shape[1], query.device)
+def _scores(
+    query: Tensor, key: Tensor, ends: Tensor | None, longest: int, before: int, after: int, scale: float
+) -> Tensor:
+    band = Band(*(None if end == OPEN else end for end in (before, after)), False, False)
+    sees = within(band, None if longest else ends, query.shape[1], key.shape[1], query.device)
+    if longest:
+        sees = sees & within_documents(ends, *query.shape[:2])
     scores = _by_head(query, query.shape[2]) @ _by_head(key, query.shape[2]).mT * scale
     return scores.masked_fill(~sees, -torch.inf)
 
@@ -97,7 +104,7 @@ def _as_given(grad: Tensor, groups: int, like: Tensor) -> Tensor:
 
 
 _LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
-_REST = "Tensor? ends, int before, int after, float scale, bool packed"
+_REST = "Tensor? ends, int longest, int before, int after, float scale, bool packed"
 _LIBRARY.define(
     f"attend(Tensor query, Tensor key, Tensor value, {_REST}, bool keeps) -> (Tensor, Tensor, Tensor)"
 )
@@ -183,7 +190,7 @@ def attended(
     """Attention [batch, heads, length, width] within a band, beside sinks [heads], with a gradient where one
     is recorded."""
     before, after = (OPEN if end is None else end for end in (band.before, band.after))
-    arguments = (query, key, value, sinks, ends, before, after, scale, packed)
+    arguments = (query, key, value, sinks, ends, band.longest, before, after, scale, packed)
     given = (part for part in arguments[:4] if part is not None)
     if torch.is_grad_enabled() and any(part.requires_grad for part in given):
         return Attended.apply(*arguments)

@@ -208,7 +208,9 @@ def without_band(
     in_window = band[:2] not in ((None, None), (None, 0))
     if in_window and query.shape[2] != key.shape[2]:
         return "a window over other keys than its queries' own"
-    return _too_small_attention(query, key, in_window or band.padded)
+    if band.documents and not _is_right_packed(query, key, value):
+        return f"gradients of documents with heads wider than {MOST_PACKED_WIDTH}"
+    return _too_small_attention(query, key, in_window or band.padded or bool(band.documents))
 
 
 def gains_packed(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -216,11 +218,16 @@ def gains_packed(query: Tensor, key: Tensor, value: Tensor) -> bool:
     never come again, as they do in a CUDA graph.
 
     cuDNN plans its kernels for each length, 100 ms of the CPU (H100), but of packed sequences for the
-    greatest length that there may be. With wide heads the gradients of those are wrong (cuDNN 9.14).
+    greatest length that there may be.
     """
-    narrow = max(query.shape[-1], value.shape[-1]) <= MOST_PACKED_WIDTH
-    trained = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
-    return has_odd_lengths(query, key) and (narrow or not trained) and not may_be_replayed()
+    return has_odd_lengths(query, key) and _is_right_packed(query, key, value) and not may_be_replayed()
+
+
+def _is_right_packed(*parts: Tensor) -> bool:
+    """Whether cuDNN's kernels are right for packed sequences of such queries, keys and values: with
+    wide heads the gradients are wrong (cuDNN 9.14)."""
+    trained = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    return not trained or max(part.shape[-1] for part in parts) <= MOST_PACKED_WIDTH
 
 
 def has_odd_lengths(query: Tensor, key: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends import limits, plain
 from te_transform.backends.banded_attention import attended, ops
-from te_transform.backends.bands import Band, banded, within
+from te_transform.backends.bands import Band, banded, within, within_documents
 from te_transform.backends.masks import what_is
 
 # queries and keys, and how far a query sees
@@ -129,13 +129,98 @@ def test_bands_in_cuda_graphs(
         close(found, exact(parts, mask, cotangent))
 
 
+# how many tokens each document of two sequences has; those with a minus are padding, which sees nothing
+DOCUMENTS = {
+    "one each": [[1024], [1024]],
+    "a few": [[100, 500, 424], [7, 1017]],
+    "many": [[8] * 128, [1] * 24 + [1000]],
+    "odd": [[333, 666], [1, 997, 1]],
+    "padded before": [[-500, 524], [1024]],
+    "padded before, odd": [[-1, 1000], [-1000, 1]],
+    "padded within": [[200, -300, 524], [1000, -24]],
+    "short": [[3, 97], [-40, 60]],
+}
+REACH_OF_DOCUMENTS = [(None, 0), (None, None), (100, 0), (20, 30)]
+
+
+def documents_of(lengths: list[list[int]], before: int | None, after: int | None) -> Tensor:
+    """The mask [batch, 1, length, length] of such documents."""
+    flat = [abs(length) for sequence in lengths for length in sequence]
+    length, padding = sum(flat) // len(lengths), [length < 0 for s in lengths for length in s]
+    counts = torch.tensor(flat, device="cuda")
+    seen = ~torch.tensor(padding, device="cuda").repeat_interleave(counts).view(len(lengths), 1, length, 1)
+    together = within_documents(ends_of(flat), len(lengths), length) & seen & seen.mT
+    return within(Band(before, after, False, False), None, length, length, torch.device("cuda")) & together
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(("before", "after"), REACH_OF_DOCUMENTS)
+def test_documents_are_as_exact_as_masks(
+    name: str, width: int, before: int | None, after: int | None
+) -> None:
+    from te_transform.backends import te
+
+    torch.manual_seed(0)
+    mask = documents_of(DOCUMENTS[name], before, after)
+    band, length = what_is(mask), mask.shape[-1]
+    known = banded(mask, band) if isinstance(band, Band) else band
+    core = te.DotProductAttention(written_out=False)
+    parts = [random(2, heads, length, width) for heads in (4, 2, 2)]
+    cotangent = torch.randn_like(parts[0])
+    poison()
+    out = core(*parts, known, 0.0, False, None, True)
+    poison()
+    found = out, *torch.autograd.grad(out, parts, cotangent)
+    assert not core.plain_calls
+    wanted = exact(parts, mask, cotangent)
+    close(found, wanted)
+    poison()
+    with torch.no_grad():  # in which kernels of documents take wide heads
+        close((core(*parts, known, 0.0, False, None, True),), wanted[:1])
+
+
+@pytest.mark.parametrize("sizes", [(8, 1024), (64, 512)])
+@pytest.mark.parametrize("length", [100, 600, 997, 1024])
+@pytest.mark.parametrize(("before", "after"), REACH_OF_DOCUMENTS)
+def test_documents_in_cuda_graphs(
+    length: int, before: int | None, after: int | None, sizes: tuple[int, int]
+) -> None:
+    from te_transform.backends import te
+
+    torch.manual_seed(0)
+    parts = [random(2, 4, length, 64) for _ in range(3)]
+    cotangent, band = torch.randn_like(parts[0]), Band(before, after, False, True, *sizes)
+    core, mask = te.DotProductAttention(written_out=False), documents_of([[length]] * 2, before, after)
+
+    def run() -> tuple[Tensor, ...]:
+        out = core(*parts, banded(mask, band), 0.0, False, None, True)
+        return out, *torch.autograd.grad(out, parts, cotangent)
+
+    graph, found = recorded(run)
+    for lengths in (
+        [[50, length - 50]] * 2,
+        [[-9, length - 9], [1, 2, length - 3]],
+        [[length - 90, -90], [length]],
+    ):
+        poison()
+        with torch.no_grad():
+            for x in (*parts, cotangent):
+                x.copy_(torch.randn_like(x))
+            mask.copy_(documents_of(lengths, before, after))
+        graph.replay()
+        close(found, exact(parts, mask, cotangent))
+
+
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_operations_are_what_they_say(padded: bool, keeps: bool) -> None:
+@pytest.mark.parametrize("kind", ["whole", "padded", "documents"])
+def test_the_operations_are_what_they_say(kind: str, keeps: bool) -> None:
     from te_transform.backends import te  # noqa: F401
 
     parts = [random(2, 4, 256, 64).detach().transpose(1, 2).contiguous() for _ in range(3)]
-    rest = (ends_of([256, 100]) if padded else None, 100, 0, 0.125, False)
+    ends = {"whole": None, "padded": ends_of([256, 100]), "documents": ends_of([100, 156, 1, 255])}[kind]
+    packed = kind == "documents"
+    rest = (ends, 256 * packed, 100, 0, 0.125, packed)
     torch.library.opcheck(ops.attend.default, (*parts, *rest, keeps))
     saved = ops.attend(*parts, *rest, True)
     torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(saved[0]), *parts, *saved, *rest))
@@ -240,6 +325,19 @@ def batch(length: int, lengths: list[int]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids}
 
 
+def check(model: nn.Module, converted: nn.Module, given: dict[str, Tensor]) -> None:
+    """By verify(), which runs nothing compiled and no CUDA graph, and by a training step, which does."""
+    result = te_transform.verify(model, converted, given)
+    assert result, result
+    grads = []
+    for each in (model, converted):
+        each.zero_grad()
+        each(**given).loss.backward()
+        grads.append([p.grad.double().flatten() for p in each.parameters() if p.grad is not None])
+    expected, found = map(torch.cat, grads)
+    assert (found - expected).norm() <= 2**-5 * expected.norm()  # both round as bf16 does
+
+
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"graphs": True}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_with_padded_batches(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +350,34 @@ def test_models_with_padded_batches(name: str, options: dict, monkeypatch: pytes
     model = built(name)
     converted = te_transform.convert(model, batch(512, [512, 300]), backend="te", **options)
     for length, lengths in ((512, [512, 300]), (512, [17, 512]), (512, [512, 512]), (640, [640, 5])):
-        result = te_transform.verify(model, converted, batch(length, lengths))
-        assert result, f"{lengths}\n{result}"
+        for flipped in (False, True):  # padded before
+            given = batch(length, lengths)
+            given["attention_mask"] = given["attention_mask"].flip(1 if flipped else ())
+            check(model, converted, given)
     assert calls
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"graphs": True}], ids=str)
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+def test_models_with_packed_documents(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which transformers finds by their positions."""
+    from te_transform.backends.te import attention
+
+    bands = []
+    real = attention.banded_attention.attended
+    monkeypatch.setattr(attention.banded_attention, "attended", lambda *a: (bands.append(a[4]), real(*a))[1])
+    model = built(name)
+
+    def packed(*lengths: int) -> dict[str, Tensor]:
+        given = batch(512, [512, 512])
+        del given["attention_mask"]
+        positions = torch.cat([torch.arange(length, device="cuda") for length in lengths])
+        return given | {"position_ids": positions.expand(2, -1), "use_cache": False}
+
+    converted = te_transform.convert(model, packed(200, 312), backend="te", **options)
+    for lengths in ((200, 312), (1, 500, 11), (512,), (100,) * 5 + (12,)):
+        check(model, converted, packed(*lengths))
+    assert name == "Gemma3" or any(band.documents for band in bands)  # whose heads are of width 256
 
 
 def test_a_small_call_takes_no_band(by_size: None) -> None:

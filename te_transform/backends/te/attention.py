@@ -6,12 +6,13 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 from te_transform.backends import banded_attention, cudnn
 from te_transform.backends.banded_attention import OPEN
-from te_transform.backends.bands import Band, Banded
+from te_transform.backends.bands import Band, Banded, sees_itself
 from te_transform.backends.limits import (
     PLANNED_LENGTHS,
     as_autocast,
@@ -35,15 +36,15 @@ class DotProductAttention(cudnn.DotProductAttention):
     ) -> Tensor:
         """As the op does; a mask that is a band is not read where kernels know of bands."""
         dropout_p, is_causal, scale, enable_gqa = rest
-        found = _band_of(mask, is_causal, query, key)
+        band = _band_of(mask, is_causal, query, key)
         # which are called in less of the CPU's time through PyTorch, where that does
         is_alike = mask is None and not (query.dim() == 4 and has_odd_lengths(query, key))
-        if is_alike or found is None or not _HAS_FORMATS or (traced() and not compiling.get()):
+        if is_alike or band is None or not _HAS_FORMATS or (traced() and not compiling.get()):
             return super().attend(query, key, value, mask, *rest)
-        parts, (band, ends) = as_autocast(query, key, value), found
+        parts = as_autocast(query, key, value)
         if without_band(*parts, band, dropout_p, enable_gqa):
             return super().attend(query, key, value, mask, *rest)
-        return _attended(parts, None, ends, band, scale)
+        return _attended(parts, None, mask, band, scale)
 
     def beside_sinks(self, *arguments: Any) -> Tensor:
         """As the op does, by cuDNN's kernels within a band of keys."""
@@ -63,46 +64,56 @@ def _without_sinks(
 ) -> str | None:
     """Why kernels cannot take this attention beside sinks, or None."""
     dropout_p, is_causal, _, enable_gqa = rest
-    found = _band_of(mask, is_causal, query, key)
-    if found is None or not _HAS_FORMATS:
-        return "a mask that is no band of keys" if found is None else "a TE that has no formats of outputs"
-    return without_band(*as_autocast(query, key, value), found[0], dropout_p, enable_gqa)
+    band = _band_of(mask, is_causal, query, key)
+    if band is None or not _HAS_FORMATS:
+        return "a mask that is no band of keys" if band is None else "a TE that has no formats of outputs"
+    return without_band(*as_autocast(query, key, value), band, dropout_p, enable_gqa)
 
 
 def _beside_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | Banded | None, *rest: Any
 ) -> Tensor:
     _, is_causal, scale, _ = rest
-    band, ends = _band_of(mask, is_causal, query, key)
-    return _attended(as_autocast(query, key, value), sinks, ends, band, scale)
+    band = _band_of(mask, is_causal, query, key)
+    return _attended(as_autocast(query, key, value), sinks, mask, band, scale)
 
 
 def _attended(
-    parts: tuple[Tensor, ...], sinks: Tensor | None, ends: Tensor | None, band: Band, scale: float | None
+    parts: tuple[Tensor, ...], sinks: Tensor | None, mask: Banded | None, band: Band, scale: float | None
 ) -> Tensor:
     query = parts[0]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    ends = _of_batch(ends, len(query))
-    return banded_attention.attended(*parts, ends, band, scale, gains_packed(*parts), sinks)
+    ends = None if mask is None else _of_batch(mask, query)
+    packed = bool(band.documents) or gains_packed(*parts)
+    out = banded_attention.attended(*parts, ends, band, scale, packed, sinks)
+    if band.documents and band.blind:  # whose queries see each other in kernels
+        out = torch.where(sees_itself(mask.mask)[:, None, :, None], out, 0)
+    return out
 
 
-def _band_of(
-    mask: Tensor | Banded | None, is_causal: bool, query: Tensor, key: Tensor
-) -> tuple[Band, Tensor | None] | None:
-    """The band of keys that attention is within, and the ends of sequences; None with another mask."""
-    if isinstance(mask, Banded):
-        # one that is expanded along the keys is a band of other keys than these
-        is_of_keys = mask.mask.shape[-1] == key.shape[-2]
-        is_of_batch = mask.ends is None or len(mask.ends) in (2, len(query) + 1)
-        return (mask.band, mask.ends) if is_of_keys and is_of_batch else None
-    return None if mask is not None else (Band(None, 0 if is_causal else None, False, False), None)
+def _band_of(mask: Tensor | Banded | None, is_causal: bool, query: Tensor, key: Tensor) -> Band | None:
+    """The band of keys that attention is within; None with another mask."""
+    if not isinstance(mask, Banded):
+        return None if mask is not None else Band(None, 0 if is_causal else None, False, False)
+    queries, keys = mask.mask.shape[-2:]
+    # one that is expanded along the keys is a band of other keys than these
+    is_of_keys = keys == key.shape[-2] and (not mask.documents or queries == query.shape[-2])
+    is_of_batch = mask.ends is None or _sequences(mask) in (1, len(query))
+    return mask.band if is_of_keys and is_of_batch else None
 
 
-def _of_batch(ends: Tensor | None, batch: int) -> Tensor | None:
-    """The ends of `batch` sequences, where they are those of one that stands for all."""
-    if ends is None or len(ends) == batch + 1:
+def _sequences(mask: Banded) -> int:
+    """For how many sequences the mask is one of its own."""
+    return len(mask.mask) if mask.mask.dim() == 4 else 1
+
+
+def _of_batch(mask: Banded, query: Tensor) -> Tensor | None:
+    """The ends of as many sequences as there are queries of, where the mask's one stands for all."""
+    ends, batch = mask.ends, len(query)
+    if ends is None or batch == _sequences(mask):
         return ends
-    return torch.arange(batch + 1, dtype=torch.int32, device=ends.device) * ends[1]
+    each = torch.arange(batch, dtype=torch.int32, device=ends.device).unsqueeze(-1)
+    return F.pad((ends[1:] + each * ends[-1]).flatten(), (1, 0))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +127,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tenso
         return out, query.new_empty(0), query.new_empty(0)
     sums, state = saved[:2]
     if sums.dim() == 3:  # [rows, heads, 1] of packed sequences
-        sums = sums.view(*query.shape[:-1], 1).transpose(1, 2)
+        sums = sums.view(*query.shape[:-1], 1).transpose(1, 2).contiguous()
     return out, sums, state
 
 
@@ -135,7 +146,14 @@ def attend_backward(
 
 
 def _arguments(
-    query: Tensor, key: Tensor, ends: Tensor | None, before: int, after: int, scale: float, packed: bool
+    query: Tensor,
+    key: Tensor,
+    ends: Tensor | None,
+    longest: int,
+    before: int,
+    after: int,
+    scale: float,
+    packed: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Where sequences begin and end, and which keys count, as TE takes them forward and backward."""
     batch, queries, keys = len(query), query.shape[1], key.shape[1]
@@ -152,6 +170,10 @@ def _arguments(
         window = (queries - 1 if before == OPEN else before, after)
     elif before != OPEN:
         window = (before, keys - 1)
+    lengths = (queries, keys)
+    if longest:
+        of_queries = of_keys = ends
+        lengths = (longest, longest)
     form = "thd" if packed else "bshd"
     how = {
         "attn_scale": scale,
@@ -160,11 +182,10 @@ def _arguments(
         "attn_mask_type": kind,
         "window_size": window,
     }
-    longest = (queries, keys)
     if packed:
-        longest = tuple(-(-length // PLANNED_LENGTHS) * PLANNED_LENGTHS for length in longest)
+        lengths = tuple(-(-length // PLANNED_LENGTHS) * PLANNED_LENGTHS for length in lengths)
         how |= {"cu_seqlens_q_padded": of_queries, "cu_seqlens_kv_padded": of_keys}
-    return (*longest, of_queries, of_keys if ends is None else ends), how
+    return (*lengths, of_queries, of_keys if ends is None else ends), how
 
 
 def _as_laid_out(parts: tuple[Tensor, ...], how: dict[str, Any]) -> tuple[Tensor, ...]:
