@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import random
-from collections import Counter, OrderedDict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -91,6 +91,35 @@ def test_it_is_put_back_where_the_forward_raises() -> None:
     assert state(model) == before
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda cache: cache.resize_(3).fill_(2),
+        lambda cache: setattr(cache, "data", torch.zeros(5)),
+        lambda cache: cache.squeeze_(),
+    ],
+    ids=["resized", "of other memory", "of fewer dimensions"],
+)
+def test_a_tensor_of_another_shape_gets_its_own_back(write: Callable[[Tensor], object]) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("cache", torch.ones(1))
+    model.cache, cache = model.cache.view(1, 1), model.cache
+    model.held = [cache, model.cache]
+    with preserved(model):
+        for tensor in model.held:
+            write(tensor)
+    assert [tensor.tolist() for tensor in model.held] == [[1.0], [[1.0]]]
+    assert model.held[1] is model.cache
+
+
+def test_what_collections_hold_is_put_back() -> None:
+    model = nn.Linear(4, 4)
+    model.seen, model.above = UserDict(n=0), ChainMap({"n": 0})
+    with preserved(model):
+        model.seen["n"] = model.above["n"] = 1
+    assert (model.seen["n"], model.above["n"]) == (0, 0)
+
+
 def test_what_does_not_change_is_not_written_to() -> None:
     model = nn.BatchNorm1d(4).eval()
     model.running_mean.fill_(float("nan"))  # which equals nothing
@@ -146,4 +175,8 @@ def test_bits_are_compared_and_not_numbers() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.randn(3, 4).t(), torch.randn(0)) is False
     assert same_bits(torch.ones(3, 4).t(), torch.ones(4, 3))
-    assert same_bits(torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64))
+    turns = torch.randn(2, dtype=torch.complex64)
+    assert same_bits(turns, turns.clone())
+    assert same_bits(turns.conj(), turns.conj().resolve_conj())  # of which one is a view
+    assert same_bits(turns.conj().imag, -turns.imag)
+    assert not same_bits(turns.conj(), turns)

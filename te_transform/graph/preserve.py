@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import is_fake
 _DEPTH = 5  # how deep: a module, its attributes, what these hold, ...
 _CONTAINERS = (dict, list, set, deque)
 _NOT_STATE = (type, types.ModuleType, types.FunctionType, nn.Parameter)
-_HOLDERS = ("types", "argparse")  # whose namespaces hold a user's values; Python's other objects go on
+# Whose objects hold a user's values; Python's other objects go on.
+_HOLDERS = ("types", "argparse", "collections")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,7 +92,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_dense(one: Tensor, other: Tensor) -> bool:
-    one, other = (tensor.detach().contiguous().flatten() for tensor in (one, other))
+    one, other = (tensor.detach().resolve_conj().resolve_neg() for tensor in (one, other))
+    one, other = (tensor.contiguous().flatten() for tensor in (one, other))
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -219,7 +221,10 @@ def _restore(value: Any, content: Any) -> None:
         _set_random_state(value, content.state)
     elif isinstance(value, Tensor):
         with torch.inference_mode(value.is_inference()), torch.no_grad():
-            value.copy_(content)
+            if value.shape == content.shape:
+                value.copy_(content)
+            else:  # somebody has resized it, or given it other memory
+                value.data = content
     elif isinstance(content, (dict, list, set)):
         held = _held(value)
         held.clear()
