@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from te_transform.backends import masks
+from tests import test_compiled
 from tests.attacks import Block, Pair, X, named
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded
 
+compilations = test_compiled.compilations  # a fixture, of what is compiled
 HEADS, SIZE, LONGEST = 2, 8, 12
 NEGATIVE, MINIMUM = float("-inf"), torch.finfo(torch.float32).min
 
@@ -340,6 +342,62 @@ def test_what_a_mask_is_made_of_is_written_to_before_it_is_applied(make: Callabl
         return self.out((masked(q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
     Pair.of(seeded(type("Written", (Attention,), {"forward": forward}))).agree()
+
+
+FAR = {"apart": 100}
+
+
+@torch.library.custom_op("test_attacks_masks::near", mutates_args=())
+def near(length: int) -> Tensor:
+    places = torch.arange(length)
+    return (places[:, None] - places).abs() < FAR["apart"]
+
+
+@near.register_fake
+def _of_near(length: int) -> Tensor:
+    return torch.empty(length, length, dtype=torch.bool)
+
+
+@torch.compiler.allow_in_graph
+def nearby(length: int) -> Tensor:
+    return near(length)
+
+
+@pytest.mark.parametrize("function", [near, nearby], ids=["an operation", "a function"])
+def test_what_somebody_elses_code_makes_is_made_at_each_call(
+    function: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may read what nobody guards: what it made once is no answer for later calls."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        kept = function(x.shape[1])
+        out = F.scaled_dot_product_attention(*self.heads(x), attn_mask=kept)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    pair = Pair.of(seeded(type("Near", (Attention,), {"forward": forward})))
+    for apart in (100, 2, 100, 3):
+        monkeypatch.setitem(FAR, "apart", apart)
+        pair.agree()
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}], ids=str)
+@pytest.mark.usefixtures("compilations")
+def test_a_mask_made_without_autocast_is_made_so(options: dict[str, bool]) -> None:
+    """In bfloat16 its products would have other places."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            places = torch.arange(256.0, 256.0 + x.shape[1])[:, None] @ torch.ones(1, x.shape[1])
+            away = places - places.T
+        kept = (away >= 0) & (away < 3)
+        out = F.scaled_dot_product_attention(*self.heads(x), attn_mask=kept)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def act(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    Pair.of(seeded(type("Without", (Attention,), {"forward": forward})), **options).agree(act, atol=0.02)
 
 
 @pytest.mark.parametrize("fill", [NEGATIVE, -1e4])

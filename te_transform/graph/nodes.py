@@ -278,6 +278,36 @@ def is_random(node: fx.Node) -> bool:
     return bool(_RANDOM.match(called(node).strip("_")))
 
 
+def is_foreign(node: fx.Node) -> bool:
+    """Whether the node calls somebody else's code as a whole, an operation of a library or a function that is
+    allowed in graphs: what it reads beside its arguments nobody guards."""
+    target = node.target
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = target.name() if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+        return name.partition("::")[0] not in ("aten", "prims")
+    home = getattr(target, "__module__", None) or "torch"
+    return isinstance(target, FunctionType) and home.partition(".")[0] not in ("torch", "te_transform")
+
+
+# Calls that torch.autocast leaves as they are, whatever they read.
+_AS_THEY_ARE = frozenset(
+    {
+        "abs", "add", "all", "any", "bool", "clamp", "clone", "eq", "full_like", "ge", "gt", "isinf", "le",
+        "lt", "masked_fill", "mul", "ne", "neg", "ones_like", "rsub", "sub", "tril", "triu", "where",
+        "zeros_like",
+    }
+)  # fmt: skip
+
+
+def varies_by_autocast(node: fx.Node) -> bool:
+    """Whether torch.autocast may have the node computed in another dtype, as it has products of tensors that
+    are floating."""
+    is_floating = any(
+        is_tensor_node(read) and value(read).is_floating_point() for read in node.all_input_nodes
+    )
+    return is_floating and not may_be_view(node) and called(node).strip("_") not in _AS_THEY_ARE
+
+
 def is_batched(node: fx.Node) -> bool:
     """Whether the node takes a tensor into a vmap(), or out of it."""
     return called(node) in ("_add_batch_dim", "_remove_batch_dim")

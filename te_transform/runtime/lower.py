@@ -24,10 +24,12 @@ from te_transform.canonicalize import written
 from te_transform.canonicalize.linears import TURNS
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import (
+    called,
     dtype_of,
     goes_into_products,
     is_batched,
     is_bias,
+    is_foreign,
     is_model_tensor,
     is_parameter,
     is_random,
@@ -36,6 +38,7 @@ from te_transform.graph.nodes import (
     shape_of,
     shows_layout,
     value,
+    varies_by_autocast,
 )
 from te_transform.plan.match import Plan, Site
 
@@ -162,6 +165,7 @@ class _Lowering:
         self.graph, self.stands = edit.copy_by_name(plan.captured.graph)
         self.module = fx.GraphModule(plan.captured, self.graph)
         self.written = {node.name for node in written(plan.captured.graph)}
+        self.in_modes = any("autocast" in called(node) for node in plan.captured.graph.nodes)
         self.masks: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.shared: dict[tuple, fx.Node] = {}
         self.copied: list[fx.Node] = []  # of the canonical graph, and the masks that are made in other places
@@ -330,12 +334,13 @@ class _Lowering:
 
     def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
         """Whether a mask is made of sizes, buffers and data alone, all of them as they are when it is
-        made; and not in a vmap(), which begins and ends with calls that nothing reads."""
+        made; and not in a vmap(), which begins and ends with calls that nothing reads, nor by products that
+        another autocast than the attention's may have in another dtype."""
         inside = [node for node in make.graph.nodes if node.op not in ("placeholder", "output")]
-        pure = all(
-            node.op in ("call_function", "call_method") and not is_random(node) and not is_batched(node)
-            for node in inside
-        )
+        calls = all(node.op in ("call_function", "call_method") for node in inside)
+        pure = calls and not any(is_random(n) or is_batched(n) or is_foreign(n) for n in inside)
+        if self.in_modes and any(map(varies_by_autocast, inside)):
+            return False
         learned = any(is_parameter(node) for node in inputs) or any(
             is_tensor_node(node) and node.meta["example_value"].requires_grad for node in (*inputs, *inside)
         )
