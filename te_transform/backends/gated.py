@@ -43,7 +43,10 @@ def gated_backward(grad: Tensor, hidden: Tensor, bias: Tensor | None, groups: Te
     first, beside = first.clamp(max=gate.limit), beside.clamp(-gate.limit, gate.limit)
     share = (gate.slope * first).sigmoid()
     slope = share * (1 + gate.slope * first * (1 - share))
-    parts = grad * slope * (beside + gate.offset) * counts, grad * first * share * beside_counts
+    parts = (  # where the clamp holds them back they have none, be it beside what is no number
+        torch.where(counts, grad * slope * (beside + gate.offset), 0.0),
+        torch.where(beside_counts, grad * first * share, 0.0),
+    )
     joined = torch.stack(parts, -1).flatten(-2) if gate.pairs else torch.cat(parts, -1)
     return joined.to(hidden.dtype)
 

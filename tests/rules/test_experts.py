@@ -392,6 +392,16 @@ def test_what_is_written_to_before_the_choices_are_sorted_is_read_so(write) -> N
         assert close(converted(X, torch.tensor(by)), model(X, torch.tensor(by)))
 
 
+def test_a_clamp_gives_what_is_no_number_no_gradient(te: ModuleType) -> None:
+    """So that a token of NaN leaves the biases of the first product alone, as in PyTorch."""
+    model = seeded(FUSES["clamped, in pairs, with biases"])
+    converted = te_transform.convert(model, X, backend="te")
+    x = X.index_fill(0, torch.tensor([1]), float("nan"))
+    wanted, found = (gradients(each, x)["biases.0"] for each in (model, converted))
+    assert not wanted.isnan().any()
+    assert close(found, wanted)
+
+
 @pytest.mark.parametrize("backend", ["torch", "te"])
 def test_several_gradients_at_once(backend: str, te: ModuleType) -> None:
     model = seeded(FUSES["gated"])
