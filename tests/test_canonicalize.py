@@ -29,6 +29,7 @@ LINEARS = {
     "in place": lambda m, x: (x @ m.w.mT).add_(m.b),
     "addmm": lambda m, x: torch.addmm(m.b, x.view(-1, HIDDEN), m.w.t()).view(*x.shape[:-1], -1),
     "einsum": lambda m, x: torch.einsum("bsi,oi->bso", x, m.w) + m.b,
+    "einsum of any rank": lambda m, x: torch.einsum("...i,oi->...o", x, m.w) + m.b,
 }
 
 

@@ -90,6 +90,11 @@ ATTENTIONS = {
         (torch.einsum("bhid,bhjd->bhij", q, k) / WIDTH**0.5).masked_fill(mask, -math.inf).softmax(-1),
         v,
     ),
+    "einsum of any rank": lambda m, q, k, v, mask: torch.einsum(
+        "... i j, ... j d -> ... i d",
+        (torch.einsum("...id,...jd->...ij", q, k) / WIDTH**0.5).masked_fill(mask, -math.inf).softmax(-1),
+        v,
+    ),
     "einsum by length": _einsum_by_length,
     "3-D products": _three_d,
     "no heads": _headless,
@@ -330,3 +335,21 @@ def test_one_key_head_for_all_is_grouped() -> None:
         lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v), QKV[0], QKV[1][:, :1], QKV[2][:, :1]
     )
     assert the(graph, ops.sdpa)[7] is True
+
+
+def test_an_einsum_shares_one_key_head_among_all() -> None:
+    def shared(m, q, k, v, mask):
+        s = torch.einsum("b h i d, b j d -> b h i j", q, k).masked_fill(mask, -math.inf)
+        return torch.einsum("bhij,bjd->bhid", s.softmax(-1), v)
+
+    graph = canonical(shared, QKV[0], QKV[1][:, 0], QKV[2][:, 0], CAUSAL)
+    _, key, value, *_, grouped = the(graph, ops.sdpa)[:8]
+    assert grouped is True
+    assert shape_of(key) == shape_of(value) == (BATCH, 1, LENGTH, WIDTH)
+
+
+@pytest.mark.parametrize("equation", ["...id,...jd->...ij", "b...id,...jd->b...ij", "...id,...jd->ij"])
+def test_an_einsum_computes_the_same_whatever_its_dots_are_broadcast_to(equation: str) -> None:
+    """canonical() compares; where the result has no dots they are summed up, which no product does."""
+    for key in (QKV[1], QKV[1][0], QKV[1][:, :1]):
+        canonical(lambda m, q, k: torch.einsum(equation, q, k), QKV[0], key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,15 @@ from te_transform.graph.nodes import same_shape, shape_of
 
 @dataclass(frozen=True)
 class _Product:
-    """left [batch, rows, inner] @ right [batch, inner, column] = [batch, rows, column], by their letters."""
+    """left [batch, rows, inner] @ right [batch, inner, column] = [batch, rows, column], by their letters.
+
+    `shared` are rows that count as batches, over which the right operand is the same.
+    """
 
     left: str
     right: str
     result: str
+    shared: str
 
 
 def spell_products(graph: fx.Graph) -> None:
@@ -55,9 +60,22 @@ def _spell_einsum(graph: fx.Graph, node: fx.Node) -> None:
     equation, *operands = node.args
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     terms, _, result = equation.replace(" ", "").partition("->")
-    product = _as_product(terms.split(","), result) if len(operands) == 2 else None
-    if product is not None and _sums_as_many(operands, terms.split(","), product):
-        _rewrite(graph, node, operands, terms.split(","), result, product)
+    *terms, result = _in_letters(terms.split(","), result, operands)
+    product = _as_product(terms, result) if len(operands) == 2 else None
+    if product is not None and _sums_as_many(operands, terms, product):
+        _rewrite(graph, node, operands, terms, result, product)
+
+
+def _in_letters(terms: list[str], result: str, operands: list[fx.Node]) -> tuple[str, ...]:
+    """The terms and the result with a letter for each dimension that `...` stands for, the last of them in
+    common, as they are broadcast."""
+    unused = "".join(c for c in string.ascii_letters if c not in "".join((*terms, result)))
+    ranks = [len(shape_of(x)) for x in operands]
+    counts = [rank - len(t) + 3 if "..." in t else 0 for rank, t in zip(ranks, terms, strict=True)]
+    if "..." not in result or max(counts) > len(unused):
+        return *terms, result  # without a result that has them they are summed up
+    letters = [unused[max(counts) - count : max(counts)] for count in (*counts, max(counts))]
+    return tuple(t.replace("...", c) for t, c in zip((*terms, result), letters, strict=True))
 
 
 def _sums_as_many(operands: list[fx.Node], terms: list[str], product: _Product) -> bool:
@@ -82,10 +100,11 @@ def _as_product(terms: list[str], result: str) -> _Product | None:
         or set(result) != (left | right) - inner
     ):
         return None
-    if len(rows) != 1 and batch:  # matmul has several rows only against one matrix
+    if not rows and batch:  # matmul has a vector only against one matrix
         return None
     (inner,), (column,) = inner, column
-    return _Product(batch + rows + inner, batch + inner + column, batch + rows + column)
+    shared = rows[:-1] if batch else ""  # without a batch, matmul has several rows against one matrix
+    return _Product(batch + rows + inner, batch + shared + inner + column, batch + rows + column, shared)
 
 
 def _rewrite(
@@ -97,7 +116,10 @@ def _rewrite(
     product: _Product,
 ) -> None:
     left = _arranged(graph, node, operands[0], terms[0], product.left)
-    right = _arranged(graph, node, operands[1], terms[1], product.right)
+    right = operands[1]
+    for _ in product.shared:  # dimensions of one, in front
+        right = edit.insert(graph, [node], torch.unsqueeze, (right, -1 - len(shape_of(right))))
+    right = _arranged(graph, node, right, product.shared + terms[1], product.right)
     if product.result == result:
         edit.set_target(node, torch.matmul, (left, right))
         return
