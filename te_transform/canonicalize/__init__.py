@@ -18,6 +18,7 @@ from te_transform.canonicalize.norms import NORMS
 from te_transform.canonicalize.op import write
 from te_transform.canonicalize.products import spell_products
 from te_transform.canonicalize.rotary import ROTARY
+from te_transform.canonicalize.shared import share_norms
 from te_transform.canonicalize.sizes import read_sizes_early
 from te_transform.canonicalize.spelling import spell, spell_pieces
 from te_transform.graph import edit, nodes
@@ -57,6 +58,7 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     drop_noise(canonical)
     for spellings in _SPELLINGS:
         write(canonical, spellings)
+    share_norms(canonical)
     put_gates_first(canonical)
     drop_noise(canonical)
     return canonical

@@ -45,6 +45,15 @@ def behind_a_norm(model: Written, x: Tensor) -> Tensor:
     return added(model, model.norm(x))
 
 
+def behind_a_norm_each(model: Written, x: Tensor) -> Tensor:
+    return model.q(model.norm(x)) + model.k(model.norm(x)) * model.v(model.norm(x))
+
+
+def behind_a_norm_that_is_read(model: Written, x: Tensor) -> Tensor:
+    y = model.norm(x)
+    return model.q(y) * torch.tanh(y) + model.k(model.norm(x))
+
+
 def three(bias: bool = True) -> dict[str, Make]:
     return {name: linear(bias=bias) for name in "qkv"}
 
@@ -88,6 +97,10 @@ FUSES = {
     "of different widths": (written(next_to_each_other, q=linear(), k=linear(H, 4)), 1),
     "gate and up": (written(gated, up=linear(H, FFN), gate=linear(H, FFN)), 1),
     "behind a norm": (written(behind_a_norm, norm=lambda: nn.LayerNorm(H), **three()), 1),
+    "behind a call of the norm for each": (
+        written(behind_a_norm_each, norm=lambda: nn.LayerNorm(H), **three()),
+        1,
+    ),
     "a view of the columns": (written(split_columns, **three()), 1),
     "a view across the columns": (written(viewed_across_columns, **three()), 1),
     "called twice": (written(twice, **three()), 2),
@@ -100,6 +113,12 @@ FUSES = {
 def test_fuses(name: str) -> None:
     make, times = FUSES[name]
     fused(make).expect(merge_siblings=times)
+
+
+def test_a_norm_that_something_else_reads_stays_apart_from_one_that_is_fused() -> None:
+    linears = {name: linear(H, H) for name in "qk"}
+    report = fused(written(behind_a_norm_that_is_read, norm=lambda: nn.LayerNorm(H), **linears))
+    report.expect(merge_siblings=0, layernorm_linear=1, linear=1)
 
 
 def same_weight() -> nn.Module:

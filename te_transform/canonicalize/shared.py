@@ -1,0 +1,39 @@
+"""A norm that a model calls once for each linear that reads it is one value.
+
+Where a model has self.q(self.norm(x)) and self.k(self.norm(x)), the linears become one product then, as
+where it calls the norm once.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from te_transform.canonicalize.inplace import written
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import is_parameter
+
+_NORMS = (ops.layer_norm, ops.rms_norm)
+
+
+def share_norms(graph: fx.Graph) -> None:
+    """Let linears that read the same norm of the same value read one call of it.
+
+    Only where all that read either are linears that can be merged: alone, each has a norm of its own.
+    """
+    kept, shared = written(graph), {}
+    for node in list(graph.nodes):
+        if node.target not in _NORMS or node in kept:
+            continue
+        key = node.target, node.args, node.meta["region"]
+        first = shared.setdefault(key, node)
+        if first is not node and _can_be_merged([*first.users, *node.users]):
+            edit.bypass(graph, node, first)
+
+
+def _can_be_merged(readers: list[fx.Node]) -> bool:
+    """Whether all are linears with parameters of their own, all with a bias or none."""
+    if any(reader.target is not ops.linear for reader in readers):
+        return False
+    weights, biases = ([reader.args[at] for reader in readers] for at in (1, 2))
+    own = len({*weights}) == len(weights) and all(map(is_parameter, weights))
+    return own and (not any(biases) or all(map(is_parameter, biases)))
