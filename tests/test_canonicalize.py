@@ -383,6 +383,14 @@ def test_not_an_activation(spelling) -> None:
     assert op_counts(canonical(spelling, torch.randn(2, 5, HIDDEN))) == {}
 
 
+def test_glu_is_a_half_times_the_sigmoid_of_the_other() -> None:
+    for spelling in (lambda m, x: F.glu(x), lambda m, x: F.glu(x, dim=2)):
+        graph = canonical(spelling, torch.randn(2, 5, HIDDEN))
+        assert op_counts(graph) == {"sigmoid": 1}
+        assert F.glu not in targets(graph)
+    assert F.glu in targets(canonical(lambda m, x: F.glu(x, 0), torch.randn(2, 5, HIDDEN)))
+
+
 def test_gates_come_first() -> None:
     def gated(m, x):
         up, gate = (x @ m.w.T).chunk(2, -1)

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import dtype_of, is_tensor_node
+from te_transform.graph.nodes import dtype_of, is_tensor_node, shape_of
 from te_transform.graph.pattern import AnyOrder, Call, Match, Near, OneOf, Pattern, Var
 
 
@@ -20,6 +21,16 @@ def _op(op: Callable) -> Callable[[fx.Graph, Match], tuple | None]:
         return (op, (x,)) if dtype_of(x) is dtype_of(match.root) else None
 
     return call
+
+
+def _gated(graph: fx.Graph, match: Match) -> tuple | None:
+    """F.glu: one half of the columns, times the sigmoid of the other."""
+    x, width = match.bound["x"], shape_of(match.bound["x"])[-1]
+    if not isinstance(width, int):
+        return None
+    halves = (0, width // 2), (width // 2, width)
+    beside, gate = (edit.insert(graph, match.nodes, ops.columns, (x, *half)) for half in halves)
+    return torch.mul, (edit.insert(graph, match.nodes, ops.sigmoid, (gate,), like=gate), beside)
 
 
 def _times(*factors: Pattern) -> AnyOrder:
@@ -59,6 +70,7 @@ ACTIVATIONS = (
     Spelling(_times(_X, Call(ops.sigmoid, _times(_X, Near(1.702)))), _op(ops.quick_gelu)),
     Spelling(_times(_X, Call(ops.sigmoid, _X)), _op(ops.silu)),
     Spelling(_SQUARED, _op(ops.squared_relu)),
+    Spelling(Call(F.glu, _X, -1), _gated),
 )
 
 

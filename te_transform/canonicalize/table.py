@@ -259,6 +259,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
         (input, p, training if train is None else train),
     ),
     "gelu": _gelu,
+    "glu": lambda input, dim=-1: (F.glu, (input, back(input, dim))),
     "sigmoid": _elementwise(ops.sigmoid),
     "silu": _elementwise(ops.silu),
     "relu": _elementwise(ops.relu),

@@ -111,6 +111,7 @@ FUSES = {
     "swiglu": gated(F.silu),
     "reglu": gated(F.relu),
     "glu": gated(torch.sigmoid),
+    "glu by name": mlp(F.glu, widths=(2 * FFN, FFN)),
     "the second half activated": gated(F.silu, 1),
     "gate and up": llama(up_first=False),
     "up and gate": llama(up_first=True),
