@@ -38,6 +38,7 @@ WHY = {  # what stands in the way, by words of the reason; the first that fit
     "copy of its expert's weights": "copied experts",
     "that the fused op has": "experts of their own kind",
     "is one with others": "one norm for attention and MLP",
+    "of these alone is needed": "one linear for attention and MLP",
     "norm is needed": "norm elsewhere",
     "writes to a tensor": "writes in between",
 }

@@ -80,6 +80,9 @@ class Var(Pattern):
     name: str
     where: Callable[[Any], bool] = lambda value: True
 
+    def __repr__(self) -> str:
+        return f"one value for the {self.name}"
+
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         bound = so_far.bind(self.name, value) if self.where(value) else None
         if bound is not None:

@@ -241,12 +241,24 @@ def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
             readers = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
             reader = (readers or miss.nodes)[-1]
             reason = f"the {called(reader)} reads {_named(miss.found)}, {miss.wanted} is needed"
-            if reader.target is ops.columns:  # of a merged linear
-                reason = "the linear is one with others of the same input, one of its own is needed"
+            if reader.target is ops.columns:
+                reason = _of_columns(reader.args[0])
             where, inside = path_of(miss.nodes[0]), _replaced(made, miss.nodes)
             found = Outcome(rule.name, where, "refused", (reason,), _weights(miss.nodes), inside=inside)
             outcomes.append(found)
     return outcomes
+
+
+def _of_columns(product: fx.Node) -> str:
+    """Why the columns of a product are none of those that a rule reads."""
+    while product.target is ops.columns:
+        product = product.args[0]
+    if product.target is ops.linear and is_model_tensor(product.args[1]):
+        return (
+            "the columns of the linear are read otherwise than as a gate and what is beside it, a linear of "
+            "these alone is needed"
+        )
+    return "the linear is one with others of the same input, one of its own is needed"
 
 
 def _is_given(found: Any) -> bool:

@@ -252,3 +252,32 @@ def test_a_linear_that_is_merged_with_others_beside_the_mlp_says_so() -> None:
     make = written(parallel, norm=lambda: nn.LayerNorm(H), **linears)
     why = "the linear is one with others of the same input, one of its own is needed"
     assert why in reasons(sites(make), "layernorm_mlp")
+
+
+def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
+    """As in PaLM, which has one for its queries, keys, values, gate and what is beside it."""
+
+    def parallel(m: Any, x: Tensor) -> Tensor:
+        other, both = m.fused(m.norm(x)).split((H, 2 * FFN), -1)
+        gate, up = both.chunk(2, -1)
+        return torch.tanh(other) + m.down(F.silu(gate) * up)
+
+    linears = {"fused": tables.linear(H, H + 2 * FFN), "down": tables.linear(FFN, H)}
+    why = (
+        "the columns of the linear are read otherwise than as a gate and what is beside it, a linear of "
+        "these alone is needed"
+    )
+    found = reasons(sites(written(parallel, norm=lambda: nn.LayerNorm(H), **linears)), "layernorm_mlp")
+    assert why in found
+
+
+def test_a_value_that_is_not_the_one_found_before_is_named() -> None:
+    """As where cosines and sines are taken of angles that were computed twice."""
+    twice = Call(torch.add, Call(torch.tanh, Call(torch.abs, Var("x"))), Call(torch.tanh, Var("x")))
+    rule = replace(linear.RULE, name="twice", pattern=twice, refuse=lambda: (), reads=("x",))
+    make = written(
+        lambda m, x: m.linear(torch.add(torch.tanh(torch.abs(x)), torch.tanh(torch.neg(x)))),
+        linear=tables.linear(),
+    )
+    (why,) = reasons(sites(make, passes=[rule]), "twice")
+    assert why == "the tanh reads neg, one value for the x is needed"
