@@ -33,6 +33,7 @@ WHY = {  # what stands in the way, by words of the reason; the first that fit
     "are not those of scaled_dot_product_attention": "attention of its own kind",
     "have a bias and some have none": "some of q, k and v have a bias and are frozen",
     "is computed at every call": "computed weights",
+    "is a view of the parameter": "computed weights",
     "its sink": "sinks, without TE",
     "topk's choices": "another router",
     "copy of its expert's weights": "copied experts",

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends.quantized import Quantized
-from te_transform.graph.nodes import called, dtype_name, is_parameter, same_shape, value
+from te_transform.graph import ops
+from te_transform.graph.nodes import called, dtype_name, is_parameter, name_in_model, same_shape, value
 from te_transform.graph.pattern import Match
 from te_transform.plan.rule import Operation
 
 WEIGHTED = ("linear", "layer_norm", "rms_norm")
+_VIEWS = {
+    torch.chunk, torch.split, torch.unbind, torch.reshape, torch.squeeze, torch.unsqueeze, torch.t,
+    torch.permute, torch.transpose, operator.getitem, ops.columns, "squeeze",
+}  # fmt: skip
 
 
 def refusals(
@@ -51,7 +59,9 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
             yield f"{what} is {list(operation.bias.shape)}, one number for each of {rows[0]} rows is needed"
     for source in sources:
         held = value(source)
-        if is_matrix and (not isinstance(source, fx.Node) or source.op != "placeholder"):
+        if is_matrix and (whole := _viewed(source)) is not None:
+            yield f"{what} is a view of the parameter {name_in_model(whole)}, one of its own is needed"
+        elif is_matrix and (not isinstance(source, fx.Node) or source.op != "placeholder"):
             yield f"{what} is computed at every call, a parameter is needed"
         elif is_matrix and not is_parameter(source):
             yield f"{what} is a buffer, a constant or an input, a parameter is needed"
@@ -59,6 +69,14 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
             yield f"{what} is a {type(held).__name__}, a plain tensor is needed"
         elif not held.is_floating_point():
             yield f"{what} is {dtype_name(held.dtype)}, a floating point parameter is needed"
+
+
+def _viewed(weight: Any) -> fx.Node | None:
+    """The parameter that a weight is rows or another shape of; None where it is one itself, or computed."""
+    whole = weight
+    while isinstance(whole, fx.Node) and whole.target in _VIEWS and len(whole.all_input_nodes) == 1:
+        whole = whole.args[0]  # an index that is a tensor makes a copy
+    return whole if whole is not weight and is_parameter(whole) else None
 
 
 def _mixed(operations: list[Operation]) -> Iterator[str]:

@@ -73,6 +73,14 @@ REFUSES = {
         written(lambda m, x: F.linear(x, m.inner.weight * 2), inner=linear()),
         "the linear's weight is computed at every call, a parameter is needed",
     ),
+    "rows of a parameter": (
+        written(lambda m, x: F.linear(x, m.inner.weight.chunk(2)[1]), inner=linear()),
+        "the linear's weight is a view of the parameter inner.weight, one of its own is needed",
+    ),
+    "a parameter of another shape": (
+        written(lambda m, x: F.linear(x, m.inner.weight.squeeze(-1)), inner=lambda: nn.Conv1d(H, H, 1)),
+        "the linear's weight is a view of the parameter inner.weight, one of its own is needed",
+    ),
     "int8": (Int8, "the linear's weight is computed at every call, a parameter is needed"),
     "a bias for all rows": (
         written(lambda m, x: F.linear(x, m.inner.weight, m.inner.bias[:1]), inner=linear()),
