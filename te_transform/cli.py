@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, replace
@@ -48,6 +49,7 @@ BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, Preci
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WIDTH = 140  # of a table where there is no terminal
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # whose labels are their ids
+_SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}  # given once, or more often
 # how many tokens a row may have: the names that configs of transformers have for it
 _POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
 
@@ -82,13 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the logs of dynamo, the stacks of what a sentence of ours says, and of torchao, which
-    transformers imports where it is installed, on kernels that nothing here calls; unless asked for."""
+    """Without the logs and the warnings of dynamo, the stacks of what a sentence of ours says, and of
+    torchao, which transformers imports where it is installed, on kernels that nothing here calls; unless
+    asked for."""
     levels = {logger: logger.level for logger in map(logging.getLogger, ("torch", "torchao"))}
     try:
-        for logger in levels if "TORCH_LOGS" not in os.environ else ():
-            logger.setLevel(logging.CRITICAL)
-        yield
+        with warnings.catch_warnings():
+            if "TORCH_LOGS" not in os.environ:
+                for logger in levels:
+                    logger.setLevel(logging.CRITICAL)
+                warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")
+            yield
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
@@ -108,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(planned, length=2048, backend="te")
     _add_output(planned)
     planned.add_argument(
-        "--expect", nargs="+", default=[], metavar="RULE=N", help="fail unless so many places are fused"
+        "--expect", **_SEVERAL, metavar="RULE=N", help="fail unless so many places are fused"
     )
     planned.add_argument(
         "--times", action="store_true", help="predict what a call takes on an H100 in each way to run it"
@@ -140,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model(parser: argparse.ArgumentParser, length: int, backend: str) -> None:
     parser.add_argument("model", help="package.module:factory, a folder with a config.json, or a config")
-    parser.add_argument("--batch", type=_positive, default=BATCH, help=f"rows of the example ({BATCH})")
+    parser.add_argument("--batch", type=_positive, help=f"rows of the example ({BATCH})")
     parser.add_argument(
         "--length", type=_positive, help=f"tokens of a row ({length}, or what the model has positions for)"
     )
@@ -151,7 +157,7 @@ def _add_model(parser: argparse.ArgumentParser, length: int, backend: str) -> No
     parser.add_argument("--approximate", action="store_true", help="allow rules that change the numbers")
     parser.add_argument("--pad-vocabulary", action="store_true", help="allow the rule pad_vocabulary")
     parser.add_argument("--inference", action="store_true", help="in evaluation, without a backward")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="GLOB", help="paths of modules left alone")
+    parser.add_argument("--skip", **_SEVERAL, metavar="GLOB", help="paths of modules left alone")
     parser.add_argument(
         "--input",
         action="append",
@@ -174,10 +180,16 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _page(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else "is in no folder that there is"
-        raise argparse.ArgumentTypeError(f"{text} {what}, a file that can be written is needed")
+    """Asked before anything is planned or timed, which takes long and would be lost."""
+    path, what = Path(text), ""
+    if path.is_dir():
+        what = "is a folder"
+    elif not path.parent.is_dir():
+        what = "is in no folder that there is"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        what = "is not to be written by this user"
+    if what:
+        raise argparse.ArgumentTypeError(f"{text!r} {what}, a file that can be written is needed")
     return path
 
 
@@ -188,7 +200,7 @@ def _positive(text: str) -> int:
 
 
 def _inspect(asked: argparse.Namespace) -> int:
-    expected = dict(map(_expectation, asked.expect))
+    expected = _expected(asked.expect)
     model, inputs = _loaded(asked, on_meta=True)
     options = {"compile": "auto" if asked.times else False, **_options(asked)}
     try:
@@ -269,9 +281,14 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
     check_model(model, asked.command)
     model.train(not asked.inference)
     if asked.input:
+        if asked.batch or asked.length:
+            raise OptionError(
+                "--batch and --length are the sizes of inputs that are invented, --input has its own: leave "
+                "them out"
+            )
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return model, inputs_of(asked.input, device)
-    inputs = _invented(model, asked.batch, _length(model, asked))
+    inputs = _invented(model, asked.batch or BATCH, _length(model, asked))
     is_language_model = type(model).__name__.endswith(_LANGUAGE_MODELS) and "input_ids" in inputs.kwargs
     if is_language_model and not asked.inference:
         inputs = replace(inputs, kwargs={**inputs.kwargs, "labels": inputs.kwargs["input_ids"]})
@@ -302,6 +319,16 @@ def _invented(model: nn.Module, batch: int, length: int) -> Inputs:
             f"--batch {batch} and --length {length} make no inputs ({in_a_line(error)}), smaller numbers are "
             "needed"
         ) from error
+
+
+def _expected(told: Sequence[str]) -> dict[str, int]:
+    expected: dict[str, int] = {}
+    for rule, count in map(_expectation, told):
+        if expected.setdefault(rule, count) != count:
+            raise OptionError(
+                f"--expect has {rule}={expected[rule]} and {rule}={count}, one number of a rule is needed"
+            )
+    return expected
 
 
 def _expectation(text: str) -> tuple[str, int]:

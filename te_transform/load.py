@@ -66,16 +66,24 @@ def inputs_of(told: Sequence[str], device: torch.device) -> Inputs:
     named = [each.rpartition("=") for each in told]
     tensors = [_tensor(shape, device) for _, _, shape in named]
     names = [name for name, _, _ in named]
+    if any(equals and not name for name, equals, _ in named):
+        raise LoadError(
+            f"inputs are {', '.join(told)}, a name is needed before each =, for instance ids=2x16:int64:1000"
+        )
     if any(names) and not all(names):
         raise LoadError("some inputs have names and some have none, name all or none")
+    if any(names) and (twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]):
+        raise LoadError(f"there are several inputs of the name {', '.join(twice)}, one of each is needed")
     return Inputs((), dict(zip(names, tensors, strict=True))) if any(names) else Inputs(tuple(tensors))
 
 
 def _tensor(told: str, device: torch.device) -> Tensor:
-    shape, dtype, high = (*told.split(":"), "", "")[:3]
+    shape, dtype, high, *more = (*told.split(":"), "", "")
     kind, sizes = getattr(torch, dtype or "float32", None), shape.split("x")
-    if not isinstance(kind, torch.dtype) or not all(
-        size.isdecimal() and int(size) for size in (*sizes, high or "2")
+    if (
+        any(more)
+        or not isinstance(kind, torch.dtype)
+        or not all(size.isdecimal() and int(size) for size in (*sizes, high or "2"))
     ):
         raise LoadError(f"an input is {told!r}, for instance 2x16:int64:1000 is needed")
     sizes = [int(size) for size in sizes]
@@ -104,7 +112,8 @@ def _from_factory(name: str, on_meta: bool) -> nn.Module:
     is_factory = callable(found) and not isinstance(found, nn.Module)
     model = _called(found, name, on_meta) if is_factory else found
     if not isinstance(model, nn.Module):
-        raise LoadError(f"{name!r} gave a {type(model).__name__}, a torch.nn.Module is needed")
+        hint = ": inputs are told by --input" if isinstance(model, tuple) else ""
+        raise LoadError(f"{name!r} gave a {type(model).__name__}, a torch.nn.Module is needed{hint}")
     return model
 
 
@@ -118,7 +127,9 @@ def _called(factory: Any, name: str, on_meta: bool) -> Any:
     try:
         return factory()
     except (Exception, SystemExit) as error:
-        raise LoadError(f"{name!r} failed ({type(error).__name__}: {error})") from error
+        raise LoadError(
+            f"{name!r} failed ({in_a_line(error)}), a factory that can be called without arguments is needed"
+        ) from error
 
 
 def _from_config(
@@ -145,7 +156,7 @@ def _from_config(
     if "auto_map" in told and not trust_remote_code:
         raise LoadError(
             f"{file} names Python code of its own ({_names(told['auto_map'])}), which would be run: pass "
-            "--trust-remote-code if you trust it"
+            f"--trust-remote-code if you trust it{_or_without(told)}"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
@@ -169,6 +180,18 @@ def _names(code: Any) -> str:
     return ", ".join(sorted(code)) if isinstance(code, dict) else repr(code)
 
 
+def _or_without(told: dict[str, Any]) -> str:
+    """What else may be done where transformers has the kind of model itself, as it has most by now."""
+    import transformers
+
+    kind = told.get("model_type")
+    named = told.get("architectures") or ["AutoModel"]
+    known = isinstance(kind, str) and kind in transformers.CONFIG_MAPPING
+    if not known or not isinstance(named, list) or not hasattr(transformers, str(named[0])):
+        return ""
+    return f", or give a config without auto_map: transformers has {kind} itself"
+
+
 def _class_of(config: Any, has_code: bool) -> Any:
     """The class that a config names, or what transformers makes of it where it names none, or code."""
     import transformers
@@ -179,7 +202,10 @@ def _class_of(config: Any, has_code: bool) -> Any:
             f"the config names the class {name}, which transformers {transformers.__version__} does not "
             "have: the name of one that it has is needed under architectures, or a newer transformers"
         )
-    return getattr(transformers, name, transformers.AutoModel)
+    kind = getattr(transformers, name, transformers.AutoModel)
+    if not (hasattr(kind, "_from_config") or hasattr(kind, "from_config")):
+        raise LoadError(f"the config names {name} under architectures, the class of a model is needed there")
+    return kind
 
 
 def _built(kind: Any, config: Any, trust_remote_code: bool, own: dict[str, Any]) -> nn.Module:
@@ -192,6 +218,11 @@ def _set_layers(config: Any, layers: int) -> None:
     text = config.get_text_config()
     if not hasattr(text, "num_hidden_layers"):
         raise LoadError(f"a {type(config).__name__} has no number of layers to set")
+    if layers > text.num_hidden_layers:
+        raise LoadError(
+            f"the config has {text.num_hidden_layers} layers, {layers} are asked for: as many or fewer are "
+            "needed, or another config"
+        )
     try:
         text.num_hidden_layers = layers
     except NotImplementedError as error:  # there are several numbers

@@ -61,7 +61,7 @@ def _report_of_whole(model: nn.Module, converted: Converted) -> Report:
     if options.recipe is not None:
         precision = assign(plans, options.recipe, options.backend, products_around(model, []))
     made = compose(model, plans, options, precision, notes=converted.failures)
-    return replace(made, memory=told.memory, timings=told.timings, chosen=told.chosen)
+    return replace(made, memory=told.memory, timings=told.timings, chosen=told.chosen, inputs=told.inputs)
 
 
 def reported(model: nn.Module, converted: Converted, seen: Seen, sample: Inputs) -> Report:

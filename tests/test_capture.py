@@ -251,7 +251,7 @@ def test_each_piece_is_rewritten_and_the_report_says_what_lies_between() -> None
     report = te_transform.report(pair.converted)
     assert [site.path for site in report.fused] == ["first.mlp", "second.mlp"]
     (count, why) = report.breaks
-    assert count == "the forward was captured as 2 graphs, the largest is the one shown"
+    assert count == "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest"
     assert 'has "if x.sum() > 1e6:", which dynamo does not capture (Data-dependent branching)' in why
     pair.agree(with_input_gradient)
     pair.x = 1e7 * X

@@ -68,7 +68,13 @@ def exits():
     raise SystemExit(3)
 
 def fails():
-    raise RuntimeError("no weights here")
+    raise RuntimeError("no weights here\\nand no more")
+
+def with_inputs():
+    return two(), torch.zeros(2, 4, 16)
+
+def of_width(width):
+    return nn.LayerNorm(width)
 
 class made:
     model = Block()
@@ -186,6 +192,28 @@ def test_what_is_expected_decides_the_status(capsys: pytest.CaptureFixture[str])
     assert main(["inspect", "models_of_mine:two", "--expect", "layernorm_mlp=2", "linear=0"]) == 0
     assert main(["inspect", "models_of_mine:two", "--expect", "layernorm_mlp=3"]) == 1
     assert "layernorm_mlp: expected 3, found 2" in capsys.readouterr().err
+    assert main(["inspect", "models_of_mine:two", "--expect", "layernorm_mlp=3", "--expect", "linear=0"]) == 1
+
+
+def test_what_dynamo_warns_of_is_not_shown(recwarn: pytest.WarningsRecorder, folder: Path) -> None:
+    sizes = {
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    name = saved(folder, "Mixtral", **sizes, architectures=["MixtralForCausalLM"])
+    assert main(["inspect", name, "--length", "4"]) == 0
+    assert [each for each in recwarn if "lru_cache" in str(each.message)] == []
+
+
+def test_a_page_that_this_user_may_not_write_is_said_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("te_transform.cli.os.access", lambda path, mode: False)
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", "nothing", "--html", "page.html"])
+    assert "'page.html' is not to be written by this user" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["models_of_mine:two", "models_of_mine:made.model", "models_of_mine:Counts"])
@@ -380,6 +408,43 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no function": (lambda folder: ["math:pi"], "'math:pi' gave a float, a torch.nn.Module is needed"),
     "a file of Python": (lambda folder: ["models_of_mine.py:two"], "needed, the module as import names it"),
     "a factory that fails": (lambda folder: ["models_of_mine:fails"], "RuntimeError: no weights here"),
+    "a factory of arguments": (
+        lambda folder: ["models_of_mine:of_width"],
+        "a factory that can be called without arguments is needed",
+    ),
+    "a model and its inputs": (
+        lambda folder: ["models_of_mine:with_inputs"],
+        "gave a tuple, a torch.nn.Module is needed: inputs are told by --input",
+    ),
+    "more layers than there are": (
+        lambda folder: ["llama", "--layers", "13"],
+        "the config has 12 layers, 13 are asked for",
+    ),
+    "a class that is no model": (
+        lambda folder: [written(folder, architectures=["LlamaConfig"])],
+        "the config names LlamaConfig under architectures, the class of a model is needed there",
+    ),
+    "code for a kind that transformers has": (
+        lambda folder: [written(folder, auto_map={"AutoModel": "a.B"})],
+        "or give a config without auto_map: transformers has llama itself",
+    ),
+    "an input of four parts": (
+        lambda folder: ["models_of_mine:two", "--input", "2x4x16:float32:2:2"],
+        "an input is '2x4x16:float32:2:2'",
+    ),
+    "an empty name": (lambda folder: ["llama", "--input", "=2x4:int64:9"], "a name is needed before each ="),
+    "a name twice": (
+        lambda folder: ["llama", "--input", "x=2", "--input", "x=3"],
+        "there are several inputs of the name x",
+    ),
+    "sizes twice": (
+        lambda folder: ["models_of_mine:two", "--input", "2x4x16", "--batch", "3"],
+        "--batch and --length are the sizes of inputs that are invented",
+    ),
+    "two numbers of a rule": (
+        lambda folder: ["llama", "--expect", "linear=1", "--expect", "linear=2"],
+        "--expect has linear=1 and linear=2, one number of a rule is needed",
+    ),
     "a factory's layers": (lambda folder: ["models_of_mine:two", "--layers", "1"], "are for configs"),
     "no config": (lambda folder: [str(folder)], "has no config.json, a folder with one, a config file, "),
     "no JSON": (lambda folder: [str(folder / "models_of_mine.py")], "a config is needed: code is named"),

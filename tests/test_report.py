@@ -23,6 +23,7 @@ from te_transform.graph.nodes import name_in_model
 from te_transform.plan.rule import Outcome
 from te_transform.report import drawing
 from te_transform.report.blocks import blocks_of
+from te_transform.report.drawing import Part
 from te_transform.report.explain import explain_graphs
 from te_transform.report.places import collapse, gather, most_valuable_first
 from te_transform.report.report import ExpectationError, Report
@@ -448,7 +449,7 @@ class Broken(nn.Module):
 def test_says_where_dynamo_broke_the_forward() -> None:
     graphs = captured(Broken(), torch.zeros(2, 8))
     first, second = explain_graphs(("", graph) for graph in graphs)
-    assert first == "the forward was captured as 2 graphs, the largest is the one shown"
+    assert first == "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest"
     line = Broken.forward.__code__.co_firstlineno + 2
     assert second.startswith(
         f'test_report.py:{line} has "scale = y.sum().item()", which dynamo does not capture'
@@ -481,7 +482,7 @@ def test_says_which_blocks_share_a_graph() -> None:
     assert list(explain_graphs(shared)) == [sentence]
     (other,) = captured(nn.Linear(8, 8), torch.zeros(2, 8))
     assert list(explain_graphs([*shared, ("head", other)])) == [
-        "the forward was captured as 2 graphs, the largest is the one shown",
+        "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest",
         sentence,
     ]
 
@@ -547,7 +548,7 @@ def test_says_which_code_kept_dynamo_from_capturing_more() -> None:
         code = f'test_report.py:{line} has "if torch.rand([]) < 0:", which dynamo does not capture'
         code += " (Data-dependent branching)"
     assert report.breaks == (
-        "the forward was captured as 2 graphs, the largest is the one shown",
+        "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest",
         f"{code}: it runs as it is",
     )
 
@@ -581,7 +582,7 @@ class Layers(nn.Module):
 
 def test_equal_blocks_are_one() -> None:
     graph = te_transform.inspect(Layers(), torch.ones(2, 8)).before
-    found = blocks_of(graph, graph)
+    found = blocks_of([Part(("",), graph, graph)])
     counts = {block.name: block.count for block in found}
     assert {"layers.{0,1}": 2, "layers.2": 1, "layers.3": 1}.items() <= counts.items()
     operations = sum(1 for node in graph.nodes if node.op != "output" and not name_in_model(node))
@@ -589,9 +590,46 @@ def test_equal_blocks_are_one() -> None:
         assert sum(block.count * len(getattr(block, which)) for block in found) == operations
 
 
+class Stack(nn.Module):
+    """Of so many layers that they are planned one by one, and share a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)  # what the layers read has a gradient, of the first as of the others
+        self.layers = nn.ModuleList(Block() for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_share_a_graph_are_drawn_by_their_names(tmp_path: Path) -> None:
+    some = te_transform.inspect(Stack(), torch.ones(2, 8))
+    assert [part.paths for part in some.parts] == [tuple(f"layers.{place}" for place in range(12))]
+    some.to_html(tmp_path / "report.html")
+    text = parsed((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "layers.{0..11} x12, before: " in text
+    assert "inputsfloat32[2, 8]" in text.replace("(", "")  # of the model, not of a layer
+    refused = replace(some, sites=(Outcome("linear", "layers.0.fc", "refused", ("it is odd",)),))
+    (block,) = blocks_of(refused.parts, refused.refused)
+    assert [(site.rule, site.path) for site in block.refused] == [("linear", "fc")]
+
+
+def test_every_captured_graph_is_drawn_and_equal_ones_once() -> None:
+    some = te_transform.inspect(Layers(), torch.ones(2, 8))
+    one, other = Part(("encoder.0",), some.before, some.after), Part(("encoder.1",), some.before, some.after)
+    alone = {block.name for block in blocks_of([one])}
+    assert "encoder.0.layers.{0,1}" in alone
+    found = {block.name: block.count for block in blocks_of([one, other])}
+    assert found["encoder.{0,1}.layers.{0,1}"] == 4
+    assert len(found) == len(alone)
+
+
 def test_an_operation_stands_below_what_it_reads() -> None:
     some = report()
-    for block in blocks_of(some.before, some.after):
+    for block in blocks_of([Part(("",), some.before, some.after)]):
         for operations in (block.before, block.after):
             taken = [(each.row, each.column) for each in operations]
             assert len({*taken}) == len(taken)
@@ -602,7 +640,7 @@ def test_an_operation_stands_below_what_it_reads() -> None:
 def test_a_block_has_its_refused_sites(tmp_path: Path) -> None:
     some = te_transform.inspect(Layers(), torch.ones(2, 8))
     sites = [Outcome("linear", f"layers.{place}.fc", "refused", ("it is <odd>",)) for place in (1, 2)]
-    found = {block.name: block.refused for block in blocks_of(some.before, some.after, sites)}
+    found = {block.name: block.refused for block in blocks_of(some.parts, sites)}
     assert found["layers.0"] == ()  # equal to layers.1 otherwise
     assert [(site.rule, site.path) for site in found["layers.1"]] == [("linear", "fc")]
     replace(some, sites=tuple(sites)).to_html(tmp_path / "report.html")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,10 +12,8 @@ from torch import fx
 
 from te_transform.graph.nodes import called, name_in_model
 from te_transform.plan.rule import Outcome
-from te_transform.report.drawing import argument, block_of, by_block, described, detail, module_of
-from te_transform.report.places import collapse
-
-_WHOLE = "the graph"
+from te_transform.report.drawing import Part, argument, block_of, by_block, described, detail, module_of
+from te_transform.report.places import listed
 
 
 @dataclass(frozen=True)
@@ -36,46 +35,71 @@ class Operation:
 
 @dataclass(frozen=True)
 class Block:
-    """One part of the model, before and after; `name` stands for `count` parts that are the same in both.
+    """One part of the model, before and after; `paths` are those of all parts that are the same in both.
 
     `refused` are the sites in it that were, by their paths in the part.
     """
 
-    name: str
-    count: int
+    paths: tuple[str, ...]
     before: tuple[Operation, ...]
     after: tuple[Operation, ...]
     refused: tuple[Outcome, ...]
 
+    @property
+    def name(self) -> str:
+        return listed(self.paths)
 
-def blocks_of(before: fx.Graph, after: fx.Graph, refused: Iterable[Outcome] = ()) -> list[Block]:
-    """The blocks in the order of the graph; equal ones, as the layers of a model are, become one.
+    @property
+    def count(self) -> int:
+        return len(self.paths)
+
+
+def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Block]:
+    """The blocks of all captured graphs; equal ones, as the layers of a model are, become one.
 
     A graph without numbered parts, as that of a layer which all layers share, is one block.
     """
+    alike: dict[tuple, tuple[list[str], list[Sequence[fx.Node]]]] = {}
+    for part in parts:
+        members = [_members(graph) for graph in (part.before, part.after)]
+        sites = _refused_in(part, refused, is_one=all(nodes.keys() <= {""} for nodes in members))
+        for path in dict.fromkeys(chain(*members)):
+            nodes = [found.get(path, ()) for found in members]
+            kinds = [_kind(path, each) for each in nodes]
+            key = (_unnumbered(_joined(part.paths[0], path)), *kinds, tuple(sites.get(path, ())))
+            paths, _ = alike.setdefault(key, ([], nodes))
+            paths += [_joined(own, path) for own in part.paths]
+    return [
+        Block(tuple(dict.fromkeys(paths)), *map(_laid_out, nodes), told)
+        for (*_, told), (paths, nodes) in alike.items()
+    ]
+
+
+def _refused_in(part: Part, refused: Iterable[Outcome], is_one: bool) -> dict[str, list[Outcome]]:
+    """The sites in each block of a captured graph, by their paths in the block."""
     sites: dict[str, list[Outcome]] = {}
     for site in refused:
-        block = block_of(site.path)
-        sites.setdefault(block, []).append(replace(site, path=site.path.removeprefix(block).strip(".")))
-    members = [_members(graph) for graph in (before, after)]
-    alike: dict[tuple, list[str]] = {}
-    for path in dict.fromkeys(chain(*members)):
-        kinds = [_kind(path, nodes.get(path, ())) for nodes in members]
-        alike.setdefault((*kinds, tuple(sites.get(path, ()))), []).append(path)
-    return [
-        Block(_named(paths), len(paths), *(_laid_out(nodes.get(paths[0], ())) for nodes in members), told)
-        for (*_, told), paths in alike.items()
-    ]
+        if (path := _below(part.paths[0], site.path)) is not None:
+            block = "" if is_one else block_of(path)
+            sites.setdefault(block, []).append(replace(site, path=path.removeprefix(block).strip(".")))
+    return sites
+
+
+def _joined(path: str, inner: str) -> str:
+    return ".".join(filter(None, (path, inner)))
+
+
+def _below(path: str, inner: str) -> str | None:
+    """What stands behind the path of a module, None where it is the path of none of its parts."""
+    if not path or inner == path:
+        return inner if not path else ""
+    return inner.removeprefix(f"{path}.") if inner.startswith(f"{path}.") else None
 
 
 def _members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     nodes = [node for node in graph.nodes if not name_in_model(node) and node.op != "output"]
     numbered = any(part.isdecimal() for node in nodes for part in module_of(node).split("."))
-    return by_block(nodes) if numbered or not nodes else {_WHOLE: nodes}
-
-
-def _named(paths: Sequence[str]) -> str:
-    return _WHOLE if paths == [_WHOLE] else ", ".join(pattern for pattern, _ in collapse(paths))
+    return by_block(nodes) if numbered or not nodes else {"": nodes}
 
 
 def _kind(path: str, nodes: Sequence[fx.Node]) -> tuple:
@@ -87,14 +111,19 @@ def _kind(path: str, nodes: Sequence[fx.Node]) -> tuple:
 
     operations = (
         (
-            _rule(node) or called(node),
+            _rule(node) or _spelled(node),
             described(node),
             module_of(node).removeprefix(path),
             str(fx.node.map_arg((node.args, node.kwargs), told)),
         )
         for node in nodes
     )
-    return _unnumbered(path), tuple(operations)
+    return tuple(operations)
+
+
+def _spelled(node: fx.Node) -> str:
+    """What is called; an input may be named for the layer whose it is, a cache's tensors for instance."""
+    return re.sub(r"\d+", "*", called(node)) if node.op == "placeholder" else called(node)
 
 
 def _unnumbered(path: str) -> tuple[str, ...]:

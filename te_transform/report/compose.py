@@ -20,6 +20,7 @@ from te_transform.plan.match import Plan
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome, Rule
+from te_transform.report.drawing import Part
 from te_transform.report.explain import explain_graphs
 from te_transform.report.report import Report
 
@@ -58,7 +59,6 @@ def compose(
         notes: more sentences.
         reasons: what dynamo said of code that it does not capture.
     """
-    largest = max((plan for _, plan in plans), key=lambda plan: len(plan.canonical.nodes), default=None)
     has_kernels, compiled = options.backend.HAS_KERNELS, bool(options.compile)
     by_size = has_kernels and (precision is not None or not compiled)
     wide = precision is not None and None in precision.sites.values() and _multiplies_wide(plans)
@@ -66,12 +66,14 @@ def compose(
     predicted = inputs and has_kernels and not compiled
     found = [tuple(_told(path, plan, options, inside, model.training)) for path, plan in plans]
     priced = any(outcome.seconds is not None for told in found for outcome in told)
+    parts = tuple(_parts(plans))  # with the numbers of their places, which are told by now
+    largest = max(parts, key=lambda part: len(part.after.nodes), default=Part((), fx.Graph(), fx.Graph()))
     captured = [(path, plan.captured) for path, plan in plans]
     return Report(
         type(model).__name__,
         tuple(_outcomes(found, {path for path, _ in model.named_modules()})),
-        largest.before if largest else fx.Graph(),
-        snapshot(largest.canonical) if largest else fx.Graph(),
+        largest.before,
+        largest.after,
         (
             options.backend_reason,
             *(_sizes(plans, precision, options.in_cuda_graphs) if by_size else ()),
@@ -87,7 +89,18 @@ def compose(
         precision,
         memory=memory.predict(plans, model.parameters(), inputs, inside) if predicted else None,
         options=options.asked(),
+        inputs=inputs,
+        parts=parts,
     )
+
+
+def _parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
+    """Each graph once, with the paths of all that share it."""
+    found: dict[fx.GraphModule, tuple[Plan, list[str]]] = {}
+    for path, plan in plans:
+        found.setdefault(plan.captured, (plan, []))[1].append(path)
+    for plan, paths in found.values():
+        yield Part(tuple(paths), plan.before, snapshot(plan.canonical))
 
 
 def _never(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator[str]:

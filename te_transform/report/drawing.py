@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,12 +16,26 @@ from torch import fx
 
 from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of, value
 from te_transform.plan.rule import Outcome
+from te_transform.report.places import listed
 from te_transform.runtime.timing import duration
 
 _ITEMS = 6  # of a list or a dictionary that are shown
 _CALL = 120  # characters of one call that are shown
 _ARGUMENT = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # what dynamo puts around names
 _COLORS = ("#dbe9f6", "#fde8d3", "#e2f0d9", "#efe0f2", "#fbf3c4", "#d9f0ee", "#f8dede", "#e6e6ee")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A captured graph, before and after, and the paths of the modules that share it; "" is the model."""
+
+    paths: tuple[str, ...]
+    before: fx.Graph
+    after: fx.Graph
+
+    @property
+    def name(self) -> str:
+        return "" if self.paths == ("",) else listed(self.paths)
 
 
 def listing(graph: fx.Graph) -> list[tuple[str, bool]]:

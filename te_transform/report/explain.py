@@ -32,7 +32,7 @@ def explain_graphs(
 
     Args:
         graphs: the captured graphs, each with the path of the captured module, "" for the whole model. A
-            graph that blocks share comes once for each block; the report shows the largest.
+            graph that blocks share comes once for each block; `before` and `after` are the largest.
         reasons: what dynamo said meanwhile of code that it does not capture.
         is_set: whether somebody has set a forward on the model itself.
     """
@@ -43,7 +43,7 @@ def explain_graphs(
         why = _SWITCHED_OFF if is_switched_off() else SET_ON_MODEL if is_set else ""
         yield f"nothing of the forward was captured, {why}it runs as it is"
     if len(modules) > 1:
-        yield f"the forward was captured as {len(modules)} graphs, the largest is the one shown"
+        yield f"the forward was captured as {len(modules)} graphs: the page draws all, graph_text() has the largest"
     shared = Counter(listed(paths) for paths in modules.values() if len(paths) > 1)
     for where, number in shared.items():
         several = "a graph" if number == 1 else f"{number} graphs"

@@ -30,6 +30,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; bor
 td { overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .9rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
+td:first-child { overflow-wrap: normal; }
 .count { text-align: right; white-space: nowrap; }
 pre { overflow-x: auto; font-size: 12.5px; line-height: 1.4; }
 mark { background: #76b90055; color: inherit; }
@@ -53,7 +54,12 @@ svg rect { fill: color-mix(in srgb, Canvas 88%, gray); stroke: #8888; }
 #detail { position: fixed; right: 1rem; bottom: 1rem; max-width: min(44rem, 100% - 4rem); max-height: 45vh;
   overflow: auto; padding: .8rem 1rem; border: 1px solid #888; border-radius: .5rem; background: Canvas;
   white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.5 ui-monospace, monospace; }
-@media (max-width: 48rem) { .pair { grid-template-columns: minmax(0, 1fr); } }
+@media (max-width: 48rem) {
+  .pair { grid-template-columns: minmax(0, 1fr); }
+  table { font-size: .8rem; }
+  th, td { padding-right: .5rem; }
+  ul { padding-left: 1.2rem; }
+}
 """
 
 # Text goes into the page as text alone: what a model calls its modules cannot become a part of the page.
@@ -122,7 +128,9 @@ def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
     """With what the places save, or cost, of a call's time, if that is predicted of any."""
     priced = "saves" if name == "fused" else "costs"
     head = (*head[:2], *[priced] * any(places.saved for places in rows), *head[2:])
-    lines = [f'<table class="{name}">', "<tr>" + "".join(f"<th>{text}</th>" for text in head) + "</tr>"]
+    numbers = (name, priced)
+    named = (f"<th{' class=count' * (text in numbers)}>{text}</th>" for text in head)
+    lines = [f'<table class="{name}">', f"<tr>{''.join(named)}</tr>"]
     for places in rows:
         where = "<br>".join(f"<code>{escape(path)}</code> x{count}" for path, count in places.patterns)
         cells = f'<td>{escape(places.rule)}</td><td class="count">{places.count}</td>'
@@ -138,14 +146,14 @@ def whole(
     title: str,
     body: str,
     drawn: Sequence[Block],
-    listings: dict[str, list[tuple[str, bool]]],
+    listings: Sequence[tuple[str, list[tuple[str, bool]]]],
 ) -> str:
     """A page of `body`, of the blocks that are drawn, and of drawing's listings, which unfold.
 
     The marked lines of a listing stand out.
     """
     parts = [body, *_drawing(drawn)]
-    for name, lines in listings.items():
+    for name, lines in listings:
         text = "\n".join(f"<mark>{escape(line)}</mark>" if marked else escape(line) for line, marked in lines)
         parts.append(f"<details><summary>{escape(name)}</summary><pre><code>{text}</code></pre></details>")
     named = f'<meta charset="utf-8"><title>{escape(title)}</title>'

@@ -22,6 +22,7 @@ from te_transform.plan.memory import Memory
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
 from te_transform.report import drawing, page
+from te_transform.report.drawing import Part
 from te_transform.report.places import Places, gather, listed, most_valuable_first
 from te_transform.runtime.timing import Timing, duration
 
@@ -42,11 +43,12 @@ class Report:
     """Every place where a rule applied or nearly did, and the graphs of the model before and after.
 
     `before` is the canonical graph of the forward, or of its largest part where it was captured in parts; in
-    `after` each fusion is one call_module. `notes` are sentences on the conversion as a whole, `breaks` on
-    what was not captured, `precision` says what runs in FP8, `plain_calls` why and how often fused ops ran in
-    plain PyTorch, and `memory` what a training step is predicted to take, on TE. With compile="auto",
-    `timings` are what a call took in each way to run the model, and `chosen` is the name of the one that it
-    runs in. `options` are those of the conversion.
+    `after` each fusion is one call_module. `parts` are all of them, which the page draws. `notes` are
+    sentences on the conversion as a whole, `breaks` on what was not captured, `precision` says what runs in
+    FP8, `plain_calls` why and how often fused ops ran in plain PyTorch, and `memory` what a training step is
+    predicted to take, on TE. With compile="auto", `timings` are what a call took in each way to run the
+    model, and `chosen` is the name of the one that it runs in. `options` are those of the conversion,
+    `inputs` its example inputs in words.
     """
 
     model: str
@@ -61,13 +63,15 @@ class Report:
     timings: tuple[Timing, ...] = ()
     chosen: str = ""
     options: tuple[str, ...] = ()
+    inputs: str = ""
+    parts: tuple[Part, ...] = ()
 
     def __deepcopy__(self, memo: dict) -> Report:
         return self  # frozen: copies of a converted model share it
 
     def __getstate__(self) -> dict:
         # graphs hold functions that cannot be pickled: a model saved whole keeps the words of its report
-        return {**self.__dict__, "before": fx.Graph(), "after": fx.Graph()}
+        return {**self.__dict__, "before": fx.Graph(), "after": fx.Graph(), "parts": ()}
 
     @property
     def fused(self) -> tuple[Outcome, ...]:
@@ -157,8 +161,10 @@ class Report:
 
     def _summary(self) -> str:
         inputs = [node for node in self.before.nodes if node.op == "placeholder" and not name_in_model(node)]
+        read = "; ".join(f"{drawing.argument(node)} {drawing.described(node)}" for node in inputs)
+        is_whole = [part.paths for part in self.parts] == [("",)]  # else it reads values of in between
         about = {
-            "inputs": "; ".join(f"{drawing.argument(node)} {drawing.described(node)}" for node in inputs),
+            "inputs": read if is_whole or not self.inputs else self.inputs,
             "options": ", ".join(self.options),
             "versions": page.versions(),
         }
@@ -168,11 +174,13 @@ class Report:
     def _page(self) -> str:
         from te_transform.report.blocks import blocks_of  # networkx takes a while to import
 
-        listings = {
-            f"the graph {which}": drawing.listing(self._graph(which)) for which in ("before", "after")
-        }
-        drawn = blocks_of(self.before, self.after, self.refused)
-        return page.whole(self.title, self._summary(), drawn, listings)
+        parts = self.parts or (Part(("",), self.before, self.after),)
+        listings = [
+            (f"the graph {which}{part.name and f', of {part.name}'}", drawing.listing(graph))
+            for part in parts
+            for which, graph in (("before", part.before), ("after", part.after))
+        ]
+        return page.whole(self.title, self._summary(), blocks_of(parts, self.refused), listings)
 
     def graph_text(self, which: Which = "after") -> str:
         """The graph line by line: name, dtype and shape, path of the module, operation with its arguments."""
