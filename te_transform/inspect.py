@@ -58,8 +58,11 @@ def _predicted_call(
     training: bool,
     by_block: bool,
 ) -> Iterator[str]:
-    """What a call takes as these options ask for, in a sentence, if it can be told."""
-    if cost.unknown(plans, options) is None:
+    """What a call takes as these options ask for, in a sentence, or why that cannot be told."""
+    why = cost.unknown(plans, options)
+    if why and plans and options.backend.HAS_KERNELS:
+        yield f"no time of a call is predicted, times are {why}"
+    elif why is None:
         fused = cost.seconds_of(plans, options, precision, training)
         before = cost.seconds_of(plans, replace(options, as_it_is=True), None, training)
         what = "the blocks of a call are" if by_block else "a call is"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def load(
 
     Args:
         name: "package.module:factory", what is called without arguments and returns the model; a folder with
-            a config.json of transformers, whose safetensors are read if there are any; or such a file.
+            a config.json of transformers, whose weights are read if there are any; or such a file.
         on_meta: build it in no memory, without weights. A factory that cannot be run so is run as it is.
         dtype: of a transformers model; None: what its config says.
         layers: how many a transformers model has; None: what its config says.
@@ -145,6 +146,39 @@ def _from_config(
             f"{path} has no config.json, a folder with one, a config file, or package.module:factory is "
             "needed"
         )
+    told = _told(file, trust_remote_code)
+    try:
+        # by its folder, in which code is looked for; from elsewhere nothing is loaded
+        home = file.parent if file.name == "config.json" else file
+        config = transformers.AutoConfig.from_pretrained(
+            home, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        if layers is not None:
+            _set_layers(config, layers)
+        kind = _class_of(config, told.get("auto_map"))
+        own: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        weights = _weights_in(path) if not on_meta and layers is None else None
+        if weights is not None:
+            if not sys.stderr.isatty():
+                transformers.utils.logging.disable_progress_bar()
+            own["trust_remote_code"] = trust_remote_code
+            return kind.from_pretrained(path, config=config, local_files_only=True, **weights, **own)
+        with torch.device("meta") if on_meta else nullcontext():
+            return _built(kind, config, trust_remote_code, own)
+    except LoadError:
+        raise
+    except UnpicklingError as error:
+        raise LoadError(
+            f"{path} has weights that are more than tensors, to read them would run code: safetensors are "
+            "needed"
+        ) from error
+    except Exception as error:
+        said = " ".join(str(error).partition("\n\n")[0].split())  # transformers goes on in paragraphs
+        raise LoadError(f"{file} gives no model ({type(error).__name__}: {said})") from error
+
+
+def _told(file: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """What a config says, if no code has to be run for it that is not trusted."""
     try:
         told = json.loads(file.read_text("utf-8"))
     except ValueError as error:
@@ -158,22 +192,14 @@ def _from_config(
             f"{file} names Python code of its own ({_names(told['auto_map'])}), which would be run: pass "
             f"--trust-remote-code if you trust it{_or_without(told)}"
         )
-    try:
-        config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=trust_remote_code)
-        if layers is not None:
-            _set_layers(config, layers)
-        kind = _class_of(config, "auto_map" in told)
-        own = {} if dtype is None else {"dtype": dtype}
-        has_weights = path.is_dir() and any(path.glob("*.safetensors"))
-        if has_weights and not on_meta and layers is None:
-            return kind.from_pretrained(path, config=config, use_safetensors=True, **own)
-        with torch.device("meta") if on_meta else nullcontext():
-            return _built(kind, config, trust_remote_code, own)
-    except LoadError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).partition("\n\n")[0].split())  # transformers goes on in paragraphs
-        raise LoadError(f"{file} gives no model ({type(error).__name__}: {said})") from error
+    return told
+
+
+def _weights_in(path: Path) -> dict[str, bool] | None:
+    """How those beside a config are read: safetensors, else files of torch.save(), of tensors alone."""
+    if any(path.glob("*.safetensors")):
+        return {"use_safetensors": True}
+    return {"use_safetensors": False, "weights_only": True} if any(path.glob("pytorch_model*.bin")) else None
 
 
 def _names(code: Any) -> str:
@@ -192,17 +218,22 @@ def _or_without(told: dict[str, Any]) -> str:
     return f", or give a config without auto_map: transformers has {kind} itself"
 
 
-def _class_of(config: Any, has_code: bool) -> Any:
-    """The class that a config names, or what transformers makes of it where it names none, or code."""
+def _class_of(config: Any, code: Any) -> Any:
+    """The class that a config names, or what transformers makes of it where it names none; where it names
+    code, the one of transformers' that loads that class from there."""
     import transformers
 
     name = (config.architectures or ["AutoModel"])[0]
-    if not has_code and not hasattr(transformers, name):
+    if isinstance(code, dict):
+        loading = [auto for auto in code if auto.startswith("AutoModel") and hasattr(transformers, auto)]
+        fitting = [auto for auto in loading if str(code[auto]).endswith(f".{name}")]
+        return getattr(transformers, [*fitting, *loading, "AutoModel"][0])
+    if not hasattr(transformers, name):
         raise LoadError(
             f"the config names the class {name}, which transformers {transformers.__version__} does not "
             "have: the name of one that it has is needed under architectures, or a newer transformers"
         )
-    kind = getattr(transformers, name, transformers.AutoModel)
+    kind = getattr(transformers, name)
     if not (hasattr(kind, "_from_config") or hasattr(kind, "from_config")):
         raise LoadError(f"the config names {name} under architectures, the class of a model is needed there")
     return kind

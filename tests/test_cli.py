@@ -367,6 +367,39 @@ def test_weights_beside_a_config_are_read(folder: Path) -> None:
     assert next(load("llama", dtype=torch.float16, layers=1).parameters()).dtype is torch.float16
 
 
+class Harm:
+    """What runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (Path("harm"),)
+
+
+def test_weights_of_torch_save_are_read_if_they_are_tensors_alone(folder: Path) -> None:
+    weights = {name: torch.full_like(held, 0.5) for name, held in load("llama").state_dict().items()}
+    torch.save(weights, folder / "llama/pytorch_model.bin")
+    assert all((parameter == 0.5).all() for parameter in load("llama").parameters())
+    torch.save({"model.norm.weight": Harm()}, folder / "llama/pytorch_model.bin")
+    with pytest.raises(LoadError, match="more than tensors, to read them would run code: safetensors are"):
+        load("llama")
+    assert not (folder / "harm").exists()
+
+
+def test_code_beside_a_config_runs_if_it_is_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "cache"))
+    code = (
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\nclass OwnConfig(LlamaConfig):\n    pass\n"
+    )
+    code += "\nclass Own(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    (folder / "llama/own_code.py").write_text(code)
+    told = json.loads((folder / "llama/config.json").read_text())
+    told["auto_map"] = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.Own"}
+    (folder / "llama/config.json").write_text(json.dumps(told | {"architectures": ["Own"]}))
+    for name in ("llama", "llama/config.json"):
+        with pytest.raises(LoadError, match="pass --trust-remote-code"):
+            load(name, on_meta=True)
+        assert type(load(name, on_meta=True, layers=1, trust_remote_code=True)).__name__ == "Own"
+
+
 @pytest.mark.parametrize("rule", [rule.name for rule in PIPELINE])
 def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", rule]) == 0

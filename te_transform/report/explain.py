@@ -43,7 +43,10 @@ def explain_graphs(
         why = _SWITCHED_OFF if is_switched_off() else SET_ON_MODEL if is_set else ""
         yield f"nothing of the forward was captured, {why}it runs as it is"
     if len(modules) > 1:
-        yield f"the forward was captured as {len(modules)} graphs: the page draws all, graph_text() has the largest"
+        yield (
+            f"the forward was captured as {len(modules)} graphs: the page draws all, graph_text() has the "
+            "largest"
+        )
     shared = Counter(listed(paths) for paths in modules.values() if len(paths) > 1)
     for where, number in shared.items():
         several = "a graph" if number == 1 else f"{number} graphs"
