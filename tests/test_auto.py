@@ -273,7 +273,10 @@ def test_a_refusal_costs_what_the_model_predicts_that_fusing_saves() -> None:
 
 def test_what_inspect_cannot_predict() -> None:
     in_fp32 = predicted(*llama(torch.float32), backend="te")
-    assert {*in_fp32.values()} == {"predicted for products of 16-bit numbers alone"}
+    why = "predicted for products of 16-bit numbers alone (te-transform: --dtype bfloat16)"
+    assert {*in_fp32.values()} == {why}
+    told = te_transform.inspect(*llama(torch.float32), backend="te").notes
+    assert f"no time of a call is predicted, times are {why}" in told
     unknown = te_transform.inspect(*llama(torch.float32), compile="auto")
     assert cost.NOTE not in unknown.notes
     assert {site.seconds for site in unknown.sites} == {None}
