@@ -22,7 +22,7 @@ def share_norms(graph: fx.Graph) -> None:
     """
     kept, shared = written(graph), {}
     for node in list(graph.nodes):
-        if node.target not in _NORMS or node in kept:
+        if node.target not in _NORMS or not kept.isdisjoint((node, *node.all_input_nodes)):
             continue
         key = node.target, node.args, node.meta["region"]
         first = shared.setdefault(key, node)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends.quantized import Quantized
-from te_transform.graph import ops
-from te_transform.graph.nodes import called, dtype_name, is_parameter, name_in_model, same_shape, value
+from te_transform.graph.nodes import (
+    called,
+    dtype_name,
+    is_parameter,
+    may_be_view,
+    name_in_model,
+    same_shape,
+    value,
+)
 from te_transform.graph.pattern import Match
 from te_transform.plan.rule import Operation
 
 WEIGHTED = ("linear", "layer_norm", "rms_norm")
-_VIEWS = {
-    torch.chunk, torch.split, torch.unbind, torch.reshape, torch.squeeze, torch.unsqueeze, torch.t,
-    torch.permute, torch.transpose, operator.getitem, ops.columns, "squeeze",
-}  # fmt: skip
 
 
 def refusals(
@@ -74,9 +75,10 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
 def _viewed(weight: Any) -> fx.Node | None:
     """The parameter that a weight is rows or another shape of; None where it is one itself, or computed."""
     whole = weight
-    while isinstance(whole, fx.Node) and whole.target in _VIEWS and len(whole.all_input_nodes) == 1:
-        whole = whole.args[0]  # an index that is a tensor makes a copy
-    return whole if whole is not weight and is_parameter(whole) else None
+    while isinstance(whole, fx.Node) and may_be_view(whole) and len(whole.all_input_nodes) == 1:
+        whole = whole.args[0]  # an index that is a tensor makes a copy, and so does a cast
+    is_whole = whole is weight or not is_parameter(whole)
+    return None if is_whole or value(whole).dtype != value(weight).dtype else whole
 
 
 def _mixed(operations: list[Operation]) -> Iterator[str]:
