@@ -82,12 +82,16 @@ def _sigmoids_slope(x: Tensor) -> Tensor:
     return x.sigmoid() * (1 - x.sigmoid())
 
 
-_GATED = {"geglu": "gelu", "qgeglu": "qgelu", "swiglu": "silu", "reglu": "relu", "glu": "sigmoid"}
+_GATED = {
+    "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu",
+    "swiglu": "silu",
+}  # fmt: skip
 _SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh"),
     "qgelu": lambda x: (1.702 * x).sigmoid() + 1.702 * x * _sigmoids_slope(1.702 * x),
     "silu": lambda x: x.sigmoid() + x * _sigmoids_slope(x),
     "relu": lambda x: (x > 0).float(),
+    "srelu": lambda x: 2 * x.relu(),
     "sigmoid": _sigmoids_slope,
 }
 

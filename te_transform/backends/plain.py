@@ -35,6 +35,7 @@ _PLAIN = {
     "qgelu": ops.quick_gelu,
     "silu": ops.silu,
     "relu": ops.relu,
+    "srelu": ops.squared_relu,
     EXACT_GELU: ops.gelu,
 }
 _GATED = {
@@ -42,6 +43,7 @@ _GATED = {
     "qgeglu": ops.quick_gelu,
     "swiglu": ops.silu,
     "reglu": ops.relu,
+    "sreglu": ops.squared_relu,
     "glu": ops.sigmoid,
 }
 ACTIVATIONS = {op.__name__: name for name, op in _PLAIN.items()}

@@ -14,6 +14,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "glu": ops.sigmoid,
     "qgeglu": ops.quick_gelu,
     "reglu": ops.relu,
+    "sreglu": ops.squared_relu,
     "swiglu": ops.silu,
 }
 FORMATS = {torch.float8_e5m2: "kFloat8E5M2", torch.float8_e4m3fn: "kFloat8E4M3"}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
             "name": "LayerNormMLP", "norm": norm, "bias": bias, "gated": gated, "activation": activation,
         }
         for (gated, activation), norm, bias in zip(
-            MLPS, ["layer", "rms", "rms, zero-centred"] * 3, [True, False] * 5, strict=False
+            MLPS, cycle(["layer", "rms", "rms, zero-centred"]), cycle([True, False]), strict=False
         )
     },
 }  # fmt: skip

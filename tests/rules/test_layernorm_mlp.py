@@ -107,9 +107,11 @@ FUSES = {
     "relu": mlp(F.relu),
     "silu": mlp(F.silu),
     "quick gelu": mlp(quick_gelu),
+    "squared relu": mlp(squared_relu),
     "geglu": gated(tanh_gelu),
     "swiglu": gated(F.silu),
     "reglu": gated(F.relu),
+    "squared reglu": gated(squared_relu),
     "glu": gated(torch.sigmoid),
     "glu by name": mlp(F.glu, widths=(2 * FFN, FFN)),
     "the second half activated": gated(F.silu, 1),
@@ -136,8 +138,8 @@ ERF = (
 REFUSES: dict[str, tuple[Make, str]] = {
     "exact gelu, gated": (gated(F.gelu), ERF),
     "another activation": (
-        mlp(squared_relu),
-        "the activation is squared_relu, LayerNormMLP has gelu, gelu_tanh, quick_gelu, relu, silu",
+        mlp(torch.sigmoid),
+        "the activation is sigmoid, LayerNormMLP has gelu, gelu_tanh, quick_gelu, relu, silu, squared_relu",
     ),
     "an uneven gate": (
         mlp(lambda x: F.relu(x[..., :8]) * x[..., 8:16], widths=(FFN, 8)),
