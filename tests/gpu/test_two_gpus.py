@@ -26,9 +26,9 @@ from tests.zoo import seeded
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs are here")
 STEPS = 4
 # How far the loss of a step may be from that of the original, relative to it. Products rounded by hand, in 24
-# runs whose scales differ at random, are 0.0025 off at most after four steps on the same tokens; rounding grows,
-# after five it is 0.013. In bf16 it is 0.0002. The weights are as the model initializes them: with the noise of
-# seeded(), rounding by hand alone moves gradients by 0.57.
+# runs whose scales differ at random, are 0.0025 off at most after four steps on the same tokens; rounding
+# grows, after five it is 0.013. In bf16 it is 0.0002. The weights are as the model initializes them: with the
+# noise of seeded(), rounding by hand alone moves gradients by 0.57.
 BOUNDS = {None: 0.002, "fp8-delayed": 0.005, "fp8-current": 0.005}
 
 
