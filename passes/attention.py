@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
 from te_transform.graph.nodes import is_bias
@@ -42,12 +42,24 @@ def build(backend, attention: Operation) -> nn.Module:
     return backend.DotProductAttention(written_out=not called, wide_scores=bool(attention.wide_scores))
 
 
+class Example(nn.Module):
+    """Attention that is written out, and a projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.out(torch.softmax(q @ k.transpose(-2, -1) * 8**-0.5, dim=-1) @ v)
+
+
 RULE = Rule(
     name="attention",
     pattern=OneOf(Call(ops.sdpa, role="attention"), Call(torch.softmax, role="softmax")),
     refuse=refuse,
     build=build,
     reads=tuple(f"attention.{name}" for name in _ARGUMENTS),
+    example=lambda: (Example(), tuple(torch.zeros(1, 2, 4, 8) for _ in "qkv")),
 )
 """Saves the [batch, heads, length, length] scores and probabilities, which the fused kernels never write.
 

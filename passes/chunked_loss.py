@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from te_transform.backends.chunked_loss import ChunkedLoss
 from te_transform.graph import ops
@@ -22,6 +23,17 @@ def build(backend) -> nn.Module:
     return ChunkedLoss()
 
 
+class Example(nn.Module):
+    """A head and its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), targets)
+
+
 RULE = Rule(
     name="chunked_loss",
     pattern=Call(ops.cross_entropy, Maybe(torch.reshape, Linear(role="head")), role="loss"),
@@ -37,6 +49,7 @@ RULE = Rule(
         "loss.dtype",
     ),
     hands_out=("head",),
+    example=lambda: (Example(), (torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))),
 )
 """Saves the logits and their gradient, which are as many numbers as there are tokens times words; the head's
 product is computed a second time in the backward. What the model returns for its logits is NaN."""

@@ -6,6 +6,7 @@ from torch import nn
 
 from te_transform.graph import ops
 from te_transform.graph.pattern import Call
+from te_transform.passes import chunked_loss
 from te_transform.plan.rule import Operation, Rule
 
 
@@ -26,6 +27,7 @@ RULE = Rule(
     build=build,
     reads=("loss.logits", "loss.targets", "loss.ignore_index", "loss.reduction", "loss.dtype"),
     needs_kernels=True,
+    example=chunked_loss.RULE.example,
 )
 """Saves the copies of the logits in fp32: the kernel reads them as they are, and leaves the gradient in their
 place."""

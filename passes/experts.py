@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_name, is_number, is_parameter, is_tensor_node
@@ -136,12 +137,33 @@ def build(
     return backend.Experts(activation=activation.op, gated=gated, limit=limit, offset=int(offset == "one"))
 
 
+class Example(nn.Module):
+    """Four experts, of which each token has two."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.zeros(4, 16, 16, dtype=torch.bfloat16)) for _ in "12")
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        weights, chosen = scores.topk(2, dim=-1)
+        numbers, order = torch.sort(chosen.reshape(-1))
+        counts = torch.histc(numbers.float(), bins=4, min=0, max=3)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        hidden = F.relu(F.grouped_mm(x[order // 2], self.up.transpose(-2, -1), offs=ends))
+        out = F.grouped_mm(hidden, self.down.transpose(-2, -1), offs=ends)
+        out = out * weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=x.device)
+        return out[back].view(len(x), 2, -1).sum(dim=1).to(x.dtype)
+
+
 RULE = Rule(
     name="experts",
     pattern=OneOf(_FUSED, _SUMMED, _GROUPS, _EACH),
     refuse=refuse,
     build=build,
     reads=("x", "experts", "weights", "fc1.weight", "fc2.weight", "dtype", "fc1_bias", "fc2_bias"),
+    example=lambda: (Example(), (torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 4))),
 )
 """Saves the passes between the products over all tokens times their choices: the sum over the choices in one
 kernel, gradients gathered where PyTorch adds up rows one by one, and a gated activation in one kernel."""

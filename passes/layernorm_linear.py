@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from te_transform.graph.pattern import Linear, Norm, Var
@@ -28,6 +29,7 @@ RULE = Rule(
     refuse=refuse,
     build=build,
     reads=("x", "norm.weight", "norm.bias", "linear.weight", "linear.bias"),
+    example=lambda: (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32)), torch.zeros(4, 16)),
 )
 """Saves writing the normalized tensor and reading it back; in FP8 the norm kernel quantizes its own output.
 

@@ -95,12 +95,19 @@ def _activations(backend, gated: str) -> dict[str, str]:
     return backend.ACTIVATIONS if gated == "no" else backend.GATED_ACTIVATIONS
 
 
+def example() -> tuple[nn.Module, torch.Tensor]:
+    """The MLP of a GPT-2."""
+    mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU("tanh"), nn.Linear(64, 16))
+    return mlp, torch.zeros(4, 16)
+
+
 RULE = Rule(
     name="layernorm_mlp",
     pattern=Linear(_DROPPED, role="fc2"),
     refuse=refuse,
     build=build,
     reads=("x", "norm.weight", "norm.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"),
+    example=example,
 )
 """Saves the normalized tensor's round trip and, in FP8, the activation's: it is quantized where it is
 computed.

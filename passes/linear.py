@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from te_transform.graph.pattern import Linear
@@ -24,5 +25,6 @@ RULE = Rule(
     refuse=refuse,
     build=build,
     reads=("linear.x", "linear.weight", "linear.bias"),
+    example=lambda: (nn.Linear(16, 32), torch.zeros(4, 16)),
 )
-"""What FP8 needs: the matrix product runs in the recipe's precision. In plain PyTorch it changes nothing."""
+"""Saves what FP8 saves: the product runs in the recipe's precision. In plain PyTorch nothing changes."""

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor, nn
+
 from te_transform.graph import ops
 from te_transform.graph.nodes import is_parameter
 from te_transform.graph.pattern import Siblings
@@ -35,8 +38,24 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
         yield "a weight is stored transposed, rows that lie below each other are needed"
 
 
-RULE = Rule(name="merge_siblings", pattern=Siblings(ops.linear, role="linears"), refuse=refuse)
-"""q, k and v, or gate and up: one matrix product and one read of the input instead of two or three.
+class Example(nn.Module):
+    """Queries and keys of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q(x), self.k(x)
+
+
+RULE = Rule(
+    name="merge_siblings",
+    pattern=Siblings(ops.linear, role="linears"),
+    refuse=refuse,
+    example=lambda: (Example(), torch.zeros(4, 16)),
+)
+"""Saves products and reads: q, k and v, or gate and up, are one matrix product and read their input once.
 
 Where some have a bias and some have none, as the keys of Whisper, zeros stand for those that are missing.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, same_shape, shape_of
@@ -35,6 +35,20 @@ def build(backend) -> nn.Module:
     return backend.Rotary()
 
 
+class Example(nn.Module):
+    """Queries [batch, heads, length, width], turned by angles [1, length, width]."""
+
+    def __init__(self):
+        super().__init__()
+        self.frequencies = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(x.shape[2]), self.frequencies).repeat(1, 2)[None]
+        cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+
 RULE = Rule(
     name="rotary",
     pattern=Call(ops.rope, Var("x"), _taken(torch.cos), _taken(torch.sin), role="rope"),
@@ -42,5 +56,6 @@ RULE = Rule(
     build=build,
     reads=("x", "angles"),
     needs_kernels=True,
+    example=lambda: (Example(), torch.zeros(1, 2, 4, 8)),
 )
 """Saves two products, a negation, a copy and a sum, each of which reads and writes all queries or keys."""

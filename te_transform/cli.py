@@ -7,14 +7,13 @@ cannot be used, and a sentence on stderr says why.
 from __future__ import annotations
 
 import argparse
-import inspect as python
 import json
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, replace
 from importlib import resources
@@ -30,16 +29,18 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from te_transform.backends import BackendError
 from te_transform.convert import convert
+from te_transform.explain import explanation
 from te_transform.graph.inputs import BATCH, InputError, Inputs, TraceError, invent
 from te_transform.inspect import inspect
-from te_transform.load import LoadError, inputs_of, load
+from te_transform.load import LoadError, imported, inputs_of, load
 from te_transform.passes import PIPELINE
 from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError
+from te_transform.plan.rule import Rule
 from te_transform.report.page import versions
 from te_transform.report.report import ExpectationError, Report
-from te_transform.report.sentences import explanation
+from te_transform.report.sentences import told_by
 from te_transform.reporting import report as report_of
 from te_transform.runtime import timing
 from te_transform.runtime.console import in_a_line, status
@@ -132,9 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     tuned.set_defaults(run=_tune)
 
     explained = commands.add_parser("explain", help="what a rule rewrites, and when it does not")
-    rules = [rule.name for rule in PIPELINE]
+    rules = ", ".join(rule.name for rule in PIPELINE)
     explained.add_argument(
-        "rule", nargs="?", choices=rules, metavar="RULE", help=f"one of {', '.join(rules)}"
+        "rule", nargs="?", metavar="RULE", help=f"one of {rules}, or package.module:RULE of your own"
     )
     explained.set_defaults(run=_explain)
 
@@ -355,12 +356,27 @@ def _as_data(report: Report) -> dict[str, Any]:
 
 
 def _explain(asked: argparse.Namespace) -> int:
-    for rule in PIPELINE:
-        if asked.rule is None:
-            _show(f"{rule.name}: {python.getmodule(rule.refuse).__doc__.strip()}")
-        elif rule.name == asked.rule:
-            _show("\n".join(explanation(rule)))
+    if asked.rule is None:
+        for rule in PIPELINE:
+            _show(f"{rule.name}: {told_by(rule)[0]}")
+        return 0
+    known = {rule.name: rule for rule in PIPELINE}
+    rule = known[asked.rule] if asked.rule in known else _own_rule(asked.rule, known)
+    with _printing_aside(), status("capturing its example"):
+        lines = [*explanation(rule)]
+    _show("\n".join(lines))
     return 0
+
+
+def _own_rule(name: str, known: Iterable[str]) -> Rule:
+    if not all(name.partition(":")):
+        raise LoadError(
+            f"there is no rule {name!r}: one of {', '.join(known)}, or package.module:RULE is needed"
+        )
+    rule = imported(name)
+    if not isinstance(rule, Rule):
+        raise LoadError(f"{name!r} is a {type(rule).__name__}, a te_transform.Rule is needed")
+    return rule
 
 
 def _models(asked: argparse.Namespace) -> int:

@@ -97,7 +97,12 @@ def _tensor(told: str, device: torch.device) -> Tensor:
         ) from error
 
 
-def _from_factory(name: str, on_meta: bool) -> nn.Module:
+def imported(name: str) -> Any:
+    """What package.module:attribute names.
+
+    Raises:
+        LoadError: it cannot be imported.
+    """
     home, _, attributes = name.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder, as `python -m` has it
@@ -110,6 +115,11 @@ def _from_factory(name: str, on_meta: bool) -> nn.Module:
             f"{name!r} cannot be imported ({type(error).__name__}: {error}): package.module:factory is "
             "needed, the module as import names it"
         ) from error
+    return found
+
+
+def _from_factory(name: str, on_meta: bool) -> nn.Module:
+    found = imported(name)
     is_factory = callable(found) and not isinstance(found, nn.Module)
     model = _called(found, name, on_meta) if is_factory else found
     if not isinstance(model, nn.Module):

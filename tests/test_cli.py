@@ -405,12 +405,66 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", rule]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"{rule}: ")
+    assert "\nSaves " in told
+    needs = told.partition("\nneeds\n")[2].partition("\n\n")[0]
+    assert ("backend='te'" in needs) == (rule in ("rotary", "cross_entropy"))
+    assert (f"- {rule}=True" in needs) == (rule in ("chunked_loss", "pad_vocabulary"))
+    assert "- the output of the ... is also read by ..., the fused module does not hand it out" in told
+    before, _, after = told.partition("\nbefore\n")[2].partition("\nafter\n")
+    assert before != after
+    assert f"{'columns' if rule == 'merge_siblings' else rule}(" in after
     if rule == "attention":
+        assert "softmax(" in before
+        assert "softmax(" not in after
         assert "- the attention adds a bias to its scores, TE's fast cores have none" in told
         assert "- the model writes to a tensor in the middle of the attention, the fused one is " in told
     if rule == "layernorm_mlp":
         assert "Saves the normalized tensor's round trip" in told
         assert "- one of the two linears has a bias and one has none, LayerNormMLP has both or none" in told
+
+
+OWN_RULE = """from dataclasses import replace
+
+import torch
+from torch import nn
+from te_transform.passes.linear import RULE
+
+MINE = replace(RULE, name="mine", example=None)
+OTHER = replace(RULE, name="other", example=lambda: (nn.ReLU(), torch.zeros(2)))
+NO_MATCH = replace(RULE, name="no_match", example=lambda: (nn.LayerNorm(4), torch.zeros(2, 4)))
+"""
+
+
+def test_explain_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "rules_of_mine.py").write_text(OWN_RULE)
+    assert main(["explain", "te_transform.passes.linear:RULE"]) == 0
+    told = capsys.readouterr().out
+    assert main(["explain", "linear"]) == 0
+    assert capsys.readouterr().out == told
+    assert main(["explain", "rules_of_mine:MINE"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("mine: A linear that nothing else fused")
+    assert "- linear.x, linear.weight, linear.bias, as far as the model has them" in told
+    assert "before" not in told, "there is no example"
+
+
+RULE_MISTAKES = {
+    "x": "there is no rule 'x': one of merge_siblings, attention,",
+    "nowhere:RULE": "'nowhere:RULE' cannot be imported (ModuleNotFoundError",
+    "math:pi": "'math:pi' is a float, a te_transform.Rule is needed",
+    "rules_of_mine:OTHER": "the example of the rule 'other' failed (ModelError: ReLU has no parameters",
+    "rules_of_mine:NO_MATCH": "the example of the rule 'no_match' stays as it is (nothing in it",
+}
+
+
+@pytest.mark.parametrize("name", RULE_MISTAKES)
+def test_explain_says_what_is_wrong(name: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "rules_of_mine.py").write_text(OWN_RULE)
+    assert main(["explain", name]) == 2
+    told, errors = capsys.readouterr()
+    assert told == ""
+    assert errors.startswith(f"te-transform: {RULE_MISTAKES[name]}")
+    assert len(errors.splitlines()) == 1
 
 
 def test_models(capsys: pytest.CaptureFixture[str]) -> None:
@@ -551,7 +605,7 @@ USAGE: list[list[str]] = [
     ["inspect", "llama", "--batch", "0"],
     ["inspect", "llama", "--html", "nowhere/page.html"],
     ["inspect", "llama", "--html", "."],
-    ["explain", "x"],
+    ["explain", "x", "y"],
 ]
 
 

@@ -34,6 +34,7 @@ class Rule:
         role.
     `hands_out` names operations whose values the model may return too: the op returns a tuple of what the
     match computes and of these.
+    `example` makes a small model that the rule rewrites, and its inputs: `te-transform explain` draws it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Rule:
     reads: tuple[str, ...] = ()
     hands_out: tuple[str, ...] = ()
     needs_kernels: bool = False  # whether only a backend with kernels of its own gains from it
+    example: Callable[[], tuple[nn.Module, Any]] | None = None
 
     def __reduce__(self) -> tuple:
         """By the name that its module has for it: patterns may hold functions that cannot be pickled."""

@@ -12,15 +12,11 @@ from te_transform.plan.rule import Rule
 PLAN = "te_transform.plan"  # where rules ask for reasons
 
 
-def explanation(rule: Rule) -> Iterator[str]:
-    """What the file of a rule says of it, and the sentences that it refuses with."""
+def told_by(rule: Rule) -> list[str]:
+    """What the file of a rule says of it: its docstring, and the texts that stand between its parts."""
     home = python.getmodule(rule.refuse)
-    yield f"{rule.name}: {home.__doc__.strip()}"
-    told = [node.value.value for node in _tree(home).body[1:] if _is_text(node)]
-    yield from (f"\n{python.cleandoc(text)}" for text in told)
-    if found := refused(rule):
-        yield "\nnot where"
-        yield from (f"- {sentence}" for sentence in found)
+    texts = [node.value.value for node in _tree(home).body if _is_text(node)]
+    return [python.cleandoc(text) for text in texts]
 
 
 def refused(rule: Rule) -> list[str]:

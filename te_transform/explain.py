@@ -1,0 +1,85 @@
+"""What `te-transform explain` says of a rule: its own words, what it needs, and an example."""
+
+from __future__ import annotations
+
+import inspect as python
+from collections.abc import Iterator
+
+from te_transform.inspect import plans_of
+from te_transform.load import LoadError
+from te_transform.plan import refusals
+from te_transform.plan.match import Plan
+from te_transform.plan.rule import Rule
+from te_transform.report.drawing import listing
+from te_transform.report.sentences import refused, told_by, yielded
+from te_transform.runtime.console import in_a_line
+
+_ALLOWING = (
+    "approximate",
+    "chunked_loss",
+    "pad_vocabulary",
+)  # options without which rules leave places alone
+
+
+def explanation(rule: Rule) -> Iterator[str]:
+    """What a rule rewrites and saves, what it needs, why it refuses, and its example before and after.
+
+    Raises:
+        LoadError: the rule's example cannot be built, or is not rewritten.
+    """
+    title, *more = told_by(rule) or ["a rule whose file says nothing of it"]
+    yield f"{rule.name}: {title}"
+    yield from (f"\n{text}" for text in more)
+    backends, allowed, plan = _example(rule)
+    yield "\nneeds"
+    yield from (f"- {need}" for need in _needs(rule, backends, allowed))
+    if found := refused(rule):
+        yield "\nnot where"
+        yield from (f"- {sentence}" for sentence in found)
+    yield "\nnor, as no rule, where"
+    yield from (f"- {sentence}" for sentence in yielded(refusals))
+    if plan is not None:
+        for when, graph in (("before", plan.captured.graph), ("after", plan.canonical)):
+            yield f"\n{when}"
+            yield from (line for line, _ in listing(graph))
+
+
+def _needs(rule: Rule, backends: list[str], allowed: tuple[str, ...]) -> Iterator[str]:
+    if rule.reads:
+        yield f"{', '.join(rule.reads)}, as far as the model has them"
+    if backends:
+        yield f"backend={' or '.join(map(repr, backends))}"
+    yield from (f"{option}=True" for option in allowed)
+    asked = {name for ask in (rule.refuse, rule.build) if ask for name in python.signature(ask).parameters}
+    more = [option for option in _ALLOWING if option in asked and option not in allowed]
+    yield from (f"{option}=True for some places, as the refusals say" for option in more)
+
+
+def _example(rule: Rule) -> tuple[list[str], tuple[str, ...], Plan | None]:
+    """The backends and the options with which the rule rewrites its example, and what is planned of it."""
+    if rule.example is None:
+        return [], (), None
+    for allowed in ((), _ALLOWING):
+        tried = {backend: _planned(rule, backend, allowed) for backend in ("torch", "te")}
+        fused = {backend: plan for backend, plan in tried.items() if plan.sites}
+        if fused:
+            asked = python.signature(rule.refuse).parameters
+            return [*fused], tuple(o for o in allowed if o in asked), [*fused.values()][-1]
+    reasons = dict.fromkeys(why for outcome in tried["te"].outcomes for why in outcome.reasons)
+    why = "; ".join(reasons) or "nothing in it has the pattern"
+    raise LoadError(
+        f"the example of the rule {rule.name!r} stays as it is ({why}), one that it rewrites is needed"
+    )
+
+
+def _planned(rule: Rule, backend: str, allowed: tuple[str, ...]) -> Plan:
+    try:
+        model, inputs = rule.example()
+        options = dict.fromkeys(allowed, True)
+        ((_, plan),), _ = plans_of(model, inputs, backend=backend, passes=(rule,), **options)
+    except Exception as error:  # it is the code of somebody's rule
+        raise LoadError(
+            f"the example of the rule {rule.name!r} failed ({in_a_line(error)}), a function is needed that "
+            "returns a model that is captured as one graph, and its inputs"
+        ) from error
+    return plan
