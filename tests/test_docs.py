@@ -7,9 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +47,13 @@ OF_PACKAGES = (
 LONG = ("FSDP2", "Tensor and sequence parallel", "A check for CI")  # what they call has tests of its own
 
 
+TORCHTITAN = ModuleType("torchtitan.protocols.model_converter")  # its registry, as it is written in 0.2.2
+TORCHTITAN._registry_model_converter_cls = {}
+TORCHTITAN.register_model_converter = lambda cls, name: TORCHTITAN._registry_model_converter_cls.update(
+    {name: cls}
+)
+
+
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What the recipes start from, in a folder and a process group of their own."""
@@ -55,6 +62,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     batch = {"input_ids": ids, "labels": ids}
     dataset = [dict.fromkeys(batch, row) for row in LLAMA_IDS]
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    if find_spec("torchtitan") is None:
+        monkeypatch.setitem(sys.modules, TORCHTITAN.__name__, TORCHTITAN)
     model = llama()
     yield {"torch": torch, "te_transform": te_transform, "model": model, "batch": batch, "dataset": dataset}
     torch.distributed.destroy_process_group()
@@ -80,6 +89,26 @@ def test_recipes_run_and_have_ten_lines_at_most(title: str, given: dict[str, Any
     else:
         exec(compile(code, title, "exec"), given)
     assert len([line for line in code.splitlines() if line]) <= 10
+
+
+def test_torchtitan_trains_what_its_converter_made(given: dict[str, Any]) -> None:
+    """In the order of torchtitan's trainer: on meta, converted, then put into memory and initialized."""
+    (code,) = re.findall(r"```python\n(.*?)```", RECIPES["torchtitan"], re.DOTALL)
+    exec(compile(code, "torchtitan", "exec"), given)
+    registry = import_module(TORCHTITAN.__name__)._registry_model_converter_cls
+    converter = registry["te_transform"](SimpleNamespace(training=SimpleNamespace(seq_len=10)), None)
+    model, trained = given["model"], llama().to("meta")
+    converter.convert(trained)
+    te_transform.report(trained).expect(layernorm_mlp=1, attention=1)
+    trained.to_empty(device="cpu").load_state_dict(model.state_dict())
+    trained.model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: converter.post_optimizer_hook([trained]))
+    losses = [trained(**given["batch"]).loss, model(**given["batch"]).loss]
+    torch.testing.assert_close(*losses)
+    losses[0].backward()
+    optimizer.step()
+    assert trained(**given["batch"]).loss < losses[0]
 
 
 def test_the_index_of_errors_is_what_the_code_says() -> None:
