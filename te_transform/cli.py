@@ -31,8 +31,9 @@ from te_transform.backends import BackendError
 from te_transform.convert import convert
 from te_transform.explain import explanation
 from te_transform.graph.inputs import BATCH, InputError, Inputs, TraceError, invent
+from te_transform.graph.nodes import dtype_name
 from te_transform.inspect import inspect
-from te_transform.load import LoadError, imported, inputs_of, load
+from te_transform.load import LoadError, imported, inputs_of, load, quantized_by
 from te_transform.passes import PIPELINE
 from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import OptionError
@@ -213,6 +214,7 @@ def _inspect(asked: argparse.Namespace) -> int:
         model, inputs = _loaded(asked, on_meta=False)
         with _printing_aside(), status("capturing with weights, which the forward branches on"):
             report = inspect(model, inputs, **options)
+    report = replace(report, notes=(*report.notes, *_of_quantized(model)))
     _write(asked, report, report)
     try:
         report.expect(**expected)
@@ -220,6 +222,15 @@ def _inspect(asked: argparse.Namespace) -> int:
         print(f"te-transform: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _of_quantized(model: nn.Module) -> Iterator[str]:
+    if how := quantized_by(getattr(model, "config", None)):
+        dtype = dtype_name(next(model.parameters()).dtype)
+        yield (
+            f"the config says that the weights are quantized ({how}), the plan is that of the model with its "
+            f"weights in {dtype}: dequantize them before the conversion"
+        )
 
 
 def _verify(asked: argparse.Namespace) -> int:

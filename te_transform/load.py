@@ -169,10 +169,8 @@ def _from_config(
         own: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         weights = _weights_in(path) if not on_meta and layers is None else None
         if weights is not None:
-            if not sys.stderr.isatty():
-                transformers.utils.logging.disable_progress_bar()
             own["trust_remote_code"] = trust_remote_code
-            return kind.from_pretrained(path, config=config, local_files_only=True, **weights, **own)
+            return _with_weights(path, kind, config, **weights, **own)
         with torch.device("meta") if on_meta else nullcontext():
             return _built(kind, config, trust_remote_code, own)
     except LoadError:
@@ -203,6 +201,26 @@ def _told(file: Path, trust_remote_code: bool) -> dict[str, Any]:
             f"--trust-remote-code if you trust it{_or_without(told)}"
         )
     return told
+
+
+def _with_weights(path: Path, kind: Any, config: Any, **how: Any) -> nn.Module:
+    import transformers
+
+    if method := quantized_by(config):
+        raise LoadError(
+            f"{path} has weights that are quantized ({method}), floating point ones are needed: save the "
+            "dequantized model, or give the config.json alone, for random weights"
+        )
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    return kind.from_pretrained(path, config=config, local_files_only=True, **how)
+
+
+def quantized_by(config: Any) -> str:
+    """The method that a config of transformers says its weights are quantized by; "" where it says none."""
+    told = getattr(config, "quantization_config", None)
+    told = told if isinstance(told, dict) or told is None else vars(told)
+    return str(told.get("quant_method", "by no named method")) if told else ""
 
 
 def _weights_in(path: Path) -> dict[str, bool] | None:

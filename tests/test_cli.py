@@ -400,6 +400,26 @@ def test_code_beside_a_config_runs_if_it_is_trusted(folder: Path, monkeypatch: p
         assert type(load(name, on_meta=True, layers=1, trust_remote_code=True)).__name__ == "Own"
 
 
+def test_says_that_weights_are_quantized(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "llama/config.json").write_text(
+        Path(written(folder, quantization_config=quantized)).read_text()
+    )
+    assert main(["inspect", "llama", "--layers", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (note,) = (note for note in told["notes"] if "quantized" in note)
+    assert note.startswith("the config says that the weights are quantized (fp8), the plan is that of the ")
+    assert note.endswith("with its weights in float32: dequantize them before the conversion")
+    (folder / "llama/model.safetensors").write_bytes(b"")
+    assert main(["inspect", "llama", "--layers", "1"]) == 0, "it reads no weights"
+    for command in ("verify", "tune"):
+        assert main([command, "llama"]) == 2
+        assert (
+            "llama has weights that are quantized (fp8), floating point ones are needed"
+            in capsys.readouterr().err
+        )
+
+
 @pytest.mark.parametrize("rule", [rule.name for rule in PIPELINE])
 def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", rule]) == 0
