@@ -1,6 +1,7 @@
 """The memory of a training step, predicted without a GPU: against what was measured on one, and by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,6 +107,8 @@ def test_every_model_has_a_prediction(name: str) -> None:
     found = planned(name).memory
     assert found.peak >= max(found.kept, found.gradients) > 0
     assert f"{found.weights / MIB:,.0f} MiB of weights" in str(found)
+    large = replace(found, weights=10 * 1024 * MIB, peak=10 * 1024 * MIB - MIB)
+    assert str(large).startswith("10,239 MiB at the most beside 10.0 GiB of weights: ")
 
 
 def test_plain_pytorch_has_none() -> None:

@@ -260,7 +260,7 @@ class _Balanced(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag not in ("meta", "br", "input"):
+        if tag not in ("meta", "br", "wbr", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -280,7 +280,7 @@ def parsed(html: str) -> str:
 def test_html_has_the_same_tables_escaped() -> None:
     html = report(*FULL, model="<locals>.GPT", notes=("it's <te> & more",))._repr_html_()
     assert "&lt;locals&gt;.GPT: 47 sites fused" in html
-    assert "<code>model.layers.{0..21}.mlp</code> x22" in html
+    assert "<code>model.<wbr>layers.<wbr>{0..21}.<wbr>mlp</code> x22" in html
     assert "the weight is [64, 3] and &lt;frozen&gt;, one of [64, 64] &amp; trained is needed" in html
     assert "<li>it&#x27;s &lt;te&gt; &amp; more</li>" in html
     assert "<frozen>" not in html
@@ -290,6 +290,8 @@ def test_html_has_the_same_tables_escaped() -> None:
 
 def test_a_notebook_shows_the_tables_and_the_page_in_a_frame(tmp_path: Path) -> None:
     full = report(*FULL)
+    with pytest.raises(TypeError, match="path is None, the path of a file is needed"):
+        full.to_html(None)
     full.to_html(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     tables, _, frame = full._repr_html_().partition("<details>")

@@ -416,9 +416,13 @@ def test_a_file_with_an_unknown_recipe_is_named(tmp_path: Path) -> None:
     assert "fp9" in str(raised.value)
 
 
-def test_no_file() -> None:
-    with pytest.raises(FileNotFoundError, match=r"no-such-plan\.toml"):
-        PrecisionPlan.read("no-such-plan.toml")
+@pytest.mark.parametrize("path", ["no-such-plan.toml", None])
+def test_no_file(path: str | None) -> None:
+    with pytest.raises(
+        PrecisionError, match=r"cannot be read \(.+\), a file that write\(\) made is needed"
+    ) as raised:
+        PrecisionPlan.read(path)
+    assert str(raised.value).startswith(f"{path} ")
 
 
 def test_a_recipe_object_cannot_be_written(tmp_path: Path) -> None:

@@ -51,13 +51,16 @@ class Memory:
     peak: int
 
     def __str__(self) -> str:
-        weights, gradients, kept, peak = (
-            f"{size / 2**20:,.0f} MiB" for size in (self.weights, self.gradients, self.kept, self.peak)
-        )
+        weights, gradients, kept, peak = map(_told, (self.weights, self.gradients, self.kept, self.peak))
         return (
             f"{peak} at the most beside {weights} of weights: {kept} kept for the backward, {gradients} of "
             f"gradients ({self.inputs})"
         )
+
+
+def _told(size: int) -> str:
+    """Bytes in MiB, of ten GiB on in those: what a GPU has is told in them."""
+    return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,15 @@ class PrecisionPlan:
         """The plan in a file that write() made, and somebody may have edited.
 
         Raises:
-            PrecisionError: it is no TOML, lacks what a plan has, or has what no plan takes.
+            PrecisionError: it cannot be read, is no TOML, lacks what a plan has, or has what no plan takes.
         """
         try:
             found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, TypeError) as error:  # no such file, or no path
+            why = getattr(error, "strerror", error)
+            raise PrecisionError(
+                f"{path} cannot be read ({why}), a file that write() made is needed"
+            ) from error
         except ValueError as error:  # no TOML, or not even text
             raise PrecisionError(
                 f"{path} is no TOML ({error}), write() makes a file to start from"

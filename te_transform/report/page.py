@@ -6,6 +6,7 @@ is a script of the page; without it all is there to be read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; bor
 td { overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .9rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
-td:first-child { overflow-wrap: normal; }
+td:first-child, td code { overflow-wrap: normal; }
 .count { text-align: right; white-space: nowrap; }
 pre { overflow-x: auto; font-size: 12.5px; line-height: 1.4; }
 mark { background: #76b90055; color: inherit; }
@@ -124,6 +125,11 @@ def in_notebook(body: str, whole_page: str) -> str:
     return f"{body}\n<details><summary>before and after, block by block</summary>{frame}</details>"
 
 
+def _broken(path: str) -> str:
+    """A path that may go on in the next line behind a dot, not behind those of {0..3}."""
+    return re.sub(r"(?<!\.)\.(?!\.)", ".<wbr>", escape(path))
+
+
 def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
     """With what the places save, or cost, of a call's time, if that is predicted of any."""
     priced = "saves" if name == "fused" else "costs"
@@ -132,7 +138,7 @@ def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
     named = (f"<th{' class=count' * (text in numbers)}>{text}</th>" for text in head)
     lines = [f'<table class="{name}">', f"<tr>{''.join(named)}</tr>"]
     for places in rows:
-        where = "<br>".join(f"<code>{escape(path)}</code> x{count}" for path, count in places.patterns)
+        where = "<br>".join(f"<code>{_broken(path)}</code> x{count}" for path, count in places.patterns)
         cells = f'<td>{escape(places.rule)}</td><td class="count">{places.count}</td>'
         if priced in head:
             cells += f'<td class="count">{duration(places.saved) if places.saved else ""}</td>'

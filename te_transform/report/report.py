@@ -156,7 +156,13 @@ class Report:
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write the report and both graphs, drawn block by block, to `path`, as one page that needs nothing
-        else."""
+        else.
+
+        Raises:
+            TypeError: `path` is no path.
+        """
+        if not isinstance(path, (str, PathLike)):
+            raise TypeError(f"path is {path!r}, the path of a file is needed, such as 'report.html'")
         Path(path).write_text(self._page(), encoding="utf-8")
 
     def _summary(self) -> str:
