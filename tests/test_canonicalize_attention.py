@@ -61,7 +61,32 @@ def _einsum_by_length(m, q, k, v, mask):
     return torch.einsum("bhij,bjhd->bihd", s.masked_fill(mask, float("-inf")).softmax(-1), v)
 
 
+def _heads_between(m, q, k, v, mask):
+    """DeepSeek's own: scores [batch, queries, heads, keys]."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    s = torch.einsum("bshd,bthd->bsht", q, k) * WIDTH**-0.5
+    p = s.masked_fill(mask.unsqueeze(1), float("-inf")).softmax(-1, dtype=torch.float32).type_as(q)
+    return torch.einsum("bsht,bthd->bshd", p, v)
+
+
+def _heads_last(m, q, k, v, mask):
+    """Scores [batch, queries, keys, heads], whose softmax goes over the last dimension but one."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    s = torch.einsum("bqhd,bkhd->bqkh", q, k) * WIDTH**-0.5
+    p = torch.where(~mask[None, :, :, None], s, -math.inf).softmax(dim=2)
+    return torch.einsum("bqkh,bkhd->bqhd", p, v)
+
+
+def _turned_for_the_softmax(m, q, k, v, mask):
+    s = scores(q, k).permute(2, 3, 0, 1)  # [queries, keys, batch, heads]
+    p = F.dropout(s.masked_fill(mask[:, :, None, None], -math.inf).softmax(1), 0.5, False)
+    return p.permute(2, 3, 0, 1) @ v
+
+
 ATTENTIONS = {
+    "heads between": _heads_between,
+    "heads last": _heads_last,
+    "turned for the softmax": _turned_for_the_softmax,
     "nanogpt": lambda m, q, k, v, mask: scores(q, k).masked_fill(mask, float("-inf")).softmax(-1) @ v,
     "in place": lambda m, q, k, v, mask: scores(q, k).masked_fill_(mask, float("-inf")).softmax(-1) @ v,
     "where": lambda m, q, k, v, mask: torch.where(mask, -math.inf, scores(q, k)).softmax(-1) @ v,
@@ -244,7 +269,23 @@ def _weights_read(m, q, k, v, mask):
     return p @ v, p.mean(1)
 
 
+def _over_heads(m, q, k, v, mask):
+    return torch.einsum("bqkh,bhkd->bhqd", torch.einsum("bhqd,bhkd->bqkh", q, k).softmax(-1), v)
+
+
+def _turned_and_read(m, q, k, v, mask):
+    p = scores(q, k).transpose(1, 2).softmax(-1)
+    return p.transpose(1, 2) @ v, p
+
+
+def _not_turned_back(m, q, k, v, mask):
+    return scores(q, k).transpose(0, 1).softmax(-1) @ v.transpose(0, 1)
+
+
 NOT_ATTENTIONS = {
+    "a softmax over heads": _over_heads,
+    "turned and read": _turned_and_read,
+    "not turned back": _not_turned_back,
     "the weights are read": _weights_read,
     "softmax over the queries": lambda m, q, k, v, mask: scores(q, k).softmax(-2) @ v,
     "filled with 0": lambda m, q, k, v, mask: scores(q, k).masked_fill(mask, 0).softmax(-1) @ v,

@@ -21,6 +21,7 @@ from te_transform.canonicalize.rotary import ROTARY
 from te_transform.canonicalize.shared import share_norms
 from te_transform.canonicalize.sizes import read_sizes_early
 from te_transform.canonicalize.spelling import spell, spell_pieces
+from te_transform.canonicalize.turned import leave_unturned
 from te_transform.graph import edit, nodes
 
 __all__ = ["canonicalize", "written"]
@@ -56,6 +57,7 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     spell_routing(canonical)
     spell_functions(canonical, graph.owning_module, canonicalize)
     drop_noise(canonical)
+    leave_unturned(canonical)
     for spellings in _SPELLINGS:
         write(canonical, spellings)
     share_norms(canonical)

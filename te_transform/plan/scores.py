@@ -44,6 +44,12 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
             f"the attention has {', '.join(others)} between its two products, fused attention has a scale, a "
             "mask that is added or filled in, a softmax and a dropout there"
         )
+    dims = {node.args[1] for node in path if node.target is torch.softmax}
+    if not others and dims != {-1}:
+        yield (
+            "the attention's softmax goes over another dimension than the keys, fused attention's goes over "
+            "these"
+        )
     factors = [node for node in path if node.target in (torch.mul, torch.div)]
     if any(all(map(is_tensor_node, node.args)) for node in factors):
         yield "the attention's scores are multiplied by a tensor, fused attention's scale is a number"

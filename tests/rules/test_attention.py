@@ -82,6 +82,13 @@ def called_with_a_mask(model, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, model.mask[:length, :length])
 
 
+def heads_between(model, q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    hidden = torch.full((len(q[0]),) * 2, float("-inf")).triu(1).unsqueeze(1)
+    weights = torch.einsum("bshd,bthd->bsht", q, k) * WIDTH**-0.5 + hidden
+    return torch.einsum("bsht,bthd->bhsd", weights.softmax(-1), v)
+
+
 LOWER = torch.ones(LONGEST, LONGEST).tril()
 FUSES = {
     "written out": attends(written_out),
@@ -91,6 +98,7 @@ FUSES = {
     "a mask that is added": attends(added, mask=buffer(LOWER.log())),
     "softmax in fp32": attends(in_fp32),
     "heads that share keys": attends(grouped),
+    "heads between queries and keys": attends(heads_between),
     "an idle dropout": attends(dropping, drop=lambda: nn.Dropout(0.0)),
     "called with a mask": attends(called_with_a_mask, mask=buffer(LOWER.bool())),
     "a bias that is learned": attends(added, mask=lambda: nn.Parameter(torch.zeros(LONGEST, LONGEST))),
@@ -143,6 +151,11 @@ def with_a_sink(model, q, k, v):
     return torch.cat((scores(q, k), sink), -1).softmax(-1)[..., :-1] @ v
 
 
+def over_heads(model, q, k, v):
+    weights = torch.einsum("bhqd,bhkd->bqkh", q, k).softmax(-1)
+    return torch.einsum("bqkh,bhkd->bhqd", weights, v)
+
+
 def written_in_between(model, q, k, v):
     weights = scores(q, k)
     weights[..., 0] = 0.0
@@ -170,6 +183,11 @@ REFUSES = {
     ),
     "a least score": (held, BETWEEN.format("max")),
     "a sink": (with_a_sink, BETWEEN.format("cat, columns")),
+    "a softmax over heads": (
+        over_heads,
+        "the attention's softmax goes over another dimension than the keys, fused attention's goes over "
+        "these",
+    ),
     "scores that are written": (
         written_in_between,
         "the model writes to a tensor in the middle of the attention, the fused one is computed at once",
