@@ -83,7 +83,37 @@ def _turned_for_the_softmax(m, q, k, v, mask):
     return p.permute(2, 3, 0, 1) @ v
 
 
+def _by_hand(m, q, k, v, mask):
+    s = scores(q, k).masked_fill(mask, -math.inf)
+    e = torch.exp(s - s.max(-1, keepdim=True).values)
+    return e / e.sum(dim=-1, keepdim=True) @ v
+
+
+def _detached(m, q, k, v, mask):
+    s = torch.einsum("bhid,bhjd->bihj", q, k) * WIDTH**-0.5
+    s = s.masked_fill(mask.unsqueeze(1), -math.inf)
+    e = (s - s.amax(dim=-1, keepdim=True).detach()).exp()
+    return torch.einsum("bihj,bhjd->bhid", e / e.sum(-1, keepdim=True), v)
+
+
+def _normalized_by_log(m, q, k, v, mask):
+    s = scores(q, k).masked_fill(mask, -math.inf)
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
+def _shifted_in_fp32(m, q, k, v, mask):
+    s = scores(q, k).masked_fill(mask, -math.inf)
+    return (s - torch.amax(s, -1, True).detach()).float().softmax(-1) @ v
+
+
 ATTENTIONS = {
+    "softmax by hand": _by_hand,
+    "by hand and turned": _detached,
+    "by a log": _normalized_by_log,
+    "exp of log_softmax": lambda m, q, k, v, mask: (
+        F.log_softmax(scores(q, k).masked_fill(mask, -math.inf), dim=-1).exp() @ v
+    ),
+    "shifted": _shifted_in_fp32,
     "heads between": _heads_between,
     "heads last": _heads_last,
     "turned for the softmax": _turned_for_the_softmax,
@@ -264,6 +294,28 @@ def test_every_way_to_call_sdpa() -> None:
         assert (args[0] is None) == (found[0] is None)
 
 
+WRITTEN = {"by hand": _by_hand, "by a log": _normalized_by_log}
+
+
+@pytest.mark.parametrize("hidden", [CAUSAL, FULL_ROW], ids=["causal", "a row that sees nothing"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_softmax_by_hand_has_its_gradients_and_rows_of_nothing(name: str, hidden: Tensor) -> None:
+    (captured,) = capture(Model(WRITTEN[name]), (*QKV, hidden))
+    graph = canonicalize(captured.module.graph)
+    assert op_counts(graph) == {"sdpa": 1}
+    leaves = [t.clone().requires_grad_() for t in QKV]
+    values = {id(given): leaf for given, leaf in zip(QKV, leaves, strict=True)}
+    wide = [t.double().requires_grad_() for t in QKV]
+    expected = WRITTEN[name](None, *wide, hidden)
+    seen = hidden.logical_not().any(-1)  # elsewhere nothing but NaN is written out, where the op has zeros
+    assert expected.isnan().any(-1).any() == (~seen).any()
+    (actual,) = executable(captured, graph)(*(values.get(id(a), a) for a in captured.inputs))
+    assert error([actual[..., seen, :]], [expected[..., seen, :]]) <= BOUND
+    if seen.all():
+        pairs = ((actual, leaves), (expected, wide))
+        assert error(*(torch.autograd.grad(out.square().sum(), at) for out, at in pairs)) <= BOUND
+
+
 def _weights_read(m, q, k, v, mask):
     p = scores(q, k).softmax(-1)
     return p @ v, p.mean(1)
@@ -278,6 +330,27 @@ def _turned_and_read(m, q, k, v, mask):
     return p.transpose(1, 2) @ v, p
 
 
+def _one_more(m, q, k, v, mask):
+    e = scores(q, k).exp()
+    return e / (1 + e.sum(-1, keepdim=True)) @ v
+
+
+def _without_a_shift(m, q, k, v, mask):
+    e = scores(q, k).exp()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def _less_a_constant(m, q, k, v, mask):
+    s = scores(q, k)
+    return torch.exp(s - s.logsumexp(-1, keepdim=True).detach()) @ v
+
+
+def _summed_over_queries(m, q, k, v, mask):
+    s = scores(q, k)
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-2, keepdim=True) @ v
+
+
 def _not_turned_back(m, q, k, v, mask):
     return scores(q, k).transpose(0, 1).softmax(-1) @ v.transpose(0, 1)
 
@@ -286,6 +359,10 @@ NOT_ATTENTIONS = {
     "a softmax over heads": _over_heads,
     "turned and read": _turned_and_read,
     "not turned back": _not_turned_back,
+    "one more than the sum": _one_more,
+    "exp without a shift": _without_a_shift,
+    "a sum without a gradient": _less_a_constant,
+    "a sum over the queries": _summed_over_queries,
     "the weights are read": _weights_read,
     "softmax over the queries": lambda m, q, k, v, mask: scores(q, k).softmax(-2) @ v,
     "filled with 0": lambda m, q, k, v, mask: scores(q, k).masked_fill(mask, 0).softmax(-1) @ v,
@@ -317,7 +394,7 @@ NOT_ATTENTIONS = {
 def test_not_attention(spelling) -> None:
     parameters = {"scale": torch.ones(HEADS, 1, 1), "bias": torch.randn(BATCH, 1, LENGTH, LENGTH)}
     graph = canonical(spelling, *QKV, CAUSAL, **parameters)
-    assert torch.softmax in targets(graph)
+    assert targets(graph) & {torch.softmax, torch.exp}
     assert ops.sdpa not in targets(graph)
 
 

@@ -76,13 +76,7 @@ _MASKED = OneOf(
 
 
 def _softmax(scores: Pattern) -> Pattern:
-    """A softmax; some subtract the largest score before, as softmax itself does."""
-    shifted = Var("shifted")
-    largest = OneOf(
-        Call(operator.getitem, Call(torch.max, shifted, -1, True), 0), Call(torch.amax, shifted, -1, True)
-    )
-    either = OneOf(Call(torch.sub, scores, largest, role="shift"), scores)
-    return Call(torch.softmax, _within(either), -1, Var("softmax_dtype"), role="softmax")
+    return Call(torch.softmax, _within(scores), -1, Var("softmax_dtype"), role="softmax")
 
 
 # A sink is a score of each head's own beside those of the keys, whose probability goes nowhere.
@@ -107,7 +101,7 @@ def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     found, root = match.bound, match.root
     first, last = (match.nodes.index(found[name]) for name in ("product", "scores"))
     weights = match.nodes[first + 1 : last + 1]  # from the last product to the first
-    if not _is_attention(match, weights) or not _are_the_same(found):
+    if not _is_attention(match, weights) or not _sums_the_same(found):
         return None
     lift = _Lift(graph, match, weights)
     query, value = lift(found["query"]), lift(found["value"])
@@ -162,10 +156,9 @@ def _between(weights: tuple[fx.Node, ...], after: fx.Node | None, until: fx.Node
     return () if after is None else weights[weights.index(after) + 1 : weights.index(until) + 1]
 
 
-def _are_the_same(found: dict[str, Any]) -> bool:
-    """Whether the largest score, and the sum, are those of what the softmax gets."""
-    is_shifted = "shift" not in found or found["shift"].args[0] is found["shifted"]
-    return is_shifted and ("summed" not in found or found["softmax"].args[0] is found["summed"])
+def _sums_the_same(found: dict[str, Any]) -> bool:
+    """Whether the sum of which a sink's share is taken is that of what the softmax gets."""
+    return "summed" not in found or found["softmax"].args[0] is found["summed"]
 
 
 def _by_head(found: dict[str, Any], query: fx.Node) -> fx.Node | None:

@@ -135,6 +135,13 @@ def _softmax(
     return torch.softmax, (input, back(input, dim), given[0] if given else None)
 
 
+def _log_softmax(
+    input: fx.Node, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3
+) -> tuple | None:
+    call = _softmax(input, dim, *rest, dtype=dtype)
+    return call and (torch.log_softmax, call[1])
+
+
 def _gelu(input: fx.Node, approximate: str = "none") -> tuple:
     return ops.gelu_tanh if approximate == "tanh" else ops.gelu, (input,)
 
@@ -221,6 +228,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "amax": _along_one(torch.amax),
     "logsumexp": _along_one(torch.logsumexp),
     "softmax": _softmax,
+    "log_softmax": _log_softmax,
     "var": _variance,
     "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),
     "where": _where,
@@ -253,6 +261,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     ),
     "narrow": _narrow,
     "getitem": _item,
+    "detach": lambda input: (torch.Tensor.detach, (input,)),
     "contiguous": lambda input: (torch.Tensor.contiguous, (input,)),
     "dropout": lambda input, p=0.5, training=True, inplace=False, train=None: (
         ops.dropout,

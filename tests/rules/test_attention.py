@@ -89,6 +89,12 @@ def heads_between(model, q, k, v):
     return torch.einsum("bsht,bthd->bhsd", weights.softmax(-1), v)
 
 
+def by_hand(model, q, k, v):
+    weights = scores(q, k) + model.mask[: q.shape[-2], : q.shape[-2]]
+    weights = torch.exp(weights - weights.max(-1, keepdim=True).values.detach())
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
 LOWER = torch.ones(LONGEST, LONGEST).tril()
 FUSES = {
     "written out": attends(written_out),
@@ -97,6 +103,7 @@ FUSES = {
     "a mask of their shape": attends(expanded, mask=buffer(LOWER)),
     "a mask that is added": attends(added, mask=buffer(LOWER.log())),
     "softmax in fp32": attends(in_fp32),
+    "a softmax by hand": attends(by_hand, mask=buffer(LOWER.log())),
     "heads that share keys": attends(grouped),
     "heads between queries and keys": attends(heads_between),
     "an idle dropout": attends(dropping, drop=lambda: nn.Dropout(0.0)),

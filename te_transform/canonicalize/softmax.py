@@ -1,0 +1,60 @@
+"""A softmax that was written out, or has the largest of its numbers subtracted before, as it does itself.
+
+A row of -inf alone is NaN in all of these, as in softmax. exp(x) / exp(x).sum() without a shift is none of
+them: it overflows where softmax does not.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from te_transform.canonicalize.op import Spelling
+from te_transform.graph import edit, ops
+from te_transform.graph.nodes import dtype_of, is_narrower, is_tensor_node
+from te_transform.graph.pattern import Call, Match, Maybe, OneOf, Pattern, Var
+
+_X, _DIM = Var("x", is_tensor_node), Var("dim", lambda dim: type(dim) is int)
+
+
+def _shifted_by(number: Pattern) -> Call:
+    """x less a number for each row, which has no gradient that counts: softmax is the same for any."""
+    return Call(torch.sub, _X, Maybe(torch.Tensor.detach, number))
+
+
+_LARGEST = OneOf(Call(operator.getitem, Call(torch.max, _X, _DIM, True), 0), Call(torch.amax, _X, _DIM, True))
+_EXP = Call(torch.exp, _shifted_by(_LARGEST), role="exp")  # one call: its name on both sides says so
+_OVER_SUM = Call(torch.div, _EXP, Call(torch.sum, _EXP, _DIM, True))
+_OF_LOG = Call(
+    torch.exp,
+    OneOf(
+        Call(torch.sub, _X, Call(torch.logsumexp, _X, _DIM, True)), Call(torch.log_softmax, _X, _DIM, None)
+    ),
+)
+_OF_SHIFTED = Call(torch.softmax, Maybe(ops.cast, _shifted_by(_LARGEST)), _DIM, Var("dtype"))
+
+
+def _softmax(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
+    x, dim = match.bound["x"], match.bound["dim"]
+    return (torch.softmax, (x, dim, None)) if dtype_of(x) is dtype_of(match.root) else None
+
+
+def _of_shifted(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
+    """The softmax without the shift; casts in between stay, if all numbers fit in."""
+    softmax, *_ = match.nodes
+    x, given = match.bound["x"], softmax.args[0]
+    if is_narrower((given,), x):
+        return None
+    if dtype_of(given) is not dtype_of(x):
+        x = edit.insert(graph, match.nodes, ops.cast, (x, dtype_of(given)))
+    return torch.softmax, (x, *softmax.args[1:])
+
+
+SOFTMAXES = (
+    Spelling(_OVER_SUM, _softmax),
+    Spelling(_OF_LOG, _softmax),
+    Spelling(_OF_SHIFTED, _of_shifted),
+)
