@@ -345,7 +345,14 @@ GELUS = {
 }
 OTHERS = {
     "quick_gelu": [lambda m, x: x * torch.sigmoid(1.702 * x), lambda m, x: (x * 1.702).sigmoid() * x],
-    "silu": [lambda m, x: F.silu(x), lambda m, x: x * x.sigmoid(), lambda m, x: F.sigmoid(x) * x],
+    "silu": [
+        lambda m, x: F.silu(x),
+        lambda m, x: x * x.sigmoid(),
+        lambda m, x: F.sigmoid(x) * x,
+        lambda m, x: x / (1 + torch.exp(-x)),
+        lambda m, x: x * (1 / (1 + (-x).exp())),
+    ],
+    "sigmoid": [lambda m, x: 1 / (1.0 + torch.exp(-x)), lambda m, x: (torch.exp(-x) + 1).reciprocal()],
     "squared_relu": [
         lambda m, x: F.relu(x).square(),
         lambda m, x: torch.relu(x) ** 2,
@@ -374,6 +381,8 @@ NOT_ACTIVATIONS = {
     "the half": lambda m, x: 0.6 * x * (1.0 + torch.erf(x / math.sqrt(2))),
     "the sign": lambda m, x: 0.5 * x * (1.0 - torch.erf(x / math.sqrt(2))),
     "the input": lambda m, x: 0.5 * (x + 1) * (1.0 + torch.erf(x / math.sqrt(2))),
+    "another denominator": lambda m, x: x / (2 + torch.exp(-x)),
+    "the sign of the exponent": lambda m, x: x / (1 + torch.exp(x)),
     "not over root two": lambda m, x: 0.5 * x * (1.0 + torch.erf(x / 1.5)),
 }
 
@@ -407,6 +416,10 @@ SPLITS = {
     "the method": lambda x: x.split(split_size=4, dim=-1),
     "the method, of sections": lambda x: x.split([4, 4], dim=-1),
     "a chunk": lambda x: torch.chunk(input=x, chunks=2, dim=-1),
+    "a split in two": lambda x: x.tensor_split(2, dim=-1),
+    "unbound": lambda x: x.unflatten(-1, (2, -1)).unbind(-2),
+    "rows": lambda x: ((y := x.view(*x.shape[:-1], 2, 4))[..., 0, :], y[:, :, -1]),
+    "selected": lambda x: [x.reshape(2, 5, 2, 4).select(-2, i) for i in range(2)],
 }
 
 
@@ -419,6 +432,22 @@ def test_pieces_are_columns_however_their_arguments_are_given(split) -> None:
     graph = canonical(gated, torch.randn(2, 5, 8))
     gate, up = the(graph, torch.mul)
     assert (gate.target, up.target, up.args[1:]) == (ops.silu, ops.columns, (0, 4))
+
+
+NO_PIECES = {
+    "every other": lambda x: x.view(2, 5, 4, 2).unbind(-1),
+    "of the length": lambda x: x.view(2, 2, 5, 4).unbind(1),
+    "parts of two lengths": lambda x: [part[..., :1] for part in x.tensor_split([2], -1)],
+    "rows of another shape": lambda x: x.view(2, 2, 20).unbind(-2),
+    "written in between": lambda x: (y := (x + 1).view(2, 5, 2, 4), y.mul_(2), y.unbind(-2))[-1],
+}
+
+
+@pytest.mark.parametrize("split", NO_PIECES.values(), ids=NO_PIECES)
+def test_what_are_no_columns_stays(split) -> None:
+    """canonical() compares; columns of something else would be other numbers."""
+    graph = canonical(lambda m, x: torch.mul(*split(x)), torch.randn(2, 5, 8))
+    assert ops.columns not in targets(graph) or "tensor_split" in targets(graph)
 
 
 # Rotary

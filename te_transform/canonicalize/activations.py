@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 
 import torch
@@ -54,6 +55,11 @@ _TANH = Call(
 )
 
 
+# exp(-x) may overflow, to a quotient of 0 as of sigmoid; only its gradient is NaN there
+_DENOMINATOR = _one_plus(Call(torch.exp, Call(torch.neg, _X)))
+_SIGMOID = OneOf(Call(operator.truediv, 1, _DENOMINATOR), Call(torch.reciprocal, _DENOMINATOR))
+_SILU = OneOf(_times(_X, OneOf(Call(ops.sigmoid, _X), _SIGMOID)), Call(torch.div, _X, _DENOMINATOR))
+
 _RELU = Call(ops.relu, _X, role="relu")  # one call: its name in both factors says so
 _SQUARED = OneOf(Call(torch.pow, _RELU, 2), Call(torch.square, _RELU), Call(torch.mul, _RELU, _RELU))
 
@@ -68,7 +74,8 @@ ACTIVATIONS = (
     Spelling(_half(_one_plus(_ERF)), _op(ops.gelu)),
     Spelling(_half(_one_plus(_TANH)), _op(ops.gelu_tanh)),
     Spelling(_times(_X, Call(ops.sigmoid, _times(_X, Near(1.702)))), _op(ops.quick_gelu)),
-    Spelling(_times(_X, Call(ops.sigmoid, _X)), _op(ops.silu)),
+    Spelling(_SILU, _op(ops.silu)),
+    Spelling(_SIGMOID, _op(ops.sigmoid)),
     Spelling(_SQUARED, _op(ops.squared_relu)),
     Spelling(Call(F.glu, _X, -1), _gated),
 )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import fx
 
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of, value
+
+FULL = slice(None)
 
 
 def _cast(node: fx.Node) -> tuple | None:
@@ -49,7 +52,11 @@ def reshape_sizes(x: fx.Node, shape: torch.Size) -> tuple | None:
 
 
 def piece_of(part: fx.Node) -> tuple | None:
-    """The columns that this item of a split or chunk of the last dimension is."""
+    """The columns that this item is: of a split or chunk of the last dimension, or of that one in rows."""
+    return _of_split(part) or _of_rows(part)
+
+
+def _of_split(part: fx.Node) -> tuple | None:
     pieces, index = part.args
     if pieces.target not in (torch.split, torch.chunk) or type(index) is not int:
         return None
@@ -64,6 +71,35 @@ def piece_of(part: fx.Node) -> tuple | None:
         step = sections if pieces.target is torch.split else -(-width // sections)
         start = index % -(-width // step) * step
     return ops.columns, (x, start, start + shape_of(part)[-1])
+
+
+def _of_rows(part: fx.Node) -> tuple | None:
+    """x.view(..., n, width)[..., i, :], or by unbind(-2)."""
+    rows, index = part.args
+    if rows.target is torch.unbind and rows.args[1] == -2:
+        rows = rows.args[0]
+    elif is_tensor_node(rows):
+        index = _index_of_last_but_one(index, len(shape_of(rows)))
+    if rows.target is not torch.reshape or type(index) is not int or rows.meta.get("written"):
+        return None
+    x, (*leading, count, width) = rows.args[0], shape_of(rows)
+    parts_last = type(count) is type(width) is int and same_shape(shape_of(x), (*leading, count * width))
+    if not parts_last or rows.meta["region"] != part.meta["region"]:
+        return None
+    start = index % count * width
+    return ops.columns, (x, start, start + width)
+
+
+def _index_of_last_but_one(index: Any, rank: int) -> Any:
+    """The index of the last dimension but one, if all of each other one is taken."""
+    parts = [*index] if isinstance(index, tuple) else [index]
+    if sum(part is Ellipsis for part in parts) == 0:
+        parts.append(Ellipsis)
+    missing = [FULL] * (rank + 1 - len(parts))
+    spread = [each for part in parts for each in (missing if part is Ellipsis else [part])]
+    plain = len(spread) == rank and all(isinstance(part, slice) and part == FULL for part in spread[:-2])
+    last = spread[-1] if plain and rank > 1 else None
+    return spread[-2] if isinstance(last, slice) and last == FULL else None
 
 
 # name -> the call that stands for a node of this name; None: it stays as it is

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from te_transform.canonicalize.moves import FULL
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, is_number, is_tensor_node, shape_of, value
-
-FULL = slice(None)
 
 
 def back(x: Any, dim: Any, extra: int = 0) -> Any:
@@ -85,6 +84,20 @@ def _columns(x: fx.Node, part: slice) -> tuple | None:
 def _narrow(x: fx.Node, dim: int, start: Any, length: Any) -> tuple | None:
     plain = type(start) is int and start >= 0 and type(length) is int
     return (ops.columns, (x, start, start + length)) if plain and back(x, dim) == -1 else None
+
+
+def _tensor_split(input: fx.Node, indices_or_sections: Any, dim: int = 0) -> tuple | None:
+    """Parts of one length are those of a chunk; of others the longer ones come first."""
+    count, length = indices_or_sections, shape_of(input)[dim]
+    alike = type(count) is type(length) is int and length % count == 0
+    return (torch.chunk, (input, count, back(input, dim))) if alike else None
+
+
+def _select(input: fx.Node, dim: Any, index: Any) -> tuple | None:
+    plain = type(dim) is type(index) is int
+    return (
+        (operator.getitem, (input, (Ellipsis, index, *[FULL] * (-1 - back(input, dim))))) if plain else None
+    )
 
 
 def _product(x: Any, y: Any) -> tuple:
@@ -254,6 +267,8 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
         (tensor, split_size_or_sections, back(tensor, dim)),
     ),
     "chunk": lambda input, chunks, dim=0: (torch.chunk, (input, chunks, back(input, dim))),
+    "tensor_split": _tensor_split,
+    "select": _select,
     "unbind": lambda input, dim=0: (torch.unbind, (input, back(input, dim))),
     "repeat_interleave": lambda input, repeats, dim: (
         torch.repeat_interleave,

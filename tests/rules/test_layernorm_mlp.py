@@ -84,6 +84,21 @@ def halves(act: Act, activated: int = 0) -> Act:
     return combine
 
 
+def in_rows(x: Tensor) -> Tensor:
+    rows = x.view(*x.shape[:-1], 2, FFN)
+    return F.silu(rows[..., 0, :]) * rows[..., 1, :]
+
+
+def unbound(x: Tensor) -> Tensor:
+    up, gate = x.unflatten(-1, (2, -1)).unbind(-2)
+    return up * F.silu(gate)
+
+
+def by_hand(x: Tensor) -> Tensor:
+    gate, up = x.tensor_split(2, -1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
 def gated(act: Act, activated: int = 0) -> Make:
     return mlp(halves(act, activated), widths=(2 * FFN, FFN))
 
@@ -114,6 +129,9 @@ FUSES = {
     "squared reglu": gated(squared_relu),
     "glu": gated(torch.sigmoid),
     "glu by name": mlp(F.glu, widths=(2 * FFN, FFN)),
+    "swiglu in rows": mlp(in_rows, widths=(2 * FFN, FFN)),
+    "swiglu of what is unbound": mlp(unbound, widths=(2 * FFN, FFN)),
+    "swiglu by hand": mlp(by_hand, widths=(2 * FFN, FFN)),
     "the second half activated": gated(F.silu, 1),
     "gate and up": llama(up_first=False),
     "up and gate": llama(up_first=True),
