@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_transform.graph import ops
 from te_transform.graph.nodes import shape_of
-from tests.captures import BOUND, canonical, named, op_counts, targets, the
+from tests.captures import BOUND, canonical, error, named, op_counts, targets, the
 
 HIDDEN, HEADS, WIDTH, LENGTH, BATCH = 32, 4, 8, 6, 3
 
@@ -185,6 +185,56 @@ def test_a_unit_vector_times_the_root_of_its_width_is_an_rms_norm(
     assert targets(graph) == {ops.rms_norm}
     _, found, eps, zero_centered = the(graph, ops.rms_norm)
     assert (named(found), eps, zero_centered) == (weight, 1e-24 / HIDDEN, centered)
+
+
+OVER_LENGTH = {
+    "Tensor.norm": lambda m, x: x / x.norm(dim=-1, keepdim=True) * HIDDEN**0.5 * m.w,
+    "torch.norm": lambda m, x: m.w * (HIDDEN**0.5 * (x / torch.norm(x, 2, -1, True))),
+    "torch.linalg.norm": lambda m, x: x / torch.linalg.norm(x, dim=-1, keepdim=True) * HIDDEN**0.5 * m.w,
+    "vector_norm": lambda m, x: (
+        ((y := x.float()) / torch.linalg.vector_norm(y, dim=(-1,), keepdim=True) * HIDDEN**0.5).to(x.dtype)
+        * m.w
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spelling", OVER_LENGTH.values(), ids=OVER_LENGTH)
+def test_a_vector_over_its_length_is_an_rms_norm_without_eps(spelling, dtype: torch.dtype) -> None:
+    x, w = torch.randn(2, 5, HIDDEN, dtype=dtype), torch.randn(HIDDEN, dtype=dtype)
+    graph = canonical(spelling, x, w=w, bound=BOUND if dtype is torch.float32 else 0.02)
+    assert targets(graph) == {ops.rms_norm}
+    assert the(graph, ops.rms_norm)[2:] == (0.0, False)
+
+
+@pytest.mark.parametrize("length", [1e-12, 1.0, 1e12])
+def test_a_vector_over_its_length_has_the_gradients_of_that_norm(length: float) -> None:
+    x = (length * torch.randn(4, HIDDEN)).requires_grad_()
+    wide, w, noise = x.detach().double().requires_grad_(), torch.randn(HIDDEN), torch.randn(4, HIDDEN)
+    outs = ops.rms_norm(x, w, 0.0), wide / wide.norm(dim=-1, keepdim=True) * HIDDEN**0.5 * w
+    grads = [
+        torch.autograd.grad(out, at, noise.to(out.dtype))[0] for out, at in zip(outs, (x, wide), strict=True)
+    ]
+    assert error([outs[0], grads[0]], [outs[1], grads[1]]) <= BOUND
+    nothing = torch.zeros(1, HIDDEN)  # 0 / 0
+    assert (nothing / nothing.norm(dim=-1, keepdim=True)).isnan().all()
+    assert ops.rms_norm(nothing, w, 0.0).isnan().all()
+
+
+NOT_OVER_LENGTH = {
+    "the sum of absolutes": lambda m, x: x / x.norm(1, dim=-1, keepdim=True) * HIDDEN**0.5,
+    "of all": lambda m, x: x / x.norm() * HIDDEN**0.5,
+    "of the length": lambda m, x: x / x.norm(dim=1, keepdim=True) * HIDDEN**0.5,
+    "of something else": lambda m, x: x / (x + 1).norm(dim=-1, keepdim=True) * HIDDEN**0.5,
+    "another factor": lambda m, x: x / x.norm(dim=-1, keepdim=True) * 2.0,
+    "with an eps of its own": lambda m, x: x / (x.norm(dim=-1, keepdim=True) + 1e-3) * HIDDEN**0.5,
+    "in fp16": lambda m, x: x.half() / x.half().norm(dim=-1, keepdim=True) * HIDDEN**0.5,
+}
+
+
+@pytest.mark.parametrize("spelling", NOT_OVER_LENGTH.values(), ids=NOT_OVER_LENGTH)
+def test_not_a_vector_over_its_length(spelling) -> None:
+    assert ops.rms_norm not in targets(canonical(spelling, torch.randn(2, 5, HIDDEN)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

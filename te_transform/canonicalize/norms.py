@@ -66,16 +66,29 @@ def _rms_norm_of_normalize(graph: fx.Graph, match: Match) -> tuple | None:
     the square is 0 in the dtype that it is added in.
     """
     x, weight = _operands(match)
-    width, least = shape_of(x)[-1], match.bound["least"]
-    added_in = torch.promote_types(dtype_of(x), torch.float32)
-    is_tiny = torch.finfo(dtype_of(x)).smallest_normal < least <= _TINY
-    if not isinstance(width, int) or not math.isclose(match.bound["factor"], math.sqrt(width)) or not is_tiny:
-        return None
-    if least**2 / width < torch.finfo(added_in).smallest_normal:
+    width, eps = shape_of(x)[-1], _epsilon_of_unit(match)
+    if not isinstance(width, int) or not math.isclose(match.bound["factor"], math.sqrt(width)) or eps is None:
         return None
     if not _normalizes_last(match) or not _keeps_dtype(match):
         return None
-    return ops.rms_norm, (x, weight, least**2 / width, match.bound.get("gamma") == "zero-centered")
+    return ops.rms_norm, (x, weight, eps, match.bound.get("gamma") == "zero-centered")
+
+
+def _epsilon_of_unit(match: Match) -> float | None:
+    """What an RMSNorm adds to the mean of squares where a unit vector is divided by no less than `least`, and
+    nothing where it is divided by its length, so that a row of zeros is NaN in both; None where it has none.
+
+    Lengths overflow in fp16. The op's gradient does for rows of 1e-13 and less, which the original's gradient
+    makes 1e13 times as large.
+    """
+    x, least = match.bound["x"], match.bound.get("least")
+    if least is None:
+        return None if any(dtype_of(node) is torch.float16 for node in match.nodes) else 0.0
+    added_in = torch.promote_types(dtype_of(x), torch.float32)
+    if not torch.finfo(dtype_of(x)).smallest_normal < least <= _TINY:
+        return None
+    eps = least**2 / shape_of(x)[-1]
+    return None if eps < torch.finfo(added_in).smallest_normal else eps
 
 
 def _operands(match: Match) -> tuple[fx.Node, fx.Node | None]:
@@ -148,7 +161,8 @@ _SCALED = AnyOrder(torch.mul, _cast(Call(F.layer_norm, _X, _SHAPE, None, None, _
 _SHIFTED = Call(torch.add, _cast(OneOf(_NORMALIZED, _SCALED)), _cast(Var("bias", _is_vector)), commute=True)
 
 _SCALED_RMS_NORM = AnyOrder(torch.mul, _cast(Call(F.rms_norm, _X, _SHAPE, None, _ANY_EPS)), _GAMMA)
-_UNIT = _cast(Call(F.normalize, _X, 2, -1, Var("least", _is_epsilon)))
+_LENGTH = _cast(Call(torch.linalg.vector_norm, _X, 2, -1, True))
+_UNIT = _cast(OneOf(Call(F.normalize, _X, 2, -1, Var("least", _is_epsilon)), Call(torch.div, _X, _LENGTH)))
 _FACTOR = Var("factor", lambda value: type(value) is float)
 _UNIT_RMS_NORM = OneOf(
     AnyOrder(torch.mul, _UNIT, _FACTOR, _GAMMA),

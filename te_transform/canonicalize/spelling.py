@@ -69,7 +69,7 @@ def _signature(spelling: Callable) -> inspect.Signature:
 @cache
 def _functions() -> dict[Any, str]:
     """The functions of torch and of Python that the table has, with their names in it."""
-    homes = (torch, F, torch._C._nn, operator, torch.Tensor)
+    homes = (torch, F, torch._C._nn, torch._C._linalg, operator, torch.Tensor)
     found: dict[Any, str] = {}
     for name in (*SPELLINGS, *MOVES):
         for home in homes:

@@ -155,6 +155,12 @@ def _log_softmax(
     return call and (torch.log_softmax, call[1])
 
 
+def _norm(input: fx.Node, p: Any = "fro", dim: Any = None, keepdim: bool = False) -> tuple | None:
+    """The length of vectors along one dimension; other norms, and those of matrices, stay."""
+    plain = p in (2, "fro", None) and type(back(input, dim)) is int
+    return (torch.linalg.vector_norm, (input, 2, back(input, dim), keepdim)) if plain else None
+
+
 def _gelu(input: fx.Node, approximate: str = "none") -> tuple:
     return ops.gelu_tanh if approximate == "tanh" else ops.gelu, (input,)
 
@@ -243,6 +249,9 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "var": _variance,
+    "norm": _norm,
+    "linalg_norm": lambda A, ord=None, dim=None, keepdim=False: _norm(A, ord, dim, keepdim),
+    "linalg_vector_norm": lambda x, ord=2, dim=None, keepdim=False: _norm(x, ord, dim, keepdim),
     "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),
     "where": _where,
     "invert": _not,
