@@ -6,18 +6,22 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import dtype_of, same_shape, shape_of
-from te_transform.graph.pattern import Call, Maybe, Pattern, Read, Var
+from te_transform.graph.nodes import dtype_of, is_number, same_shape, shape_of
+from te_transform.graph.pattern import Call, Maybe, OneOf, Pattern, Read, Var
 from te_transform.plan.rule import Operation, Rule
 
 
 def _taken(function: Callable) -> Pattern:
     """The cosines, or the sines, of the angles: kernels want these, models hand round those."""
-    return Read(Maybe((torch.unsqueeze, ops.cast), Call(function, Var("angles"))))
+    of_angles = Maybe((torch.unsqueeze, ops.cast), Call(function, Var("angles")))
+    times = Call(torch.mul, of_angles, Var("factor", is_number), commute=True)
+    return Read(OneOf(of_angles, Maybe((torch.unsqueeze, ops.cast), times)))
 
 
-def refuse(rope: Operation, angles) -> Iterator[str]:
+def refuse(rope: Operation, angles, factor: float = 1.0) -> Iterator[str]:
     """Every reason why the kernel would turn otherwise."""
+    if factor != 1:
+        yield f"the cosines are multiplied by {factor:g}, as in YaRN, the kernel takes angles alone"
     turned, by = shape_of(rope.node), shape_of(angles)
     over_heads = (*by[:1], 1, *by[1:])
     fit = len(turned) == 4 and len(by) == 3 and same_shape(by[1:], turned[2:])

@@ -18,7 +18,7 @@ from te_transform.canonicalize.norms import NORMS
 from te_transform.canonicalize.op import write
 from te_transform.canonicalize.products import spell_products
 from te_transform.canonicalize.rotary import ROTARY
-from te_transform.canonicalize.shared import share_norms
+from te_transform.canonicalize.shared import share_angles, share_norms
 from te_transform.canonicalize.sizes import read_sizes_early
 from te_transform.canonicalize.softmax import SOFTMAXES
 from te_transform.canonicalize.spelling import spell, spell_pieces
@@ -58,6 +58,7 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     spell_routing(canonical)
     spell_functions(canonical, graph.owning_module, canonicalize)
     drop_noise(canonical)
+    share_angles(canonical)
     write(canonical, SOFTMAXES)
     leave_unturned(canonical)
     for spellings in _SPELLINGS:

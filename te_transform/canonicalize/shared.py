@@ -1,11 +1,12 @@
-"""A norm that a model calls once for each linear that reads it is one value.
+"""What a model computes twice is one value, where ops need that.
 
 Where a model has self.q(self.norm(x)) and self.k(self.norm(x)), the linears become one product then, as
-where it calls the norm once.
+where it calls the norm once. Angles whose cosines and sines are taken of two equal ones are one tensor.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from te_transform.canonicalize.inplace import written
@@ -13,6 +14,33 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_parameter
 
 _NORMS = (ops.layer_norm, ops.rms_norm)
+_OF_ANGLES = (
+    torch.cat, torch.mul, torch.div, torch.matmul, torch.transpose, torch.reshape, torch.unsqueeze,
+    torch.Tensor.expand, ops.cast,
+)  # fmt: skip
+
+
+def share_angles(graph: fx.Graph) -> None:
+    """Let cosines and sines of angles that are computed twice read one tensor of them."""
+    kept, angles = written(graph), _made_into_angles(graph)
+    shared: dict[tuple, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node not in angles or not kept.isdisjoint((node, *node.all_input_nodes)):
+            continue
+        first = shared.setdefault((node.target, str(node.args), node.meta["region"]), node)
+        if first is not node:
+            edit.bypass(graph, node, first)
+
+
+def _made_into_angles(graph: fx.Graph) -> set[fx.Node]:
+    """The calls that compute what cosines and sines are taken of, as far as any two of them are the same."""
+    angles: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        of = node.target in (torch.cos, torch.sin) or node in angles
+        angles.update(
+            read for read in node.all_input_nodes if of and read.target in _OF_ANGLES and not read.kwargs
+        )
+    return angles
 
 
 def share_norms(graph: fx.Graph) -> None:

@@ -169,6 +169,13 @@ def written_in_between(model, q, k, v):
     return weights.softmax(-1) @ v
 
 
+def filled_in_between(model, q, k, v):
+    weights = scores(q, k)
+    mask = torch.zeros(q.shape[-2], q.shape[-2])
+    mask[1:, 0] = -1.0
+    return (weights + mask).softmax(-1) @ v
+
+
 def barely_filled(model, q, k, v):
     length = q.shape[-2]
     return scores(q, k).masked_fill(model.mask[:length, :length] == 0, -5.0).softmax(-1) @ v
@@ -198,6 +205,11 @@ REFUSES = {
     "scores that are written": (
         written_in_between,
         "the model writes to a tensor in the middle of the attention, the fused one is computed at once",
+    ),
+    "a mask that is filled": (
+        filled_in_between,
+        "the model fills another tensor in the middle of the attention, as a mask that it makes there, the "
+        "fused one is computed at once: fill it before",
     ),
     "a fill that hides nothing": (
         barely_filled,

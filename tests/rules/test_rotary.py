@@ -49,6 +49,13 @@ def rows(model: Written, x: Tensor) -> Tensor:
     return turned(x, turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1))
 
 
+def computed_twice(model: Written, x: Tensor) -> Tensor:
+    length = torch.arange(x.shape[-2], dtype=torch.float32)
+    turns = (length[:, None] * model.frequencies)[None]
+    cos, sin = torch.cat([turns, turns], -1).cos(), torch.cat([turns, turns], -1).sin()
+    return turned(x, cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None])
+
+
 def written_to(model: Written, x: Tensor) -> Tensor:
     turns = angles(model, x)[None]
     cos, sin = turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1)
@@ -72,6 +79,7 @@ FUSES = {
     "as Hugging Face does": (of(llama), 1),
     "twice": (of(over_and_over), 2),
     "each row in its own way": (of(rows), 1),
+    "of angles that are computed twice": (of(computed_twice), 1),
 }
 
 
@@ -115,6 +123,17 @@ def by_wide_cosines(model: Written, x: Tensor) -> Tensor:
     return turned(x, turns.cos().unsqueeze(1), turns.sin().unsqueeze(1))
 
 
+def yarn(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)[None]
+    return turned(x, *((part * 1.5).to(x.dtype)[:, None] for part in (turns.cos(), turns.sin())))
+
+
+def of_two(model: Written, x: Tensor) -> Tensor:
+    """Cosines and sines of other angles."""
+    turns, others = angles(model, x)[None], angles(model, x.mT[..., :5, :])[None] * 2
+    return turned(x, turns.cos().to(x.dtype).unsqueeze(1), others.sin().to(x.dtype).unsqueeze(1))
+
+
 def shapes(turned: list[int], by: list[int]) -> str:
     return (
         f"queries of {turned} are turned by angles of {by}, [batch, heads, length, width] and [1, length, "
@@ -130,6 +149,10 @@ REFUSES = {
     "two dimensions": (of(without_heads), shapes([2, 2, 5, 8], [5, 8])),
     "heads last": (of(heads_last), shapes([2, 2, 2, 8], [1, 2, 8])),
     "narrower cosines": (of(in_fp32), ANOTHER_DTYPE),
+    "a factor": (
+        of(yarn),
+        "the cosines are multiplied by 1.5, as in YaRN, the kernel takes angles alone",
+    ),
     "wider cosines": (of(by_wide_cosines), ANOTHER_DTYPE),
 }
 
@@ -143,7 +166,7 @@ def test_refuses(name: str) -> None:
 
 def scaled(model: Written, x: Tensor) -> Tensor:
     turns = angles(model, x)[None]
-    return turned(x, turns.cos()[:, None] * 1.5, turns.sin()[:, None] * 1.5).to(x.dtype)
+    return turned(x, turns.cos()[:, None] * 1.5, turns.sin()[:, None] * 1.2).to(x.dtype)
 
 
 def given(model: Written, x: Tensor) -> Tensor:
@@ -156,7 +179,7 @@ def in_pairs(model: Written, x: Tensor) -> Tensor:
     return x * turns.cos() + rotated * turns.sin()
 
 
-@pytest.mark.parametrize("function", [scaled, given, in_pairs])
+@pytest.mark.parametrize("function", [scaled, given, in_pairs, of_two])
 def test_other_rotations_stay(function) -> None:
     make = written(function, frequencies=frequencies, cos=lambda: nn.Buffer(torch.rand(9, WIDTH)))
     assert sites(model_of(make), Q, backend="te").counts == {"linear": 1}
