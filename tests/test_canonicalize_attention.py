@@ -455,6 +455,68 @@ def test_one_key_head_for_all_is_grouped() -> None:
     assert the(graph, ops.sdpa)[7] is True
 
 
+def _by_einsum(m, q, k, v, mask):
+    q, k, v = q.permute(0, 3, 1, 2, 4), k.transpose(1, 2), v.transpose(1, 2)  # as projections make them
+    s = torch.einsum("btkgd,bskd->bkgts", q, k) * WIDTH**-0.5
+    p = s.masked_fill(mask, -math.inf).softmax(-1)
+    return torch.einsum("bkgts,bskd->btkgd", p, v).permute(0, 2, 3, 1, 4)
+
+
+def _by_broadcast(m, q, k, v, mask):
+    return scores(q, k[:, :, None]).masked_fill(mask, -math.inf).softmax(-1) @ v.unsqueeze(2)
+
+
+@pytest.mark.parametrize("function", [_by_einsum, _by_broadcast])
+@pytest.mark.parametrize("mask", [CAUSAL, PADDING.unsqueeze(1) | CAUSAL], ids=["causal", "padding"])
+def test_five_dimensions_are_heads_in_groups(function, mask: Tensor) -> None:
+    q, k, v = QKV[0].unflatten(1, (2, 2)), QKV[1][:, :2], QKV[2][:, :2]
+    own = lambda m, q, k, v, mask: function(m, q, k * 1.5, v * 1.5, mask)  # noqa: E731
+    graph = canonical(own, q, k, v, mask)
+    assert op_counts(graph) == {"sdpa": 1}
+    query, key, value, *_, grouped = the(graph, ops.sdpa)[:8]
+    assert grouped is True
+    assert shape_of(query) == (BATCH, HEADS, LENGTH, WIDTH)
+    assert shape_of(key) == shape_of(value) == (BATCH, 2, LENGTH, WIDTH)
+    (captured,) = capture(Model(own), (q, k, v, mask))
+    leaves, wide = (
+        [t.to(dtype).clone().requires_grad_() for t in (q, k, v)] for dtype in (q.dtype, torch.double)
+    )
+    values = {id(given): leaf for given, leaf in zip((q, k, v), leaves, strict=True)}
+    graph = canonicalize(captured.module.graph)
+    (actual,) = executable(captured, graph)(*(values.get(id(a), a) for a in captured.inputs))
+    expected = own(None, *wide, mask)
+    pairs = ((actual, leaves), (expected, wide))
+    assert error([actual], [expected]) <= BOUND
+    assert error(*(torch.autograd.grad(out.square().sum(), at) for out, at in pairs)) <= BOUND
+
+
+def test_five_dimensions_are_windows() -> None:
+    """Of [batch, windows, heads, length, width], with a mask for each window, or one for all."""
+    q, k, v = (t.repeat(2, 1, 1, 1).unflatten(0, (BATCH, 2)) for t in QKV)
+    each = torch.rand(BATCH, 2, 1, LENGTH, LENGTH)
+    for mask in (CAUSAL.float() * -1e9, each):
+        graph = canonical(lambda m, q, k, v, mask: (scores(q, k) + mask).softmax(-1) @ v, q, k, v, mask)
+        query, *_ = the(graph, ops.sdpa)
+        assert shape_of(query) == (2 * BATCH, HEADS, LENGTH, WIDTH)
+
+
+FIVE = [QKV[0].unflatten(1, (2, 2)), QKV[1][:, :2, None] * 1.5, QKV[2][:, :2, None] * 1.5]
+NOT_IN_GROUPS = {
+    "keys that are given": lambda m, q, k, v: scores(q, k).softmax(-1) @ v,
+    "a mask for each group": lambda m, q, k, v: (scores(q, k * 2) + m.groups).softmax(-1) @ (v * 2),
+    "heads last": lambda m, q, k, v: (
+        scores(q.transpose(1, 2), (k * 2).transpose(1, 2)).softmax(-1) @ (v * 2).transpose(1, 2)
+    ),
+    "values of their own": lambda m, q, k, v: scores(q, k * 2).softmax(-1) @ (v * 2).expand_as(q).exp(),
+}
+
+
+@pytest.mark.parametrize("spelling", NOT_IN_GROUPS.values(), ids=NOT_IN_GROUPS)
+def test_not_heads_in_groups(spelling) -> None:
+    graph = canonical(spelling, *FIVE, groups=torch.randn(2, 1, 1))
+    assert ops.sdpa not in targets(graph)
+
+
 def test_an_einsum_shares_one_key_head_among_all() -> None:
     def shared(m, q, k, v, mask):
         s = torch.einsum("b h i d, b j d -> b h i j", q, k).masked_fill(mask, -math.inf)

@@ -1,4 +1,7 @@
-"""Scaled dot-product attention that was written out: two products around a softmax."""
+"""Scaled dot-product attention that was written out: two products around a softmax.
+
+In five dimensions it is that of more batches, or of heads that share their keys.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_transform.canonicalize.grouped import is_given
+from te_transform.canonicalize.moves import reshape_sizes
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import (
@@ -96,6 +101,8 @@ _OF_SHARE = Call(torch.mul, _PRODUCT, _within(Call(torch.unsqueeze, _within(_SHA
 
 # The op
 
+_BATCHES, _HEADS = 0, 1  # the first of two dimensions that may be merged
+
 
 def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     found, root = match.bound, match.root
@@ -104,12 +111,15 @@ def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     if not _is_attention(match, weights) or not _sums_the_same(found):
         return None
     lift = _Lift(graph, match, weights)
+    if lift.merged is not None and not _can_be_merged(found, lift.merged):
+        return None
     query, value = lift(found["query"]), lift(found["value"])
     sinks = _by_head(found, query)
     if sinks is None and "sinks" in found:
         return None
     key = lift(found["key"]) if "key" in found else lift.turn(lift(found["turned_key"]))
-    if not _heads_agree(query, key, value):
+    grouped = lift.merged == _HEADS
+    if not grouped and not _heads_agree(query, key, value):
         return None
     masks = _mask(lift, query, found)
     if masks is None:
@@ -118,7 +128,7 @@ def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     wide_scores = dtype_of(found["scores"]).itemsize > dtype_of(query).itemsize
     if sinks is not None:
         sinks = lift.insert(torch.reshape, (sinks, shape_of(query)[1:2]))
-    how = (found.get("dropout_p", 0.0), False, _scale(found), False, wide_scores)
+    how = (found.get("dropout_p", 0.0), False, _scale(found), grouped, wide_scores)
     arguments = (query, key, value, mask, *how, *(() if sinks is None else (sinks,)))
     if len(shape_of(root)) == 4:
         return ops.sdpa, arguments
@@ -136,7 +146,7 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
     shapes = [shape_of(node) for node in weights if node not in with_sinks]
     ranks = {len(shape): shape for shape in shapes}  # [batch * heads, ..] or [batch, heads, ..]
     return (
-        all(len(shape_of(node)) in (3, 4) for node in (root, *weights, *operands))
+        {len(shape_of(node)) for node in (root, *weights, *operands)} in ({3}, {4}, {3, 4}, {5})
         and all(same_shape(shape, ranks[len(shape)]) for shape in shapes)
         and all(same_shape(shape[-2:], shape_of(scores)[-2:]) for shape in shapes)
         and all(user in match.nodes for node in weights for user in node.users)
@@ -178,7 +188,7 @@ def _by_head(found: dict[str, Any], query: fx.Node) -> fx.Node | None:
 def _lies_as(operand: fx.Node, product: fx.Node) -> bool:
     """Whether an operand [batch * heads, ..] is one of a product of as many; others are not looked at."""
     shape = shape_of(operand)
-    return len(shape) == 4 or same_shape(shape[:-2], shape_of(product)[:-2])
+    return len(shape) > 3 or same_shape(shape[:-2], shape_of(product)[:-2])
 
 
 def _heads_agree(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
@@ -188,6 +198,35 @@ def _heads_agree(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
     return same_batch and any(
         all(same_shape(shape_of(node)[1:2], count) for node in (key, value)) for count in (heads, (1,))
     )
+
+
+def _merged(found: dict[str, Any]) -> int | None:
+    """The first of two dimensions that are one for the op: the heads and the groups of each that share a key,
+    or the batches and what they are parted in; None where there are no five."""
+    query, key = shape_of(found["query"]), shape_of(found["key" if "key" in found else "turned_key"])
+    if len(query) != 5:
+        return None
+    return _HEADS if same_shape(key[2:3], (1,)) and not same_shape(query[2:3], (1,)) else _BATCHES
+
+
+def _can_be_merged(found: dict[str, Any], at: int) -> bool:
+    """Whether these are one in all operands and in the masks, and keys are none whose copies the original's
+    backward reads."""
+    shared = [found[name] for name in ("key", "turned_key", "value") if name in found]
+    batches = shape_of(found["query"])[:2]
+    if at == _HEADS and torch.is_grad_enabled() and any(map(is_given, shared)):
+        return False
+    alike = (*batches, 1) if at == _HEADS else batches
+    if "sinks" in found or not all(same_shape(shape_of(node)[: len(alike)], alike) for node in shared):
+        return False
+    masks = [found[name] for name in ("bias", "mask", "later", "hidden", "kept") if name in found]
+    pairs = [_in_five(mask)[at : at + 2] for mask in masks]
+    whole = shape_of(found["scores"])[at : at + 2]
+    return all(same_shape(pair, whole) or same_shape(pair, (1, 1)) for pair in pairs)
+
+
+def _in_five(x: fx.Node) -> tuple:
+    return (*[1] * (5 - len(shape_of(x))), *shape_of(x))
 
 
 def _scale(found: dict[str, Any]) -> float:
@@ -207,20 +246,29 @@ class _Lift:
     def __init__(self, graph: fx.Graph, match: Match, weights: tuple[fx.Node, ...]):
         self.graph, self.match = graph, match
         shapes = [shape_of(node) for node in (*weights, match.bound["value"])]
+        self.merged = _merged(match.bound)
         self.groups = next((shape[:2] for shape in shapes if len(shape) == 4), (shapes[0][0], 1))
 
     def insert(self, target: Callable, args: tuple, like: fx.Node | None = None) -> fx.Node:
         return edit.insert(self.graph, self.match.nodes, target, args, like)
 
     def __call__(self, x: fx.Node, at: fx.Node | None = None) -> fx.Node:
-        """`x` with batch and heads apart; a mask has them so already if the scores it came in `at` did."""
+        """`x` with batch and heads as two dimensions; a mask has them so already if the scores it came in
+        `at` did."""
         if len(shape_of(x)) == 1:
             return self.insert(torch.unsqueeze, (x, -2))
+        if self.merged is not None:
+            return self._merge(x, self.merged) if len(shape_of(x)) > 2 else x
         together = len(shape_of(x)) == len(shape_of(at or x)) == 3
         if not together or (at and same_shape(shape_of(x)[:1], (1,))):
             return x
         shape = (*self.groups, *shape_of(x)[1:])
         return self.insert(torch.reshape, (x, shape))
+
+    def _merge(self, x: fx.Node, at: int) -> fx.Node:
+        sizes = _in_five(x)
+        shape = (*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :])
+        return self.insert(torch.reshape, (x, reshape_sizes(x, shape)))
 
     def turn(self, x: fx.Node) -> fx.Node:
         return self.insert(torch.transpose, (x, -2, -1))

@@ -30,7 +30,7 @@ def _grouped(graph: fx.Graph, match: Match) -> tuple | None:
     key, value = (_few(graph, match, name) for name in ("key", "value"))
     if key is None or value is None or not same_shape(shape_of(key)[1:2], shape_of(value)[1:2]):
         return None
-    if torch.is_grad_enabled() and (_is_given(key) or _is_given(value)):
+    if torch.is_grad_enabled() and (is_given(key) or is_given(value)):
         return None
     return ops.sdpa, (match.bound["query"], key, value, *match.root.args[3:7], True, *match.root.args[8:])
 
@@ -51,7 +51,7 @@ def _few(graph: fx.Graph, match: Match, name: str) -> fx.Node | None:
     return edit.insert(graph, match.nodes, torch.transpose, (few, -3, -2))
 
 
-def _is_given(node: fx.Node) -> bool:
+def is_given(node: fx.Node) -> bool:
     """Whether a tensor is one that the forward was given, as a static cache is, or a view of it.
 
     The original's backward reads the repeated copy of it, whatever is written to the tensor before.

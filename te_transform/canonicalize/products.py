@@ -103,6 +103,8 @@ def _as_product(terms: list[str], result: str) -> _Product | None:
     if not rows and batch:  # matmul has a vector only against one matrix
         return None
     (inner,), (column,) = inner, column
+    if terms[0] == batch + terms[0][len(batch) : -1] + inner:  # which lies so already
+        rows = terms[0][len(batch) : -1]
     shared = rows[:-1] if batch else ""  # without a batch, matmul has several rows against one matrix
     return _Product(batch + rows + inner, batch + shared + inner + column, batch + rows + column, shared)
 

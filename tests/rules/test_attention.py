@@ -73,6 +73,11 @@ def grouped(model, q, k, v):
     return written_out(model, q, k, v)
 
 
+def in_groups(model, q, k, v):
+    q, k, v = q.unflatten(1, (1, HEADS)), k[:, :1, None], v[:, :1, None]
+    return written_out(model, q, k, v).flatten(1, 2)
+
+
 def dropping(model, q, k, v):
     return model.drop(scores(q, k).softmax(-1)) @ v
 
@@ -105,6 +110,7 @@ FUSES = {
     "softmax in fp32": attends(in_fp32),
     "a softmax by hand": attends(by_hand, mask=buffer(LOWER.log())),
     "heads that share keys": attends(grouped),
+    "heads in groups that share keys": attends(in_groups),
     "heads between queries and keys": attends(heads_between),
     "an idle dropout": attends(dropping, drop=lambda: nn.Dropout(0.0)),
     "called with a mask": attends(called_with_a_mask, mask=buffer(LOWER.bool())),
