@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import is_bias
+from te_transform.graph.nodes import is_bias, is_tensor_node, value
 from te_transform.graph.pattern import Call, OneOf
 from te_transform.plan import scores
 from te_transform.plan.rule import Operation, Rule
@@ -29,11 +29,29 @@ def refuse(
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:
         yield None
-    is_learned = mask is not None and mask.requires_grad
-    # a gradient needs the scores that were written out, and what is added to them
-    is_trained = mask is not None and is_bias(mask) and attention.query.requires_grad
-    if not backend.HAS_BIAS and (is_learned if called else is_trained):
+    if mask is None or backend.HAS_BIAS:
+        return
+    is_learned = _is_learned(attention.node.args[3])
+    # where a bias hides all keys of a query by numbers, the gradients of fused kernels are wrong
+    is_trained = is_bias(mask) and attention.query.requires_grad
+    if is_learned if called else is_trained and is_learned:
         yield "the attention adds a bias to its scores, TE's fast cores have none"
+    elif not called and is_trained:
+        yield (
+            "the attention is written out and adds a bias to its scores, in training TE's fast cores take "
+            "one from calls of scaled_dot_product_attention alone: give it the bias as attn_mask"
+        )
+
+
+def _is_learned(mask: fx.Node) -> bool:
+    """Whether a gradient goes back to what a mask is made of."""
+    seen, waiting = set(), [mask]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return any(is_tensor_node(node) and value(node).requires_grad for node in seen)
 
 
 def build(backend, attention: Operation) -> nn.Module:

@@ -86,6 +86,10 @@ COUNTS = {
 
 DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has none there: set it to 0"
 BIAS = "the attention adds a bias to its scores, TE's fast cores have none"
+WRITTEN_BIAS = (
+    "the attention is written out and adds a bias to its scores, in training TE's fast cores take "
+    "one from calls of scaled_dot_product_attention alone: give it the bias as attn_mask"
+)
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by reshape, fused attention does not hand them out"
 )
@@ -107,7 +111,7 @@ REFUSED = {
             "bert.encoder.layer.1.attention.self  x1",
         ],
     },
-    "bloom": {("attention", BIAS): ["transformer.h.{0,1}.self_attention  x2"]},
+    "bloom": {("attention", WRITTEN_BIAS): ["transformer.h.{0,1}.self_attention  x2"]},
     "t5": {
         ("attention", BIAS): [
             "encoder.block.{0,1}.layer.0.SelfAttention  x2",

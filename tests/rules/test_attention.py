@@ -146,6 +146,35 @@ def test_a_bias_is_left_to_pytorch_where_the_fast_cores_have_none() -> None:
     }
 
 
+def alibi(model, q, k, v):
+    """A bias for each head that nobody learns, written out under a causal mask."""
+    length = q.shape[-2]
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    biased = scores(q, k) + model.mask[:, :length, :length]
+    return biased.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def called_with_alibi(model, q, k, v):
+    length = q.shape[-2]
+    mask = model.mask[:, :length, :length] + torch.full((length, length), float("-inf")).triu(1)
+    return F.scaled_dot_product_attention(q, k, v, mask[None])
+
+
+def test_a_bias_that_nobody_learns_is_fused_where_it_is_handed_over() -> None:
+    distance = torch.arange(LONGEST) - torch.arange(LONGEST)[:, None]
+    mask = buffer(distance * torch.tensor([0.5, 0.25]).view(HEADS, 1, 1))
+    sites(attends(called_with_alibi, mask=mask), backend="te").expect(attention=1)
+    fused(attends(alibi, mask=mask)).expect(attention=1)
+    assert reasons(sites(attends(alibi, mask=mask), backend="te"), "attention") == {
+        "the attention is written out and adds a bias to its scores, in training TE's fast cores take "
+        "one from calls of scaled_dot_product_attention alone: give it the bias as attn_mask"
+    }
+    learned = attends(alibi, mask=lambda: nn.Parameter(mask()))
+    assert reasons(sites(learned, backend="te"), "attention") == {
+        "the attention adds a bias to its scores, TE's fast cores have none"
+    }
+
+
 def weights_read(model, q, k, v):
     weights = scores(q, k).softmax(-1)
     return weights @ v + weights.sum(-1, keepdim=True)
