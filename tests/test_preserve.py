@@ -2,7 +2,10 @@
 
 import argparse
 import contextlib
+import functools
 import random
+import warnings
+from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_transform.graph.preserve import preserved, same_bits
+from te_transform.graph.contents import same_bits
+from te_transform.graph.preserve import preserved
 
 
 class Counts:
@@ -118,6 +122,120 @@ def test_what_collections_hold_is_put_back() -> None:
     with preserved(model):
         model.seen["n"] = model.above["n"] = 1
     assert (model.seen["n"], model.above["n"]) == (0, 0)
+
+
+class Slots:
+    """A user's own object that has no dictionary."""
+
+    __slots__ = ("calls", "seen")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class OfTheClass(nn.Linear):
+    """What it counts it counts for all of its class."""
+
+    calls, seen = 0, {}
+
+    def forward(self, x: Tensor, kept: list = []) -> Tensor:  # noqa: B006
+        kept.append(x)
+        return super().forward(x)
+
+
+def counter() -> Callable[[], int]:
+    calls, seen = 0, []
+
+    def count(kept: list = []) -> int:  # noqa: B006
+        nonlocal calls
+        calls += 1
+        seen.append(calls)
+        kept.append(calls)
+        count.calls = calls
+        return calls + len(seen) + len(kept)
+
+    return count
+
+
+def test_what_is_held_by_slots_classes_and_functions_is_put_back() -> None:
+    model, items, arrays = OfTheClass(4, 4), [], [bytearray(b"ab"), array("d", [1.0, 2.0])]
+    model.slots, model.held = Slots(), [counter(), functools.partial(list.append, items), *arrays]
+    model.register_forward_hook(lambda *_: items.append(0))
+    objects = numpy.array([[1], [2]], dtype=object)
+    model.objects, model.numbers = objects.copy(), numpy.zeros(3)
+    with preserved(model):
+        model(torch.ones(1, 4))
+        model.slots.calls, model.slots.seen = 1, []
+        model.held[0](), model.held[1](1)
+        for each in arrays:
+            each.append(7)
+        OfTheClass.calls, OfTheClass.seen["n"], OfTheClass.new = 1, 1, 1
+        model.numbers.resize(5, refcheck=False)
+        model.numbers += 1
+        model.objects[0] += [3]
+    assert (model.slots.calls, hasattr(model.slots, "seen")) == (0, False)
+    assert model.held[0]() == 3
+    assert (items, arrays) == ([], [bytearray(b"ab"), array("d", [1.0, 2.0])])
+    assert OfTheClass.forward.__defaults__ == ([],)
+    assert (OfTheClass.calls, OfTheClass.seen, hasattr(OfTheClass, "new")) == (0, {}, False)
+    assert model.numbers.tolist() == [0.0] * 3
+    assert model.objects.tolist() == objects.tolist()
+
+
+def test_what_tensors_have_beside_numbers_is_put_back() -> None:
+    model = nn.BatchNorm1d(4)
+    model.weight.calls = 0
+    with preserved(model):
+        model.weight.calls, model.weight.added = 1, 1
+        model.weight.grad = torch.ones(4)
+        model.bias.requires_grad_(False)
+        model.running_var.requires_grad_()
+        model.running_mean.add_(model.weight)  # which is what it is computed of from here on
+    assert (model.weight.calls, hasattr(model.weight, "added"), model.weight.grad) == (0, False, None)
+    assert [tensor.requires_grad for tensor in (model.bias, *model.buffers())] == [True] + [False] * 3
+    assert model.running_mean.is_leaf
+    assert model.running_mean.tolist() == [0.0] * 4
+
+
+def test_what_cannot_be_put_back_leaves_nothing_else_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.BatchNorm1d(4)
+    model.queue = deque([1])
+    monkeypatch.setattr(model, "seen", type("Odd", (dict,), {"clear": None})(), raising=False)
+
+    def write() -> None:
+        with preserved(model):
+            model(torch.ones(2, 4))
+            model.seen["n"] = model.queue.append(2)
+
+    with pytest.raises(TypeError):
+        write()
+    assert (model.num_batches_tracked, list(model.queue)) == (0, [1])
+
+
+def odd_tensors(number: float) -> dict[str, Tensor]:
+    rows = [torch.full((length, 3), number) for length in (2, 4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested and quantized ones are about to change, or to go
+        by_channel = torch.ones(3), torch.zeros(3, dtype=torch.int64), 1, torch.qint8
+        return {
+            "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged),
+            "nested": torch.nested.nested_tensor(rows),
+            "quantized": torch.quantize_per_tensor(rows[0], 0.5, 0, torch.qint8),
+            "quantized by channel": torch.quantize_per_channel(rows[0], *by_channel),
+        }
+
+
+@pytest.mark.parametrize("name", odd_tensors(1.0))
+def test_odd_tensors_are_put_back(name: str) -> None:
+    model, other = nn.Linear(4, 4), odd_tensors(2.0)[name]
+    model.held = odd_tensors(1.0)[name]
+    before = model.held.clone()
+    assert same_bits(before, model.held)
+    assert not same_bits(before, other)
+    with preserved(model):
+        model.held.values().fill_(2) if model.held.is_nested else model.held.copy_(other)
+        assert not same_bits(before, model.held)
+    assert same_bits(before, model.held)
 
 
 def test_what_does_not_change_is_not_written_to() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_transform.backends.quantized import exact, is_quantized
-from te_transform.graph.preserve import same_bits
+from te_transform.graph.contents import same_bits
 from te_transform.verify.compare import Row
 
 _STATE = "state_dict"
