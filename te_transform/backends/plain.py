@@ -259,7 +259,8 @@ class Experts(FusedOp):
         order, places, groups, ends = routed(experts, len(fc1_weight))
         rows = ops.grouped_mm(taken(x, order, places, experts.shape[-1]), fc1_weight, ends)
         if fc1_bias is not None:
-            rows = rows + of_groups(fc1_bias, groups, ends)
+            # a bias in float32 is added in place, so that what it is added to is in 16 bits again
+            rows = (rows + of_groups(fc1_bias, groups, ends)).to(rows.dtype)
         out = ops.grouped_mm(self.activated(rows), fc2_weight, ends)
         if fc2_bias is not None:
             out = out + of_groups(fc2_bias, groups, ends)

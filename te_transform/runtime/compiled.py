@@ -32,7 +32,7 @@ from te_transform.backends.quantized import addresses, closed, forms_of
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
-from te_transform.graph.nodes import returned, stays_in_place, storages, value
+from te_transform.graph.nodes import called, numel_of, returned, stays_in_place, storages, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.console import in_a_line, status
@@ -99,7 +99,7 @@ class CompiledGraph:
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varies = any(map(_varies, placeholders))
-        self.draws_apart = any(isinstance(module, OwnRandom) for module in plan.captured.modules())
+        self.why_not = _why_not(plan, options)
         seen = written(plan.captured.graph)
         self.writes = [place for place, node in enumerate(placeholders) if node in seen]
         self.stays = [stays_in_place(node) or node in seen for node in placeholders]
@@ -122,8 +122,8 @@ class CompiledGraph:
             return self._call(arguments)
 
     def _call(self, arguments: Sequence[Any]) -> Any:
-        if self.draws_apart:
-            self._note(f"a graph runs {self.how}, each rank has dropouts of its own in it")
+        if self.why_not:
+            self._note(f"a graph runs {self.how}, {self.why_not}")
             return self.uncompiled(*arguments)
         recipe = self.backend.recipe_now() if self.products else None
         scaling = None if recipe is None else self.backend.scaling_of(recipe)
@@ -318,6 +318,17 @@ class CompiledGraph:
     def _note(self, sentence: str) -> None:
         if sentence not in self.failures:
             self.failures.append(sentence)
+
+
+def _why_not(plan: Plan, options: Options) -> str | None:
+    """Why a graph is never compiled, or never replayed."""
+    if any(isinstance(module, OwnRandom) for module in plan.captured.modules()):
+        return "each rank has dropouts of its own in it"
+    # of no rows inductor lays the operands out in a way that PyTorch's products by groups refuse
+    products = (node for node in plan.captured.graph.nodes if called(node).strip("_") == "grouped_mm")
+    if options.compile and not all(map(numel_of, products)):
+        return "its products by groups are of no tokens"
+    return None
 
 
 def _attention() -> tuple[bool, ...]:

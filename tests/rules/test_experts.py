@@ -104,6 +104,12 @@ def made(**how) -> Callable[[], nn.Module]:
     return lambda: Mixture(**how).bfloat16()
 
 
+def with_biases_in_float32() -> nn.Module:
+    model = Mixture(biased=True, act=clamped).bfloat16()
+    model.biases.float()
+    return model
+
+
 def close(found: Tensor, wanted: Tensor) -> bool:
     return (found.double() - wanted.double()).norm() <= 0.02 * wanted.double().norm()
 
@@ -129,6 +135,7 @@ FUSES = {
     "biases": made(biased=True),
     "biases without a gate": made(biased=True, act=lambda hidden: F.relu(hidden).square(), width=INNER),
     "clamped, in pairs, with biases": made(biased=True, act=clamped),
+    "biases in float32": with_biases_in_float32,
     "clamped": made(act=partial(clamped, slope=1, offset=0, pairs=False)),
     "clamped, by 1.702": made(act=partial(clamped, pairs=False)),
     "weights in bfloat16": made(route=lambda m, x: (
@@ -148,7 +155,8 @@ def test_fuses(name: str, backend: str, te: ModuleType) -> None:
         assert found[key].dtype is value.dtype
         assert close(found[key], value), key
     if backend == "te":
-        assert not any("experts" in reason for reason in te_transform.report(converted).plain_calls)
+        by_kernels = not any("experts" in reason for reason in te_transform.report(converted).plain_calls)
+        assert by_kernels is (name != "biases in float32")
 
 
 def test_a_report_with_a_recipe_says_that_they_are_not_in_it() -> None:
@@ -400,6 +408,18 @@ def test_a_clamp_gives_what_is_no_number_no_gradient(te: ModuleType) -> None:
     wanted, found = (gradients(each, x)["biases.0"] for each in (model, converted))
     assert not wanted.isnan().any()
     assert close(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["gated", "biases"])
+def test_no_tokens_run_uncompiled(name: str) -> None:
+    """Of no rows inductor hands operands to products by groups in a way that they refuse."""
+    model = seeded(FUSES[name])
+    converted = te_transform.convert(model, X, compile=True)
+    for each in (X, X[:0]):
+        wanted, found = gradients(model, each), gradients(converted, each)
+        assert all(close(found[key], value) for key, value in wanted.items())
+    told = "a graph runs uncompiled, its products by groups are of no tokens"
+    assert told in te_transform.report(converted).notes
 
 
 @pytest.mark.parametrize("backend", ["torch", "te"])
