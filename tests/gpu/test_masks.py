@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends import limits, plain
+from te_transform.backends import limits
 from te_transform.backends.banded_attention import attended, ops
 from te_transform.backends.bands import Band, banded, within, within_documents
 from te_transform.backends.masks import what_is
@@ -54,7 +54,9 @@ def close(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
 
 def exact(parts: list[Tensor], mask: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
     wide = [part.detach().double().requires_grad_() for part in parts]
-    out = plain._math(*wide, mask if mask.dtype is torch.bool else mask.double(), 0.0, False, None, True)
+    mask = mask if mask.dtype is torch.bool else mask.double()
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        out = nn.functional.scaled_dot_product_attention(*wide, mask, enable_gqa=True)
     return out, *torch.autograd.grad(out, wide, cotangent.double())
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_transform.backends import limits, plain
+from te_transform.graph import ops
 from tests.rules.tables import HEADS, H, Make, fused, linear, reasons, sites, written
 
 LONGEST, WIDTH = 8, H // HEADS
@@ -324,13 +325,13 @@ def test_a_mask_with_heads_that_queries_share(
     mask = random(*SHARED[shape])[..., :length, :]
     parts = [random(2, count, size, 4) for count, size in ((6, length), (2, 9), (2, 9))]
     expected = F.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
-    calls, sdpa = [], plain.ops.sdpa
+    calls, sdpa = [], ops.sdpa
 
     def noted(query: Tensor, key: Tensor, *rest: object, enable_gqa: bool = False) -> Tensor:
         calls.append((query.shape[-3] == key.shape[-3], enable_gqa))
         return sdpa(query, key, *rest)
 
-    monkeypatch.setattr(plain.ops, "sdpa", noted)
+    monkeypatch.setattr(ops, "sdpa", noted)
     given = [part.requires_grad_() for part in parts]
     found = plain.DotProductAttention().attend(*given, mask, 0.0, False, None, True)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
@@ -368,7 +369,7 @@ def test_few_queries_with_a_mask_written_out(
     wide = mask if mask.dtype is torch.bool else mask.double()
     exact = F.scaled_dot_product_attention(*(part.double() for part in parts), attn_mask=wide, **how)
     monkeypatch.setattr(limits, "DEVICE", "cpu")
-    monkeypatch.setattr(plain.ops, "sdpa", None)  # is not called
+    monkeypatch.setattr(ops, "sdpa", None)  # is not called
     with torch.no_grad():
         found = plain.DotProductAttention().attend(*parts, mask, 0.0, False, scale, True)
     assert found.dtype is torch.bfloat16

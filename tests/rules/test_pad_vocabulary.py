@@ -45,7 +45,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert bias is None or len(bias) == len(weight)
         return product(x, weight, bias)
 
-    monkeypatch.setattr(plain, "product", counting)
+    monkeypatch.setattr(plain.products, "product", counting)
     return rows
 
 
