@@ -30,6 +30,7 @@ WHY = {  # what stands in the way, by words of the reason; the first that fit
     "are multiplied by a tensor": "a tensor as scale",
     "between its two products": "attention of its own kind",
     "in the middle of the attention": "attention of its own kind",
+    "goes over another dimension": "attention of its own kind",
     "are not those of scaled_dot_product_attention": "attention of its own kind",
     "have a bias and some have none": "some of q, k and v have a bias and are frozen",
     "is computed at every call": "computed weights",
