@@ -9,9 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import dtype_name, is_number, is_parameter, is_tensor_node
+from te_transform.graph.nodes import (
+    called,
+    dtype_name,
+    is_number,
+    is_parameter,
+    is_tensor_node,
+    may_be_view,
+)
 from te_transform.graph.pattern import Call, OneOf, Var
 from te_transform.passes.layernorm_mlp import activated, halves
+from te_transform.plan.refusals import cut
 from te_transform.plan.rule import Operation, Rule
 
 _ENDS = Call(ops.group_ends, Var("experts"))
@@ -85,6 +93,8 @@ def refuse(
             "each choice of a token has a copy of its expert's weights, the fused op has tokens in groups: "
             "call model.set_experts_implementation('grouped_mm') before the conversion"
         )
+    elif told := [*cut(_since_topk(groups.node))]:
+        yield from told
     else:
         yield "the groups of tokens are not those of topk's choices, which alone are known to be experts"
 
@@ -107,6 +117,20 @@ def _of_this_kind(fc1: Operation, gated: str, half: int, end: int) -> Iterator[s
 def _is_told_elsewhere(product: fx.Node) -> bool:
     """Whether it is the second product of experts, or these are known by the sum over their choices."""
     return bool(_reached(product, _reads, *_PRODUCTS) or _reached(product, _users, ops.combine))
+
+
+def _since_topk(product: fx.Node) -> set[fx.Node]:
+    """What is computed from a router's choices up to a product of their groups and the next one; nothing
+    where the groups are not made of any."""
+    found, waiting = {product, *_reached(product, _users, *_PRODUCTS)}, [product.args[2]]
+    is_of_topk = False
+    while waiting:
+        node = waiting.pop()
+        is_of_topk = is_of_topk or called(node) == "topk"
+        if called(node) != "topk" and node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return {node for node in found if is_of_topk and node.op != "placeholder" and not may_be_view(node)}
 
 
 def _users(node: fx.Node) -> Iterable[fx.Node]:

@@ -185,6 +185,29 @@ class Reaches(Tiny):
         return self.reach(self.norm(self.blocks[0](x)))
 
 
+class Masked(nn.Module):
+    """Attention with whatever it is given to add to its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        query, key, value = self.qkv(x)[:, None].chunk(3, -1)
+        return F.scaled_dot_product_attention(query, key, value, mask + bias)
+
+
+@pytest.mark.parametrize("hides", [-torch.inf, torch.finfo().min])
+def test_masks_get_no_gradient_that_calls_do_not_give_them(hides: float) -> None:
+    mask = torch.zeros(5, 5).masked_fill(~torch.ones(5, 5).tril().bool(), hides)
+    model, bias = Masked(), torch.randn(5, 5)
+    for given, trained in ((mask, "02"), (mask.clone().requires_grad_(), "012")):
+        verification = verify(model, te_transform.convert(model, (X, given, bias)), (X, given, bias))
+        assert verification
+        found = {row.name for row in verification.rows if "of input" in row.name}
+        assert found == {f"gradient of input {number}" for number in trained}
+
+
 def test_the_reference_is_no_copy_of_the_model() -> None:
     model = te_transform.convert(Reaches(), X, inplace=True)
 

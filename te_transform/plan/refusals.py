@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -37,7 +37,7 @@ def refusals(
             yield from _of_weight(operation, name)
     yield from _mixed(weighted)
     yield from _read_elsewhere(match, {match.bound[role] for role in hands_out})
-    yield from _cut(match)
+    yield from cut(match.nodes)
 
 
 def _skipped(operation: Operation, skip: tuple[str, ...]) -> Iterator[str]:
@@ -107,8 +107,9 @@ def reader(user: fx.Node) -> str:
     return "the model's output" if user.op == "output" else called(user)
 
 
-def _cut(match: Match) -> Iterator[str]:
-    if len({node.meta.get("region") for node in match.nodes}) > 1:
+def cut(operations: Iterable[fx.Node]) -> Iterator[str]:
+    """The reason why operations that lie in several regions may not run as one."""
+    if len({node.meta.get("region") for node in operations}) > 1:
         yield (
             "the model writes to a tensor, or changes the gradient mode or autocast, between these "
             "operations, the fused module runs all of them at once"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from te_transform.canonicalize.attention import HIDES
 from te_transform.graph.inputs import Inputs
 
 EXAMPLE = "example inputs"
@@ -118,6 +119,12 @@ def _varied(inputs: Inputs, generator: torch.Generator, sizes: Sequence[_Size] =
 def _is_mask(tensor: Tensor) -> bool:
     """At most two different values: they mean something where they are."""
     return tensor.dtype is torch.bool or tensor.unique().numel() <= 2
+
+
+def only_hides(tensor: Tensor) -> bool:
+    """Whether a floating tensor is a mask that is added to scores: of zeros, and of numbers so low that they
+    hide."""
+    return tensor.numel() > 0 and bool(((tensor == 0) | (tensor <= HIDES)).all())
 
 
 def _fresh(tensor: Tensor, generator: torch.Generator) -> Tensor:

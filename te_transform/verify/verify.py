@@ -25,7 +25,7 @@ from te_transform.verify.compare import Contenders, OriginalError, Row, judge
 from te_transform.verify.precision import Recipes
 from te_transform.verify.replay import Subject, in_double
 from te_transform.verify.states import compare_states
-from te_transform.verify.variations import EXAMPLE, Variation, variations
+from te_transform.verify.variations import EXAMPLE, Variation, only_hides, variations
 from te_transform.verify.verification import Verification
 
 
@@ -131,10 +131,12 @@ def _cases(label: str, inputs: Inputs, by_size: bool) -> Iterator[_Case]:
 
 
 def _trained(inputs: Inputs) -> Inputs:
-    """The inputs with every floating tensor requiring a gradient."""
+    """The inputs with every floating tensor requiring a gradient, but for masks, which calls have without:
+    what is captured for one that has a gradient is not what runs."""
 
     def trained(tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+        is_trained = tensor.is_floating_point() and not only_hides(tensor)
+        return tensor.detach().requires_grad_() if is_trained else tensor
 
     return Inputs(*tree_map_only(Tensor, trained, (inputs.args, inputs.kwargs)))
 

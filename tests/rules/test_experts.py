@@ -463,7 +463,32 @@ def by_order(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return scores[:, :CHOICES], experts[:, :CHOICES]
 
 
+def between(write: Callable[[nn.Module, Tensor], Any]) -> Callable[[], nn.Module]:
+    """Experts that write to something between their two products."""
+
+    class Writes(Mixture):
+        def act(self, hidden: Tensor) -> Tensor:
+            write(self, hidden)
+            return swiglu(hidden)
+
+    def make() -> nn.Module:
+        model = Writes()
+        del vars(model)["act"]
+        return model.bfloat16()
+
+    return make
+
+
+CUT = (
+    "the model writes to a tensor, or changes the gradient mode or autocast, between these operations, the "
+    "fused module runs all of them at once"
+)
 REFUSES |= {
+    "a write to what the first product has made": (
+        between(lambda model, hidden: hidden.__setitem__(0, 0)),
+        CUT,
+    ),
+    "a write to something else": (between(lambda model, hidden: model.head.bias.detach().mul_(1)), CUT),
     "another router": (
         made(route=by_order, masked=False),
         "the groups of tokens are not those of topk's choices, which alone are known to be experts",
