@@ -107,7 +107,9 @@ STYLES = {
     "minGPT": style(mingpt.MinGPT, ids, attention=1, layernorm_mlp=1, layernorm_linear=2, linear=1),
     "whisper": style(whisper.Whisper, speech, **_WHISPER),
     "whisper, written out": style(partial(whisper.Whisper, use_sdpa=False), speech, attention=3, **_WHISPER),
-    "nanochat": style(nanochat.NanoChat, ids, merge_siblings=1, layernorm_linear=3, linear=2),
+    "nanochat": style(
+        nanochat.NanoChat, ids, merge_siblings=1, layernorm_mlp=1, layernorm_linear=2, linear=1
+    ),
     "x-transformers": style(
         xtransformers.XTransformer, padded, attention=1, **_BLOCK | {"layernorm_linear": 2}
     ),

@@ -62,10 +62,10 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
             "attention does not hand them out"
         )
     if len({node.meta.get("region") for node in path}) > 1:
-        yield _written_in_between(path)
+        yield from _written_in_between(path)
 
 
-def _written_in_between(path: list[fx.Node]) -> str:
+def _written_in_between(path: list[fx.Node]) -> Iterator[str]:
     """Why operations with writes between them are not one: what is written to is theirs, or a mask."""
     products = [node for node in path if node.target in PRODUCTS]
     ours = {*storages(path), *storages(read for node in products for read in node.all_input_nodes)}
@@ -73,11 +73,12 @@ def _written_in_between(path: list[fx.Node]) -> str:
     while (first := first.next) is not last:
         written.update(storages(first.all_input_nodes[:1]) if writes(first) else ())
     if written and ours.isdisjoint(written):
-        return (
+        yield (
             "the model fills another tensor in the middle of the attention, as a mask that it makes there, "
             "the fused one is computed at once: fill it before"
         )
-    return "the model writes to a tensor in the middle of the attention, the fused one is computed at once"
+    else:
+        yield "the model writes to a tensor in the middle of the attention, the fused one is computed at once"
 
 
 def _towards(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], last: bool) -> list[fx.Node]:
