@@ -14,11 +14,8 @@ from te_transform.report.drawing import listing
 from te_transform.report.sentences import refused, told_by, yielded
 from te_transform.runtime.console import in_a_line
 
-_ALLOWING = (
-    "approximate",
-    "chunked_loss",
-    "pad_vocabulary",
-)  # options without which rules leave places alone
+# Options without which rules leave places alone.
+_ALLOWING = ("approximate", "chunked_loss", "pad_vocabulary")
 
 
 def explanation(rule: Rule) -> Iterator[str]:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORTEST = 128  # that documents are said to be: kernels take so many queries at once
+# Kernels take so many queries at once, and are planned for packed sequences up to a multiple of it.
+PLANNED_LENGTHS = 128
 
 
 class Band(NamedTuple):
@@ -160,7 +161,7 @@ def band_of(measured: Sequence[int], queries: int, keys: int) -> Band | None:
     count, longest, longest_seen = documents[1:]
     reach = (None if end >= longest_seen - 1 else end for end in (before, after))
     # rounded up: kernels are planned, and compiled graphs made, for each number of them
-    return Band(*reach, False, not all_see, _power(count), _power(max(longest, SHORTEST)))
+    return Band(*reach, False, not all_see, _power(count), _power(max(longest, PLANNED_LENGTHS)))
 
 
 def _power(number: int) -> int:

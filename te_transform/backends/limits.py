@@ -8,17 +8,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.bands import Band
+from te_transform.backends.bands import PLANNED_LENGTHS, Band
 from te_transform.backends.tracing import compiling, recorded
 from te_transform.graph.nodes import dtype_name
 
 DEVICE = "cuda"  # where kernels run
 ALIGNED = 8  # 16-bit numbers in the 16 bytes that a GPU reads at once
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
-# Over another number of tokens cuDNN's attention, called through PyTorch, gives garbage, or reads memory that
-# is not there, when a CUDA graph replays it (PyTorch 2.11, cuDNN 9.19): seen at 16, 64 and 100, and right at
-# 128, 512 and 1024. Through TE, which plans packed sequences up to a multiple of it, it is right.
-PLANNED_LENGTHS = 128
 MOST_PACKED_WIDTH = 128
 # Below this length cuDNN gains nothing; it plans anew for each length, so for each token that is generated.
 MIN_ATTENTION_LENGTH = 512
@@ -183,6 +179,9 @@ def without_attention(
     lengths = query.shape[2], key.shape[2]
     if is_causal and lengths[0] != lengths[1]:
         return "more keys than queries under a causal mask"
+    # Called through PyTorch, cuDNN's attention over such lengths gives garbage, or reads memory that is not
+    # there, when a CUDA graph replays it (PyTorch 2.11, cuDNN 9.19): seen at 16, 64 and 100, and right at
+    # 128, 512 and 1024. Through TE it is right.
     if has_odd_lengths(query, key) and may_be_replayed():
         return (
             f"{lengths[0]} queries and {lengths[1]} keys in what may become a CUDA graph, cuDNN's kernels "

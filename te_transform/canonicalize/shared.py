@@ -6,6 +6,8 @@ where it calls the norm once. Angles whose cosines and sines are taken of two eq
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -22,14 +24,7 @@ _OF_ANGLES = (
 
 def share_angles(graph: fx.Graph) -> None:
     """Let cosines and sines of angles that are computed twice read one tensor of them."""
-    kept, angles = written(graph), _made_into_angles(graph)
-    shared: dict[tuple, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node not in angles or not kept.isdisjoint((node, *node.all_input_nodes)):
-            continue
-        first = shared.setdefault((node.target, str(node.args), node.meta["region"]), node)
-        if first is not node:
-            edit.bypass(graph, node, first)
+    _share(graph, _made_into_angles(graph), lambda readers: True)
 
 
 def _made_into_angles(graph: fx.Graph) -> set[fx.Node]:
@@ -48,13 +43,19 @@ def share_norms(graph: fx.Graph) -> None:
 
     Only where all that read either are linears that can be merged: alone, each has a norm of its own.
     """
-    kept, shared = written(graph), {}
+    norms = {node for node in graph.nodes if node.target in _NORMS}
+    _share(graph, norms, _can_be_merged)
+
+
+def _share(graph: fx.Graph, nodes: set[fx.Node], may_share: Callable[[list[fx.Node]], bool]) -> None:
+    """Let equal calls be one, where all that reads either may, and nothing of them is written to."""
+    kept = written(graph)
+    shared: dict[tuple, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target not in _NORMS or not kept.isdisjoint((node, *node.all_input_nodes)):
+        if node not in nodes or not kept.isdisjoint((node, *node.all_input_nodes)):
             continue
-        key = node.target, node.args, node.meta["region"]
-        first = shared.setdefault(key, node)
-        if first is not node and _can_be_merged([*first.users, *node.users]):
+        first = shared.setdefault((node.target, str(node.args), node.meta["region"]), node)
+        if first is not node and may_share([*first.users, *node.users]):
             edit.bypass(graph, node, first)
 
 

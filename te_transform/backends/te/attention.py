@@ -12,9 +12,8 @@ from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 from te_transform.backends import banded_attention, cudnn
 from te_transform.backends.banded_attention import OPEN
-from te_transform.backends.bands import Band, Banded, sees_itself
+from te_transform.backends.bands import PLANNED_LENGTHS, Band, Banded, sees_itself
 from te_transform.backends.limits import (
-    PLANNED_LENGTHS,
     as_autocast,
     gains_packed,
     has_odd_lengths,
@@ -157,10 +156,13 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Where sequences begin and end, and which keys count, as TE takes them forward and backward."""
     batch, queries, keys = len(query), query.shape[1], key.shape[1]
-    of_queries, of_keys = (
-        torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-        for length in (queries, keys)
-    )
+    of_queries, of_keys, lengths = ends, ends, (longest, longest)
+    if not longest:
+        lengths = queries, keys
+        of_queries, of_keys = (
+            torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+            for length in lengths
+        )
     kind = "no_mask" if after else "causal"
     # told nothing of the lengths, the gradients of odd ones are wrong in a CUDA graph (cuDNN 9.14)
     if ends is not None or packed or any(length % PLANNED_LENGTHS for length in (queries, keys)):
@@ -170,10 +172,6 @@ def _arguments(
         window = (queries - 1 if before == OPEN else before, after)
     elif before != OPEN:
         window = (before, keys - 1)
-    lengths = (queries, keys)
-    if longest:
-        of_queries = of_keys = ends
-        lengths = (longest, longest)
     form = "thd" if packed else "bshd"
     how = {
         "attn_scale": scale,
