@@ -400,6 +400,17 @@ def test_evaluation_needs_no_gradients_scales_and_training_asks_for_them(te: Mod
         assert sum(case.op.plain_calls.values()) == expected
 
 
+def test_the_first_scales_fit_every_call_of_a_layer_that_is_called_again(te: ModuleType) -> None:
+    """As ALBERT's are: with the scales of its first input, larger ones would be cut off, in evaluation for
+    good."""
+    case, recipe = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed")
+    for _ in range(2):
+        with te.autocast(recipe), running(True, _tell_nothing), torch.no_grad():
+            outs = [case.op(X * factor, *case.tensors) for factor in (1, 8)]
+    assert sum(case.op.plain_calls.values()) == 2  # both of the first forward
+    assert all(close(out, case.plain(X * f, *case.tensors), 0.1) for f, out in zip((1, 8), outs, strict=True))
+
+
 def test_training_goes_on_where_inference_mode_began(te: ModuleType) -> None:
     case, recipe = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed")
     for _ in range(2):

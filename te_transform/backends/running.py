@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from te_transform.backends.stamp import Stamp
 class _Model:
     weights_stay: bool = False
     tell: Callable[[], None] | None = None
+    number: int | None = None  # of its forward, among all of the process
 
 
 _running = _Model()
+_numbers = count()
 
 
 @contextlib.contextmanager
@@ -34,7 +37,7 @@ def running(weights_stay: bool, tell: Callable[[], None]) -> Iterator[None]:
             state says nothing, because the parameter is new.
     """
     global _running
-    before, _running = _running, _Model(weights_stay, tell)
+    before, _running = _running, _Model(weights_stay, tell, next(_numbers))
     try:
         yield
     finally:
@@ -44,6 +47,11 @@ def running(weights_stay: bool, tell: Callable[[], None]) -> Iterator[None]:
 def is_evaluating() -> bool:
     """Whether the forward that runs is one of evaluation, without gradients."""
     return _running.weights_stay and not torch.is_grad_enabled()
+
+
+def forward_number() -> int | None:
+    """What tells the forward that runs from every other one; None where none runs, as in a backward."""
+    return _running.number
 
 
 def in_recipe(weight: Tensor, default: bool) -> bool:

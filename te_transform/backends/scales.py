@@ -2,7 +2,8 @@
 
 It quantizes with the scales of earlier steps, and has none at first: numbers beyond 448 and gradients below
 1e-5, which is most of them, would be lost. So a product runs in its own dtype until its input, its weight
-and, where it is trained, its output's gradient have been seen once; the scales are those that these call for.
+and, where it is trained, its output's gradient have been seen in a whole forward; the scales are those that
+these call for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from te_transform.backends import plain
 from te_transform.backends.limits import Switch
+from te_transform.backends.running import forward_number
 
 looking = Switch()
 """All products run in their own dtype and look at what goes through them, whatever they have seen."""
@@ -35,6 +37,7 @@ class Seen:
 
     products: Sequence[Amax]
     used: set[str] = field(default_factory=set)  # the directions that is_new() was asked for
+    forward: int | None = None  # the number of the last one that was looked at
 
     @classmethod
     def of(cls, products: int) -> Seen:
@@ -48,13 +51,18 @@ class Seen:
         return new
 
     def knows(self, gradients: bool) -> bool:
-        """Whether there are scales for a call, with `gradients` for its backward too."""
+        """Whether there are scales for a call, with `gradients` for its backward too.
+
+        Not before the forward ends that was looked at: a layer that a model calls several times, as ALBERT's,
+        has other inputs each time, and the scales are to fit them all.
+        """
         known = all(p.input is not None and (p.grad is not None or not gradients) for p in self.products)
-        return known and not looking
+        number = forward_number()
+        return known and not looking and (number is None or number != self.forward)
 
     def product(self) -> plain.Product:
         """plain.product, which notes what it sees; for the products of one call, in their order."""
-        products = iter(self.products)
+        products, self.forward = iter(self.products), forward_number()
 
         def noting(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             amax = next(products)
