@@ -1,24 +1,37 @@
-"""Families of transformers on Transformer Engine, in bf16 and in each FP8 recipe: the originals' numbers."""
+"""Families of transformers, and models of other packages, on Transformer Engine, in bf16 and in each FP8
+recipe: the originals' numbers."""
 
 import pytest
 import torch
+from torch import nn
 
 import te_transform
 from tests.conversions import cast
 from tests.families import FAMILIES
+from tests.others import OTHERS
 from tests.zoo import Inputs, zero_dropout
+
+MODELS = FAMILIES | OTHERS
+
+
+def built(name: str) -> nn.Module:
+    try:
+        model = MODELS[name].build()
+    except ModuleNotFoundError as missing:  # `make integrations` installs the packages
+        pytest.skip(f"{missing.name} is not installed")
+    return zero_dropout(model).to("cuda", torch.bfloat16)
 
 
 def sample(name: str) -> Inputs:
-    inputs = cast(FAMILIES[name].sample(2, 16), torch.bfloat16)
+    inputs = cast(MODELS[name].sample(2, 16), torch.bfloat16)
     moved = {id(tensor): tensor.cuda() for tensor in inputs.values()}
     return {key: moved[id(tensor)] for key, tensor in inputs.items()}
 
 
 @pytest.mark.parametrize("recipe", [None, "fp8-delayed", "fp8-current", "fp8-block"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_is_as_exact_as_the_original(name: str, recipe: str | None) -> None:
-    model, given = zero_dropout(FAMILIES[name].build()).to("cuda", torch.bfloat16), sample(name)
+    model, given = built(name), sample(name)
     converted = te_transform.convert(model, given, backend="te", recipe=recipe, verify=False)
     result = te_transform.verify(model, converted, given)
     assert result, str(result)
