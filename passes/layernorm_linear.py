@@ -16,10 +16,13 @@ def refuse(norm: Operation) -> Iterator[str]:
     yield from ()
 
 
-def build(backend, norm: Operation) -> nn.Module:
+def build(backend, norm: Operation, shared: tuple[str, ...]) -> nn.Module:
     """The fused op, with the norm's eps and kind."""
     return backend.LayerNormLinear(
-        eps=norm.eps, normalization=NORMALIZATION[norm.op], zero_centered_gamma=norm.zero_centered_gamma
+        eps=norm.eps,
+        normalization=NORMALIZATION[norm.op],
+        zero_centered_gamma=norm.zero_centered_gamma,
+        returns_norm="norm" in shared,
     )
 
 
@@ -29,6 +32,7 @@ RULE = Rule(
     refuse=refuse,
     build=build,
     reads=("x", "norm.weight", "norm.bias", "linear.weight", "linear.bias"),
+    shares=("norm",),
     example=lambda: (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32)), torch.zeros(4, 16)),
 )
 """Saves writing the normalized tensor and reading it back; in FP8 the norm kernel quantizes its own output.

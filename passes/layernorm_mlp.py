@@ -79,7 +79,14 @@ def _of_shapes(fc1: Operation, fc2: Operation, dropout: Operation | None) -> Ite
         )
 
 
-def build(backend, approximate: bool, norm: Operation, activation: Operation, gated: str) -> nn.Module:
+def build(
+    backend,
+    approximate: bool,
+    norm: Operation,
+    activation: Operation,
+    gated: str,
+    shared: tuple[str, ...],
+) -> nn.Module:
     """The fused op."""
     op = "gelu_tanh" if approximate and activation.op == "gelu" else activation.op
     return backend.LayerNormMLP(
@@ -88,6 +95,7 @@ def build(backend, approximate: bool, norm: Operation, activation: Operation, ga
         activation=_activations(backend, gated)[op],
         zero_centered_gamma=norm.zero_centered_gamma,
         gated=gated,
+        returns_norm="norm" in shared,
     )
 
 
@@ -107,6 +115,7 @@ RULE = Rule(
     refuse=refuse,
     build=build,
     reads=("x", "norm.weight", "norm.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"),
+    shares=("norm",),
     example=example,
 )
 """Saves the normalized tensor's round trip and, in FP8, the activation's: it is quantized where it is

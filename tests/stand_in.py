@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import te_transform.backends
 from te_transform.backends import limits, plain
@@ -313,17 +314,17 @@ class Run(torch.autograd.Function):
         ctx.first = first
         with torch.no_grad():
             out = run(*tensors)
-        return out.view(out.shape)  # as TE's, which multiplies rows
+        return tree_map(lambda out: out.view(out.shape), out)  # as TE's, which multiplies rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
         if ctx.ran:
             raise AttributeError("ctx must have .tensor_objects to restore saved tensors")
         ctx.ran = True
         with torch.enable_grad():
             own = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in ctx.tensors]
             wanted = [t for t in own if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(ctx.run(*own), wanted, grad))
+            found = iter(torch.autograd.grad(ctx.run(*own), wanted, grads))
         grads = [next(found) if t is not None and t.requires_grad else None for t in own]
         for place, (weight, is_weight) in enumerate(zip(ctx.tensors, ctx.weights, strict=True)):
             if ctx.adds and is_weight and grads[place] is not None:
@@ -332,6 +333,11 @@ class Run(torch.autograd.Function):
         if ctx.first:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
         return *(None,) * 5, *(None if g is None else g.detach() for g in grads)
+
+
+def _of_op(options: dict[str, Any]) -> dict[str, Any]:
+    """What a module was made with, by our names."""
+    return {"returns_norm" if k == "return_layernorm_output" else k: v for k, v in options.items()}
 
 
 class Linear(Base):
@@ -345,7 +351,7 @@ class LayerNormLinear(Base):
     names = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 
     def op(self) -> plain.LayerNormLinear:
-        return plain.LayerNormLinear(**self.options)
+        return plain.LayerNormLinear(**_of_op(self.options))
 
 
 class LayerNormMLP(Base):
@@ -355,7 +361,7 @@ class LayerNormMLP(Base):
     def op(self) -> plain.LayerNormMLP:
         name = str(self.options["activation"])
         gated = "first half" if name in plain.GATED_ACTIVATIONS.values() else "no"
-        return plain.LayerNormMLP(**{**self.options, "activation": name}, gated=gated)
+        return plain.LayerNormMLP(**{**_of_op(self.options), "activation": name}, gated=gated)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if torch.is_grad_enabled() and not (x.requires_grad or self.layer_norm_weight.requires_grad):

@@ -14,13 +14,12 @@ DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has no
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by reshape, fused attention does not hand them out"
 )
-POST = "the output of the layer_norm is also read by add, the fused module does not hand it out"
 
 # The tables: how many sites of each rule are fused, and (rule, reasons ...) -> where it is refused
 
 LLAMA = {"merge_siblings": 4, "attention": 2, "layernorm_mlp": 2, "layernorm_linear": 3, "linear": 2}
 GPT2 = {"attention": 2, "layernorm_mlp": 2, "layernorm_linear": 3, "linear": 2}
-ENCODER = {"merge_siblings": 2, "attention": 2, "layernorm_linear": 2, "linear": 8}
+ENCODER = {"merge_siblings": 2, "attention": 2, "layernorm_mlp": 2, "layernorm_linear": 3, "linear": 3}
 QUICKSTART = {"attention": 2, "layernorm_mlp": 2, "layernorm_linear": 2, "linear": 2}
 CLIP = {"merge_siblings": 2, "layernorm_mlp": 2, "layernorm_linear": 2, "linear": 2}
 VISION = CLIP | {"linear": 3}  # and its patches
@@ -38,7 +37,7 @@ COUNTS = {
     # keys and values for both layers of the decoder are one product of what the encoder gives
     "t5": {"merge_siblings": 5, "attention": 6, "layernorm_linear": 10, "linear": 12},
     "torch_encoder_pre": {"layernorm_linear": 4, "linear": 4},
-    "torch_encoder_post": {"linear": 8},
+    "torch_encoder_post": {"layernorm_linear": 2, "linear": 6},
     "torch_mha": {"layernorm_linear": 1, "linear": 1},
     "torch_mha_bare": {"linear": 2},
     "llama_eager": LLAMA,
@@ -52,17 +51,10 @@ COUNTS = {
     "clip_text": {"attention": 2} | CLIP,
     "clip_vision": CLIP,
     "whisper": {"merge_siblings": 6, "attention": 2, "layernorm_mlp": 4, "layernorm_linear": 6, "linear": 9},
-    "bart": {"merge_siblings": 6, "attention": 6, "linear": 23},
+    "bart": {"merge_siblings": 6, "attention": 6, "layernorm_mlp": 4, "layernorm_linear": 2, "linear": 13},
 }
 
 REFUSED = {
-    "bert": {
-        ("layernorm_mlp", POST): ["bert.encoder.layer.{0,1}  x2"],
-        ("layernorm_linear", POST): [
-            "bert.encoder.layer.{0,1}.intermediate.dense  x2",
-            "bert.encoder.layer.1.attention.self  x1",
-        ],
-    },
     "t5": {
         ("layernorm_mlp", DROPPED): [
             "encoder.block.{0,1}.layer.1.DenseReluDense  x2",
@@ -73,8 +65,7 @@ REFUSED = {
         ("layernorm_mlp", DROPPED): ["layers.{0,1}  x2"],
     },
     "torch_encoder_post": {
-        ("layernorm_mlp", POST, DROPPED): ["layers.{0,1}  x2"],
-        ("layernorm_linear", POST): ["layers.{0,1}.linear1  x2"],
+        ("layernorm_mlp", DROPPED): ["layers.{0,1}  x2"],
     },
     "torch_mha": {},
     "torch_mha_bare": {("attention", HANDED_OUT): ["(the model itself)  x1"]},

@@ -59,7 +59,12 @@ class Case:
         self.tensors = weights if op == "Linear" else gamma + weights
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.op(x, *self.tensors)
+        return self.run(self.op, x)
+
+    def run(self, op: nn.Module, x: Tensor) -> Tensor:
+        """What it returns; where that is two tensors, one next to the other."""
+        out = op(x, *self.tensors)
+        return torch.cat(out, -1) if isinstance(out, tuple) else out
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -68,7 +73,7 @@ class Case:
     def step(self, op: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The output, and the gradients of the input and of every parameter."""
         x = x.detach().requires_grad_()
-        out = op(x, *self.tensors)
+        out = self.run(op, x)
         grads = torch.autograd.grad(out, [x, *self.trained], random(*out.shape, seed=9))
         return out.detach(), list(grads)
 
@@ -86,6 +91,8 @@ CASES = {
     "gated mlp": {
         "op": "LayerNormMLP", "norm": "rms", "bias": False, "activation": "swiglu", "gated": "first half",
     },
+    "norm linear and its norm": {"op": "LayerNormLinear", "returns_norm": True},
+    "mlp and its norm": {"op": "LayerNormMLP", "activation": "gelu", "gated": "no", "returns_norm": True},
 }  # fmt: skip
 each_case = pytest.mark.parametrize("name", CASES)
 each_recipe = pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
@@ -140,7 +147,7 @@ def test_every_derivative_is_right(te: ModuleType, name: str) -> None:
     def penalty(op: nn.Module) -> list[Tensor]:
         x = X.detach().requires_grad_()
         grads = torch.autograd.grad(
-            op(x, *case.tensors).float().sin().sum(), [x, *case.trained], create_graph=True
+            case.run(op, x).float().sin().sum(), [x, *case.trained], create_graph=True
         )
         loss = sum(grad.float().square().sum() for grad in grads)
         return list(torch.autograd.grad(loss, [x, *case.trained], allow_unused=True))
@@ -153,7 +160,7 @@ def test_every_derivative_is_right(te: ModuleType, name: str) -> None:
 @each_case
 def test_a_backward_can_be_repeated(te: ModuleType, name: str) -> None:
     case = Case(te, **CASES[name])
-    out = case.op(X, *case.tensors).float().sum()
+    out = case(X).float().sum()
     first = torch.autograd.grad(out, case.trained, retain_graph=True)
     again = torch.autograd.grad(out, case.trained)
     assert all(close(a, f, 2e-2) for a, f in zip(again, first, strict=True))
@@ -299,7 +306,7 @@ def test_fp8_rounds_and_no_more(te: ModuleType, name: str, recipe: str) -> None:
 @each_recipe
 @pytest.mark.parametrize("rows", [1, 7, 16, 17])
 def test_any_number_of_rows(te: ModuleType, rows: int, recipe: str) -> None:
-    case, x = Case(te, **CASES["mlp"]), random(rows, WIDTH, seed=3)
+    case, x = Case(te, **CASES["mlp and its norm"]), random(rows, WIDTH, seed=3)
     found, wanted = in_fp8(te, case, recipe, x), case.step(case.plain, x)
     assert found[0].shape == wanted[0].shape
     assert all(close(f, w, 0.2) for f, w in zip([found[0], *found[1]], [wanted[0], *wanted[1]], strict=True))

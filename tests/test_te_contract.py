@@ -50,6 +50,7 @@ def constructor(name: str) -> Signature:
 def op_of(backend: Any, name: str, given: dict[str, Any]) -> FusedOp:
     """The op that has a module of this form."""
     norm = {key: given[key] for key in ("eps", "normalization", "zero_centered_gamma") if key in given}
+    norm |= {"returns_norm": True} if given.get("return_layernorm_output") else {}
     if name != "LayerNormMLP":
         return getattr(backend, name)(**norm)
     gated = "first half" if given["activation"] in plain.GATED_ACTIVATIONS.values() else "no"

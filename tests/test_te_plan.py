@@ -59,7 +59,7 @@ TWO = {"attention": 2}
 GPT = TWO | {"layernorm_mlp": 2, "layernorm_linear": 3, "linear": 2}
 LLAMA = GPT | {"merge_siblings": 4, "rotary": 4}
 NANOGPT = GPT | {"cross_entropy": 1}  # the others have no targets
-ENCODER = TWO | {"merge_siblings": 2, "layernorm_linear": 2, "linear": 8}
+ENCODER = TWO | {"merge_siblings": 2, "layernorm_mlp": 2, "layernorm_linear": 3, "linear": 3}
 QUICKSTART = TWO | {"layernorm_mlp": 2, "layernorm_linear": 2, "linear": 2}
 COUNTS = {
     **dict.fromkeys(("quickstart", "quickstart_mask"), QUICKSTART),
@@ -95,22 +95,7 @@ HANDED_OUT = (
 )
 
 
-def read_by(*readers: str) -> str:
-    found = ", ".join(readers)
-    return f"the output of the layer_norm is also read by {found}, the fused module does not hand it out"
-
-
-POST = read_by("add")
-
-
 REFUSED = {
-    "bert": {
-        ("layernorm_mlp", POST): ["bert.encoder.layer.{0,1}  x2"],
-        ("layernorm_linear", POST): [
-            "bert.encoder.layer.{0,1}.intermediate.dense  x2",
-            "bert.encoder.layer.1.attention.self  x1",
-        ],
-    },
     "bloom": {("attention", WRITTEN_BIAS): ["transformer.h.{0,1}.self_attention  x2"]},
     "t5": {
         ("attention", BIAS): [

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
 
 from te_transform.backends import plain
 from te_transform.backends.fp8_ops import InFP8, ops
@@ -103,15 +104,16 @@ class Scaling:
         return ops.quantize(x.contiguous(), scale.reshape(1), None, 0, dtype, with_transpose)
 
 
-def with_full_rows(compute: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:
-    """compute() of x [..., in] -> [..., out], which takes multiples of so many rows."""
+def with_full_rows(compute: Callable[[Tensor], Any], x: Tensor, multiple: int) -> Any:
+    """compute() of x [..., in] -> [..., out], or a tuple of such, which takes multiples of so many rows."""
     rows = x.shape[:-1].numel()
     missing = -rows % multiple
     if not missing:
         return compute(x)
     # the last row once more, and again: no number in the product is larger, its gradient is zero
     flat = x.reshape(rows, -1)
-    return compute(torch.cat([flat, flat[-1:].expand(missing, -1)]))[:rows].reshape(*x.shape[:-1], -1)
+    made = compute(torch.cat([flat, flat[-1:].expand(missing, -1)]))
+    return tree_map(lambda out: out[:rows].reshape(*x.shape[:-1], -1), made)
 
 
 def _as_matrix(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ from te_transform.backends.tracing import batches_gradients
 Gradients = tuple[Tensor | None, ...]
 
 
+Out = Tensor | tuple[Tensor, ...]
+
+
 def differentiable_twice(
-    kernel: Callable[..., Tensor],
-    plain: Callable[..., Tensor],
-    arguments: tuple[Any, ...],
-    linear: bool = False,
-) -> Tensor:
+    kernel: Callable[..., Out], plain: Callable[..., Out], arguments: tuple[Any, ...], linear: bool = False
+) -> Out:
     """kernel(*arguments), whose other backwards than the usual one are those of plain(*arguments).
 
     Tensors that need a gradient reach the kernel as views of what they are. What is `linear` in its first
@@ -40,22 +40,28 @@ def differentiable_twice(
         return kernel(*arguments)
     call = _Call(plain, arguments, places, linear)
     out = kernel(*call.arguments_with(_Gate.apply(call, *tensors)))
-    if isinstance(out.grad_fn, BackwardCFunction):
-        _replace_other_backwards(out.grad_fn, call.skip)
+    backward = _backward_of(out)
+    if isinstance(backward, BackwardCFunction):
+        _replace_other_backwards(backward, call.skip)
     else:
-        out.grad_fn.register_prehook(call.give_zeros)
+        backward.register_prehook(call.give_zeros)
     return out
 
 
-def differentiable_once(out: Tensor, reason: str) -> Tensor:
+def _backward_of(out: Out) -> Any:
+    """The node that computes the gradients of what has computed `out`, all of it."""
+    return (out[0] if isinstance(out, tuple) else out).grad_fn
+
+
+def differentiable_once(out: Out, reason: str) -> Out:
     """`out`, which an autograd.Function has computed; other backwards of it than the usual one raise
     `reason`."""
 
     def refuse(inputs: int, grads: Gradients) -> Gradients:
         raise RuntimeError(reason)
 
-    if isinstance(out.grad_fn, BackwardCFunction):
-        _replace_other_backwards(out.grad_fn, refuse)
+    if isinstance(backward := _backward_of(out), BackwardCFunction):
+        _replace_other_backwards(backward, refuse)
     return out
 
 
@@ -82,12 +88,12 @@ class _Call:
     """What the plain version of a call needs beside the tensors, which autograd keeps."""
 
     def __init__(
-        self, plain: Callable[..., Tensor], arguments: tuple[Any, ...], places: list[int], linear: bool
+        self, plain: Callable[..., Out], arguments: tuple[Any, ...], places: list[int], linear: bool
     ):
         self.plain, self.places, self.linear = plain, places, linear
         self.others = [None if isinstance(given, Tensor) else given for given in arguments]
         self.autocast = autocast_dtype(arguments[places[0]])
-        self.grads: list[Tensor] = []  # of the output, until the gate's backward computes with it
+        self.grads: list[Gradients] = []  # of the outputs, until the gate's backward computes with it
 
     def arguments_with(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The call's arguments, with these in the place of its tensors."""
@@ -97,15 +103,15 @@ class _Call:
         return arguments
 
     def skip(self, inputs: int, grads: Gradients) -> Gradients:
-        """Keep the output's gradient for the gate; the kernel's own backward is not run."""
-        self.grads.append(grads[0])
+        """Keep the outputs' gradients for the gate; the kernel's own backward is not run."""
+        self.grads.append(grads)
         return (None,) * inputs
 
     def give_zeros(self, grads: Gradients) -> Gradients | None:
         """In a recorded backward, keep the output's gradient for the gate, and give the kernel zeros."""
         if not torch.is_grad_enabled():
             return None
-        self.grads.append(grads[0])
+        self.grads.append(grads)
         return (torch.zeros_like(grads[0]),)
 
     def gradients(self, tensors: Sequence[Tensor], trained: Sequence[bool]) -> Gradients:
@@ -116,8 +122,10 @@ class _Call:
             kind, dtype = own[0].device.type, self.autocast
             with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 out = self.plain(*self.arguments_with(own))
+        outs = out if isinstance(out, tuple) else (out,)
+        grads = self.grads.pop()[: len(outs)]  # a kernel may return more, for its own backward
         found = torch.autograd.grad(
-            out, wanted, self.grads.pop(), create_graph=torch.is_grad_enabled(), allow_unused=True
+            outs, wanted, grads, create_graph=torch.is_grad_enabled(), allow_unused=True
         )
         given = iter(found)
         return tuple(next(given) if needed else None for needed in trained)

@@ -122,7 +122,7 @@ def _odd(site: Site, multiple: int) -> Iterator[str]:
 def _heads(plan: Plan) -> Iterator[Site]:
     """The sites of one product that make the model's output and nothing else: between the two lie only
     functions of one tensor, and a bias."""
-    sites = {site.node: site for site in plan.sites if site.weights}
+    sites = {site.result: site for site in plan.sites if site.weights}
     towards_output: set[fx.Node] = set()
     for node in reversed(plan.canonical.nodes):
         if node.op == "output":

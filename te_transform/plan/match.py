@@ -3,6 +3,7 @@ how."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import argument, called, is_model_tensor, name_in_model, path_of, value
 from te_transform.graph.pattern import Match, Miss, Siblings, find
 from te_transform.plan.options import Options
-from te_transform.plan.refusals import refusals
+from te_transform.plan.refusals import refusals, shared
 from te_transform.plan.rule import Deviation, Operation, Outcome, Rule, ask, reasons_of, roles, stored_in
 from te_transform.plan.work import replaced
 
@@ -44,9 +45,15 @@ class Site:
     @property
     def is_merged(self) -> bool:
         """Whether it is the product of several linears, whose results are columns of it."""
-        return any(node.target is ops.columns and "origin" in node.meta for node in self.node.users) and (
-            "origin" not in self.node.meta
-        )
+        users = self.result.users
+        is_cut = any(node.target is ops.columns and "origin" in node.meta for node in users)
+        return is_cut and "origin" not in self.result.meta
+
+    @property
+    def result(self) -> fx.Node:
+        """The canonical node of what the match computed: the call, or the first item of what it returns."""
+        items = (n for n in self.node.users if n.target is operator.getitem and n.args[1] == 0)
+        return next(items, self.node) if isinstance(value(self.node), tuple) else self.node
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -144,10 +151,10 @@ def _keep_merged(made: Plan, options: Options) -> None:
 
 def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outcome]:
     bound = roles(match)
-    known = {**vars(options), **bound}
+    known = {**vars(options), **bound, "shared": shared(match, rule)}
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
-    reasons = [*refusals(match, operations, options.skip, rule.hands_out), *reasons_of(rule, known)]
+    reasons = [*refusals(match, operations, options.skip, rule), *reasons_of(rule, known)]
     path, inside = _place(match, operations), _replaced(made, match.nodes)
     if None in reasons:  # there is nothing to gain, and nobody needs to hear of it
         return []
@@ -158,7 +165,7 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
         merged = edit.merge(made.canonical, _activated_first(match.nodes))
         merged.meta["merged"] = (rule.name, path)
     else:
-        _put(rule, match, made, ask(rule, "build", known), bound, path)
+        _put(rule, match, made, ask(rule, "build", known), known, path)
     return [Outcome(rule.name, path, "fused", inside=inside)]
 
 
@@ -193,8 +200,8 @@ def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str
     absorbed = list(dict.fromkeys(node.meta["merged"] for node in match.nodes if "merged" in node.meta))
     args = tuple(_read(name, bound) for name in rule.reads)
     node = _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)])
-    if rule.hands_out:
-        edit.hand_out(made.canonical, node, [bound[role].node for role in rule.hands_out])
+    if others := [bound[role].node for role in (*rule.hands_out, *bound["shared"])]:
+        edit.hand_out(made.canonical, node, others)
 
 
 def _call(
@@ -211,6 +218,7 @@ def _call(
     name = next(n for n in chain([stem], (f"{stem}_{i}" for i in count(1))) if n not in taken)
     node = edit.call_fused(made.canonical, nodes, name, args)
     node.meta["fused"] = what
+    node.meta.pop("merged", None)  # no linear that is left to itself
     made.sites.append(Site(rules, fused, node))
     return node
 

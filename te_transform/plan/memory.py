@@ -176,7 +176,7 @@ def _of_operation(node: fx.Node) -> _Step:
     if node.target is ops.cross_entropy:  # in its dtype: log-probabilities, their gradient, the logits'
         cast = numel_of(node.args[0]) * dtype_of(node).itemsize
         return _Step(node, own=cast, transient=2 * cast - bytes_of(node.args[0]))
-    if may_be_view(node):
+    if _is_view(node):
         return _Step(node, in_place=True)
     if node.target in _KEEP_NOTHING:
         return _Step(node)
@@ -205,7 +205,8 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
     weights = [value(node.args[place]) for place in site.fused.PRODUCTS]
     parameters = {p for argument in node.args for p in stored_in(argument) if is_parameter(p)}
     outs, ins = weights[0].shape
-    rows, each = numel_of(node) // (shape_of(node)[-1] or 1), 1 if in_fp8 else weights[0].element_size()
+    result = site.result
+    rows, each = numel_of(result) // (shape_of(result)[-1] or 1), 1 if in_fp8 else weights[0].element_size()
     step = _Step(node, data, gradients=sum(_size(value(p)) for p in parameters if value(p).requires_grad))
     step.own = 2 * sum(weight.numel() for weight in weights) if in_fp8 else 0
     step.transient = 2 * rows * outs if in_fp8 else 0  # the output's gradient, as it is and transposed
@@ -258,12 +259,13 @@ def _add_mlp(step: _Step, rows: int, outs: int, inner: int, each: int, delayed: 
     The most is where the activation's gradient is computed: fc2's own is there; the activation itself,
     and what the first product will make, are not.
     """
-    node, size = step.node, dtype_of(step.node).itemsize
+    x = step.node.args[0]  # as many numbers as the result
+    size = dtype_of(x).itemsize
     casts = 0 if delayed else step.transient
     step.own += rows * (outs * size + inner * each)
     step.transient = rows * (outs + inner) * size - rows * inner * each + casts
-    step.transient += 2 * numel_of(node) if each == 1 else 0
-    step.transient -= shape_of(node)[-1] * outs * size + sum(map(bytes_of, step.storages))
+    step.transient += 2 * numel_of(x) if each == 1 else 0
+    step.transient -= shape_of(x)[-1] * outs * size + sum(map(bytes_of, step.storages))
 
 
 def _data(node: fx.Node) -> list[fx.Node]:
@@ -279,9 +281,14 @@ def _is_weight(node: fx.Node) -> bool:
 
 def _storage(node: fx.Node) -> fx.Node:
     """The node that allocated what this one is a view of."""
-    while may_be_view(node) and isinstance(node.args[0], fx.Node):
+    while _is_view(node):
         node = node.args[0]
     return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether it is a view of another tensor, and not an item of what a fused op returns."""
+    return may_be_view(node) and isinstance(node.args[0], fx.Node) and is_tensor_node(node.args[0])
 
 
 def _size(tensor: Tensor) -> int:

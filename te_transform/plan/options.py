@@ -196,6 +196,7 @@ def _check_rule(rule: Rule) -> None:
         "build": (merges or callable(rule.build), "a function or class that makes the fused op"),
         "reads": (_are_names(rule.reads), names),
         "hands_out": (_are_names(rule.hands_out), names),
+        "shares": (_are_names(rule.shares), names),
     }
     for field, (is_right, what) in needed.items():
         if not is_right:
@@ -216,7 +217,8 @@ def _check_targets(rule: Rule) -> None:
 
 
 def _check_names(rule: Rule) -> None:
-    """Raise unless what `reads` and `hands_out` name is a role of the pattern, and an argument of its ops."""
+    """Raise unless what a rule reads, hands out and shares is named by roles of the pattern, and arguments of
+    its ops."""
     parts = list(within(rule.pattern))
     if any(type(part).__module__ != Pattern.__module__ for part in parts):  # who knows what these bind
         return
@@ -242,6 +244,7 @@ def _check_names(rule: Rule) -> None:
 def _named(rule: Rule) -> Iterator[tuple[str, tuple[str, str, str]]]:
     yield from (("reads", name.partition(".")) for name in rule.reads)
     yield from (("hands_out", (name, "", "")) for name in rule.hands_out)
+    yield from (("shares", (name, "", "")) for name in rule.shares)
 
 
 def _are_names(given: Any) -> bool:

@@ -20,14 +20,12 @@ from te_transform.graph.nodes import (
     value,
 )
 from te_transform.graph.pattern import Match
-from te_transform.plan.rule import Operation
+from te_transform.plan.rule import Operation, Rule
 
 WEIGHTED = ("linear", "layer_norm", "rms_norm")
 
 
-def refusals(
-    match: Match, operations: list[Operation], skip: tuple[str, ...], hands_out: tuple[str, ...] = ()
-) -> Iterator[str]:
+def refusals(match: Match, operations: list[Operation], skip: tuple[str, ...], rule: Rule) -> Iterator[str]:
     """Every generic reason, as a clause of what the model has, a comma, and one of what is needed."""
     weighted = [operation for operation in operations if operation.op in WEIGHTED]
     for operation in operations:
@@ -36,7 +34,7 @@ def refusals(
         for name in ("weight", "bias"):
             yield from _of_weight(operation, name)
     yield from _mixed(weighted)
-    yield from _read_elsewhere(match, {match.bound[role] for role in hands_out})
+    yield from _read_elsewhere(match, rule)
     yield from cut(match.nodes)
 
 
@@ -88,12 +86,22 @@ def _mixed(operations: list[Operation]) -> Iterator[str]:
         yield f"the parameters are of several dtypes ({found}), a fused module has one"
 
 
-def _read_elsewhere(match: Match, handed_out: set[fx.Node]) -> Iterator[str]:
+def shared(match: Match, rule: Rule) -> tuple[str, ...]:
+    """Those of the operations that the rule shares which somebody else reads."""
     own = set(match.nodes)
-    for node in () if any(isinstance(bound, tuple) for bound in match.bound.values()) else match.nodes[1:]:
+    found = {name: match.bound[name] for name in rule.shares if match.bound.get(name) in own}
+    return tuple(name for name, node in found.items() if node.users.keys() - own)
+
+
+def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
+    own, bound = set(match.nodes), match.bound
+    handed_out, sharing = ({bound.get(role) for role in names} for names in (rule.hands_out, rule.shares))
+    for node in () if any(isinstance(found, tuple) for found in bound.values()) else match.nodes[1:]:
         others = [user for user in node.users if user not in own]
         if node in handed_out:
             others = [user for user in others if user.op != "output"]
+        if node in sharing:  # what the fused op returns is there when all of the match has been computed
+            others = [user for user in others if user < match.root]
         readers = sorted(map(reader, others))
         if readers:
             yield (

@@ -34,6 +34,8 @@ class Rule:
         role.
     `hands_out` names operations whose values the model may return too: the op returns a tuple of what the
     match computes and of these.
+    `shares` names operations whose values others may read too. Where somebody does, the op returns such a
+    tuple as well: `build` may ask for `shared`, the names of these.
     `example` makes a small model that the rule rewrites, and its inputs: `te-transform explain` draws it.
     """
 
@@ -45,6 +47,7 @@ class Rule:
     hands_out: tuple[str, ...] = ()
     needs_kernels: bool = False  # whether only a backend with kernels of its own gains from it
     example: Callable[[], tuple[nn.Module, Any]] | None = None
+    shares: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple:
         """By the name that its module has for it: patterns may hold functions that cannot be pickled."""

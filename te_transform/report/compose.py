@@ -123,7 +123,7 @@ def _has_experts(plans: Sequence[tuple[str, Plan]]) -> bool:
 def _multiplies_wide(plans: Sequence[tuple[str, Plan]]) -> bool:
     """Whether all fused products return more than 16 bits, which no recipe holds for."""
     return all(
-        value(site.node).dtype not in DTYPES for _, plan in plans for site in plan.sites if site.weights
+        value(site.result).dtype not in DTYPES for _, plan in plans for site in plan.sites if site.weights
     )
 
 

@@ -185,7 +185,11 @@ class _Lowering:
         made[site.node] = edit.insert_call(self.graph, at, name, args, like=site.node)
         parts = self._split(site, at, made) if site.is_merged else {}
         for canonical, old in outputs.items():
-            new = self._own(old, parts[canonical], at) if parts else self._node(canonical, at, made, new=True)
+            columns = parts.get(canonical)
+            if columns is None:
+                new = self._node(canonical, at, made, new=True)
+            else:
+                new = self._own(old, columns, at)
             if canonical.target in TURNS and old.name not in self.written and goes_into_products(old):
                 edit.take_any_layout(old)
             elif canonical.target in TURNS:  # the linear's own result lies in its order
@@ -193,7 +197,7 @@ class _Lowering:
             elif isinstance(site.fused, plain.DotProductAttention) and site.fused.written_out:
                 # kernels have the heads of a token next to each other, products all tokens of a head
                 new = self._own(old, new, at) if goes_into_products(old) else self._own_copy(new, at)
-            elif not parts and old.name in self.written:
+            elif columns is None and old.name in self.written:
                 # Autograd lets nobody write to a view that comes out of a Function, as kernels return it, and
                 # the backward of attention reads what its forward returned.
                 new = edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
@@ -235,15 +239,17 @@ class _Lowering:
         """Each of the columns of a merged product."""
         sizes = [shape_of(weight)[0] for weight in site.weights[0]]
         joined = [self._node(arg, at, made) for arg in site.node.all_input_nodes if arg.target is ops.join]
+        whole = self._node(site.result, at, made, new=True)
         name = f"{site.name}_split".replace(".", "_")
         self.module.add_submodule(name, Split(sizes))
-        split = edit.insert_call(self.graph, at, name, (made[site.node], *joined), like=site.node)
+        split = edit.insert_call(self.graph, at, name, (whole, *joined), like=site.result)
         starts = list(accumulate(sizes, initial=0))
         return {
             columns: edit.insert_call(
                 self.graph, at, operator.getitem, (split, starts.index(columns.args[1])), like=columns
             )
             for columns in site.outputs
+            if columns.target is ops.columns
         }
 
     def _own(self, old: fx.Node, columns: fx.Node, at: fx.Node) -> fx.Node:

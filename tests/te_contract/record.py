@@ -80,6 +80,9 @@ def argument_sets() -> Iterator[tuple[str, dict[str, Any]]]:
     rest = {"params_dtype": torch.bfloat16}
     for norm, bias in product(_NORMS, (True, False)):
         yield "LayerNormLinear", {"in_features": IN, "out_features": OUT, "bias": bias, **norm, **rest}
+    returned = {**_NORMS[0], "return_layernorm_output": True, "bias": True, **rest}
+    yield "LayerNormLinear", {"in_features": IN, "out_features": OUT, **returned}
+    yield "LayerNormMLP", {"hidden_size": IN, "ffn_hidden_size": OUT, "activation": "gelu", **returned}
     for norm, bias, activation in product(_NORMS, (True, False), _ACTIVATIONS):
         form = {"activation": activation, "bias": bias, **norm, **rest}
         yield "LayerNormMLP", {"hidden_size": IN, "ffn_hidden_size": OUT, **form}

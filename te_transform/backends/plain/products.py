@@ -96,13 +96,16 @@ class PaddedLinear(Linear):
 
 
 class LayerNormLinear(FusedOp):
-    """A linear of a LayerNorm or RMSNorm."""
+    """A linear of a LayerNorm or RMSNorm; where `returns_norm`, what that computes is returned too."""
 
     PRODUCTS = (3,)
 
-    def __init__(self, *, eps: float, normalization: str, zero_centered_gamma: bool):
+    def __init__(
+        self, *, eps: float, normalization: str, zero_centered_gamma: bool, returns_norm: bool = False
+    ):
         super().__init__()
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.returns_norm = returns_norm
 
     def forward(
         self,
@@ -111,8 +114,8 @@ class LayerNormLinear(FusedOp):
         norm_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-    ) -> Tensor:
-        """x [..., in] -> [..., out]."""
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x [..., in] -> [..., out], and what the norm returns where that is asked for."""
         return self.plain(product, x, norm_weight, norm_bias, weight, bias)
 
     def plain(
@@ -123,9 +126,13 @@ class LayerNormLinear(FusedOp):
         norm_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The op in plain PyTorch, its matrix products computed by `product`."""
-        return product(self.norm(x, norm_weight, norm_bias), weight, bias)
+        normed = self.norm(x, norm_weight, norm_bias)
+        return self._with_norm(product(normed, weight, bias), normed)
+
+    def _with_norm(self, out: Tensor, normed: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return (out, normed) if self.returns_norm else out
 
     def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm alone."""
@@ -151,8 +158,14 @@ class LayerNormMLP(LayerNormLinear):
         activation: str,
         zero_centered_gamma: bool,
         gated: Literal["no", "first half", "second half"] = "no",
+        returns_norm: bool = False,
     ):
-        super().__init__(eps=eps, normalization=normalization, zero_centered_gamma=zero_centered_gamma)
+        super().__init__(
+            eps=eps,
+            normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            returns_norm=returns_norm,
+        )
         self.activation, self.gated = activation, gated
 
     def forward(
@@ -164,8 +177,8 @@ class LayerNormMLP(LayerNormLinear):
         fc1_bias: Tensor | None,
         fc2_weight: Tensor,
         fc2_bias: Tensor | None,
-    ) -> Tensor:
-        """x [..., hidden] -> [..., hidden]."""
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x [..., hidden] -> [..., hidden], and what the norm returns where that is asked for."""
         return self.plain(product, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
 
     def plain(
@@ -178,11 +191,12 @@ class LayerNormMLP(LayerNormLinear):
         fc1_bias: Tensor | None,
         fc2_weight: Tensor,
         fc2_bias: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The op in plain PyTorch, its matrix products computed by `product`."""
-        hidden = super().plain(product, x, norm_weight, norm_bias, fc1_weight, fc1_bias)
+        normed = self.norm(x, norm_weight, norm_bias)
+        hidden = product(normed, fc1_weight, fc1_bias)
         hidden = activated(self.activation, hidden, gate=int(self.gated == GATES[2]))
-        return product(hidden, fc2_weight, fc2_bias)
+        return self._with_norm(product(hidden, fc2_weight, fc2_bias), normed)
 
     @property
     def gains(self) -> bool:

@@ -14,12 +14,13 @@ from transformer_engine.pytorch.module import layernorm_mlp
 
 from te_transform.backends.plain import EXACT_GELU, GATED_ACTIVATIONS
 from te_transform.backends.te.recipes import is_delayed
+from te_transform.backends.twice import Out
 
 
 class Mlp(te.LayerNormMLP):
     """TE's, which also runs where neither its input nor its norm needs a gradient."""
 
-    def forward(self, x: Tensor, **how: Any) -> Tensor:
+    def forward(self, x: Tensor, **how: Any) -> Out:
         """x [..., hidden] -> [..., hidden]."""
         # where neither needs a gradient, TE goes on to ask a LayerNorm's bias, which an RMSNorm has not
         needed = x.requires_grad or self.layer_norm_weight.requires_grad

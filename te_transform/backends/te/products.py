@@ -27,13 +27,13 @@ from te_transform.backends.te.recipes import (
     scaling_of,
 )
 from te_transform.backends.tracing import in_backward, saving_hooks, traced, transformed
-from te_transform.backends.twice import differentiable_once, differentiable_twice
+from te_transform.backends.twice import Out, differentiable_once, differentiable_twice
 
 
 class _Product(FusedOp):
     """An op with matrix products: no call that TE refuses, and nothing lost where it has none."""
 
-    def forward(self, x: Tensor, *tensors: Tensor | None, state: fp8.State | None = None) -> Tensor:
+    def forward(self, x: Tensor, *tensors: Tensor | None, state: fp8.State | None = None) -> Out:
         """x [..., in] -> [..., out]; with a `state` for a compiler, in FP8, see state_for()."""
         if state is not None and not transformed():
             return self._recorded(scaling_of(FP8GlobalStateManager.get_fp8_recipe()), state, x, tensors)
@@ -69,14 +69,14 @@ class _Product(FusedOp):
 
     def _recorded(
         self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
-    ) -> Tensor:
+    ) -> Out:
         """A call in FP8 as operations that a compiler records."""
         return self.plain(scaling.product(state), x, *tensors)
 
     def _weights(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         return [tensors[place - 1] for place in self.PRODUCTS]
 
-    def _plainly(self, product: plain.Product, x: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+    def _plainly(self, product: plain.Product, x: Tensor, tensors: Sequence[Tensor | None]) -> Out:
         return self.plain(product, x, *tensors)
 
     def _why_plain(self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds: bool) -> str | None:
@@ -97,7 +97,7 @@ class _Product(FusedOp):
 
     def _again(
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
-    ) -> Tensor:
+    ) -> Out:
         """Repeat the last call, for a checkpoint."""
         recipe = kernel.module.fp8_meta["recipe"] if kernel.in_fp8 else None
         if recipe is None or not self._has_scales(kernel, recipe, _is_trained(x, *tensors)):
@@ -140,17 +140,17 @@ class _Product(FusedOp):
 
     def _in_its_dtype(
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
-    ) -> Tensor:
+    ) -> Out:
         """A call in the dtype of the weights, whether or not a recipe is on."""
 
-        def run(x: Tensor, *given: Tensor | None) -> Tensor:
+        def run(x: Tensor, *given: Tensor | None) -> Out:
             given = self._by_rows(kernel, given, tensors, gradients)
             if not FP8GlobalStateManager.is_fp8_enabled():
                 return kernel.run(x, given, gradients is not None)
             with autocast(None, enabled=False):
                 return kernel.run(x, given, gradients is not None)
 
-        def plainly(*arguments: Any) -> Tensor:
+        def plainly(*arguments: Any) -> Out:
             return self.plain(plain.product, *arguments)
 
         plain_tensors = (None if tensor is None else exact(tensor) for tensor in tensors)
@@ -158,12 +158,12 @@ class _Product(FusedOp):
 
     def _in_fp8(
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
-    ) -> Tensor:
+    ) -> Out:
         """A call in the recipe that is on, of a number of rows that its kernels take."""
         keeps = kernel.keeps(self._weights(tensors))
         given = self._by_rows(kernel, tensors, tensors, gradients)
 
-        def run(x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Out:
             return differentiable_once(kernel.run(x, given, gradients is not None, keeps), _ONCE)
 
         out = fp8.with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
@@ -190,10 +190,11 @@ class _Product(FusedOp):
             found[place] = weight
         return found
 
-    def _watched(self, out: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+    def _watched(self, out: Out, tensors: Sequence[Tensor | None]) -> Out:
+        first, *others = out if isinstance(out, tuple) else (out,)
         for weight in self._weights(tensors):
-            out = watched(out, weight)
-        return out
+            first = watched(first, weight)
+        return (first, *others) if others else first
 
     def _kernel(self, weights: Sequence[Tensor], bias: bool) -> Kernel:
         """The kernel of the first weight's parameter for a call of this form."""
@@ -251,11 +252,12 @@ class LayerNormLinear(_Product, plain.LayerNormLinear):
 
     @property
     def _norm(self) -> dict[str, Any]:
-        return {
+        norm = {
             "eps": self.eps,
             "normalization": self.normalization,
             "zero_centered_gamma": self.zero_centered_gamma,
         }
+        return norm | {"return_layernorm_output": True} if self.returns_norm else norm
 
     def _by_rows(self, kernel: Kernel, given: Sequence[Tensor | None], *rest: Any) -> list[Tensor | None]:
         """With vectors for a scale or a bias that the norm has not: TE's always have them."""
@@ -281,14 +283,15 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
 
     def _recorded(
         self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
-    ) -> Tensor:
+    ) -> Out:
         norm_weight, norm_bias, *rest = tensors
         _, fc1_bias, *_ = rest
         # TE has no kernels of the exact GELU, and none that sum the gradient of a gated activation for a bias
         has_kernels = self.activation != EXACT_GELU and (self.gated == "no" or fc1_bias is None)
         if not has_kernels or not scaling.delayed or not with_own_activations():
             return super()._recorded(scaling, state, x, tensors)
-        return scaling.mlp(state, self.activation, self.norm(x, norm_weight, norm_bias), *rest)
+        normed = self.norm(x, norm_weight, norm_bias)
+        return self._with_norm(scaling.mlp(state, self.activation, normed, *rest), normed)
 
     def _why_plain(self, *call: Any) -> str | None:
         if self.activation == EXACT_GELU and not with_own_activations():
