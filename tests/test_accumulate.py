@@ -72,6 +72,28 @@ def test_sums_are_handed_over(model: nn.Module) -> None:
     assert all(state_of(parameter).gradients is None for parameter in model.parameters())
 
 
+class BothWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stored = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.stored) @ self.stored.t()
+
+
+def test_a_square_weight_that_is_read_both_ways_has_a_sum_for_each(te: object) -> None:
+    torch.manual_seed(0)
+    model = BothWays().bfloat16()
+    wide = BothWays()
+    wide.load_state_dict(model.state_dict())
+    model = te_transform.convert(model, X[0], backend="te", verify=False).train()
+    with te_transform.accumulate(model, steps=3) as accumulation:
+        train(model, X)
+    train(wide, [x.float() for x in X])
+    assert accumulation.fused == ("stored",)
+    assert close(gradients(model), gradients(wide))
+
+
 def test_sums_are_kept_in_the_dtype_that_was_asked_for(model: nn.Module) -> None:
     with te_transform.accumulate(model, steps=1, dtype=torch.bfloat16) as accumulation:
         train(model, X[:1])

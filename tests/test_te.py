@@ -544,6 +544,16 @@ def test_transposed_weights_are_those_of_their_parameter(te: ModuleType, recipe:
     assert kernel.in_fp8
 
 
+def test_a_square_weight_that_is_read_both_ways_is_quantized_for_each(te: ModuleType) -> None:
+    stored, op = parameter(WIDTH, WIDTH, seed=1), te.Linear()
+    with te.autocast(te.recipe_of("fp8-current")), running(True, _tell_nothing), torch.no_grad():
+        for _ in range(2):
+            for weight in (stored, stored.t()):
+                wanted = nn.functional.linear(stand_in.rounded(X), stand_in.rounded(weight))
+                assert torch.equal(op(X, weight, None), wanted)
+    assert stand_in.Base.quantized == 2
+
+
 # Rotations and the loss
 
 

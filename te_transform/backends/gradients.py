@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +38,15 @@ class Gradients:
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.sums: dict[tuple[int, ...], _Sum] = {}
+        self.sums: dict[tuple[Any, ...], _Sum] = {}
 
     def of(self, weight: Tensor) -> Tensor:
         """The buffer for a call's weight [out, in]: one parameter, its transpose, or several joined ones."""
-        parameters = parameters_of(weight)
-        key = tuple(map(id, parameters))
+        parameters, transposed = parameters_of(weight), Source.of(weight).transposed
+        key = transposed, *map(id, parameters)  # a tied parameter may be read both ways
         if key not in self.sums:
             buffer = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
-            self.sums[key] = _Sum(parameters, buffer, Source.of(weight).transposed)
+            self.sums[key] = _Sum(parameters, buffer, transposed)
         self.sums[key].used.append(weight.__dict__.get("_te_transform_used", []))
         return self.sums[key].buffer
 

@@ -199,8 +199,7 @@ class _Product(FusedOp):
     def _kernel(self, weights: Sequence[Tensor], bias: bool) -> Kernel:
         """The kernel of the first weight's parameter for a call of this form."""
         first = weights[0]
-        offset = 0 if first._base is None else first.storage_offset()  # parts of one parameter differ in it
-        form = (*self.form, bias, first.dtype, offset, *(weight.shape for weight in weights))
+        form = (*self.form, bias, first.dtype, *map(_place_of, weights))
         kernels = state_of(first).kernels
         if form not in kernels:
             kernels[form] = self._made(weights, bias=bias, params_dtype=first.dtype)
@@ -213,6 +212,11 @@ class _Product(FusedOp):
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
         raise NotImplementedError
+
+
+def _place_of(weight: Tensor) -> tuple[Any, ...]:
+    """What the parts of one parameter differ in, and a parameter and its transpose."""
+    return weight.shape, weight.stride(), 0 if weight._base is None else weight.storage_offset()
 
 
 def _is_trained(*tensors: Tensor | None) -> bool:
