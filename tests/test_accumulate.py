@@ -166,6 +166,17 @@ def test_weights_are_quantized_once_in_an_accumulation(te: object, model: nn.Mod
     assert not any(kernel.made._fp8_workspaces for kernel in kernels if kernel.made is not None)
 
 
+def test_weights_that_change_in_an_accumulation_are_quantized_anew(te: object, model: nn.Module) -> None:
+    recipe = te.recipe_of("fp8-current")
+    with te_transform.accumulate(model, steps=2), torch.no_grad(), te.autocast(recipe):
+        model(X[0])
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        found = model(X[0])
+    with torch.no_grad(), te.autocast(recipe):
+        assert torch.equal(found, model(X[0]))
+
+
 def test_where_the_body_raises_nothing_is_handed_over(model: nn.Module) -> None:
     with pytest.raises(ZeroDivisionError), te_transform.accumulate(model, steps=3):
         _train_and_fail(model)

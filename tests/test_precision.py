@@ -368,6 +368,21 @@ def stepped(model: nn.Module) -> None:
     model.zero_grad()
 
 
+def stepped_by_one_kernel(model: nn.Module) -> None:
+    """Which leaves versions as they are; here by a number that no sample of a bf16 weight shows."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    model.blocks[1].mlp[0].weight.grad[0, 1] = 1
+    torch.optim.AdamW(model.parameters(), lr=1, weight_decay=0, fused=True).step()
+    model.zero_grad()
+
+
+def averaged(model: nn.Module) -> None:
+    """As averages of weights are put in their place, and adapters merged into them: by .data."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data * 0.9)
+
+
 def loaded(model: nn.Module) -> None:
     model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
 
@@ -386,8 +401,12 @@ def data_of_their_own(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "write", [stepped, loaded, loaded_anew, of_another_dtype_and_back, data_of_their_own]
-)
+    "write",
+    [
+        stepped, stepped_by_one_kernel, averaged, loaded, loaded_anew, of_another_dtype_and_back,
+        data_of_their_own,
+    ],
+)  # fmt: skip
 def test_weights_are_quantized_once_until_they_are_written_to(
     served: nn.Module, write: Callable[[nn.Module], None]
 ) -> None:

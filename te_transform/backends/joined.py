@@ -38,6 +38,7 @@ class State:
         self.told = False  # whether its model has said so
         self.name = ""  # of the parameter in its model, which says it then
         self.saved: Any = None  # the scales that products with it begin with, see scale_rows.py
+        self.steps = 0  # of optimizers that have it: fused ones write to it, and its version stays
         self.gradients: Any = None  # where its gradients are summed up for the time being, see gradients.py
 
     def __reduce__(self) -> tuple:

@@ -15,8 +15,8 @@ from torch import nn
 from te_transform.backends import scale_rows
 from te_transform.backends.joined import State, state_of
 from te_transform.backends.limits import small_calls_in_fp8
-from te_transform.backends.running import forget_weights, running
-from te_transform.backends.tracing import in_backward, transformed
+from te_transform.backends.running import forget_weights, running, sample_of
+from te_transform.backends.tracing import in_backward, recorded, transformed
 from te_transform.plan.model import is_sharded
 from te_transform.runtime.ranks import groups_of, maximum
 
@@ -66,7 +66,8 @@ class Precision:
             self._agree(model)
         self.entered = True
         try:
-            with te.autocast(self.recipe), small, running(weights_stay, partial(self._tell, model)):
+            tell = partial(self._tell, model)
+            with te.autocast(self.recipe), small, running(weights_stay, tell, self._forget_changed):
                 yield
         finally:
             self.entered = False
@@ -144,12 +145,33 @@ class Precision:
         anew."""
         forget_weights(model.parameters())
 
+    def _forget_changed(self) -> None:
+        """Free the quantized weights of which a sample says that they are not up to date."""
+        kept = [kernel for kernel in self._kernels() if kernel.sample is not None]
+        if recorded() or not any(_changed(kept)):
+            return
+        for kernel in kept:
+            if any(_changed([kernel])):
+                kernel.forget_weights()
+
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in vars(self).items() if name != "states"}
         return {**kept, "entered": False, "groups": (), "loaded": {}, "shared": None}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         vars(self).update(kept, states=WeakSet())
+
+
+def _changed(kernels: list[Any]) -> Iterator[bool]:
+    """Whether samples of their weights are others than when these were quantized: for each device, which the
+    CPU waits for once."""
+    by_device: dict[torch.device, list[Any]] = {}
+    for kernel in kernels:
+        by_device.setdefault(kernel.sample.device, []).append(kernel)
+    for held in by_device.values():
+        now = [parameter for kernel in held for parameter in kernel.parameters()]
+        before = torch.cat([kernel.sample for kernel in held])
+        yield not now or not torch.equal(before, sample_of(now))
 
 
 def matrices(model: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 from te_transform.backends import fp8, scale_rows
 from te_transform.backends.joined import Source
 from te_transform.backends.quantized import Quantized, is_quantized, scale_for
-from te_transform.backends.running import stamp_of
+from te_transform.backends.running import sample_of, stamp_of
 from te_transform.backends.scales import Seen
 from te_transform.backends.stamp import Stamp
 from te_transform.backends.te.recipes import FP8GlobalStateManager, is_delayed, scaling_of, within_step
@@ -36,6 +36,7 @@ class Kernel:
         self.calibrating = False  # whether its last call was in its own dtype for want of scales
         self.scales: Tensor | None = None  # of delayed scaling, in the last call that may be made again
         self.stamp: Any = None  # of the quantized weights that are kept
+        self.sample: Tensor | None = None  # of the weights that these were made of
         self.kept: fp8.State | None = None  # of compiled calls, with quantized weights
         self.scaled = fp8.State()  # of compiled calls, without weights
         self.tensors: dict[int, tuple[Stamp, Tensor]] = {}  # TE's, of weights that are held in FP8 alone
@@ -48,6 +49,10 @@ class Kernel:
             self.made = self.make()
             self.made._parameters.clear()
         return self.made
+
+    def parameters(self) -> list[Tensor]:
+        """Those of the weights of its last call that are still there."""
+        return [parameter for source in self.weights for parameter in source.parameters()]
 
     @property
     def ran_in_recipe(self) -> bool:
@@ -84,12 +89,13 @@ class Kernel:
         stamp = None if any(map(is_quantized, weights)) else stamp_of(weights)
         if stamp is None or stamp != self.stamp:
             self.forget_weights()
+            self.sample = None if stamp is None else sample_of(self.parameters())
         self.stamp = stamp
         return stamp is not None
 
     def forget_weights(self) -> None:
         """Free the quantized weights that are kept; the next call makes them anew."""
-        self.stamp, self.kept = None, None
+        self.stamp, self.sample, self.kept = None, None, None
         if self.made is not None:
             self.made._fp8_workspaces.clear()
 
