@@ -131,6 +131,26 @@ def test_what_is_copied_into_it_is_quantized() -> None:
     assert torch.equal(exact(held), rounded(random(16, 32, seed=1) * 100))
 
 
+WRITES: dict[str, Callable[[Tensor], None]] = {
+    "in place": lambda held: held.mul_(100),
+    "of several": lambda held: torch._foreach_mul_([held], 100),
+    "an output": lambda held: torch.mul(held, 100, out=held),
+    "other data": lambda held: setattr(held, "data", exact(held) * 100),
+    "through data": lambda held: held.data.mul_(100),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_to_it_is_quantized(write: str) -> None:
+    (held,) = quantize([random(16, 32)])
+    before, version = exact(held), held.held._version
+    with torch.no_grad():
+        WRITES[write](held)
+    assert is_quantized(held)
+    assert torch.equal(exact(held), rounded(before * 100))
+    assert held.held._version > version
+
+
 def test_what_is_copied_into_one_of_several_gives_all_of_them_a_scale() -> None:
     weights = [random(16, 32, seed=seed) for seed in range(2)]
     parts, new = quantize(weights), random(16, 32, seed=2) * 100

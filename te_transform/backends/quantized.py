@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.backends import few_rows
 
@@ -61,9 +62,20 @@ class Quantized(Tensor):
             self.whole.quantize_(all_values)
             return self
         held, inverse = _rounded(values.to(self.device))
-        self.held.copy_(held)
-        self.inverse.copy_(inverse)
+        for own, new in ((self.held, held), (self.inverse, inverse)):
+            own.copy_(new)
+            increment_version(own)  # below autograd, as within __torch_dispatch__, nobody counts
         return self
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its history, as any tensor's; other values are quantized."""
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if not (is_quantized(values) and addresses([values]) == addresses([self])):
+            self.quantize_(exact(values.detach()))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -83,8 +95,13 @@ class Quantized(Tensor):
             return Quantized(first.held.to(device, copy=True), first.inverse.to(device, copy=True), dtype)
         if func is _aten.clone.default:
             return Quantized(first.held.clone(), first.inverse.clone(), first.dtype)
-        args, kwargs = tree_map_only(Quantized, Quantized.dequantize, (args, kwargs))
-        return func(*args, **kwargs)
+        plain, named = tree_map_only(Quantized, Quantized.dequantize, (args, kwargs))
+        out = func(*plain, **named)
+        if func._schema.is_mutable:
+            written = zip(_written(func, args, kwargs), _written(func, plain, named), strict=True)
+            held = {id(new): own.quantize_(new) for own, new in written if isinstance(own, Quantized)}
+            out = tree_map_only(Tensor, lambda tensor: held.get(id(tensor), tensor), out)
+        return out
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["held", "inverse"], self.dtype
@@ -105,6 +122,13 @@ class Quantized(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"{self.dequantize()!r}, held in FP8"
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """The tensors that an operation is given to write to."""
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    writes = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tree_leaves([given.get(name) for name in writes])
 
 
 def _few_rows(func: Any, args: tuple) -> Tensor | None:
