@@ -344,6 +344,18 @@ def test_copies_compute_the_same(te: ModuleType) -> None:
         assert all(is_quantized(copied.get_parameter(name)) for name in INSIDE)
 
 
+def test_kernels_do_not_keep_them_from_moving(te: ModuleType) -> None:
+    fused = converted(net())
+    answer(fused)
+    te_transform.quantize_weights(fused)
+    before = answer(fused)
+    for dtype in (torch.float16, torch.bfloat16):
+        fused.to(dtype)
+        with torch.no_grad():
+            found = fused(X.to(dtype))
+    assert torch.equal(found, before)
+
+
 def test_what_is_trained_beside_them_gets_the_same_gradients(te: ModuleType) -> None:
     found = []
     for alone in (False, True):

@@ -217,6 +217,17 @@ def test_what_is_agreed_on_is_laid_out_once(te: ModuleType, monkeypatch: pytest.
     assert not made[-1].amaxes
 
 
+def test_parameters_that_are_put_in_later_have_their_scales_saved(te: ModuleType) -> None:
+    """Of weights that are joined behind others, and of the second ones of MLPs."""
+    model, optimizer = begun()
+    trained(model, optimizer, range(3))
+    for layer in (model.blocks[0].k, model.blocks[0].mlp[2]):
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    trained(model, optimizer, range(3, 5))
+    found = {name for name, row in te_transform.scaling_state(model).items() if row["scale"].isfinite().all()}
+    assert {"blocks.0.q.weight", "blocks.0.mlp.2.weight"} <= found
+
+
 def test_names_are_those_without_wrappers(te: ModuleType) -> None:
     model, optimizer = begun()
     trained(model, optimizer, range(3))

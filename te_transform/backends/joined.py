@@ -130,17 +130,24 @@ def share_state(parameter: Tensor, *others: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """The parameters that a weight was made of, and whether they are stored transposed."""
+    """The parameters that a weight was made of, and whether they are stored transposed.
+
+    `state` is a weak reference to that of the first of them.
+    """
 
     references: tuple[weakref.ref, ...]
+    state: weakref.ref[State]
     transposed: bool
 
     @classmethod
     def of(cls, weight: Tensor) -> Source:
-        """Those of a weight [out, in]."""
+        """Those of a weight [out, in]; none where they are held in FP8 alone, which module.to() moves in a
+        way that knows no references to them."""
         parameters = parameters_of(weight)
         transposed = len(parameters) == 1 and parameters[0] is not weight and not weight.is_contiguous()
-        return cls(tuple(map(weakref.ref, parameters)), transposed)
+        held = quantized.is_quantized(parameters[0])
+        references = () if held else tuple(map(weakref.ref, parameters))
+        return cls(references, weakref.ref(state_of(weight)), transposed)
 
     def parameters(self) -> tuple[Tensor, ...]:
         """The parameters; none where one of them is gone."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from te_transform.backends.joined import Source, state_of
+from te_transform.backends.joined import Source
 from te_transform.backends.scales import Seen
 
 Row = dict[str, Tensor]
@@ -45,8 +45,8 @@ class Kernel(Protocol):
 
 def names_of(kernel: Kernel) -> list[str]:
     """The names of its weights in the model, each that of its first parameter; "" where none is known."""
-    weights = [source.parameters() for source in kernel.weights]
-    return [state_of(parameters[0]).name if parameters else "" for parameters in weights]
+    states = [source.state() for source in kernel.weights]
+    return ["" if state is None else state.name for state in states]
 
 
 class Shared:
@@ -178,11 +178,8 @@ def combine(saved: Mapping[str, Row], maximum: Maximum, device: Any) -> None:
 def taken(kernel: Kernel) -> list[Row] | None:
     """The rows that were loaded for its products, which it is now to begin with; None where there are
     none."""
-    owners = [source.parameters() for source in kernel.weights]
-    if not all(owners):
-        return None
-    states = [state_of(parameters[0]) for parameters in owners]
-    rows = [state.saved for state in states]
+    states = [source.state() for source in kernel.weights]
+    rows = [None if state is None else state.saved for state in states]
     return None if None in rows else rows
 
 

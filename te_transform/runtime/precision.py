@@ -107,6 +107,7 @@ class Precision:
             return
         kernels = self._kernels()
         if self.shared is None or not self.shared.holds(kernels):
+            self._tell(model)
             numbers = {name: number for number, name in enumerate(matrices(model))}
             self.shared = scale_rows.Shared(kernels, numbers, next(model.parameters()).device)
         self.shared.agree(partial(maximum, groups=self.groups))
@@ -117,8 +118,8 @@ class Precision:
     def scales(self, model: nn.Module) -> dict[str, scale_rows.Row]:
         """What delayed scaling keeps from step to step, by the names of the weights; of all processes that
         share the model, which have to call this together."""
-        saved = self.template(model)
-        kernels = self._kernels()
+        self._tell(model)  # parameters that are new, and joined behind others, know no name yet
+        saved, kernels = self.template(model), self._kernels()
         ran = {name for kernel in kernels for name in scale_rows.names_of(kernel)}
         for name in (self.loaded.keys() & saved.keys()) - ran:
             saved[name] = {key: value.clone() for key, value in self.loaded[name].items()}
