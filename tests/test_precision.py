@@ -278,6 +278,40 @@ def test_a_plan_has_the_last_word_in_copies_too() -> None:
             assert runs_in_fp8(one.blocks[1].mlp) == inside
 
 
+class Other(Net):
+    """Another model with the same blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+def sharing(other: Any, own: Any = "fp8-current") -> tuple[nn.Module, nn.Module]:
+    """A model in the recipe `own`, and one in `other` that has its blocks."""
+    models = net(), Other().bfloat16()
+    models[1].blocks, models[1].head = models[0].blocks, models[0].head
+    for model, recipe in zip(models, (own, other), strict=True):
+        te_transform.convert(model, inputs(), backend="te", recipe=recipe, verify=False, inplace=True)
+    return models
+
+
+def test_models_that_share_weights_have_a_plan_each() -> None:
+    stays = PrecisionPlan("fp8-current", {"blocks.0.o": "as it was", "blocks.1.mlp": "as it was"})
+    alone, (one, other) = converted(stays), sharing("fp8-current", own=stays)
+    for _ in range(2):
+        assert not torch.equal(torch.tanh(answer(one)), answer(other))
+        assert torch.equal(answer(one), answer(alone))
+
+
+def test_models_that_share_weights_have_a_recipe_each() -> None:
+    """The scales of one are gone after a call of the other; it takes them anew."""
+    one, other = sharing("fp8-current", own="fp8-delayed")
+    exact, _ = step(net())
+    for seed in range(3):
+        step(other, seed)
+        loss, _ = step(one)
+        assert abs(loss - exact) < 0.01 * exact
+
+
 @pytest.mark.parametrize("blocks", [2, 9])  # nine are captured one by one, and the head in the first call
 def test_the_head_stays_out_unless_a_plan_has_it_in(blocks: int) -> None:
     model = net()

@@ -35,7 +35,7 @@ class State:
         self.stays: tuple[int, ...] = ()  # where a group that begins with it lay when it could not be laid
         self.kernels: dict[Any, Any] = {}  # what a backend keeps for a product that begins with it
         self.in_fp8: bool | None = None  # whether such a product runs in FP8; None: as the op says
-        self.told = False  # whether its model has said so
+        self.told: Any = None  # the token of the converted model that has said so last: several may share it
         self.name = ""  # of the parameter in its model, which says it then
         self.saved: Any = None  # the scales that products with it begin with, see scale_rows.py
         self.steps = 0  # of optimizers that have it: fused ones write to it, and its version stays

@@ -22,6 +22,7 @@ from te_transform.backends.stamp import Stamp
 @dataclass
 class _Model:
     weights_stay: bool = False
+    token: Any = None
     tell: Callable[[], None] | None = None
     look: Callable[[], None] | None = None  # until it has been called
     number: int | None = None  # of its forward, among all of the process
@@ -33,20 +34,24 @@ _numbers = count()
 
 @contextlib.contextmanager
 def running(
-    weights_stay: bool, tell: Callable[[], None], look: Callable[[], None] | None = None
+    weights_stay: bool,
+    tell: Callable[[], None],
+    look: Callable[[], None] | None = None,
+    token: Any = None,
 ) -> Iterator[None]:
     """Let ops know of the model that runs meanwhile.
 
     Args:
         weights_stay: whether its weights are those of its last call, unless their versions say otherwise.
         tell: lets the states of its parameters say whether their products run in FP8; is called where a
-            state says nothing, because the parameter is new.
+            state does not have its token, because the parameter is new, or another model's too.
         look: forgets quantized weights that are not up to date, whatever their versions say; is called once,
             before the first of them is used.
+        token: what tell() leaves in the states.
     """
     global _running
     _count_steps()
-    before, _running = _running, _Model(weights_stay, tell, look, next(_numbers))
+    before, _running = _running, _Model(weights_stay, token, tell, look, next(_numbers))
     try:
         yield
     finally:
@@ -66,7 +71,7 @@ def forward_number() -> int | None:
 def in_recipe(weight: Tensor, default: bool) -> bool:
     """Whether a product that begins with this weight runs in a recipe that is on."""
     state = state_of(weight)
-    if not state.told and _running.tell is not None:
+    if state.told is not _running.token and _running.tell is not None:
         _running.tell()
     return default if state.in_fp8 is None else state.in_fp8
 

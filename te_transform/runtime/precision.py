@@ -44,6 +44,7 @@ class Precision:
     groups: tuple[Any, ...] = ()  # of the processes that the last training forward shared its weights with
     loaded: Mapping[str, scale_rows.Row] = field(default_factory=dict)  # by the weights' names
     shared: scale_rows.Shared | None = None  # what the last training forward had of the rows
+    token: object = field(default_factory=object)  # of states that have been told
 
     @contextlib.contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
@@ -60,14 +61,14 @@ class Precision:
 
         weights_stay = not model.training and not is_sharded(model)
         small = small_calls_in_fp8 if self.small_calls else contextlib.nullcontext()
-        if not state_of(next(model.parameters())).told:
+        if state_of(next(model.parameters())).told is not self.token:
             self._tell(model)
         if torch.is_grad_enabled() and self.is_delayed:
             self._agree(model)
         self.entered = True
         try:
-            tell = partial(self._tell, model)
-            with te.autocast(self.recipe), small, running(weights_stay, tell, self._forget_changed):
+            known = running(weights_stay, partial(self._tell, model), self._forget_changed, self.token)
+            with te.autocast(self.recipe), small, known:
                 yield
         finally:
             self.entered = False
@@ -88,7 +89,9 @@ class Precision:
         for name, parameter in _named(model):
             state = state_of(parameter)
             self.states.add(state)
-            state.told, state.name = True, name
+            if state.told is not self.token:
+                state.told, state.in_fp8 = self.token, None
+            state.name = name
             state.saved = self.loaded.get(name)
             if name in self.products:  # a tied parameter comes by each of its names, `products` has one
                 state.in_fp8 = self.products[name]
@@ -139,7 +142,7 @@ class Precision:
         self.loaded = saved
         for state in self.states:
             state.kernels.clear()
-            state.told = False
+            state.told = None
 
     def forget(self, model: nn.Module) -> None:
         """Free the quantized weights that are kept; whatever was done to the model before, they are made
@@ -156,11 +159,11 @@ class Precision:
                 kernel.forget_weights()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name != "states"}
+        kept = {name: value for name, value in vars(self).items() if name not in ("states", "token")}
         return {**kept, "entered": False, "groups": (), "loaded": {}, "shared": None}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        vars(self).update(kept, states=WeakSet())
+        vars(self).update(kept, states=WeakSet(), token=object())
 
 
 def _changed(kernels: list[Any]) -> Iterator[bool]:

@@ -143,6 +143,12 @@ class Kernel:
         states = {"forward": meta.get("scaling_fwd"), "backward": meta.get("scaling_bwd")}
         return states if all(hasattr(state, "amax_history") for state in states.values()) else {}
 
+    def notice_other_recipe(self) -> None:
+        """Begin anew where another model that has the weights too ran in a recipe of another kind since, with
+        which TE drops the scales."""
+        if self.seen.used and not self.delayed():
+            self.seen = Seen.of(len(self.weights))
+
     def take_saved(self) -> None:
         """Begin with the scales that were loaded for its weights, if there are any."""
         if not self.seen.used and (saved := scale_rows.taken(self)) is not None:

@@ -132,6 +132,7 @@ class _Product(FusedOp):
         """Whether the kernel has the scales that the recipe needs for a call; gives it the first ones."""
         if not is_delayed(recipe):
             return True
+        kernel.notice_other_recipe()
         kernel.take_saved()
         if not kernel.seen.knows(trained):
             return False
