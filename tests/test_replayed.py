@@ -387,6 +387,27 @@ def test_the_model_is_changed(name: str, counts: Counter) -> None:
         pair.agree()
 
 
+class Masked(Attends):
+    """Attention of which a look at the mask shows that it is causal."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        x = super().forward(x)
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+
+def test_what_calls_all_modules_is_replaced(counts: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = pair_of(Masked)
+
+    def doubled(module: nn.Module, *args: Any) -> Any:
+        return module._call_impl(*args) * 2
+
+    pair.attack(lambda _: monkeypatch.setattr(nn.Module, "__call__", doubled), atol=1e-4)
+    for _ in range(3):
+        pair.agree(atol=1e-4)
+    assert counts["recorded"] == 2
+
+
 def test_what_was_recorded_for_moved_parameters_is_let_go() -> None:
     pair = pair_of(Deep)
     for move in (Tensor.clone, Tensor.double):

@@ -19,9 +19,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_transform.backends.op import GraphOp
 from te_transform.backends.plain import reduced
 from te_transform.backends.tracing import compiling
 
@@ -290,7 +291,7 @@ def moved(x: Tensor, way: Way, ranks: Ranks, shards: Shards | None = None) -> Te
     return _Moved.apply(x, way, ranks, shards)
 
 
-class Move(nn.Module):
+class Move(GraphOp):
     """The op of a captured graph that brings a value from one placement to another."""
 
     def __init__(self, way: Way, ranks: Ranks, shards: Shards | None = None):
@@ -302,7 +303,7 @@ class Move(nn.Module):
         return moved(x, self.way, self.ranks, self.shards)
 
 
-class ShardedEmbedding(nn.Module):
+class ShardedEmbedding(GraphOp):
     """F.embedding with a share of the table's rows on each rank: a term of the result, zeros for ids of other
     ranks' rows."""
 
@@ -332,7 +333,7 @@ def _own_rows(ids: Tensor, shards: Shards, ranks: Ranks, what: str) -> tuple[Ten
     return (ids - start).masked_fill(outside, 0).long(), outside
 
 
-class ShardedCrossEntropy(nn.Module):
+class ShardedCrossEntropy(GraphOp):
     """ops.cross_entropy of logits of which each rank has those of its own classes.
 
     With m the largest logit of a row, s = sum(exp(x - m)) and t = x[target] - m, the loss is log(s) - t: the
@@ -363,7 +364,7 @@ class ShardedCrossEntropy(nn.Module):
         return reduced(losses, counts, reduction, dtype)
 
 
-class OwnRandom(nn.Module):
+class OwnRandom(GraphOp):
     """The op of a captured graph after which each rank draws random numbers of its own, for a shard, until
     `CommonRandom`.
 
@@ -395,7 +396,7 @@ class OwnRandom(nn.Module):
         return (seed + (self.ranks.own + 1) * _SPREAD) % 2**63
 
 
-class CommonRandom(nn.Module):
+class CommonRandom(GraphOp):
     """The op of a captured graph after which the ranks draw the same random numbers again."""
 
     def __init__(self, own: OwnRandom):

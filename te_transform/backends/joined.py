@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends import quantized
+from te_transform.backends.op import GraphOp
 from te_transform.backends.tracing import compiling, recorded, transformed
 from te_transform.graph import ops
 
@@ -160,7 +161,7 @@ def is_stored(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter)
 
 
-class Join(nn.Module):
+class Join(GraphOp):
     """The op of a captured graph that joins parameters [rows, ...] below each other.
 
     Args:
@@ -243,7 +244,7 @@ def known_as(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor
 
 
-class Split(nn.Module):
+class Split(GraphOp):
     """The op of a captured graph that takes a product with joined weights apart again, a part for each of
     them."""
 

@@ -9,13 +9,14 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_transform.backends.bands import Band, Banded, band_of, banded, kept, measure
 from te_transform.backends.limits import gains_from_masks, on_kernels_device
+from te_transform.backends.op import GraphOp
 from te_transform.backends.stamp import Stamp
 from te_transform.graph import edit
 
@@ -26,7 +27,7 @@ Answer = str | Band | None
 _LOOKED: dict[tuple[bool, str], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
 
 
-class Mask(nn.Module):
+class Mask(GraphOp):
     """The op of a captured graph that makes an attention mask, and says what it is where that is known.
 
     The answer is remembered for as long as what the mask is made of stays the same. Sizes are numbers, and
@@ -57,7 +58,7 @@ class Mask(nn.Module):
         answer, made = self.look(arguments)
         if isinstance(answer, str):
             return answer
-        mask = self.make(*arguments)[0] if made is None else made
+        mask = self.make.forward(*arguments)[0] if made is None else made
         return mask if answer is None else banded(mask, answer)
 
     def look(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor | None]:
@@ -86,7 +87,7 @@ class Mask(nn.Module):
         key = (keys, *values)
         if None not in values and key in self.answers:
             return self.answers[key], None
-        mask, *hidden = self.make(*arguments)
+        mask, *hidden = self.make.forward(*arguments)
         answer = what_is(mask, *hidden, beside_sinks=self.beside_sinks)
         if None not in values:
             if len(self.answers) >= _FEW:
@@ -97,7 +98,7 @@ class Mask(nn.Module):
     def _compared(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor]:
         """What the mask is now that it has been made: model tensors may be written to through .data, which no
         stamp shows, and may be much larger than the part of them that a call reads."""
-        made = self.make(*arguments)
+        made = self.make.forward(*arguments)
         last = self.last  # which another thread may change
         if last is None or not all(map(_holds, made, last[0])):
             answer = what_is(*made, beside_sinks=self.beside_sinks)
@@ -105,7 +106,7 @@ class Mask(nn.Module):
         return last[1], made[0]
 
 
-class LookedAt(nn.Module):
+class LookedAt(GraphOp):
     """A mask's look in its place: what the mask is, or what makes it."""
 
     def __init__(self, mask: Mask):

@@ -1,13 +1,26 @@
-"""What every fused op is: a module without parameters, called with the tensors of one site."""
+"""What every op of a graph is, and every fused one: a module without parameters, called with the tensors of
+one site."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import nn
 
 
-class FusedOp(nn.Module):
+class GraphOp(nn.Module):
+    """A module that stands in a captured graph for operations, and is none of the user's model.
+
+    A call of it is one of its forward alone: hooks for all modules of a process, and what somebody has put in
+    the place of nn.Module.__call__, are for the modules of the model, and the graph has what they do there.
+    """
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.forward(*arguments, **keywords)
+
+
+class FusedOp(GraphOp):
     """A fused op of a graph: it gets its weights as arguments, because one graph may serve many layers.
 
     `PRODUCTS` has the positions, among the call's arguments, of the weights [out, in] of its matrix products.

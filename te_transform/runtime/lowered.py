@@ -161,7 +161,7 @@ class Lowered:
         return edit.with_known(self.graph, known.values, self.staying, states)
 
     def _values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
-        found = self.compute(*(arguments[place] for place in self.places))
+        found = self.compute.forward(*(arguments[place] for place in self.places))
         return dict(zip(self.before, found, strict=True))
 
     def _weights(self, site: Site, values: dict[fx.Node, Any], arguments: Sequence[Any]) -> list[Tensor]:

@@ -197,7 +197,7 @@ def _compile(pieces: Sequence[_Piece], values: dict[fx.Node, Any], compile: Comp
             made[key] = compile(piece.module, [as_leaf(each) for each in given])
         piece.run = made[key]
         with fake:  # not around the compiler, which times kernels on tensors that it makes
-            found = piece.module(*given)
+            found = piece.module.forward(*given)
         values.update(zip(piece.outputs, found, strict=True))
 
 
