@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import te_transform
 from tests.attacks import OTHER, Act, Attends, Block, Pair, X
 from tests.models.tiny import WIDTH, Tiny
 from tests.test_attacks_python import ABSENT, Options, reads
@@ -230,6 +231,15 @@ class Tagged(Tensor):
     """A subclass of the user's own."""
 
 
+class Doubling(Tensor):
+    """One whose class changes what a function of PyTorch's does."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func is F.linear else out
+
+
 def tagged(x: Tensor) -> Tensor:
     x.tag = 2.0
     return x
@@ -255,6 +265,14 @@ INPUTS = {
 def doubling(x: Tensor) -> Tensor:
     x.register_hook(lambda grad: 2 * grad)
     return x
+
+
+def test_a_tensor_whose_class_changes_what_functions_do() -> None:
+    pair = Pair.of(Attends)
+    pair.attack_call(lambda model, x: model(x.as_subclass(Doubling)))
+    (said,) = te_transform.report(pair.converted).notes[1:]
+    assert said.startswith("a Doubling is given, a tensor whose class sees each call")
+    pair.agree()
 
 
 @pytest.mark.parametrize("name", INPUTS)

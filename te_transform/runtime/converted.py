@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import _disabled_torch_function_impl
 from torch._dynamo.exc import SkipFrame
 
 from te_transform.backends import gradients
@@ -60,6 +61,11 @@ _REPLACED = (
 _NESTS = (
     "nn.TransformerEncoder leaves out what is padded and hands back zeros there, but not where it is traced: "
     "evaluation runs as the user's own code"
+)
+
+_OVERRIDES = (
+    "a {} is given, a tensor whose class sees each call of PyTorch's functions by a __torch_function__ of "
+    "its own, of which dynamo captures some calls and not others: such calls run as the user's own code"
 )
 
 _GATHERED = (
@@ -280,8 +286,19 @@ class Converted:
         """Whether a call runs the user's own code."""
         idle = self.original or self.options.as_it_is or is_foreign_mode_on()
         idle = idle or _has_no_strides(args, kwargs) or self._decodes(args, kwargs)
+        idle = idle or self._is_overridden(args, kwargs)
         idle = idle or type(module) in self.uncaptured or (self.nests and _is_evaluated(module))
         return idle or (self.recomputes and torch.is_grad_enabled())
+
+    def _is_overridden(self, args: tuple, kwargs: dict) -> bool:
+        """Whether tensors are given whose class changes what PyTorch's functions do."""
+        kinds = (type(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        found = next((kind for kind in kinds if kind is not Tensor and _overrides(kind)), None)
+        if found is None:
+            return False
+        why = _OVERRIDES.format(found.__name__)
+        self.failures += [why] * (why not in self.failures)
+        return True
 
     def _modules(self) -> Iterator[nn.Module]:
         model = self.model and self.model()
@@ -405,6 +422,15 @@ def _has_no_strides(args: tuple, kwargs: dict) -> bool:
     guards ask for them, and end the process."""
     given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     return any(value.is_nested and value.layout is torch.strided for value in given)
+
+
+def _overrides(kind: type[Tensor]) -> bool:
+    """Whether a class of tensors has a __torch_function__ of its own, and is neither PyTorch's nor made of
+    tensors, as compilers know how to take them apart."""
+    own = kind.__torch_function__
+    usual = Tensor.__torch_function__.__func__, _disabled_torch_function_impl
+    is_known = kind.__module__.startswith("torch.") or hasattr(kind, "__tensor_flatten__")
+    return not is_known and getattr(own, "__func__", own) not in usual
 
 
 def _is_decoding(args: tuple, kwargs: dict) -> bool:
