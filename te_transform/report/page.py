@@ -61,6 +61,7 @@ svg rect { fill: color-mix(in srgb, Canvas 88%, gray); stroke: #8888; }
   th, td { padding-right: .5rem; }
   ul { padding-left: 1.2rem; }
 }
+td ul { margin: 0; padding-left: 1rem; }
 """
 
 # Text goes into the page as text alone: what a model calls its modules cannot become a part of the page.
@@ -142,8 +143,8 @@ def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
         cells = f'<td>{escape(places.rule)}</td><td class="count">{places.count}</td>'
         if priced in head:
             cells += f'<td class="count">{duration(places.saved) if places.saved else ""}</td>'
-        why = "<br>".join(map(escape, places.reasons))
-        why = f"<td>{why}</td>" if "why not" in head else ""
+        why = "".join(f"<li>{escape(reason)}</li>" for reason in places.reasons)
+        why = f"<td><ul>{why}</ul></td>" if "why not" in head else ""
         lines.append(f'<tr class="row">{cells}<td>{where}</td>{why}</tr>')
     return "\n".join([*lines, "</table>"])
 

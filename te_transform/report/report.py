@@ -239,7 +239,7 @@ def _table(status: str, style: str, gathered: Iterable[Places]) -> Table:
     table.add_column("where" if status == "fused" else "where, and why not", overflow="fold")
     for places in gathered:
         # Text, not str: brackets in a shape are not markup
-        reasons = [Padding(Text(reason, style="dim"), (0, 0, 0, 2)) for reason in places.reasons]
+        reasons = [Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in places.reasons]
         cell = Group(Text("\n".join(places.lines), overflow="fold"), *reasons)
         costs = [Text(duration(places.saved) if places.saved else "")] * priced
         table.add_row(Text(places.rule, style=style), Text(str(places.count)), *costs, cell)
