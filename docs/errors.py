@@ -14,8 +14,8 @@ from te_transform.report.sentences import raised, refused, yielded
 HEAD = """# Errors and refusals
 
 Written from the code by `python docs/errors.py`; "..." stands for what is only known of a model or a call.
-Each sentence says what was given, what is needed, and what to do. `te-transform explain RULE` has those of a
-rule, with what it rewrites.
+Each sentence says what was given, what is needed, and what to do, or that no kernel has it. `te-transform
+explain RULE` has those of a rule, with what it rewrites.
 """
 
 

@@ -34,15 +34,16 @@ WHY = {  # what stands in the way, by words of the reason; the first that fit
     "are not those of scaled_dot_product_attention": "attention of its own kind",
     "have a bias and some have none": "some of q, k and v have a bias and are frozen",
     "is computed at every call": "computed weights",
+    "is cast to": "computed weights",
     "is a view of the parameter": "computed weights",
     "its sink": "sinks, without TE",
     "topk's choices": "another router",
     "copy of its expert's weights": "copied experts",
     "that the fused op has": "experts of their own kind",
-    "is one with others": "one norm for attention and MLP",
+    "is one product with others": "one norm for attention and MLP",
     "of these alone is needed": "one linear for attention and MLP",
-    "norm is needed": "norm elsewhere",
-    "writes to a tensor": "writes in between",
+    "norm there": "norm elsewhere",
+    "between these operations": "writes in between",
 }
 
 

@@ -107,13 +107,13 @@ def main() -> int:
 
 
 def changes(report: Report) -> Counter[str]:
-    """Every reason that ends in what to do, and how many sites it stands for.
+    """Every reason, and how many sites it stands for.
 
-    A reason reads "what the model has, what the fused module needs: what to change"; where nothing is to be
-    changed but the architecture, it ends before the colon.
+    A reason reads "what the model has, what the fused module needs: what to change", or that no kernel has
+    it.
     """
     reasons = (reason for site in report.refused for reason in site.reasons)
-    return Counter(reason for reason in reasons if ": " in reason and not reason.startswith("rolled back"))
+    return Counter(reason for reason in reasons if not reason.startswith("rolled back"))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def refuse(
         return
     if attention.sinks is not None and not backend.HAS_KERNELS:
         yield (
-            "the attention has a score more for each query, its sink, and PyTorch's "
-            "scaled_dot_product_attention has none: TE's kernels are needed, backend='te'"
+            "the attention has a score more for each query, its sink, PyTorch's "
+            "scaled_dot_product_attention has none: convert with backend='te', whose kernels have it"
         )
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:
@@ -35,11 +35,14 @@ def refuse(
     # where a bias hides all keys of a query by numbers, the gradients of fused kernels are wrong
     is_trained = is_bias(mask) and attention.query.requires_grad
     if is_learned if called else is_trained and is_learned:
-        yield "the attention adds a bias to its scores, TE's fast cores have none"
+        yield (
+            "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: "
+            "freeze it, where training allows"
+        )
     elif not called and is_trained:
         yield (
             "the attention is written out and adds a bias to its scores, in training TE's fast cores take "
-            "one from calls of scaled_dot_product_attention alone: give it the bias as attn_mask"
+            "one from calls of scaled_dot_product_attention alone: call it, with the bias as attn_mask"
         )
 
 

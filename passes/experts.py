@@ -82,10 +82,13 @@ def refuse(
         if limit is not None and not 0 < limit == -least:
             yield (
                 f"what is beside the gate is clamped to {least} and {limit}, the fused op has one limit on "
-                "both sides"
+                "both sides: no kernel has two"
             )
     elif summed is not None:
-        yield "the experts are not two products with an activation between them that the fused op has"
+        yield (
+            "the experts are not two products with an activation between them that the fused op has: no "
+            "kernel has others"
+        )
     elif _is_told_elsewhere(groups.node if each is None else each):
         yield None
     elif each is not None:
@@ -96,7 +99,10 @@ def refuse(
     elif told := [*cut(_since_topk(groups.node))]:
         yield from told
     else:
-        yield "the groups of tokens are not those of topk's choices, which alone are known to be experts"
+        yield (
+            "the groups of tokens are not those of topk's choices, which alone are known to be experts: "
+            "choose by torch.topk"
+        )
 
 
 def _of_this_kind(fc1: Operation, gated: str, half: int, end: int) -> Iterator[str]:
@@ -110,7 +116,7 @@ def _of_this_kind(fc1: Operation, gated: str, half: int, end: int) -> Iterator[s
     if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
         yield (
             f"the gate has {half} of the first product's {fc1.width} outputs, experts have as many in the "
-            "gate as beside it"
+            "gate as beside it: no kernel has others"
         )
 
 

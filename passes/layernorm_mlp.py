@@ -50,16 +50,19 @@ def refuse(
             "allow approximate=True, in float32 with verify=False"
         )
     elif activation.op != "gelu" and activation.op not in known:
-        yield f"the activation is {activation.op}, LayerNormMLP has {', '.join(sorted(known))}"
+        yield (
+            f"the activation is {activation.op}, LayerNormMLP has {', '.join(sorted(known))}: no kernel has "
+            "others"
+        )
     if gated not in backend.GATES:
         yield (
             f"the {gated} of the first linear's outputs is activated, LayerNormMLP activates the "
-            f"{' or the '.join(backend.GATES[1:])}"
+            f"{' or the '.join(backend.GATES[1:])}: make it two linears, one for each half"
         )
     if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
         yield (
             f"the gate has {half} of the first linear's {fc1.width} outputs, LayerNormMLP has as many in the "
-            "gate as beside it"
+            "gate as beside it: no kernel has others"
         )
     yield from _of_shapes(fc1, fc2, dropout)
 
@@ -71,11 +74,14 @@ def _of_shapes(fc1: Operation, fc2: Operation, dropout: Operation | None) -> Ite
             "to 0"
         )
     if (fc1.bias is None) != (fc2.bias is None):
-        yield "one of the two linears has a bias and one has none, LayerNormMLP has both or none"
+        yield (
+            "one of the two linears has a bias and one has none, LayerNormMLP has both or none: give the "
+            "other one too, of zeros"
+        )
     if fc1.weight.shape[1] != fc2.weight.shape[0]:
         yield (
             f"the MLP maps {fc1.weight.shape[1]} features to {fc2.weight.shape[0]}, LayerNormMLP keeps their "
-            "number"
+            "number: no kernel changes it"
         )
 
 

@@ -16,26 +16,36 @@ ROWS = 16  # what FP8 kernels take a multiple of
 def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
     """Every reason why the projections cannot share one product."""
     if not all(linear.weight.shape[0] for linear in linears):
-        yield "one of the linears has no rows, each needs some"
+        yield "one of the linears has no rows, each needs some: leave it out of the model"
     mixed = len({linear.bias is None for linear in linears}) > 1
     narrow = [linear.weight.shape[0] for linear in linears if linear.weight.shape[0] % ROWS]
     if mixed and narrow:
         yield (
-            f"some of the linears have a bias and some have none, and one has {narrow[0]} rows, no multiple "
-            f"of {ROWS}: the others would lose their kernels to it"
+            f"some of the linears have a bias and some have none, and one has {narrow[0]} rows, "
+            f"which would cost the others their kernels: give it a multiple of {ROWS}"
         )
     if mixed and len({linear.weight.requires_grad for linear in linears}) > 1:  # LoRA's beside its base
         yield (
             "some of the linears have a bias and some have none, and some are frozen and some are not, a "
-            "merged linear has the gradients of all or none"
+            "merged linear has the gradients of all or none: give all a bias or none, or merge a LoRA into "
+            "its base"
         )
     if len({linear.sources("weight") for linear in linears}) < len(linears):
-        yield "some of the linears have the same weight, a merged linear has each row once"
+        yield (
+            "some of the linears have the same weight, a merged linear has each row once: compute their "
+            "product once"
+        )
     biases = [bias for linear in linears for bias in linear.sources("bias")]
     if not all(map(is_parameter, biases)):
-        yield "the linear's bias is computed at every call, a parameter is needed"
+        yield (
+            "the linear's bias is computed at every call, a parameter is needed: compute it once and store "
+            "it, where training allows"
+        )
     if any(linear.sources("weight") != (linear.node.args[1],) for linear in linears):
-        yield "a weight is stored transposed, rows that lie below each other are needed"
+        yield (
+            "a weight is stored transposed, rows that lie below each other are needed: store it as "
+            "[outputs, inputs], as nn.Linear does"
+        )
 
 
 class Example(nn.Module):

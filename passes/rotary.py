@@ -21,17 +21,23 @@ def _taken(function: Callable) -> Pattern:
 def refuse(rope: Operation, angles, factor: float = 1.0) -> Iterator[str]:
     """Every reason why the kernel would turn otherwise."""
     if factor != 1:
-        yield f"the cosines are multiplied by {factor:g}, as in YaRN, the kernel takes angles alone"
+        yield (
+            f"the cosines are multiplied by {factor:g}, as in YaRN, the kernel takes angles alone: where "
+            "whole heads are turned, multiply the attention's scale by its square instead"
+        )
     turned, by = shape_of(rope.node), shape_of(angles)
     over_heads = (*by[:1], 1, *by[1:])
     fit = len(turned) == 4 and len(by) == 3 and same_shape(by[1:], turned[2:])
     if not fit or not all(same_shape(taken.shape, over_heads) for taken in (rope.cos, rope.sin)):
         yield (
             f"queries of {list(turned)} are turned by angles of {list(by)}, [batch, heads, length, width] "
-            "and [1, length, width] are needed"
+            "and [1, length, width] are needed: lay them out so"
         )
     elif {rope.cos.dtype, dtype_of(rope.node)} != {rope.x.dtype}:
-        yield "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter"
+        yield (
+            "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter: "
+            "cast cosines and sines to it"
+        )
 
 
 def build(backend) -> nn.Module:

@@ -12,7 +12,12 @@ from tests.zoo import CASES, zero_dropout
 
 DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has none there: set it to 0"
 HANDED_OUT = (
-    "the attention's scores or probabilities are also read by reshape, fused attention does not hand them out"
+    "the attention's scores or probabilities are also read by mean, fused attention keeps them inside: let "
+    "nothing else read them, as with need_weights=False or output_attentions=False"
+)
+POST = (
+    "the output of the layer_norm is also read by add, the fused module keeps it inside: nothing to change "
+    "where it is the residual of a post-norm layer"
 )
 
 # The tables: how many sites of each rule are fused, and (rule, reasons ...) -> where it is refused

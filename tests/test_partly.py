@@ -151,8 +151,13 @@ HEAD_ALONE = ALL | {"layernorm_linear": 1, "linear": 2}
 HEAD_LEFT = ALL | {"layernorm_linear": 1}
 APART = {"layernorm_mlp": 1, "layernorm_linear": 2, "linear": 3}
 
-COMPUTED = "the linear's weight is computed at every call, a parameter is needed"
-SAME = "some of the linears have the same weight, a merged linear has each row once"
+COMPUTED = (
+    "the linear's weight is computed at every call, a parameter is needed: compute it once and store it, "
+    "where training allows"
+)
+SAME = (
+    "some of the linears have the same weight, a merged linear has each row once: compute their product once"
+)
 
 # What is changed, what is fused then, and a reason that is given for what is not
 PARTLY: dict[str, tuple[Callable[[nn.Module], object], dict[str, int], str | None]] = {
@@ -169,23 +174,24 @@ PARTLY: dict[str, tuple[Callable[[nn.Module], object], dict[str, int], str | Non
         adapt,
         {"layernorm_mlp": 1, "layernorm_linear": 2, "linear": 7},
         "some of the linears have a bias and some have none, and some are frozen and some are not, a merged "
-        "linear has the gradients of all or none",
+        "linear has the gradients of all or none: give all a bias or none, or merge a LoRA into its base",
     ),
     "int8": (replace_head(Int8), HEAD_LEFT, COMPUTED),
     "complex": (
         replace_head(Complex),
         HEAD_LEFT,
-        "the linear's weight is complex64, a floating point parameter is needed",
+        "the linear's weight is complex64, a floating point parameter is needed: no kernel takes others",
     ),
     "integer": (
         replace_head(Integer),
         HEAD_LEFT,
-        "the linear's weight is int64, a floating point parameter is needed",
+        "the linear's weight is int64, a floating point parameter is needed: no kernel takes others",
     ),
     "a buffer": (
         weight_buffer,
         HEAD_LEFT,
-        "the linear's weight is a buffer, a constant or an input, a parameter is needed",
+        "the linear's weight is a buffer, a parameter is needed: store it as an nn.Parameter, with "
+        "requires_grad=False where it is not trained",
     ),
     "a norm used twice": (norm_reused, ALL, None),
     "a shared linear": (share_projections, APART, SAME),

@@ -85,13 +85,21 @@ COUNTS = {
 }
 
 DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has none there: set it to 0"
-BIAS = "the attention adds a bias to its scores, TE's fast cores have none"
+BIAS = (
+    "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: freeze it, "
+    "where training allows"
+)
 WRITTEN_BIAS = (
     "the attention is written out and adds a bias to its scores, in training TE's fast cores take "
-    "one from calls of scaled_dot_product_attention alone: give it the bias as attn_mask"
+    "one from calls of scaled_dot_product_attention alone: call it, with the bias as attn_mask"
 )
 HANDED_OUT = (
-    "the attention's scores or probabilities are also read by reshape, fused attention does not hand them out"
+    "the attention's scores or probabilities are also read by mean, fused attention keeps them inside: let "
+    "nothing else read them, as with need_weights=False or output_attentions=False"
+)
+POST = (
+    "the output of the layer_norm is also read by add, the fused module keeps it inside: nothing to change "
+    "where it is the residual of a post-norm layer"
 )
 
 

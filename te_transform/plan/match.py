@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_transform.canonicalize import canonicalize
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import argument, called, is_model_tensor, name_in_model, path_of, value
+from te_transform.graph.nodes import argument, is_model_tensor, path_of, value
 from te_transform.graph.pattern import Match, Miss, Siblings, find
 from te_transform.plan.options import Options
-from te_transform.plan.refusals import refusals, shared
+from te_transform.plan.refusals import missed, refusals, shared
 from te_transform.plan.rule import Deviation, Operation, Outcome, Rule, ask, reasons_of, roles, stored_in
 from te_transform.plan.work import replaced
 
@@ -246,37 +246,12 @@ def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
     outcomes = []
     for miss in misses:
         if 2 * len(miss.nodes) > rule.pattern.depth and not any(node._erased for node in miss.nodes):
-            readers = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
-            reader = (readers or miss.nodes)[-1]
-            reason = f"the {called(reader)} reads {_named(miss.found)}, {miss.wanted} is needed"
-            if reader.target is ops.columns:
-                reason = _of_columns(reader.args[0])
             where, inside = path_of(miss.nodes[0]), _replaced(made, miss.nodes)
-            found = Outcome(rule.name, where, "refused", (reason,), _weights(miss.nodes), inside=inside)
-            outcomes.append(found)
+            told = tuple(missed(miss))
+            outcomes.append(Outcome(rule.name, where, "refused", told, _weights(miss.nodes), inside=inside))
     return outcomes
-
-
-def _of_columns(product: fx.Node) -> str:
-    """Why the columns of a product are none of those that a rule reads."""
-    while product.target is ops.columns:
-        product = product.args[0]
-    if product.target is ops.linear and is_model_tensor(product.args[1]):
-        return (
-            "the columns of the linear are read otherwise than as a gate and what is beside it, a linear of "
-            "these alone is needed"
-        )
-    return "the linear is one with others of the same input, one of its own is needed"
 
 
 def _is_given(found: Any) -> bool:
     """Whether it comes from outside of the graph, and is none of the model's tensors."""
     return isinstance(found, fx.Node) and found.op == "placeholder" and not is_model_tensor(found)
-
-
-def _named(found: Any) -> str:
-    if not isinstance(found, fx.Node):
-        return repr(found)
-    if is_model_tensor(found):
-        return f"the parameter {name_in_model(found)}"
-    return f"the input {found.name}" if found.op == "placeholder" else called(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,23 +10,26 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends.quantized import Quantized
+from te_transform.graph import ops
 from te_transform.graph.nodes import (
     called,
     dtype_name,
+    is_model_tensor,
     is_parameter,
     may_be_view,
     name_in_model,
     same_shape,
     value,
 )
-from te_transform.graph.pattern import Match
+from te_transform.graph.pattern import Match, Miss
 from te_transform.plan.rule import Operation, Rule
 
-WEIGHTED = ("linear", "layer_norm", "rms_norm")
+NORMS = ("layer_norm", "rms_norm")
+WEIGHTED = ("linear", *NORMS)
 
 
 def refusals(match: Match, operations: list[Operation], skip: tuple[str, ...], rule: Rule) -> Iterator[str]:
-    """Every generic reason, as a clause of what the model has, a comma, and one of what is needed."""
+    """Every generic reason: what the model has, a comma, what is needed, a colon, and what to change."""
     weighted = [operation for operation in operations if operation.op in WEIGHTED]
     for operation in operations:
         yield from _skipped(operation, skip)
@@ -42,7 +45,7 @@ def _skipped(operation: Operation, skip: tuple[str, ...]) -> Iterator[str]:
     for glob in skip:
         parts = operation.path.split(".")
         if any(fnmatchcase(".".join(parts[:depth]), glob) for depth in range(1, len(parts) + 1)):
-            yield f"the module is skipped by skip={glob!r}, leave it out of skip= to have it fused"
+            yield f"the module is skipped by skip={glob!r}: leave it out of skip= to have it fused"
 
 
 def _of_weight(operation: Operation, name: str) -> Iterator[str]:
@@ -55,19 +58,48 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
     if operation.op == "linear" and name == "bias" and sources:
         rows = operation.weight.shape[:1]
         if not same_shape(operation.bias.shape, rows):
-            yield f"{what} is {list(operation.bias.shape)}, one number for each of {rows[0]} rows is needed"
+            yield (
+                f"{what} is {list(operation.bias.shape)}, one number for each of {rows[0]} rows is needed: "
+                "add it after the product"
+            )
     for source in sources:
-        held = value(source)
-        if is_matrix and (whole := _viewed(source)) is not None:
-            yield f"{what} is a view of the parameter {name_in_model(whole)}, one of its own is needed"
-        elif is_matrix and (not isinstance(source, fx.Node) or source.op != "placeholder"):
-            yield f"{what} is computed at every call, a parameter is needed"
-        elif is_matrix and not is_parameter(source):
-            yield f"{what} is a buffer, a constant or an input, a parameter is needed"
-        elif is_traceable_wrapper_subclass(held) and not isinstance(held, Quantized):
-            yield f"{what} is a {type(held).__name__}, a plain tensor is needed"
-        elif not held.is_floating_point():
-            yield f"{what} is {dtype_name(held.dtype)}, a floating point parameter is needed"
+        yield from _of_source(what, source, is_matrix)
+
+
+def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
+    """Why a tensor of the model is none that a kernel reads as a weight, or as a vector."""
+    held = value(source)
+    if is_matrix and (whole := _viewed(source)) is not None:
+        yield (
+            f"{what} is a view of the parameter {name_in_model(whole)}, a whole one is needed: store it "
+            "as a parameter of its own"
+        )
+    elif is_matrix and _is_cast(source):
+        dtype = dtype_name(held.dtype)
+        yield f"{what} is cast to {dtype} at every call, a parameter is needed: store it in {dtype}"
+    elif is_matrix and (not isinstance(source, fx.Node) or source.op != "placeholder"):
+        yield (
+            f"{what} is computed at every call, a parameter is needed: compute it once and store it, "
+            "where training allows"
+        )
+    elif is_matrix and not is_parameter(source):
+        kind = "a buffer" if is_model_tensor(source) else "an input or a constant"
+        yield (
+            f"{what} is {kind}, a parameter is needed: store it as an nn.Parameter, with "
+            "requires_grad=False where it is not trained"
+        )
+    elif is_traceable_wrapper_subclass(held) and not isinstance(held, Quantized):
+        yield f"{what} is a {type(held).__name__}, a plain tensor is needed: load the model with those"
+    elif not held.is_floating_point():
+        yield (
+            f"{what} is {dtype_name(held.dtype)}, a floating point parameter is needed: no kernel takes "
+            "others"
+        )
+
+
+def _is_cast(weight: Any) -> bool:
+    """Whether a weight is a parameter in another dtype."""
+    return isinstance(weight, fx.Node) and weight.target is ops.cast and is_parameter(weight.args[0])
 
 
 def _viewed(weight: Any) -> fx.Node | None:
@@ -83,7 +115,10 @@ def _mixed(operations: list[Operation]) -> Iterator[str]:
     weights = [(op.op, op.weight) for op in operations if isinstance(op.weight, Tensor)]
     if len({weight.dtype for _, weight in weights}) > 1:
         found = ", ".join(dict.fromkeys(f"{op} {dtype_name(weight.dtype)}" for op, weight in weights))
-        yield f"the parameters are of several dtypes ({found}), a fused module has one"
+        yield (
+            f"the parameters are of several dtypes ({found}), a fused module has one: store them in one, as "
+            "model.to(torch.bfloat16) does"
+        )
 
 
 def shared(match: Match, rule: Rule) -> tuple[str, ...]:
@@ -102,23 +137,76 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
             others = [user for user in others if user.op != "output"]
         if node in sharing:  # what the fused op returns is there when all of the match has been computed
             others = [user for user in others if user < match.root]
-        readers = sorted(map(reader, others))
-        if readers:
+        read = readers(others)
+        if read and node in sharing:
             yield (
-                f"the output of the {called(node)} is also read by {', '.join(readers)}, the fused module "
-                "does not hand it out"
+                f"the output of the {called(node)} is also read by {', '.join(read)}, before the fused "
+                "module returns it: let that come after the linear"
+            )
+        elif read:
+            yield (
+                f"the output of the {called(node)} is also read by {', '.join(read)}, the fused module "
+                "keeps it inside: let nothing else read it, where the mathematics allows"
             )
 
 
-def reader(user: fx.Node) -> str:
-    """What reads a value, in words."""
-    return "the model's output" if user.op == "output" else called(user)
+def readers(users: Iterable[fx.Node]) -> list[str]:
+    """What reads a value, in words: of a view, its readers."""
+    found: set[str] = set()
+    for user in users:
+        if may_be_view(user) and user.users:
+            found.update(readers(user.users))
+        else:
+            found.add("the model's output" if user.op == "output" else user.meta.get("fused", called(user)))
+    return sorted(found)
 
 
-def cut(operations: Iterable[fx.Node]) -> Iterator[str]:
-    """The reason why operations that lie in several regions may not run as one."""
-    if len({node.meta.get("region") for node in operations}) > 1:
+def missed(miss: Miss) -> Iterator[str]:
+    """Why a place that has most of a rule's pattern is none of its matches."""
+    reading = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
+    reads = (reading or miss.nodes)[-1]
+    if reads.target is not ops.columns:
         yield (
-            "the model writes to a tensor, or changes the gradient mode or autocast, between these "
-            "operations, the fused module runs all of them at once"
+            f"the {called(reads)} reads {_named(miss.found)}, the rule has {miss.wanted} there: compute it "
+            "so, where the mathematics allows"
+        )
+    elif _is_linear_of_its_own(reads):
+        yield (
+            "the columns of the linear are read otherwise than as a gate and what is beside it, a linear of "
+            "these alone is needed: give the MLP one, and a norm of its own, where training allows"
+        )
+    else:
+        yield (
+            "the linear is one product with others of the same input, one of its own is needed: give the MLP "
+            "a norm of its own, where training allows"
+        )
+
+
+def _is_linear_of_its_own(product: fx.Node) -> bool:
+    """Whether columns are those of a linear that was not merged with others."""
+    while product.target is ops.columns:
+        product = product.args[0]
+    return product.target is ops.linear and is_model_tensor(product.args[1])
+
+
+def _named(found: Any) -> str:
+    if not isinstance(found, fx.Node):
+        return repr(found)
+    if is_model_tensor(found):
+        return f"the parameter {name_in_model(found)}"
+    return f"the input {found.name}" if found.op == "placeholder" else called(found)
+
+
+def cut(operations: Collection[fx.Node]) -> Iterator[str]:
+    """The reason why operations that lie in several regions may not run as one."""
+    regions = {node.meta.get("region", 0) for node in operations}
+    if len(regions) > 1:
+        numbers = {abs(region) for region in regions}
+        barriers = {*range(-max(numbers), -min(numbers)), *(region for region in regions if region < 0)}
+        graph = next(iter(operations)).graph
+        found = (called(node).lstrip("_") for node in graph.nodes if node.meta.get("region", 0) in barriers)
+        yield (
+            f"between these operations the model calls {', '.join(dict.fromkeys(found))}, a write or a "
+            "change of the gradient mode or autocast, the fused module runs all of them at once: call it "
+            "before or after them"
         )

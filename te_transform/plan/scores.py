@@ -10,7 +10,7 @@ from torch import fx
 from te_transform.canonicalize.attention import PRODUCTS
 from te_transform.graph import ops
 from te_transform.graph.nodes import called, dtype_of, is_tensor_node, storages, writes
-from te_transform.plan.refusals import reader
+from te_transform.plan.refusals import readers
 
 # what may stand between the two products of fused attention, with them
 PLAIN = {
@@ -31,9 +31,8 @@ def obstacles(softmax: fx.Node) -> Iterator[str]:
     yield from reasons
     if not reasons:
         yield (
-            "the attention's shapes, dtypes or mask are not those of scaled_dot_product_attention, which "
-            "takes [batch, heads, length, width] of one dtype and a mask that is added, or filled with -1e4 "
-            "or less"
+            "the attention's shapes, dtypes or mask are not those of scaled_dot_product_attention: give it "
+            "[batch, heads, length, width] of one dtype and a mask that is added, or filled with -1e4 or less"
         )
 
 
@@ -42,24 +41,27 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
     if others:
         yield (
             f"the attention has {', '.join(others)} between its two products, fused attention has a scale, a "
-            "mask that is added or filled in, a softmax and a dropout there"
+            "mask that is added or filled in, a softmax and a dropout there: no kernel has more"
         )
     dims = {node.args[1] for node in path if node.target is torch.softmax}
     if not others and dims != {-1}:
         yield (
             "the attention's softmax goes over another dimension than the keys, fused attention's goes over "
-            "these"
+            "these: no kernel has another"
         )
     factors = [node for node in path if node.target in (torch.mul, torch.div)]
     if any(all(map(is_tensor_node, node.args)) for node in factors):
-        yield "the attention's scores are multiplied by a tensor, fused attention's scale is a number"
+        yield (
+            "the attention's scores are multiplied by a tensor, fused attention's scale is a number: "
+            "multiply the queries by it, or add it if it is a mask"
+        )
     inner = [node for node in path if {*path}.intersection(node.users)]  # all but the last products
     users = {user for node in inner for user in node.users} - {*path}
-    readers = {reader(user) for user in users if user.op == "output" or is_tensor_node(user)}
-    if readers:
+    if read := readers(user for user in users if user.op == "output" or is_tensor_node(user)):
         yield (
-            f"the attention's scores or probabilities are also read by {', '.join(sorted(readers))}, fused "
-            "attention does not hand them out"
+            f"the attention's scores or probabilities are also read by {', '.join(read)}, fused "
+            "attention keeps them inside: let nothing else read them, as with need_weights=False or "
+            "output_attentions=False"
         )
     if len({node.meta.get("region") for node in path}) > 1:
         yield from _written_in_between(path)
@@ -78,7 +80,10 @@ def _written_in_between(path: list[fx.Node]) -> Iterator[str]:
             "the fused one is computed at once: fill it before"
         )
     else:
-        yield "the model writes to a tensor in the middle of the attention, the fused one is computed at once"
+        yield (
+            "the model writes to a tensor in the middle of the attention, the fused one is computed at once: "
+            "make a new tensor there"
+        )
 
 
 def _towards(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], last: bool) -> list[fx.Node]:

@@ -143,7 +143,8 @@ def test_a_bias_is_left_to_pytorch_where_the_fast_cores_have_none() -> None:
     make = attends(called_with_a_bias, mask=lambda: nn.Parameter(torch.zeros(LONGEST, LONGEST)))
     fused(make).expect(attention=1)
     assert reasons(sites(make, backend="te"), "attention") == {
-        "the attention adds a bias to its scores, TE's fast cores have none"
+        "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: freeze "
+        "it, where training allows"
     }
 
 
@@ -168,11 +169,12 @@ def test_a_bias_that_nobody_learns_is_fused_where_it_is_handed_over() -> None:
     fused(attends(alibi, mask=mask)).expect(attention=1)
     assert reasons(sites(attends(alibi, mask=mask), backend="te"), "attention") == {
         "the attention is written out and adds a bias to its scores, in training TE's fast cores take "
-        "one from calls of scaled_dot_product_attention alone: give it the bias as attn_mask"
+        "one from calls of scaled_dot_product_attention alone: call it, with the bias as attn_mask"
     }
     learned = attends(alibi, mask=lambda: nn.Parameter(mask()))
     assert reasons(sites(learned, backend="te"), "attention") == {
-        "the attention adds a bias to its scores, TE's fast cores have none"
+        "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: freeze "
+        "it, where training allows"
     }
 
 
@@ -219,28 +221,30 @@ def barely_filled(model, q, k, v):
 
 BETWEEN = (
     "the attention has {} between its two products, fused attention has a scale, a mask that is added or "
-    "filled in, a softmax and a dropout there"
+    "filled in, a softmax and a dropout there: no kernel has more"
 )
 REFUSES = {
     "weights that are read": (
         weights_read,
-        "the attention's scores or probabilities are also read by sum, fused attention does not hand them "
-        "out",
+        "the attention's scores or probabilities are also read by sum, fused attention keeps them inside: "
+        "let nothing else read them, as with need_weights=False or output_attentions=False",
     ),
     "a scale for each head": (
         scaled_by_a_tensor,
-        "the attention's scores are multiplied by a tensor, fused attention's scale is a number",
+        "the attention's scores are multiplied by a tensor, fused attention's scale is a number: "
+        "multiply the queries by it, or add it if it is a mask",
     ),
     "a least score": (held, BETWEEN.format("max")),
     "a sink": (with_a_sink, BETWEEN.format("cat, columns")),
     "a softmax over heads": (
         over_heads,
         "the attention's softmax goes over another dimension than the keys, fused attention's goes over "
-        "these",
+        "these: no kernel has another",
     ),
     "scores that are written": (
         written_in_between,
-        "the model writes to a tensor in the middle of the attention, the fused one is computed at once",
+        "the model writes to a tensor in the middle of the attention, the fused one is computed at once: "
+        "make a new tensor there",
     ),
     "a mask that is filled": (
         filled_in_between,
@@ -249,7 +253,7 @@ REFUSES = {
     ),
     "a fill that hides nothing": (
         barely_filled,
-        "the attention's shapes, dtypes or mask are not those of scaled_dot_product_attention, which takes "
+        "the attention's shapes, dtypes or mask are not those of scaled_dot_product_attention: give it "
         "[batch, heads, length, width] of one dtype and a mask that is added, or filled with -1e4 or less",
     ),
 }
@@ -261,6 +265,53 @@ def test_refuses(name: str) -> None:
     report = fused(attends(core, mask=buffer(LOWER)))
     assert report.counts == {"linear": 2}
     assert reasons(report, "attention") == {sentence}
+
+
+def scaled_before(model, q, k, v):
+    return scores(q * model.mask[:HEADS, :1, None], k).softmax(-1) @ v
+
+
+def filled_before(model, q, k, v):
+    mask = torch.zeros(q.shape[-2], q.shape[-2])
+    mask[1:, 0] = -1.0
+    return (scores(q, k) + mask).softmax(-1) @ v
+
+
+def made_anew(model, q, k, v):
+    hidden = torch.arange(k.shape[-2]) == 0
+    return scores(q, k).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def filled(model, q, k, v):
+    length = q.shape[-2]
+    return scores(q, k).masked_fill(model.mask[:length, :length] == 0, -1e4).softmax(-1) @ v
+
+
+class Asked(nn.Module):
+    """PyTorch's own attention, which hands out its weights if it is asked for them."""
+
+    def __init__(self, need_weights: bool):
+        super().__init__()
+        self.inner, self.need_weights = nn.MultiheadAttention(H, HEADS, batch_first=True), need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x, need_weights=self.need_weights)[0]
+
+
+FROZEN = {"mask": lambda: nn.Parameter(torch.zeros(LONGEST, LONGEST), requires_grad=False)}
+FOLLOWED = {  # what the sentences advise
+    "multiply the queries by it": attends(scaled_before, mask=buffer(LOWER)),
+    "fill it before": attends(filled_before),
+    "make a new tensor there": attends(made_anew),
+    "give it a mask that is filled with -1e4": attends(filled, mask=buffer(LOWER)),
+    "let nothing else read them": lambda: Asked(need_weights=False),
+    "freeze it": attends(called_with_a_bias, **FROZEN),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_advised_is_fused(name: str) -> None:
+    sites(FOLLOWED[name], backend="te").expect(attention=1)
 
 
 def normalized_otherwise(model, q, k, v):

@@ -206,7 +206,8 @@ def test_is_off_unless_it_is_asked_for_and_then_says_what_reads_the_logits() -> 
     assert reasons(sites(of(read)), "chunked_loss") == set()
     assert sites(of(with_logits)).counts["chunked_loss"] == 0
     assert reasons(sites(of(read), chunked_loss=True), "chunked_loss") == {
-        "the output of the linear is also read by logsumexp, the fused module does not hand it out"
+        "the output of the linear is also read by logsumexp, the fused module keeps it inside: let "
+        "nothing else read it, where the mathematics allows"
     }
 
 

@@ -444,15 +444,17 @@ REFUSES = {
     "a narrow gate": (
         made(act=lambda hidden: F.silu(hidden[..., :1]) * hidden[..., 1:], width=INNER + 1),
         f"the gate has 1 of the first product's {INNER + 1} outputs, experts have as many in the gate as "
-        "beside it",
+        "beside it: no kernel has others",
     ),
     "uneven limits": (
         made(act=partial(clamped, least=-0.5)),
-        "what is beside the gate is clamped to -0.5 and 0.7, the fused op has one limit on both sides",
+        "what is beside the gate is clamped to -0.5 and 0.7, the fused op has one limit on both sides: no "
+        "kernel has two",
     ),
     "an odd number of pairs": (
         made(act=lambda hidden: clamped(hidden[..., :-1]), width=2 * INNER + 1),
-        "the experts are not two products with an activation between them that the fused op has",
+        "the experts are not two products with an activation between them that the fused op has: no "
+        "kernel has others",
     ),
 }
 
@@ -480,22 +482,27 @@ def between(write: Callable[[nn.Module, Tensor], Any]) -> Callable[[], nn.Module
 
 
 CUT = (
-    "the model writes to a tensor, or changes the gradient mode or autocast, between these operations, the "
-    "fused module runs all of them at once"
+    "between these operations the model calls {}, a write or a change of the gradient mode or autocast, the "
+    "fused module runs all of them at once: call it before or after them"
 )
 REFUSES |= {
     "a write to what the first product has made": (
         between(lambda model, hidden: hidden.__setitem__(0, 0)),
-        CUT,
+        CUT.format("setitem"),
     ),
-    "a write to something else": (between(lambda model, hidden: model.head.bias.detach().mul_(1)), CUT),
+    "a write to something else": (
+        between(lambda model, hidden: model.head.bias.detach().mul_(1)),
+        CUT.format("mul_"),
+    ),
     "another router": (
         made(route=by_order, masked=False),
-        "the groups of tokens are not those of topk's choices, which alone are known to be experts",
+        "the groups of tokens are not those of topk's choices, which alone are known to be experts: choose "
+        "by torch.topk",
     ),
     "another activation": (
         made(act=torch.sin, width=INNER),
-        "the experts are not two products with an activation between them that the fused op has",
+        "the experts are not two products with an activation between them that the fused op has: no "
+        "kernel has others",
     ),
 }
 OF_OTHER_KINDS = {

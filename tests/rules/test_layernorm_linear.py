@@ -161,16 +161,17 @@ def read_before(model: Written, x: Tensor) -> Tensor:
 
 
 CUT = (
-    "the model writes to a tensor, or changes the gradient mode or autocast, between these operations, the "
-    "fused module runs all of them at once"
+    "between these operations the model calls {}, a write or a change of the gradient mode or autocast, the "
+    "fused module runs all of them at once: call it before or after them"
 )
 REFUSES = {
     "read before": (
         own(read_before),
-        "the output of the layer_norm is also read by mul, the fused module does not hand it out",
+        "the output of the layer_norm is also read by mul, before the fused module returns it: let that come "
+        "after the linear",
     ),
-    "without gradients": (own(without_gradients), CUT),
-    "a write in between": (own(counting), CUT),
+    "without gradients": (own(without_gradients), CUT.format("set_grad_enabled")),
+    "a write in between": (own(counting), CUT.format("add_")),
 }
 
 

@@ -157,11 +157,13 @@ REFUSES: dict[str, tuple[Make, str]] = {
     "exact gelu, gated": (gated(F.gelu), ERF),
     "another activation": (
         mlp(torch.sigmoid),
-        "the activation is sigmoid, LayerNormMLP has gelu, gelu_tanh, quick_gelu, relu, silu, squared_relu",
+        "the activation is sigmoid, LayerNormMLP has gelu, gelu_tanh, quick_gelu, relu, silu, squared_relu: "
+        "no kernel has others",
     ),
     "an uneven gate": (
         mlp(lambda x: F.relu(x[..., :8]) * x[..., 8:16], widths=(FFN, 8)),
-        "the gate has 8 of the first linear's 32 outputs, LayerNormMLP has as many in the gate as beside it",
+        "the gate has 8 of the first linear's 32 outputs, LayerNormMLP has as many in the gate as beside it: "
+        "no kernel has others",
     ),
     "dropout": (
         lambda: mlp(F.relu, p=0.25)().train(),
@@ -169,13 +171,33 @@ REFUSES: dict[str, tuple[Make, str]] = {
     ),
     "one bias": (
         mlp(F.relu, biases=(False, True)),
-        "one of the two linears has a bias and one has none, LayerNormMLP has both or none",
+        "one of the two linears has a bias and one has none, LayerNormMLP has both or none: give the "
+        "other one too, of zeros",
     ),
     "another width": (
         mlp(F.relu, out=8),
-        "the MLP maps 16 features to 8, LayerNormMLP keeps their number",
+        "the MLP maps 16 features to 8, LayerNormMLP keeps their number: no kernel changes it",
     ),
 }
+
+
+def two_linears(model: nn.Module, x: Tensor) -> Tensor:
+    x = model.norm(x)
+    return model.fc2(model.first(x) * F.silu(model.second(x)))
+
+
+FOLLOWED = {  # what the sentences advise
+    "set it to 0": lambda: mlp(F.relu, p=0.0)().train(),
+    "give the other one too": mlp(F.relu, biases=(True, True)),
+    "make it two linears": written(
+        two_linears, norm=LAYER_NORM, first=linear(H, FFN), second=linear(H, FFN), fc2=linear(FFN, H)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_advised_is_fused(name: str) -> None:
+    sites(FOLLOWED[name], backend="te").expect(layernorm_mlp=1)
 
 
 @pytest.mark.parametrize("name", REFUSES)
@@ -194,7 +216,8 @@ def test_what_is_refused_stays_right(name: str) -> None:
 def test_te_activates_the_first_half() -> None:
     report = sites(gated(F.silu, 1), backend="te")
     assert reasons(report, "layernorm_mlp") == {
-        "the second half of the first linear's outputs is activated, LayerNormMLP activates the first half"
+        "the second half of the first linear's outputs is activated, LayerNormMLP activates the first half: "
+        "make it two linears, one for each half"
     }
     sites(llama(up_first=True), backend="te").expect(layernorm_mlp=1)  # joined in the order that it needs
 
@@ -206,7 +229,8 @@ def test_a_result_that_is_read_elsewhere_is_refused() -> None:
 
     make = written(forward, norm=LAYER_NORM, fc1=linear(H, FFN), fc2=linear(FFN, H))
     sentence = (
-        "the output of the relu is also read by the model's output, the fused module does not hand it out"
+        "the output of the relu is also read by the model's output, the fused module keeps it inside: let "
+        "nothing else read it, where the mathematics allows"
     )
     assert reasons(sites(make), "layernorm_mlp") == {sentence}
 

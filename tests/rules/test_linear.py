@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import te_transform
 from tests.rules.tables import H, X, fused, linear, reasons, sequential, written
@@ -68,33 +70,74 @@ def complex_numbers() -> nn.Module:
     )()
 
 
+def untrained() -> nn.Module:
+    model = sequential(linear(bias=False), nn.Tanh, linear())()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def wide() -> nn.Module:
+    return nn.Linear(H, H, bias=False, dtype=torch.float64)
+
+
 REFUSES = {
     "computed": (
         written(lambda m, x: F.linear(x, m.inner.weight * 2), inner=linear()),
-        "the linear's weight is computed at every call, a parameter is needed",
+        "the linear's weight is computed at every call, a parameter is needed: compute it once "
+        "and store it, where training allows",
     ),
     "rows of a parameter": (
         written(lambda m, x: F.linear(x, m.inner.weight.chunk(2)[1]), inner=linear()),
-        "the linear's weight is a view of the parameter inner.weight, one of its own is needed",
+        "the linear's weight is a view of the parameter inner.weight, a whole one is needed: store it as a "
+        "parameter of its own",
     ),
     "a parameter of another shape": (
         written(lambda m, x: F.linear(x, m.inner.weight.squeeze(-1)), inner=lambda: nn.Conv1d(H, H, 1)),
-        "the linear's weight is a view of the parameter inner.weight, one of its own is needed",
+        "the linear's weight is a view of the parameter inner.weight, a whole one is needed: store it as a "
+        "parameter of its own",
     ),
-    "int8": (Int8, "the linear's weight is computed at every call, a parameter is needed"),
+    "int8": (
+        Int8,
+        "the linear's weight is computed at every call, a parameter is needed: compute it once and store "
+        "it, where training allows",
+    ),
+    "cast": (
+        written(lambda m, x: F.linear(x.double(), m.inner.weight.double()), inner=linear(bias=False)),
+        "the linear's weight is cast to float64 at every call, a parameter is needed: store it in float64",
+    ),
     "a bias for all rows": (
         written(lambda m, x: F.linear(x, m.inner.weight, m.inner.bias[:1]), inner=linear()),
-        "the linear's bias is [1], one number for each of 16 rows is needed",
+        "the linear's bias is [1], one number for each of 16 rows is needed: add it after the product",
     ),
     "a buffer": (
         with_buffer,
-        "the linear's weight is a buffer, a constant or an input, a parameter is needed",
+        "the linear's weight is a buffer, a parameter is needed: store it as an "
+        "nn.Parameter, with requires_grad=False where it is not trained",
     ),
     "complex numbers": (
         complex_numbers,
-        "the linear's weight is complex64, a floating point parameter is needed",
+        "the linear's weight is complex64, a floating point parameter is needed: no kernel takes others",
     ),
 }
+
+
+FOLLOWED = {  # what the sentences advise
+    "compute it once and store it": (lambda: remove_parametrizations(weight_norm(linear()()), "weight"), 1),
+    "store it in float64": (written(lambda m, x: F.linear(x.double(), m.inner.weight), inner=wide), 1),
+    "add it after the product": (
+        written(lambda m, x: F.linear(x, m.inner.weight) + m.inner.bias[:1], inner=linear()),
+        1,
+    ),
+    "store it as an nn.Parameter": (untrained, 2),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_advised_is_fused(name: str) -> None:
+    make, count = FOLLOWED[name]
+    report = fused(make)
+    report.expect(linear=count)
+    assert not report.refused
 
 
 @pytest.mark.parametrize("name", REFUSES)
@@ -107,7 +150,9 @@ def test_refuses_integers() -> None:
     model = linear(bias=False)()
     model.weight = nn.Parameter(torch.randint(-3, 3, (H, H)), requires_grad=False)
     report = te_transform.inspect(nn.Sequential(linear()(), Casting(), model), X)
-    assert reasons(report, "linear") == {"the linear's weight is int64, a floating point parameter is needed"}
+    assert reasons(report, "linear") == {
+        "the linear's weight is int64, a floating point parameter is needed: no kernel takes others"
+    }
 
 
 class Casting(nn.Module):

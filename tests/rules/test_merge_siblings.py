@@ -156,36 +156,67 @@ def a_buffer() -> nn.Module:
 REFUSES = {
     "the same weight": (
         same_weight,
-        "some of the linears have the same weight, a merged linear has each row once",
+        "some of the linears have the same weight, a merged linear has each row once: compute their "
+        "product once",
     ),
     "transposed": (
         written(transposed, q=linear(bias=False), k=linear(bias=False)),
-        "a weight is stored transposed, rows that lie below each other are needed",
+        "a weight is stored transposed, rows that lie below each other are needed: store it as [outputs, "
+        "inputs], as nn.Linear does",
     ),
     "computed": (
         written(scaled, q=linear(bias=False), k=linear(bias=False)),
-        "the linear's weight is computed at every call, a parameter is needed",
+        "the linear's weight is computed at every call, a parameter is needed: compute it once and store "
+        "it, where training allows",
     ),
     "a key without a bias and with odd rows": (
         written(next_to_each_other, q=linear(), k=linear(H, 4, bias=False)),
-        "some of the linears have a bias and some have none, and one has 4 rows, no multiple of 16: the "
-        "others would lose their kernels to it",
+        "some of the linears have a bias and some have none, and one has 4 rows, which would cost "
+        "the others their kernels: give it a multiple of 16",
     ),
     "a frozen one with a bias beside one without": (
         frozen_beside_none,
         "some of the linears have a bias and some have none, and some are frozen and some are not, a merged "
-        "linear has the gradients of all or none",
+        "linear has the gradients of all or none: give all a bias or none, or merge a LoRA into its base",
     ),
     "biases that are computed": (
         written(biases_by_exp, q=linear(), k=linear()),
-        "the linear's bias is computed at every call, a parameter is needed",
+        "the linear's bias is computed at every call, a parameter is needed: compute it once and store it, "
+        "where training allows",
     ),
     "one without rows": (
         written(next_to_each_other, q=linear(H, 0), k=linear()),
-        "one of the linears has no rows, each needs some",
+        "one of the linears has no rows, each needs some: leave it out of the model",
     ),
-    "a buffer": (a_buffer, "the linear's weight is a buffer, a constant or an input, a parameter is needed"),
+    "a buffer": (
+        a_buffer,
+        "the linear's weight is a buffer, a parameter is needed: store it as an "
+        "nn.Parameter, with requires_grad=False where it is not trained",
+    ),
 }
+
+
+def product_once(model: Written, x: Tensor) -> Tensor:
+    y = F.linear(x, model.q.weight)
+    return (y + model.q.bias) * (y + model.k.bias) + model.v(x)
+
+
+def one_frozen() -> nn.Module:
+    model = written(added, **three())()
+    model.q.weight.requires_grad_(False)
+    return model
+
+
+FOLLOWED = {  # what the sentences advise
+    "compute their product once": written(product_once, **three()),
+    "give it a multiple of 16": written(next_to_each_other, q=linear(), k=linear(H, 16, bias=False)),
+    "give all a bias": one_frozen,
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_advised_is_fused(name: str) -> None:
+    fused(FOLLOWED[name]).expect(merge_siblings=1)
 
 
 @pytest.mark.parametrize("name", REFUSES)

@@ -140,5 +140,8 @@ def test_leaves_alone_a_weight_that_calls_bring() -> None:
         assert torch.equal(converted(X, weight(rows)), model(X, weight(rows)))
     report = te_transform.report(converted)
     assert not [note for note in report.notes if "Error" in note]
-    sentence = "the linear's weight is a buffer, a constant or an input, a parameter is needed"
+    sentence = (
+        "the linear's weight is an input or a constant, a parameter is needed: store it as an "
+        "nn.Parameter, with requires_grad=False where it is not trained"
+    )
     assert reasons(report, "linear") == {sentence}

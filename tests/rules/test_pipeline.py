@@ -17,6 +17,8 @@ from te_transform.backends.op import FusedOp
 from te_transform.graph import ops
 from te_transform.graph.pattern import AnyOrder, Call, Linear, Var
 from te_transform.passes import PIPELINE, layernorm_linear, layernorm_mlp, linear, merge_siblings
+from te_transform.plan import refusals
+from te_transform.report.sentences import refused, yielded
 from te_transform.runtime import compiled
 from tests import stand_in
 from tests.attacks import Pair
@@ -185,7 +187,7 @@ def test_a_rule_that_fails_leaves_the_model_as_it_was_and_is_noted() -> None:
 def test_what_is_skipped() -> None:
     pair = Pair.of(Tiny, skip=["blocks.0.attention", "head*"])
     report = te_transform.report(pair.converted)
-    sentence = "the module is skipped by skip={!r}, leave it out of skip= to have it fused"
+    sentence = "the module is skipped by skip={!r}: leave it out of skip= to have it fused"
     assert reasons(report, "merge_siblings") == {sentence.format("blocks.0.attention")}
     assert reasons(report, "layernorm_linear") >= {sentence.format("head*")}
     assert report.counts == {"layernorm_mlp": 1}
@@ -201,7 +203,8 @@ def test_several_dtypes() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = reasons(sites(make), "layernorm_linear")
     assert found == {
-        "the parameters are of several dtypes (linear bfloat16, layer_norm float32), a fused module has one"
+        "the parameters are of several dtypes (linear bfloat16, layer_norm float32), a fused module has one: "
+        "store them in one, as model.to(torch.bfloat16) does"
     }
 
 
@@ -210,9 +213,39 @@ def test_a_weight_that_is_no_plain_tensor() -> None:
     weight = model[1].weight.detach()
     model[1].weight = nn.Parameter(TwoTensor(weight, weight.clone()))
     for report in (te_transform.inspect(model, X), te_transform.report(te_transform.convert(model, X))):
-        sentence = "the linear's weight is a TwoTensor, a plain tensor is needed"
+        sentence = "the linear's weight is a TwoTensor, a plain tensor is needed: load the model with those"
         assert reasons(report, "layernorm_linear") == reasons(report, "linear") == {sentence}
         assert report.counts == {"linear": 1}
+
+
+def test_each_sentence_says_what_to_change() -> None:
+    """Behind a colon: that, or that no kernel has it."""
+    found = [*yielded(refusals), *(sentence for rule in PIPELINE for sentence in refused(rule))]
+    assert len(found) > 40
+    assert not [sentence for sentence in found if ": " not in sentence]
+
+
+def read_in_between(model: Written, x: Tensor) -> Tensor:
+    y = model.norm(x)
+    with torch.no_grad():
+        scale = model.scale * 2
+    return model.inner(y) * scale
+
+
+def read_before(model: Written, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = model.scale * 2
+    return model.inner(model.norm(x)) * scale
+
+
+@pytest.mark.parametrize(("forward", "count"), [(read_in_between, 0), (read_before, 1)])
+def test_a_change_of_the_mode_is_moved_out_of_the_way(forward: Any, count: int) -> None:
+    parts = {
+        "norm": lambda: nn.LayerNorm(H),
+        "inner": tables.linear(),
+        "scale": lambda: nn.Buffer(torch.ones(H)),
+    }
+    fused(written(forward, **parts)).expect(layernorm_linear=count)
 
 
 # Near misses
@@ -229,7 +262,9 @@ def test_most_of_a_pattern_says_what_stood_in_its_way() -> None:
         fc1=tables.linear(H, 2 * FFN),
         fc2=tables.linear(FFN, H),
     )
-    assert reasons(sites(make), "layernorm_mlp") == {"the mul reads tanh, columns is needed"}
+    assert reasons(sites(make), "layernorm_mlp") == {
+        "the mul reads tanh, the rule has columns there: compute it so, where the mathematics allows"
+    }
 
 
 def test_less_than_half_of_a_pattern_in_any_order_is_no_near_miss() -> None:
@@ -250,8 +285,18 @@ def test_a_linear_that_is_merged_with_others_beside_the_mlp_says_so() -> None:
 
     linears = {name: tables.linear() for name in ("gate", "up", "down", "other")}
     make = written(parallel, norm=lambda: nn.LayerNorm(H), **linears)
-    why = "the linear is one with others of the same input, one of its own is needed"
+    why = (
+        "the linear is one product with others of the same input, one of its own is needed: give the MLP a "
+        "norm of its own, where training allows"
+    )
     assert why in reasons(sites(make), "layernorm_mlp")
+
+    def each_its_norm(m: Any, x: Tensor) -> Tensor:
+        y = m.mlp_norm(x)
+        return torch.tanh(m.other(m.norm(x))) + m.down(F.silu(m.gate(y)) * m.up(y))
+
+    norms = {name: lambda: nn.LayerNorm(H) for name in ("norm", "mlp_norm")}
+    fused(written(each_its_norm, **norms, **linears)).expect(layernorm_mlp=1, layernorm_linear=1)
 
 
 def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
@@ -265,10 +310,18 @@ def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
     linears = {"fused": tables.linear(H, H + 2 * FFN), "down": tables.linear(FFN, H)}
     why = (
         "the columns of the linear are read otherwise than as a gate and what is beside it, a linear of "
-        "these alone is needed"
+        "these alone is needed: give the MLP one, and a norm of its own, where training allows"
     )
     found = reasons(sites(written(parallel, norm=lambda: nn.LayerNorm(H), **linears)), "layernorm_mlp")
     assert why in found
+
+    def apart(m: Any, x: Tensor) -> Tensor:
+        gate, up = m.both(m.mlp_norm(x)).chunk(2, -1)
+        return torch.tanh(m.other(m.norm(x))) + m.down(F.silu(gate) * up)
+
+    linears |= {"other": tables.linear(), "both": tables.linear(H, 2 * FFN)}
+    norms = {name: lambda: nn.LayerNorm(H) for name in ("norm", "mlp_norm")}
+    fused(written(apart, **norms, **linears)).expect(layernorm_mlp=1, layernorm_linear=1)
 
 
 def test_a_value_that_is_not_the_one_found_before_is_named() -> None:
@@ -280,4 +333,7 @@ def test_a_value_that_is_not_the_one_found_before_is_named() -> None:
         linear=tables.linear(),
     )
     (why,) = reasons(sites(make, passes=[rule]), "twice")
-    assert why == "the tanh reads neg, one value for the x is needed"
+    assert why == (
+        "the tanh reads neg, the rule has one value for the x there: compute it so, where the mathematics "
+        "allows"
+    )

@@ -10,7 +10,7 @@ import te_transform
 from te_transform.backends import limits, plain
 from tests import stand_in
 from tests.rules.tables import HEADS, Make, Written, reasons, sites, written
-from tests.zoo import seeded
+from tests.zoo import LLAMA, hf_case, seeded
 
 te = stand_in.te  # a fixture
 
@@ -137,12 +137,13 @@ def of_two(model: Written, x: Tensor) -> Tensor:
 def shapes(turned: list[int], by: list[int]) -> str:
     return (
         f"queries of {turned} are turned by angles of {by}, [batch, heads, length, width] and [1, length, "
-        "width] are needed"
+        "width] are needed: lay them out so"
     )
 
 
 ANOTHER_DTYPE = (
-    "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter"
+    "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter: cast "
+    "cosines and sines to it"
 )
 REFUSES = {
     "three dimensions": (of(flat), shapes([2, 5, 8], [1, 5, 8])),
@@ -151,7 +152,8 @@ REFUSES = {
     "narrower cosines": (of(in_fp32), ANOTHER_DTYPE),
     "a factor": (
         of(yarn),
-        "the cosines are multiplied by 1.5, as in YaRN, the kernel takes angles alone",
+        "the cosines are multiplied by 1.5, as in YaRN, the kernel takes angles alone: where whole "
+        "heads are turned, multiply the attention's scale by its square instead",
     ),
     "wider cosines": (of(by_wide_cosines), ANOTHER_DTYPE),
 }
@@ -162,6 +164,19 @@ def test_refuses(name: str) -> None:
     make, sentence = REFUSES[name]
     report = sites(model_of(make), Q, backend="te")
     assert reasons(report, "rotary") == {sentence}
+
+
+def test_yarns_factor_is_moved_into_the_scale_of_the_attention() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    case = hf_case("yarn", "LlamaForCausalLM", "LlamaConfig", LLAMA | {"rope_parameters": rope})
+    model, sample = case.build(), case.sample()
+    expected = model(**sample).logits
+    rotary, layers = model.model.rotary_emb, model.model.layers
+    for layer in layers:
+        layer.self_attn.scaling *= rotary.attention_scaling**2
+    rotary.attention_scaling = 1.0
+    torch.testing.assert_close(model(**sample).logits, expected)
+    te_transform.inspect(model, sample, backend="te").expect(rotary=2 * len(layers))
 
 
 def scaled(model: Written, x: Tensor) -> Tensor:
