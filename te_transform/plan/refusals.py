@@ -206,7 +206,7 @@ def cut(operations: Collection[fx.Node]) -> Iterator[str]:
         graph = next(iter(operations)).graph
         found = (called(node).lstrip("_") for node in graph.nodes if node.meta.get("region", 0) in barriers)
         yield (
-            f"between these operations the model calls {', '.join(dict.fromkeys(found))}, a write or a "
+            f"the model calls {', '.join(dict.fromkeys(found))} between these operations, a write or a "
             "change of the gradient mode or autocast, the fused module runs all of them at once: call it "
             "before or after them"
         )

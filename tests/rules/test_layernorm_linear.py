@@ -161,7 +161,7 @@ def read_before(model: Written, x: Tensor) -> Tensor:
 
 
 CUT = (
-    "between these operations the model calls {}, a write or a change of the gradient mode or autocast, the "
+    "the model calls {} between these operations, a write or a change of the gradient mode or autocast, the "
     "fused module runs all of them at once: call it before or after them"
 )
 REFUSES = {
