@@ -17,7 +17,7 @@ HANDED_OUT = (
 )
 POST = (
     "the output of the layer_norm is also read by add, the fused module keeps it inside: nothing to change "
-    "where it is the residual of a post-norm layer"
+    "where it is a residual, as in post-norm layers"
 )
 
 # The tables: how many sites of each rule are fused, and (rule, reasons ...) -> where it is refused

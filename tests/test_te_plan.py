@@ -99,7 +99,7 @@ HANDED_OUT = (
 )
 POST = (
     "the output of the layer_norm is also read by add, the fused module keeps it inside: nothing to change "
-    "where it is the residual of a post-norm layer"
+    "where it is a residual, as in post-norm layers"
 )
 
 

@@ -193,7 +193,7 @@ class _LayingOut:
         if weight in self.layout.shards:
             raise Refusal("a linear is divided with others already, one of its own is needed")
         if (glob := self._skipped(linear)) is not None:
-            raise Refusal(f"a linear is skipped by skip={glob!r}, leave it out of skip= to have it divided")
+            raise Refusal(f"a linear is skipped by skip={glob!r}: leave it out of skip= to have it divided")
 
     def _skipped(self, linear: fx.Node) -> str | None:
         """The glob by which the linear, or a module that holds it, is skipped."""
