@@ -15,11 +15,6 @@ HANDED_OUT = (
     "the attention's scores or probabilities are also read by mean, fused attention keeps them inside: let "
     "nothing else read them, as with need_weights=False or output_attentions=False"
 )
-POST = (
-    "the output of the layer_norm is also read by add, the fused module keeps it inside: nothing to change "
-    "where it is a residual, as in post-norm layers"
-)
-
 # The tables: how many sites of each rule are fused, and (rule, reasons ...) -> where it is refused
 
 LLAMA = {"merge_siblings": 4, "attention": 2, "layernorm_mlp": 2, "layernorm_linear": 3, "linear": 2}

@@ -97,11 +97,6 @@ HANDED_OUT = (
     "the attention's scores or probabilities are also read by mean, fused attention keeps them inside: let "
     "nothing else read them, as with need_weights=False or output_attentions=False"
 )
-POST = (
-    "the output of the layer_norm is also read by add, the fused module keeps it inside: nothing to change "
-    "where it is a residual, as in post-norm layers"
-)
-
 
 REFUSED = {
     "bloom": {("attention", WRITTEN_BIAS): ["transformer.h.{0,1}.self_attention  x2"]},
@@ -557,7 +552,7 @@ def tes_parameters(site: Site) -> dict[str, list[int]]:
     (title,) = (
         te_contract.title(name, given)
         for name, given in te_contract.argument_sets()
-        if name == kind and form.items() <= given.items()
+        if name == kind and form.items() <= given.items() and "return_layernorm_output" not in given
     )
     weight = value(site.node.args[fused.PRODUCTS[-1]])
     narrow, wide = weight.shape if kind == "LayerNormMLP" else reversed(weight.shape)
