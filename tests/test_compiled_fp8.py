@@ -148,6 +148,14 @@ class Shared(nn.Module):
         return self.block(self.block(x))
 
 
+class PostNorm(Block):
+    """A norm that the residual reads too, as BERT's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return normed + self.mlp(normed)
+
+
 class Repeated(nn.Module):
     """More layers than are captured as one: they share a graph, and have states of their own."""
 
@@ -175,7 +183,7 @@ def test_products_within_a_transform_run_in_their_own_dtype(te: ModuleType) -> N
     assert not pair.notes
 
 
-@pytest.mark.parametrize("build", [Shared, Repeated])
+@pytest.mark.parametrize("build", [Shared, PostNorm, Repeated])
 def test_products_that_share_a_state_or_a_graph(te: ModuleType, build: type[nn.Module]) -> None:
     pair = of_module(build)
     for _ in range(4):
