@@ -12,6 +12,7 @@ from tests.others import OTHERS
 from tests.zoo import Inputs, zero_dropout
 
 MODELS = FAMILIES | OTHERS
+del MODELS["lucid_local"]  # its own rotary embedding makes float32 of bf16 queries: it does not run in bf16
 
 
 def built(name: str) -> nn.Module:
