@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy
@@ -15,9 +16,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_transform
+from te_transform.runtime import compiled
+from te_transform.runtime.trials import Trials
 from tests.attacks import OTHER, Act, Attends, Block, Pair, X
 from tests.models.tiny import WIDTH, Tiny
-from tests.test_attacks_python import ABSENT, Options, reads
+from tests.test_attacks_python import ABSENT, Options, Reads, reads
+from tests.test_compiled import trace
 from tests.zoo import seeded
 
 SCALE = 1.0
@@ -111,6 +115,34 @@ GLOBALS = {
 def test_what_is_global_may_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read, change = GLOBALS[name]
     reads(read, ABSENT).attack(lambda model: change(monkeypatch))
+
+
+# Functions of PyTorch's that the model holds itself: what comes into their places is nothing to it
+
+DOUBLED = partial(torch.mul, 2.0)
+HELD = {
+    "a function of F": (F, "softmax", lambda s, x, own=F.softmax: own(x, -1)),
+    "a function of torch": (torch, "mul", lambda s, x: DOUBLED(x)),
+    "a function of F that is matched": (
+        F, "layer_norm", lambda s, x, own=F.layer_norm: own(x, (WIDTH,), s.norm.weight),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", HELD)
+def test_a_function_that_the_model_holds_is_the_one_that_runs(
+    name: str, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In calls that were captured before, and in those that are captured, and compiled, afterwards."""
+    home, attribute, read = HELD[name]
+    monkeypatch.setattr(compiled, "compile_fx", trace)
+    monkeypatch.setattr(Trials, "of", lambda *_: None)  # else some calls run the user's own code
+    pair = Pair.of(type("Reads", (Reads,), {"read": read}), compile=compile)
+    pair.agree()
+    monkeypatch.setattr(home, attribute, twice(getattr(home, attribute)))
+    pair.agree()
+    pair.agree(lambda model, x: model(x[:, 1:]))
 
 
 @pytest.mark.parametrize("name", ["closure", "context"])

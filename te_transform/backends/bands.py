@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from te_transform.graph.bound import F
 
 # Kernels take so many queries at once, and are planned for packed sequences up to a multiple of it.
 PLANNED_LENGTHS = 128

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from te_transform.backends.limits import as_autocast, whole_logits
@@ -21,6 +20,7 @@ from te_transform.backends.quantized import is_quantized
 from te_transform.backends.tracing import transformed
 from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
+from te_transform.graph.bound import F
 
 NUMBERS = 2**25  # logits in a part: 64 MiB in bf16, 128 in fp32
 

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_transform.backends.op import GraphOp
 from te_transform.backends.plain import reduced
 from te_transform.backends.tracing import compiling
+from te_transform.graph.bound import F
 
 # What functional collectives call; its Python wrappers have other names in PyTorch 2.13 than before.
 _OPS = torch.ops._c10d_functional

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_transform.backends.limits import DTYPES
+from te_transform.graph.bound import F
 
 MOST = 16  # rows; from 32 or so on the tensor cores' own products in FP8 are faster (H100)
 

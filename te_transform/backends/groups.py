@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from te_transform.backends.tracing import transformed
+from te_transform.graph.bound import F
 
 _ROWS_OF_ONES = 8  # PyTorch's products by groups want 16 bytes of each
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_transform.graph import nodes as known
 from te_transform.graph import ops
+from te_transform.graph.bound import module_of
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -433,7 +434,7 @@ def _module_of(
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    return fx.GraphModule(gm, graph)
+    return module_of(gm, graph)
 
 
 def cut_out(
@@ -456,7 +457,7 @@ def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.N
     graph.output_node().args = ([twins[node.name] for node in outputs],)
     for node in sorted(nodes, reverse=True):
         graph.erase_node(twins[node.name])
-    return fx.GraphModule(gm, graph)
+    return module_of(gm, graph)
 
 
 def passed_through(gm: fx.GraphModule, place: int, function: Callable, *rest: Any) -> fx.GraphModule:
@@ -466,7 +467,7 @@ def passed_through(gm: fx.GraphModule, place: int, function: Callable, *rest: An
     node = outputs[place]
     outputs[place] = insert_call(graph, output, function, (node, *rest), like=node)
     output.args = (tuple(outputs),)
-    return fx.GraphModule(gm, graph)
+    return module_of(gm, graph)
 
 
 def with_known(
@@ -519,7 +520,7 @@ def with_known(
     for node, keywords in more.items():
         twin = twins[node.name]
         twin.kwargs = {**twin.kwargs, **tree_map_only(torch.Tensor, once, dict(keywords))}
-    return fx.GraphModule(gm, graph)
+    return module_of(gm, graph)
 
 
 def _inline(graph: fx.Graph, called: fx.GraphModule, at: fx.Node) -> fx.Node:

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -193,15 +193,25 @@ def called(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
+_HOMES = torch, torch.nn.functional
+
+
 def replaced_function(graph: fx.Graph) -> str | None:
-    """The name of a Python function of PyTorch's that the graph calls and in whose place there is another by
-    now: graphs run as code, in which such functions stand by their names."""
+    """The name of a function of PyTorch's that the graph calls and in whose place there is another by now.
+
+    Where modes see calls, as in whatever traces a graph, PyTorch's Python functions call themselves by their
+    names; and fx finds those that have no module of their own, as torch.mul, by their names alone.
+    """
     for node in graph.nodes:
-        module = getattr(node.target, "__module__", None)
-        if isinstance(node.target, FunctionType) and module.partition(".")[0] == "torch":
-            name = node.target.__name__
-            if getattr(sys.modules.get(module), name, node.target) is not node.target:
-                return f"{module}.{name}"
+        function, module = node.target, getattr(node.target, "__module__", None)
+        homes: tuple[Any, ...] = ()
+        if isinstance(function, FunctionType) and module.partition(".")[0] == "torch":
+            homes = (sys.modules.get(module),)
+        elif isinstance(function, BuiltinFunctionType) and module is None:
+            homes = _HOMES
+        found = [getattr(home, function.__name__) for home in homes if hasattr(home, function.__name__)]
+        if found and all(held is not function for held in found):
+            return f"{module or 'torch'}.{function.__name__}"
     return None
 
 

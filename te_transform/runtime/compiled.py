@@ -32,7 +32,15 @@ from te_transform.backends.quantized import addresses, closed, forms_of
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
-from te_transform.graph.nodes import called, numel_of, returned, stays_in_place, storages, value
+from te_transform.graph.nodes import (
+    called,
+    numel_of,
+    replaced_function,
+    returned,
+    stays_in_place,
+    storages,
+    value,
+)
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.console import in_a_line, status
@@ -287,6 +295,11 @@ class CompiledGraph:
     ) -> Callable[..., Any] | None:
         """The graph, compiled for such arguments, in pieces of so many bytes of gradients; None where the
         compiler fails."""
+        if (name := replaced_function(graph.graph)) is not None:
+            self._note(
+                f"a graph runs uncompiled, somebody has replaced PyTorch's {name}, which compilers trace"
+            )
+            return None
         # By these two the compiler knows graphs of dynamo's, whose nodes say which arguments stay where they
         # are from call to call: CUDA graphs would copy all parameters in each. A part of one is none.
         if all(hasattr(node, "_dynamo_source") for node in graph.graph.nodes if node.op == "placeholder"):

@@ -26,6 +26,7 @@ from te_transform.backends import gradients
 from te_transform.backends.collectives import Ranks
 from te_transform.backends.joined import lay, local
 from te_transform.canonicalize import functions
+from te_transform.graph.bound import bind
 from te_transform.graph.capture import capture, code_of
 from te_transform.graph.nodes import called, replaced_function
 from te_transform.plan.assign import put_in_recipe
@@ -54,8 +55,8 @@ _WRITES = (
 )
 
 _REPLACED = (
-    "somebody has replaced PyTorch's {} by a function that calls it, and a captured graph, which calls "
-    "PyTorch's functions by name, would call both: what calls it runs as the user's own code"
+    "somebody has replaced PyTorch's {} by another function, which PyTorch itself would call where it traces "
+    "the one that the forward calls: what calls it runs as the user's own code"
 )
 
 _NESTS = (
@@ -118,6 +119,7 @@ class Converted:
     ) -> Callable[..., Any]:
         """Rewrite one graph of the forward of `kind`, for dynamo; whatever fails in here, the graph runs as
         it was captured."""
+        bind(captured)
         if has_checkpoints(captured):
             # run as an operation of a graph, a checkpoint would draw other random numbers when it is
             # repeated: the user's own code runs, in which the blocks are captured if there are any

@@ -23,6 +23,7 @@ from te_transform.backends.masks import Mask
 from te_transform.canonicalize import written
 from te_transform.canonicalize.linears import TURNS
 from te_transform.graph import edit, ops
+from te_transform.graph.bound import module_of
 from te_transform.graph.nodes import (
     called,
     dtype_of,
@@ -163,7 +164,7 @@ class _Lowering:
     def __init__(self, plan: Plan, apart: Apart):
         self.plan, self.apart = plan, apart
         self.graph, self.stands = edit.copy_by_name(plan.captured.graph)
-        self.module = fx.GraphModule(plan.captured, self.graph)
+        self.module = module_of(plan.captured, self.graph)
         self.written = {node.name for node in written(plan.captured.graph)}
         self.in_modes = any("autocast" in called(node) for node in plan.captured.graph.nodes)
         self.masks: dict[tuple[fx.Node, bool], fx.Node] = {}

@@ -22,6 +22,7 @@ from te_transform.backends.collectives import (
 )
 from te_transform.canonicalize import canonicalize
 from te_transform.graph import edit, ops
+from te_transform.graph.bound import module_of
 from te_transform.graph.nodes import MADE_ANEW, is_random, is_tensor_node, shape_of, value, writes
 from te_transform.plan.sharding import Local, Refusal, Step, step
 
@@ -68,7 +69,7 @@ class _Sharding:
 
     def __init__(self, captured: fx.GraphModule, shards: Mapping[str, Shards], ranks: Ranks, sequence: bool):
         self.graph = canonicalize(captured.graph)
-        self.module = fx.GraphModule(captured, self.graph)
+        self.module = module_of(captured, self.graph)
         self.ranks, self.sequence = ranks, sequence
         self.nodes = [node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr")]
         parameters = [node for node in self.graph.nodes if node.op == "placeholder" and node.name in shards]

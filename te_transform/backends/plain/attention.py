@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,6 +17,7 @@ from te_transform.backends.op import FusedOp
 from te_transform.backends.tracing import compiling, transformed
 from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
+from te_transform.graph.bound import F
 
 Mask = Tensor | Banded | Literal["causal", "full"] | None
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from te_transform.backends import limits
 from te_transform.backends.joined import note_reads, watched
 from te_transform.backends.op import FusedOp
 from te_transform.graph import ops
+from te_transform.graph.bound import F
 
 EXACT_GELU = "gelu_erf"  # a name of our own: TE has no kernel of it
 # TE's names: its gelu is the tanh approximation, and X-glu activates the first half of fc1's output

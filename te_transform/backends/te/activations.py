@@ -6,7 +6,6 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor
 from transformer_engine.common import recipe as recipes
@@ -15,6 +14,7 @@ from transformer_engine.pytorch.module import layernorm_mlp
 from te_transform.backends.plain import EXACT_GELU, GATED_ACTIVATIONS
 from te_transform.backends.te.recipes import is_delayed
 from te_transform.backends.twice import Out
+from te_transform.graph.bound import F
 
 
 class Mlp(te.LayerNormMLP):

@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 
@@ -21,6 +20,7 @@ from te_transform.backends.limits import (
 )
 from te_transform.backends.tracing import compiling, traced
 from te_transform.backends.twice import differentiable_twice
+from te_transform.graph.bound import F
 
 _HAS_FORMATS = "o_format" in inspect.signature(fused_attn.fused_attn_fwd).parameters  # older ones have not
 _KERNEL = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
