@@ -363,6 +363,31 @@ def test_checkpoints_repeat_what_the_forward_did(
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), number
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2), (1, 2, 0)])
+def test_checkpoints_repeat_each_of_several_forwards(
+    te: ModuleType, order: tuple[int, ...], reentrant: bool
+) -> None:
+    """Each with the scales that it had, in whatever order."""
+    case, recipe, seen, losses = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed"), [], []
+
+    def noted(x: Tensor) -> Tensor:
+        seen.append(case(x))
+        return seen[-1].square()
+
+    with te.autocast(recipe):
+        noted(X).sum().backward()  # which gives the first scales
+    seen.clear()
+    for number in range(3):
+        with te.autocast(recipe):
+            x = (X * 3 ** (1 + number)).requires_grad_()
+            losses.append(checkpoint(noted, x, use_reentrant=reentrant).sum())
+    assert len({float(scales[0]) for scales in (call.scales for call in kernel_of(case).calls.noted)}) == 3
+    for number in order:
+        losses[number].backward()
+    assert all(torch.equal(seen[3 + place], seen[number]) for place, number in enumerate(order))
+
+
 # The first scales of delayed scaling
 
 

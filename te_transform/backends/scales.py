@@ -1,4 +1,4 @@
-"""The first scales of delayed scaling.
+"""The first scales of delayed scaling, and those of calls that checkpoints make again.
 
 It quantizes with the scales of earlier steps, and has none at first: numbers beyond 448 and gradients below
 1e-5, which is most of them, would be lost. So a product runs in its own dtype until its input, its weight
@@ -8,7 +8,8 @@ these call for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from te_transform.backends import plain
 from te_transform.backends.limits import Switch
 from te_transform.backends.running import forward_number
+from te_transform.backends.tracing import saving_hooks
 
 looking = Switch()
 """All products run in their own dtype and look at what goes through them, whatever they have seen."""
@@ -85,3 +87,59 @@ _NOTHING = torch.zeros(())
 def _larger(amax: Tensor | None, seen: Tensor) -> Tensor:
     # the same operations each time: a checkpoint may compare those of a forward with those of its repetition
     return torch.maximum(seen.detach().abs().amax().float(), _NOTHING if amax is None else amax)
+
+
+@dataclass
+class Call:
+    """How the calls of a product in one forward ran, which a checkpoint may make again."""
+
+    in_fp8: bool
+    calibrating: bool  # whether in its own dtype for want of scales
+    scales: Tensor | None = None  # of delayed scaling
+    forward: int | None = None
+    moments: list[int] = field(default_factory=list)  # of autograd's count of operations, one for each call
+    repeated: bool = False
+
+    @property
+    def in_recipe(self) -> bool:
+        """Whether it was to be in FP8."""
+        return self.in_fp8 or self.calibrating
+
+
+class Calls:
+    """The calls of a product that checkpoints may make again.
+
+    Several forwards may come before a backward, each with scales of its own, and a backward may repeat them
+    in any order. What a repetition knows is the node of the backward that it is for: one that the forward
+    recorded after the call, or, where checkpoints are reentrant, the one that stands for the checkpoint, from
+    before the call. The nodes of a thread are numbered.
+    """
+
+    MOST = 32  # forwards that no backward has come to; each keeps a few numbers on the GPU
+
+    def __init__(self) -> None:
+        self.noted: deque[Call] = deque(maxlen=self.MOST)
+
+    def note(self, in_fp8: bool, calibrating: bool, scales: Callable[[], Tensor | None]) -> None:
+        """Note the call that is made now; `scales` gives a copy of its own."""
+        forward, last = forward_number(), self.noted[-1] if self.noted else None
+        known = last is not None and forward is not None and last.forward == forward
+        if not known or (last.in_fp8, last.calibrating) != (in_fp8, calibrating):
+            waiting = [call for call in self.noted if not call.repeated]
+            last = Call(in_fp8, calibrating, scales() if in_fp8 else None, forward)
+            self.noted = deque([*waiting, last], self.MOST)
+        last.moments.append(torch._C._autograd._get_sequence_nr())
+
+    def again(self) -> Call | None:
+        """The one that is made again within the backward that runs; None where nothing is noted."""
+        moments = [(moment, call) for call in self.noted for moment in call.moments]
+        if not moments:
+            return None
+        node = torch._C._current_autograd_node()._sequence_nr()
+        if saving_hooks():
+            found = [call for moment, call in reversed(moments) if moment <= node]
+        else:
+            found = [call for moment, call in moments if moment > node]
+        call = found[0] if found else self.noted[-1]
+        call.repeated = True
+        return call

@@ -17,7 +17,7 @@ from te_transform.backends import fp8, scale_rows
 from te_transform.backends.joined import Source
 from te_transform.backends.quantized import Quantized, is_quantized, scale_for
 from te_transform.backends.running import sample_of, stamp_of
-from te_transform.backends.scales import Seen
+from te_transform.backends.scales import Call, Calls, Seen
 from te_transform.backends.stamp import Stamp
 from te_transform.backends.te.recipes import FP8GlobalStateManager, is_delayed, scaling_of, within_step
 
@@ -34,7 +34,7 @@ class Kernel:
         self.made: nn.Module | None = None
         self.in_fp8 = False  # whether its last call was
         self.calibrating = False  # whether its last call was in its own dtype for want of scales
-        self.scales: Tensor | None = None  # of delayed scaling, in the last call that may be made again
+        self.calls = Calls()
         self.stamp: Any = None  # of the quantized weights that are kept
         self.sample: Tensor | None = None  # of the weights that these were made of
         self.kept: fp8.State | None = None  # of compiled calls, with quantized weights
@@ -193,19 +193,28 @@ class Kernel:
             self.scaled = fp8.State(*now)
         return self.scaled
 
-    def note_scales(self) -> None:
-        """Note the scales of this call, which a checkpoint may make again."""
+    def note_call(self) -> None:
+        """Note how this call runs, which a checkpoint may make again."""
+        self.calls.note(self.in_fp8, self.calibrating, self._scales_now)
+
+    def call_again(self) -> Call | None:
+        """The call that a checkpoint makes again, the last one if none was noted; None if that was in no
+        recipe."""
+        found = self.calls.again() or Call(self.in_fp8, self.calibrating)
+        return found if found.in_recipe else None
+
+    def _scales_now(self) -> Tensor | None:
         state = self.module.fp8_meta.get("scaling_fwd")
-        self.scales = state.scale.clone() if hasattr(state, "amax_history") else None
+        return state.scale.clone() if hasattr(state, "amax_history") else None
 
     @contextlib.contextmanager
-    def as_before(self, recipe: Any) -> Iterator[None]:
-        """In the recipe, with the scales that this step's forward had, and as a part of that step."""
+    def as_before(self, call: Call, recipe: Any) -> Iterator[None]:
+        """In the recipe, with the scales that this call of a forward had, and as a part of its step."""
         state = self.module.fp8_meta["scaling_fwd"]
-        now = None if self.scales is None else state.scale.clone()
+        now = None if call.scales is None else state.scale.clone()
         try:
             if now is not None:
-                state.scale.copy_(self.scales)
+                state.scale.copy_(call.scales)
             with within_step(recipe):
                 yield
         finally:

@@ -17,6 +17,7 @@ from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import EXACT_GELU
 from te_transform.backends.quantized import exact, is_quantized
 from te_transform.backends.running import in_recipe, is_evaluating
+from te_transform.backends.scales import Call
 from te_transform.backends.te.activations import Mlp, activation_of, with_own_activations
 from te_transform.backends.te.kernel import Kernel
 from te_transform.backends.te.recipes import (
@@ -43,8 +44,9 @@ class _Product(FusedOp):
         kernel, gradients = self._kernel(weights, tensors[-1] is not None), gradients_of(weights)
         enabled = FP8GlobalStateManager.is_fp8_enabled()
         # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
-        if kernel.ran_in_recipe and not enabled and in_backward():
-            return self._again(kernel, x, tensors, gradients)
+        call = kernel.call_again() if not enabled and in_backward() else None
+        if call is not None:
+            return self._again(kernel, call, x, tensors, gradients)
         in_fp8 = enabled and in_recipe(weights[0], self.in_fp8)
         if not (in_fp8 or gradients or self._may_gain()):
             return self._plainly(plain.product, x, tensors)
@@ -54,13 +56,14 @@ class _Product(FusedOp):
             kernel, FP8GlobalStateManager.get_fp8_recipe(), _is_trained(x, *tensors)
         )
         kernel.in_fp8 = inside and not kernel.calibrating
+        may_repeat = saving_hooks() or not (torch.is_grad_enabled() or is_evaluating())
+        if may_repeat and (enabled or kernel.calls.noted) and not in_backward():
+            kernel.note_call()
         if why or kernel.calibrating:
             self.plain_calls[why or _CALIBRATING] += 1
             return self._plainly(kernel.seen.product() if kernel.calibrating else plain.product, x, tensors)
         if not in_fp8:
             return self._in_its_dtype(kernel, x, tensors, gradients)
-        if saving_hooks() or not (torch.is_grad_enabled() or is_evaluating()):
-            kernel.note_scales()  # for a checkpoint, from which this call will be made again
         return self._in_fp8(kernel, x, tensors, gradients)
 
     def _may_gain(self) -> bool:
@@ -96,13 +99,18 @@ class _Product(FusedOp):
         return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
 
     def _again(
-        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
+        self,
+        kernel: Kernel,
+        call: Call,
+        x: Tensor,
+        tensors: Sequence[Tensor | None],
+        gradients: Gradients | None,
     ) -> Out:
-        """Repeat the last call, for a checkpoint."""
-        recipe = kernel.module.fp8_meta["recipe"] if kernel.in_fp8 else None
+        """Make a call of a forward again, for a checkpoint."""
+        recipe = kernel.module.fp8_meta["recipe"] if call.in_fp8 else None
         if recipe is None or not self._has_scales(kernel, recipe, _is_trained(x, *tensors)):
             return self._plainly(kernel.seen.product(), x, tensors)
-        with kernel.as_before(recipe):
+        with kernel.as_before(call, recipe):
             return self._in_fp8(kernel, x, tensors, gradients)
 
     def ran_in_recipe(self, weights: Sequence[Tensor], bias: bool) -> bool:
