@@ -40,6 +40,12 @@ class Seen:
     products: Sequence[Amax]
     used: set[str] = field(default_factory=set)  # the directions that is_new() was asked for
     forward: int | None = None  # the number of the last one that was looked at
+    again: bool = False  # whether there were scales before
+
+    def anew(self) -> Seen:
+        """What is known of gradients alone, where inputs and weights have to be looked at anew."""
+        products = [Amax(grad=product.grad) for product in self.products]
+        return Seen(products, self.used - {"forward"}, again=True)
 
     @classmethod
     def of(cls, products: int) -> Seen:

@@ -84,14 +84,38 @@ class Kernel:
         finally:
             own.update(dict.fromkeys(self.names))
 
-    def keeps(self, weights: Sequence[Tensor]) -> bool:
-        """Whether this call's quantized weights are to be kept; frees those of other weights."""
+    def look_at(self, weights: Sequence[Tensor]) -> bool:
+        """Note the weights of a call, and free what is kept of others; whether they are to be quantized
+        anew, and kept."""
         stamp = None if any(map(is_quantized, weights)) else stamp_of(weights)
-        if stamp is None or stamp != self.stamp:
+        is_new = stamp is None or stamp != self.stamp
+        if is_new:
             self.forget_weights()
             self.sample = None if stamp is None else sample_of(self.parameters())
         self.stamp = stamp
-        return stamp is not None
+        return is_new and stamp is not None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the quantized weights of this call are to be kept."""
+        return self.stamp is not None
+
+    @torch.no_grad()
+    def fit(self, recipe: Any, weights: Sequence[Tensor]) -> None:
+        """Let the scales of weights fit these: no step of TE's looks at what evaluation loads.
+
+        Where one is no half of what it was, other weights were loaded, which other inputs may come with:
+        these are looked at anew, in the next forward. The CPU waits for that, once for such weights.
+        """
+        state = self.delayed().get("forward")
+        if state is None or "forward" not in self.seen.used:
+            return
+        own = state.scale[1 : 3 * len(weights) : 3]
+        limit = recipe.fp8_format.value.max_fwd / 2**recipe.margin
+        fitting = torch.stack([scale_for(weight.abs().amax().float(), limit) for weight in weights])
+        if bool((fitting < own / 2).any()):
+            self.seen = self.seen.anew()
+        own.copy_(torch.minimum(own, fitting))
 
     def forget_weights(self) -> None:
         """Free the quantized weights that are kept; the next call makes them anew."""
@@ -151,7 +175,7 @@ class Kernel:
 
     def take_saved(self) -> None:
         """Begin with the scales that were loaded for its weights, if there are any."""
-        if not self.seen.used and (saved := scale_rows.taken(self)) is not None:
+        if not self.seen.used and not self.seen.again and (saved := scale_rows.taken(self)) is not None:
             self._init_scales()
             scale_rows.restore(self, saved, self.delayed())
 
@@ -173,7 +197,7 @@ class Kernel:
     def state(self, recipe: Any, weights: Sequence[Tensor]) -> fp8.State:
         """What a compiled call takes; the same object for as long as its tensors are the same."""
         state = self._scales() if is_delayed(recipe) else _UNSCALED
-        if not self.keeps(weights):
+        if not self.keeps:
             return state
         if self.kept is None or self.kept.forward is not state.forward:
             scaling = scaling_of(recipe)

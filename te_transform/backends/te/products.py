@@ -27,7 +27,7 @@ from te_transform.backends.te.recipes import (
     multiple,
     scaling_of,
 )
-from te_transform.backends.tracing import in_backward, saving_hooks, traced, transformed
+from te_transform.backends.tracing import in_backward, recorded, saving_hooks, traced, transformed
 from te_transform.backends.twice import Out, differentiable_once, differentiable_twice
 
 
@@ -53,7 +53,7 @@ class _Product(FusedOp):
         why = self._why_plain(x, weights, in_fp8, gradients is not None)
         inside = in_fp8 and why is None
         kernel.calibrating = inside and not self._has_scales(
-            kernel, FP8GlobalStateManager.get_fp8_recipe(), _is_trained(x, *tensors)
+            kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, _is_trained(x, *tensors)
         )
         kernel.in_fp8 = inside and not kernel.calibrating
         may_repeat = saving_hooks() or not (torch.is_grad_enabled() or is_evaluating())
@@ -108,7 +108,8 @@ class _Product(FusedOp):
     ) -> Out:
         """Make a call of a forward again, for a checkpoint."""
         recipe = kernel.module.fp8_meta["recipe"] if call.in_fp8 else None
-        if recipe is None or not self._has_scales(kernel, recipe, _is_trained(x, *tensors)):
+        weights, trained = self._weights(tensors), _is_trained(x, *tensors)
+        if recipe is None or not self._has_scales(kernel, recipe, weights, trained):
             return self._plainly(kernel.seen.product(), x, tensors)
         with kernel.as_before(call, recipe):
             return self._in_fp8(kernel, x, tensors, gradients)
@@ -131,16 +132,19 @@ class _Product(FusedOp):
         recipe, kernel = FP8GlobalStateManager.get_fp8_recipe(), self._kernel(weights, bias)
         if gradients_of(weights) is not None or any(map(is_quantized, weights)):
             return None
-        if not self._has_scales(kernel, recipe, trained):
+        if not self._has_scales(kernel, recipe, weights, trained):
             return None
         kernel.in_fp8, kernel.calibrating = True, False
         return kernel.state(recipe, weights)
 
-    def _has_scales(self, kernel: Kernel, recipe: Any, trained: bool) -> bool:
+    def _has_scales(self, kernel: Kernel, recipe: Any, weights: Sequence[Tensor], trained: bool) -> bool:
         """Whether the kernel has the scales that the recipe needs for a call; gives it the first ones."""
+        are_new = kernel.look_at(weights)
         if not is_delayed(recipe):
             return True
         kernel.notice_other_recipe()
+        if are_new and is_evaluating() and not recorded():
+            kernel.fit(recipe, weights)
         kernel.take_saved()
         if not kernel.seen.knows(trained):
             return False
@@ -169,11 +173,10 @@ class _Product(FusedOp):
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
     ) -> Out:
         """A call in the recipe that is on, of a number of rows that its kernels take."""
-        keeps = kernel.keeps(self._weights(tensors))
         given = self._by_rows(kernel, tensors, tensors, gradients)
 
         def run(x: Tensor) -> Out:
-            return differentiable_once(kernel.run(x, given, gradients is not None, keeps), _ONCE)
+            return differentiable_once(kernel.run(x, given, gradients is not None, kernel.keeps), _ONCE)
 
         out = fp8.with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
         return self._watched(out, tensors)
