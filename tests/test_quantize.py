@@ -151,6 +151,47 @@ def test_what_is_written_to_it_is_quantized(write: str) -> None:
     assert held.held._version > version
 
 
+PARTS: dict[str, Callable[[Tensor], None]] = {
+    "a number": lambda held: held.__setitem__(0, 5.0),
+    "a tensor": lambda held: held.__setitem__((slice(2, 4), 1), torch.ones(2)),
+    "of another one": lambda held: held.__setitem__(0, quantize([random(1, 32, seed=3)])[0][0]),
+    "where a mask is": lambda held: held.__setitem__(exact(held) > 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("write", PARTS)
+def test_what_is_written_to_a_part_of_it_is_quantized(write: str) -> None:
+    (held,) = quantize([random(16, 32)])
+    wanted = exact(held)
+    PARTS[write](wanted)
+    PARTS[write](held)
+    assert torch.equal(exact(held), rounded(wanted))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row": lambda held: held[0],
+    "of data": lambda held: held.data[1:],
+    "of another shape": lambda held: held.view(-1)[3:5],
+    "a part of a view": lambda held: [*held.split(8)][1].unbind()[0],
+    "transposed": lambda held: held.t()[0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_write_to_a_view_of_it_is_refused(view: str) -> None:
+    """Which is for reading, as any tensor."""
+    (held,) = quantize([random(16, 32)])
+    part, wanted = VIEWS[view](held), VIEWS[view](exact(held))
+    assert part.tolist() == part.float().numpy().tolist() == copy.deepcopy(part).tolist() == wanted.tolist()
+    assert type(part + 1) is type(pickle.loads(pickle.dumps(part))) is Tensor
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="zero_ writes to a view of a weight"),
+    ):
+        part.zero_()
+    assert torch.equal(VIEWS[view](exact(held)), wanted)
+
+
 def test_what_is_copied_into_one_of_several_gives_all_of_them_a_scale() -> None:
     weights = [random(16, 32, seed=seed) for seed in range(2)]
     parts, new = quantize(weights), random(16, 32, seed=2) * 100

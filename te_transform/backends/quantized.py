@@ -77,6 +77,12 @@ class Quantized(Tensor):
         if not (is_quantized(values) and addresses([values]) == addresses([self])):
             self.quantize_(exact(values.detach()))
 
+    @torch.no_grad()
+    def __setitem__(self, index: Any, values: Any) -> None:
+        written = self.dequantize()
+        written[index] = exact(values) if isinstance(values, Tensor) else values
+        self.quantize_(written)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         first, kwargs = args[0] if args else None, kwargs or {}
@@ -101,7 +107,7 @@ class Quantized(Tensor):
             written = zip(_written(func, args, kwargs), _written(func, plain, named), strict=True)
             held = {id(new): own.quantize_(new) for own, new in written if isinstance(own, Quantized)}
             out = tree_map_only(Tensor, lambda tensor: held.get(id(tensor), tensor), out)
-        return out
+        return _to_read(out) if func.is_view else out
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["held", "inverse"], self.dtype
@@ -122,6 +128,57 @@ class Quantized(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"{self.dequantize()!r}, held in FP8"
+
+
+class View(Tensor):
+    """A part of a tensor that is held in FP8, or another shape of it: values of its own, which are for
+    reading, as a write to them would be lost."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> View:
+        made = values.as_subclass(cls)
+        made.values = values
+        return made
+
+    def __init__(self, *_: Any): ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and any(isinstance(own, View) for own in _written(func, args, kwargs)):
+            raise RuntimeError(_LOST.format(func._schema.name.removeprefix("aten::")))
+        plain, named = tree_map_only(View, lambda view: view.values, (args, kwargs))
+        out = func(*plain, **named)
+        return _to_read(out) if func.is_view else out
+
+    def numpy(self, **options: Any) -> Any:
+        """Its values, as any tensor's."""
+        return self.values.numpy(**options)
+
+    def tolist(self) -> Any:
+        """Its values, as any tensor's."""
+        return self.values.tolist()
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        memo[id(self)] = made = self.values.clone()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return self.values.__reduce_ex__(protocol)
+
+
+_LOST = (
+    "{} writes to a view of a weight that is held in FP8 alone, which is a copy, a write to the weight is "
+    "needed: weight[index] = values, weight.copy_(values), or te_transform.revert() the model first"
+)
+
+
+def _to_read(out: Any) -> Any:
+    """Views of what was dequantized; those that are traced have nothing to lose."""
+    return tree_map_only(Tensor, lambda tensor: View(tensor) if type(tensor) is Tensor else tensor, out)
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
