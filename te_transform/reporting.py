@@ -12,7 +12,7 @@ from te_transform.graph.inputs import Inputs
 from te_transform.plan.assign import assign
 from te_transform.plan.model import ModelError
 from te_transform.report.compose import compose
-from te_transform.report.explain import SET_ON_MODEL, divided
+from te_transform.report.explain import SET_ON_MODEL, divided, explain_break
 from te_transform.report.report import Report
 from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.first_calls import Seen
@@ -48,7 +48,10 @@ def report(converted: nn.Module) -> Report:
     later += [_LATER] * shows_blocks
     if found.parallel is not None:
         later += divided(found.parallel.places, found.parallel.ranks.count)
-    return replace(found.report, plain_calls=plain, notes=(*told, *later))
+    # sizes that vary may break what the examples' did not
+    broken = filter(None, (explain_break(graph.captured) for graph in graphs))
+    breaks = tuple(dict.fromkeys((*found.report.breaks, *broken)))
+    return replace(found.report, plain_calls=plain, notes=(*told, *later), breaks=breaks)
 
 
 def _report_of_whole(model: nn.Module, converted: Converted) -> Report:

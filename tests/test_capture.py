@@ -258,6 +258,27 @@ def test_each_piece_is_rewritten_and_the_report_says_what_lies_between() -> None
     pair.agree(with_input_gradient, atol=1e-4)
 
 
+class CausalByLength(nn.Module):
+    """Attention that is causal for more than one token: dynamo knows no such number once lengths vary."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.values = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.values(self.norm(x))[:, None]
+        return F.scaled_dot_product_attention(v, v, v, is_causal=v.shape[-2] > 1)[:, 0]
+
+
+def test_the_report_says_what_breaks_in_later_calls() -> None:
+    pair = Pair.of(CausalByLength)
+    assert not te_transform.report(pair.converted).breaks
+    pair.agree(lambda model, x: [model(x[:, :length]) for length in (4, 3, 1)])
+    (why,) = te_transform.report(pair.converted).breaks
+    assert "F.scaled_dot_product_attention(v, v, v, is_causal" in why
+    assert "which dynamo does not capture" in why
+
+
 class Loops(nn.Module):
     """Looks at values in a loop: dynamo leaves that forward alone, and takes those inside."""
 
