@@ -8,7 +8,7 @@ other one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +27,8 @@ class _Bound(CodeGen):
 
     def _gen_python_code(self, nodes: Iterable[fx.Node], *args: Any, **kwargs: Any) -> PythonCode:
         code = super()._gen_python_code(nodes, *args, **kwargs)
-        code.globals["torch"] = _torch_with(node.target for node in nodes if node.op == "call_function")
+        functions = (node.target for node in nodes if node.op == "call_function")
+        code.globals["torch"] = _torch_with(frozenset(filter(_is_from_torch, functions)))
         return code
 
 
@@ -43,10 +44,11 @@ def bind(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def _torch_with(functions: Iterable[Any]) -> ModuleType:
+@cache  # dynamo keeps the code of graphs that are gone: equal ones are to keep one module
+def _torch_with(functions: frozenset[Any]) -> ModuleType:
     """A module that is torch for all that reads it, and has these functions where they were found."""
     top = _like(torch)
-    for function in filter(_is_from_torch, functions):
+    for function in functions:
         *path, name = _get_qualified_name(function).split(".")[1:]
         at = top
         for part in path:
