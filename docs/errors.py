@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import te_transform
-from te_transform.plan import refusals
+from te_transform.plan import assign, refusals
 from te_transform.report.sentences import raised, refused, yielded
 
 HEAD = """# Errors and refusals
@@ -44,6 +44,8 @@ def _refusals() -> Iterator[str]:
     for rule in te_transform.PIPELINE:
         if sentences := refused(rule):
             yield from (f"### {rule.name}\n", *_listed(sentences))
+    yield "### In a recipe\n\nFor a product that is fused, and stays out of FP8.\n"
+    yield from _listed(yielded(assign))
 
 
 def _listed(sentences: Iterator[str] | list[str] | dict[str, None]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Without Transformer Engine and a GPU: what is planned for TE, what of it runs in FP8, what its ops get."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -239,7 +240,9 @@ def test_auto_goes_by_the_model_where_te_runs(
 
 
 def odd(rows: int, columns: int, multiple: int = 16) -> str:
-    return f"the weight is {rows} x {columns}, FP8 kernels need multiples of {multiple}"
+    enough = " x ".join(str(math.ceil(size / multiple) * multiple) for size in (rows, columns))
+    needed = f"FP8 kernels need multiples of {multiple}: make it {enough}, where training allows"
+    return f"the weight is {rows} x {columns}, {needed}"
 
 
 HEAD = (
@@ -576,7 +579,10 @@ def test_weights_in_float64_stay_out_of_fp8_with_a_reason() -> None:
     report = te_transform.inspect(
         CASES["llama"].build().double(), CASES["llama"].sample(), backend="te", recipe="fp8-current"
     )
-    reason = "the weights are float64, FP8 needs bfloat16, float16, or float32 under torch.autocast"
+    reason = (
+        "the weights are float64, FP8 needs bfloat16, float16, or float32 under torch.autocast: store them "
+        "in one of these, as model.to(torch.bfloat16) does"
+    )
     assert set(report.precision.sites.values()) == {reason}
 
 

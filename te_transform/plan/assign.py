@@ -89,34 +89,46 @@ def _why_not(site: Site, path: str, is_head: bool, named: PrecisionPlan, backend
     """Why the site stays out of FP8, None where it does not."""
     multiple = backend.multiple(backend.recipe_of(named.recipe))
     reasons = [*_foreign(site, backend), *_wide(site), *_odd(site, multiple)]
-    if path in named.sites:
-        reasons.append(named.sites[path])
-    elif is_head:
-        reasons.append(
+    reasons += [named.sites[path]] if path in named.sites else _head(is_head)
+    return next((why for why in reasons if why is not None), None)
+
+
+def _head(is_head: bool) -> Iterator[str]:
+    if is_head:
+        yield (
             "it makes the model's output, FP8 would round that itself and not what is summed up later: "
             "name it in a te_transform.PrecisionPlan to have it there"
         )
-    return next((why for why in reasons if why is not None), None)
 
 
 def _foreign(site: Site, backend: Backend) -> Iterator[str]:
     kind = type(site.fused)
     if getattr(backend, kind.__name__, None) is not kind:
-        yield f"{kind.__name__} is a rule's own module, a recipe holds for TE's"
+        yield (
+            f"{kind.__name__} is a rule's own module, a recipe holds for TE's: leave the rule out of passes= "
+            "to have the product in FP8"
+        )
 
 
 def _wide(site: Site) -> Iterator[str]:
     dtypes = {dtype_of(parameter) for weight in site.weights for parameter in weight}
     if not dtypes <= {*DTYPES, torch.float32}:
         found = ", ".join(sorted(map(dtype_name, dtypes)))
-        yield f"the weights are {found}, FP8 needs bfloat16, float16, or float32 under torch.autocast"
+        yield (
+            f"the weights are {found}, FP8 needs bfloat16, float16, or float32 under torch.autocast: store "
+            "them in one of these, as model.to(torch.bfloat16) does"
+        )
 
 
 def _odd(site: Site, multiple: int) -> Iterator[str]:
     for place in site.fused.PRODUCTS:
         shape = value(site.node.args[place]).shape
         if any(size % multiple for size in shape):
-            yield f"the weight is {' x '.join(map(str, shape))}, FP8 kernels need multiples of {multiple}"
+            enough = (-(size // -multiple) * multiple for size in shape)
+            yield (
+                f"the weight is {' x '.join(map(str, shape))}, FP8 kernels need multiples of {multiple}: "
+                f"make it {' x '.join(map(str, enough))}, where training allows"
+            )
 
 
 def _heads(plan: Plan) -> Iterator[Site]:

@@ -18,7 +18,7 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import argument, is_model_tensor, path_of, value
 from te_transform.graph.pattern import Match, Miss, Siblings, find
 from te_transform.plan.options import Options
-from te_transform.plan.refusals import missed, refusals, shared
+from te_transform.plan.refusals import missed, refusals, rolled_back, shared
 from te_transform.plan.rule import Deviation, Operation, Outcome, Rule, ask, reasons_of, roles, stored_in
 from te_transform.plan.work import replaced
 
@@ -115,7 +115,7 @@ class Plan:
             self.sites.remove(site)
             for rule, path in site.rules:
                 index = self.outcomes.index(Outcome(rule, path, "fused"))
-                told = (f"rolled back: {reason}",)
+                told = tuple(rolled_back(reason))
                 self.outcomes[index] = replace(self.outcomes[index], status="refused", reasons=told)
 
 

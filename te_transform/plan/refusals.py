@@ -210,3 +210,11 @@ def cut(operations: Collection[fx.Node]) -> Iterator[str]:
             "change of the gradient mode or autocast, the fused module runs all of them at once: call it "
             "before or after them"
         )
+
+
+def rolled_back(reason: str) -> Iterator[str]:
+    """What is told of a place that was fused, and taken back after its check."""
+    yield (
+        f"rolled back: {reason}: mend the rule if it is one of your own, report it otherwise, the place runs "
+        "as it was captured"
+    )
