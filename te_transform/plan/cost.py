@@ -4,17 +4,27 @@ What a call computes is counted in the captured graphs: the floating-point opera
 of attention (2 for each multiplication and addition), the bytes that all else reads and writes, and how many
 operations there are. Each way takes of the GPU a time for each of these, and of the CPU one for each
 operation; the longer of the two is the call's, for both work at once. A backward computes twice what its
-forward does. The times are fitted to measured ones by benchmarks/fit_cost.py.
+forward does. A graph whose products gain nothing runs as it was captured, which is a way of its own. The
+times are fitted to measured ones by benchmarks/fit_cost.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
-from te_transform.backends.limits import DTYPES, break_even_rows
+from te_transform.backends import plain
+from te_transform.backends.limits import (
+    ALIGNED,
+    DTYPES,
+    MIN_ATTENTION_LENGTH,
+    MIN_ATTENTION_WORK,
+    MIN_LOGITS,
+    break_even_rows,
+)
 from te_transform.graph import ops
 from te_transform.graph.nodes import value
 from te_transform.plan.assign import path_below, product_paths
@@ -27,26 +37,102 @@ from te_transform.plan.work import Work, computed, moved, numbers_in, sizes_of
 BACKWARD = 2.0  # of what the forward computes
 
 
-def work_of(
-    plans: Iterable[tuple[str, Plan]], way: Way, precision: PrecisionPlan | None, training: bool
-) -> Work:
-    """What a call computes.
+def works_of(
+    plans: Sequence[tuple[str, Plan]], way: Way, precision: PrecisionPlan | None, training: bool
+) -> list[tuple[Way, Work]]:
+    """What each graph of a call computes, with the way that it runs in.
 
     Args:
         plans: of the captured graphs in the order of their calls, each with the path of the captured module.
-        way: to run it. As it is, the operations are the model's own, of which rules see many as one; smaller
-            products run in FP8 in a CUDA graph.
+        way: that is asked for; a graph in which no product gains from it runs as it was captured, or is.
         precision: what runs in a recipe, None where nothing does.
         training: whether there is a backward.
     """
-    found = Work()
+    found = []
     for path, plan in plans:
-        found = sum(map(computed, plan.before.nodes), found)
-        found = sum(map(moved, plan.captured.graph.nodes if way is AS_IT_IS else plan.before.nodes), found)
-        if precision is not None:
-            found = sum(_in_fp8(path, plan, precision, way.in_cuda_graphs), found)
-    found = found.times(1 + BACKWARD) if training else found
-    return replace(found, forwards=1.0, backwards=float(training))
+        runs = _runs(plan, way, precision)
+        work = sum(map(computed, plan.before.nodes), Work())
+        work = sum(_moved(plan, runs), work)
+        if precision is not None and runs not in (AS_IT_IS, CAPTURED):
+            work = sum(_in_fp8(path, plan, precision, runs.in_cuda_graphs), work)
+        work = work.times(1 + BACKWARD) if training else work
+        share = 1 / len(plans)  # of what a call takes beside its operations
+        found.append((runs, replace(work, forwards=share, backwards=share * training)))
+    return found
+
+
+def _runs(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence[fx.Node] = ()) -> Way:
+    """The way that a graph runs in where `way` is asked for: runtime/few_tokens.py decides it at each call.
+
+    Args:
+        added: the operations of a place that is refused, to be told how the graph would run with it fused.
+    """
+    if way is not FUSED or (precision is not None and precision.small_calls):
+        return way
+    products = [site for site in plan.sites if site.is_product]
+    sizes = [_rows_and_width(site) for site in products if site.fused.gains or precision is not None]
+    if precision is not None or _is_gated(added):
+        linears = [node for node in added if node.target is ops.linear]
+        sizes += [(numbers_in(node) / sizes_of(node)[-1], min(sizes_of(node.args[1]))) for node in linears]
+    is_large = any(rows >= break_even_rows(width, precision is not None) for rows, width in sizes)
+    if is_large or not (products or added):
+        return way
+    return AS_IT_IS if precision is None and not added and _changes_nothing(plan) else CAPTURED
+
+
+def _rows_and_width(site: Site) -> tuple[float, int]:
+    x, weight = site.node.args[0], site.weights[0][0]
+    return numbers_in(x) / sizes_of(x)[-1], min(sizes_of(weight))
+
+
+def _is_gated(nodes: Sequence[fx.Node]) -> bool:
+    """Whether these operations multiply an activation with something: in TE's modules that gains."""
+    acts = {node for node in nodes if node.target in ops.ACTIVATIONS}
+    return any(node.target is torch.mul and acts & {*node.all_input_nodes} for node in nodes)
+
+
+def _moved(plan: Plan, way: Way) -> Iterator[Work]:
+    """What the operations of a graph read and write: as they were captured, of which rules see many as one,
+    but for those that are one in this way."""
+    if way not in (AS_IT_IS, CAPTURED):
+        yield from map(moved, plan.before.nodes)
+        return
+    taken = [outcome for outcome, site in plan.places() if way is CAPTURED and site and _is_one(site)]
+    inside = {name for outcome in taken for name in outcome.inside}
+    yield from (moved(node) for node in plan.captured.graph.nodes if node.name not in inside)
+    if taken:  # what has no origin is a part of a composite, such as multi-head attention
+        yield from (moved(node) for node in plan.before.nodes if node.meta.get("origin") in {None, *inside})
+
+
+def _is_one(site: Site) -> bool:
+    """Whether what a site stands for is fused in a graph that runs as it was captured: attention, and the
+    norms and activations of products; of what gains in a kernel alone, what is large enough for one."""
+    if isinstance(site.fused, plain.Rotary) and len(sizes := sizes_of(site.node.args[0])) == 4:
+        batch, heads, length, width = sizes
+        return batch * length >= break_even_rows(heads * width, in_fp8=False)
+    return not isinstance(site.fused, plain.CrossEntropy) or _is_in_kernel(site)
+
+
+def _is_in_kernel(site: Site) -> bool:
+    """Whether a kernel that is faster than PyTorch's own takes a loss, or attention, of these sizes."""
+    sizes = sizes_of(site.node.args[0])
+    if isinstance(site.fused, plain.CrossEntropy):
+        return numbers_in(site.node.args[0]) >= MIN_LOGITS and sizes[-1] % ALIGNED == 0
+    if len(sizes) != 4:  # which cuDNN's kernels take
+        return False
+    (batch, heads, length, width), keys = sizes, sizes_of(site.node.args[1])[2]
+    is_large = batch * length * keys * heads * width >= MIN_ATTENTION_WORK
+    is_large = is_large or batch * length >= break_even_rows(heads * width, in_fp8=False)
+    return is_large and min(length, keys) >= MIN_ATTENTION_LENGTH
+
+
+def _changes_nothing(plan: Plan) -> bool:
+    """Whether a graph that runs as it was captured has each operation as the model has it, in no kernel of
+    another kind: then runtime/trials.py times the model's own code too, and the faster one runs."""
+    kernels = (plain.DotProductAttention, plain.CrossEntropy)
+    in_kernels = any(isinstance(site.fused, kernels) and _is_in_kernel(site) for site in plan.sites)
+    counts = (sum(_moved(plan, way), Work()).operations for way in (AS_IT_IS, CAPTURED))
+    return not in_kernels and len({*counts}) == 1
 
 
 def _in_fp8(path: str, plan: Plan, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
@@ -104,30 +190,32 @@ class Way:
         )
 
 
+FUSED = Way("bytes, fused", "call, fused")
 # By whether it is compiled, and replayed.
 WAYS = {
-    (False, False): Way("bytes, fused", "call, fused"),
+    (False, False): FUSED,
     (True, False): Way("bytes, compiled", "call, compiled"),
     (False, True): Way("bytes, fused", "call, replayed", in_cuda_graphs=True),
     (True, True): Way("bytes, compiled", "call, replayed", in_cuda_graphs=True),
 }
-AS_IT_IS = Way("bytes", "call")
+AS_IT_IS, CAPTURED = Way("bytes", "call"), Way("bytes", "call, captured")
 
-# Seconds for one of each, as benchmarks/fit_cost.py prints them. Those of a call in FP8 are guesses: the GPU
-# took longer at all measured points.
+# Seconds for one of each, as benchmarks/fit_cost.py prints them. Those of a fused call, uncompiled, and of a
+# call in FP8 are guesses: the GPU took longer at all measured points.
 TIMES = {
-    "product": 1.5e-15, "product in FP8": 7.76e-16, "quantized": 5.21e-13, "attention": 6.25e-16,
-    "bytes": 6.34e-13, "bytes, fused": 5.29e-13, "bytes, compiled": 6.09e-13, "launch": 7.79e-07,
-    "call": 3.23e-05, "call, fused": 3.59e-05, "call, compiled": 1.73e-06, "call, replayed": 5.96e-07,
-    "call in FP8": 0.0001, "call, fused in FP8": 0.0001, "call, compiled in FP8": 4e-05,
-    "call, replayed in FP8": 2e-05,
-    "call forward": 0.000441, "call, fused forward": 0.00132, "call, compiled forward": 0.00143,
-    "call, replayed forward": 0.000341,
-    "call backward": 0.00154, "call, fused backward": 0.00427, "call, compiled backward": 0.00622,
-    "call, replayed backward": 0.00224,
+    "product": 1.43e-15, "product in FP8": 4.76e-16, "quantized": 2.63e-12, "attention": 8.99e-16,
+    "launch": 2.9e-06, "bytes": 6.59e-13, "bytes, fused": 6.37e-13, "bytes, compiled": 5.63e-13,
+    "call": 2.79e-05, "call, captured": 2.56e-05, "call, fused": 4e-05, "call, compiled": 3.3e-06,
+    "call, replayed": 5.33e-07,
+    "call in FP8": 0.0001, "call, captured in FP8": 0.0001, "call, fused in FP8": 0.0001,
+    "call, compiled in FP8": 4e-05, "call, replayed in FP8": 2e-05,
+    "call forward": 0.000432, "call, captured forward": 0.000323, "call, fused forward": 0.0003,
+    "call, compiled forward": 0.00157, "call, replayed forward": 0.00034,
+    "call backward": 0.0028, "call, captured backward": 0.00279, "call, fused backward": 0.001,
+    "call, compiled backward": 0.00592, "call, replayed backward": 0.00225,
 }  # fmt: skip
 NOTE = (
-    "times are predicted for an H100 by 58 measured ones, off by 10% in half of those and by 51% at the most "
+    "times are predicted for an H100 by 610 measured ones, off by 8% in half of those and by 85% at the most "
     "when each was predicted by the others: convert(compile='auto') measures them"
 )
 
@@ -149,11 +237,12 @@ def unknown(plans: Sequence[tuple[str, Plan]], options: Options) -> str | None:
 
 
 def seconds_of(
-    plans: Iterable[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
+    plans: Sequence[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
 ) -> float:
-    """Of a call in the way that the options ask for; see work_of()."""
-    way = way_of(options)
-    return way.seconds(work_of(plans, way, precision, training), TIMES)
+    """Of a call in the way that the options ask for; see works_of()."""
+    works = works_of(plans, way_of(options), precision, training)
+    gpu = sum(way.gpu_seconds(work, TIMES) for way, work in works)
+    return max(gpu, sum(way.cpu_seconds(work, TIMES) for way, work in works))
 
 
 def priced(
@@ -169,7 +258,8 @@ def priced(
     Args:
         path: of the captured module.
     """
-    way, products = way_of(options), product_paths(plan)
+    asked, products = way_of(options), product_paths(plan)
+    runs = _runs(plan, asked, precision)
     canonical: dict[str, list[fx.Node]] = {}
     for node in plan.before.nodes:
         canonical.setdefault(node.meta.get("origin", ""), []).append(node)
@@ -178,7 +268,9 @@ def priced(
         work = sum(map(computed, ours), Work())
         before = sum((moved(plan.by_name[name]) for name in outcome.inside), work)
         after = sum(map(moved, ours), work)
-        if precision is not None and site in products and _is_in_recipe(path, products[site], precision):
+        way = runs if outcome.status == "fused" else _runs(plan, asked, precision, added=ours)
+        in_fp8 = precision is not None and way is not CAPTURED
+        if in_fp8 and site in products and _is_in_recipe(path, products[site], precision):
             after = sum(_site_in_fp8(site, precision, way.in_cuda_graphs), after)
         calls = 1 + BACKWARD * training
         seconds, fused = calls * AS_IT_IS.gpu_seconds(before, TIMES), calls * way.gpu_seconds(after, TIMES)

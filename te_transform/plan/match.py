@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from te_transform.backends import plain
 from te_transform.canonicalize import canonicalize
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import argument, is_model_tensor, path_of, value
@@ -48,6 +49,13 @@ class Site:
         users = self.result.users
         is_cut = any(node.target is ops.columns and "origin" in node.meta for node in users)
         return is_cut and "origin" not in self.result.meta
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it has matrix products that gain from kernels alone. Whoever writes a rule of their own
+        decides by it where its op stands."""
+        of_backends = isinstance(self.fused, (plain.Linear, plain.LayerNormLinear))
+        return of_backends and not isinstance(self.fused, plain.PaddedLinear)
 
     @property
     def result(self) -> fx.Node:

@@ -22,7 +22,7 @@ from te_transform.backends.tracing import in_backward
 from te_transform.graph.nodes import shape_of, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
-from te_transform.runtime.lower import Apart, is_as_captured, is_product, lower_unfused
+from te_transform.runtime.lower import Apart, is_as_captured, lower_unfused
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class FewTokens:
     ):
         self.plan, self.apart, self.without, self.backend = plan, apart, without, options.backend
         self.failures = failures
-        self.products = [site for site in plan.sites if is_product(site) and site not in without]
+        self.products = [site for site in plan.sites if site.is_product and site not in without]
         self.gains = any(site.fused.gains for site in self.products)
         self.fuses_all = options.recipe is not None or options.graphs
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
@@ -72,7 +72,7 @@ class FewTokens:
         self.in_kernels = [
             site.fused
             for site in plan.sites
-            if site not in without and not is_product(site)
+            if site not in without and not site.is_product
             if self.backend.HAS_KERNELS or isinstance(site.fused, plain.PaddedLinear)
         ]
         self.work = {

@@ -75,7 +75,7 @@ def lower_unfused(
     """
     lowering = _Lowering(plan, apart)
     for site in _in_order(plan, without):
-        if is_product(site):
+        if site.is_product:
             lowering.put_parts(site)
         elif rotations or not isinstance(site.fused, plain.Rotary):
             lowering.put(site)
@@ -91,7 +91,7 @@ def is_as_captured(plan: Plan, without: Collection[Site] = ()) -> bool:
 def _is_rewritten(plan: Plan, site: Site) -> bool:
     if isinstance(site.fused, plain.DotProductAttention):
         return site.fused.written_out
-    if is_product(site):
+    if site.is_product:
         return any(len(part.meta["spelled"]) > 1 for part in _parts(plan, _names_in(plan, site)))
     return not isinstance(site.fused, _IN_AS_MANY)
 
@@ -106,13 +106,6 @@ def _names_in(plan: Plan, site: Site) -> set[str]:
     """The names of the captured nodes that a site replaces."""
     inside, _ = edit.extract(plan.captured, *_ends(plan, site))
     return {node.name for node in inside.graph.nodes if node.op not in ("placeholder", "output")}
-
-
-def is_product(site: Site) -> bool:
-    """Whether the site has matrix products that gain from kernels alone. Whoever writes a rule of their own
-    decides by it where its op stands."""
-    of_backends = isinstance(site.fused, (plain.Linear, plain.LayerNormLinear))
-    return of_backends and not isinstance(site.fused, plain.PaddedLinear)
 
 
 def _in_order(plan: Plan, without: Collection[Site]) -> list[Site]:
