@@ -21,7 +21,7 @@ from te_transform.graph.nodes import (
     same_shape,
     value,
 )
-from te_transform.graph.pattern import Match, Miss
+from te_transform.graph.pattern import Match, Miss, Pattern
 from te_transform.plan.rule import Operation, Rule
 
 NORMS = ("layer_norm", "rms_norm")
@@ -167,8 +167,8 @@ def missed(miss: Miss) -> Iterator[str]:
     reads = (reading or miss.nodes)[-1]
     if reads.target is not ops.columns:
         yield (
-            f"the {called(reads)} reads {_named(miss.found)}, the rule has {miss.wanted} there: compute it "
-            "so, where the mathematics allows"
+            f"the {called(reads)} reads {_named(miss.found)}, the rule has {_wanted(miss.wanted)} there: "
+            "compute it so, where the mathematics allows"
         )
     elif _is_linear_of_its_own(reads):
         yield (
@@ -189,9 +189,16 @@ def _is_linear_of_its_own(product: fx.Node) -> bool:
     return product.target is ops.linear and is_model_tensor(product.args[1])
 
 
+def _wanted(pattern: Pattern) -> str:
+    """A pattern in words that its reader knows: columns are an op of ours, and no function of PyTorch's."""
+    return "a part of a linear's columns" if ops.columns in pattern.roots else str(pattern)
+
+
 def _named(found: Any) -> str:
     if not isinstance(found, fx.Node):
         return repr(found)
+    if found.target is ops.columns:
+        return "a part of a linear's columns"
     if is_model_tensor(found):
         return f"the parameter {name_in_model(found)}"
     return f"the input {found.name}" if found.op == "placeholder" else called(found)

@@ -263,7 +263,8 @@ def test_most_of_a_pattern_says_what_stood_in_its_way() -> None:
         fc2=tables.linear(FFN, H),
     )
     assert reasons(sites(make), "layernorm_mlp") == {
-        "the mul reads tanh, the rule has columns there: compute it so, where the mathematics allows"
+        "the mul reads tanh, the rule has a part of a linear's columns there: compute it so, where the "
+        "mathematics allows"
     }
 
 
