@@ -5,18 +5,16 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from te_transform.backends.limits import ALIGNED
+from te_transform.backends.limits import ALIGNED, MIN_PADDED_ROWS
 from te_transform.graph.pattern import Linear
 from te_transform.plan.rule import Operation, Rule
-
-LEAST = 4096  # rows; products with fewer take no time that is worth a copy of their weight
 
 
 def refuse(linear: Operation, pad_vocabulary: bool, compile: bool | str) -> Iterator[str | None]:
     """Whether it would help, and is wanted."""
     rows = linear.weight.shape[0]
     is_input = not isinstance(rows, int)  # a weight that the caller brings, with as many rows as they like
-    if is_input or rows % ALIGNED == 0 or rows < LEAST or compile:  # inductor pads by itself
+    if is_input or rows % ALIGNED == 0 or rows < MIN_PADDED_ROWS or compile:  # inductor pads by itself
         yield None
     elif not pad_vocabulary:
         yield (
@@ -36,7 +34,7 @@ RULE = Rule(
     refuse=refuse,
     build=build,
     reads=("linear.x", "linear.weight", "linear.bias"),
-    example=lambda: (nn.Linear(16, LEAST + 1), torch.zeros(4, 16)),
+    example=lambda: (nn.Linear(16, MIN_PADDED_ROWS + 1), torch.zeros(4, 16)),
 )
 """Saves two thirds of the product's time on a GPU.
 

@@ -277,6 +277,23 @@ def test_a_refusal_costs_what_the_model_predicts_that_fusing_saves(tokens: int) 
     assert cost.NOTE in report.notes
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(50257, 12288), (50257, 128), (99, 12288)])
+def test_a_head_of_odd_rows_costs_what_padding_it_saves(rows: int, tokens: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(768, rows)).to(torch.bfloat16)
+        x = torch.zeros(tokens, 768, dtype=torch.bfloat16)
+    report = te_transform.inspect(model, x, backend="te")
+    heads = [site for site in report.refused if site.rule == "pad_vocabulary"]
+    assert len(heads) == (rows > 99)
+    times = cost.TIMES["product, odd"] - cost.TIMES["product"]
+    saved = 3 * 2 * tokens * 768 * rows * times if tokens > 128 else 0  # few tokens gain nothing
+    assert all(site.saved == pytest.approx(saved) for site in heads)
+    if tokens > 128:  # of which the GPU sets the pace
+        ways = ({"pad_vocabulary": padded} for padded in (False, True))
+        before, after = (predicted(model, x, backend="te", **way)["te"] for way in ways)
+        assert before - after == pytest.approx(saved if rows > 99 else 0)
+
+
 def few(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Models of so few tokens that they run as they were captured, in no memory."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -38,8 +38,9 @@ MIN_GEMM_WORK_IN_FP8_REPLAYED = 8e9
 # meet has not been measured.
 MIN_LOGITS = 1e8
 
-# Tokens from which on the product of a padded head gains more than the copy of its weight takes.
-MIN_PADDED_TOKENS = 256
+# Tokens from which on the product of a padded head gains more than the copy of its weight takes, and rows of
+# the weight: products with fewer take no time that is worth that copy.
+MIN_PADDED_TOKENS, MIN_PADDED_ROWS = 256, 4096
 
 
 class Switch:

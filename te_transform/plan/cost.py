@@ -10,8 +10,9 @@ times are fitted to measured ones by benchmarks/fit_cost.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import fx
@@ -23,6 +24,8 @@ from te_transform.backends.limits import (
     MIN_ATTENTION_LENGTH,
     MIN_ATTENTION_WORK,
     MIN_LOGITS,
+    MIN_PADDED_ROWS,
+    MIN_PADDED_TOKENS,
     break_even_rows,
 )
 from te_transform.graph import ops
@@ -35,6 +38,7 @@ from te_transform.plan.rule import Outcome
 from te_transform.plan.work import Work, computed, moved, numbers_in, sizes_of
 
 BACKWARD = 2.0  # of what the forward computes
+_PADS = "pad_vocabulary"  # the rule whose places are products that would be padded
 
 
 def works_of(
@@ -52,7 +56,7 @@ def works_of(
     for path, plan in plans:
         runs = _runs(plan, way, precision)
         work = sum(map(computed, plan.before.nodes), Work())
-        work = sum(_moved(plan, runs), work)
+        work = sum(chain(_moved(plan, runs), _odd(plan.before.nodes, plan, runs)), work)
         if precision is not None and runs not in (AS_IT_IS, CAPTURED):
             work = sum(_in_fp8(path, plan, precision, runs.in_cuda_graphs), work)
         work = work.times(1 + BACKWARD) if training else work
@@ -78,6 +82,25 @@ def _runs(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence
     if is_large or not (products or added):
         return way
     return AS_IT_IS if precision is None and not added and _changes_nothing(plan) else CAPTURED
+
+
+def _odd(nodes: Iterable[fx.Node], plan: Plan, way: Way, pads: bool = False) -> Iterator[Work]:
+    """For each product with an odd number of rows, as a vocabulary has them, what changes: it takes a GPU
+    several times as long, unless it is padded; inductor pads by itself.
+
+    Args:
+        pads: whether these nodes would be padded.
+    """
+    are_padded = (site for site in plan.sites if isinstance(site.fused, plain.PaddedLinear))
+    padded = {site.node.meta.get("origin") for site in are_padded}
+    for node in () if pads or way.bytes == "bytes, compiled" else nodes:
+        rows = sizes_of(node.args[1])[0] if node.target is ops.linear else 0
+        is_padded = way is not AS_IT_IS and node.meta.get("origin") in padded
+        if rows % ALIGNED == 0 or rows < MIN_PADDED_ROWS or is_padded:
+            continue
+        if numbers_in(node) / rows >= MIN_PADDED_TOKENS:
+            flops = computed(node).products
+            yield Work(products=-flops, odd_products=flops)
 
 
 def _rows_and_width(site: Site) -> tuple[float, int]:
@@ -182,6 +205,7 @@ class Way:
         """Of the GPU alone."""
         return (
             work.products * times["product"]
+            + work.odd_products * times["product, odd"]
             + work.in_fp8 * times["product in FP8"]
             + work.quantized * times["quantized"]
             + work.attention * times["attention"]
@@ -200,10 +224,12 @@ WAYS = {
 }
 AS_IT_IS, CAPTURED = Way("bytes", "call"), Way("bytes", "call, captured")
 
-# Seconds for one of each, as benchmarks/fit_cost.py prints them. Those of a fused call, uncompiled, and of a
-# call in FP8 are guesses: the GPU took longer at all measured points.
+# Seconds for one of each, as benchmarks/fit_cost.py prints them. An odd product's is that of a head of 50,257
+# rows, forward and backward (docs/benchmarks.md); a forward alone takes 1.3 times that. Those of a fused
+# call, uncompiled, and of a call in FP8 are guesses: the GPU took longer at all measured points.
 TIMES = {
     "product": 1.43e-15, "product in FP8": 4.76e-16, "quantized": 2.63e-12, "attention": 8.99e-16,
+    "product, odd": 7.87e-15,
     "launch": 2.9e-06, "bytes": 6.59e-13, "bytes, fused": 6.37e-13, "bytes, compiled": 5.63e-13,
     "call": 2.79e-05, "call, captured": 2.56e-05, "call, fused": 4e-05, "call, compiled": 3.3e-06,
     "call, replayed": 5.33e-07,
@@ -251,9 +277,8 @@ def priced(
     """The outcomes of a captured graph, each with what its place takes of the GPU's time in a call.
 
     That is its part of what seconds_of() predicts: of the operations as the model has them, and of the fused
-    op in the way that the options ask for. A refused place that would save nothing by this has no numbers: it
-    may cost what is not in there, as products of odd sizes do. Neither have linears that were merged for
-    another site.
+    op in the way that the options ask for. A refused place that would save nothing by this has no
+    numbers. Neither have linears that were merged for another site.
 
     Args:
         path: of the captured module.
@@ -267,8 +292,10 @@ def priced(
         ours = [node for name in outcome.inside for node in canonical.get(name, ())]
         work = sum(map(computed, ours), Work())
         before = sum((moved(plan.by_name[name]) for name in outcome.inside), work)
+        before = sum(_odd(ours, plan, AS_IT_IS), before)
         after = sum(map(moved, ours), work)
         way = runs if outcome.status == "fused" else _runs(plan, asked, precision, added=ours)
+        after = sum(_odd(ours, plan, way, pads=outcome.rule == _PADS), after)
         in_fp8 = precision is not None and way is not CAPTURED
         if in_fp8 and site in products and _is_in_recipe(path, products[site], precision):
             after = sum(_site_in_fp8(site, precision, way.in_cuda_graphs), after)

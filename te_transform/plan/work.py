@@ -28,6 +28,7 @@ class Work:
     """What a call computes."""
 
     products: float = 0.0  # floating-point operations in products of 16-bit numbers
+    odd_products: float = 0.0  # and where the rows of the weight are many, and no multiple of 8
     in_fp8: float = 0.0  # and of FP8 numbers
     attention: float = 0.0  # floating-point operations
     quantized: float = 0.0  # numbers in the operands of the products in FP8
