@@ -51,8 +51,8 @@ def tiny(blocks: int = 1) -> nn.Module:
 def layernorm_linear_with(wrong: str | None = None, path: str | None = None, eps: float = 1.0) -> Rule:
     """The rule, building its fused op with another eps, at one norm if a path is given."""
 
-    def build(backend, norm) -> nn.Module:
-        fused = layernorm_linear.build(backend, norm)
+    def build(backend, norm, shared) -> nn.Module:
+        fused = layernorm_linear.build(backend, norm, shared)
         if path in (None, norm.path):
             fused.eps *= eps
             fused.zero_centered_gamma ^= wrong == "gamma"
@@ -428,14 +428,17 @@ class WrongInBackward(plain.LayerNormLinear):
 
 
 def test_a_site_whose_gradients_alone_are_wrong_is_taken_back() -> None:
-    def build(norm) -> nn.Module:
-        return WrongInBackward(eps=norm.eps, normalization="LayerNorm", zero_centered_gamma=False)
+    def build(norm, shared) -> nn.Module:
+        known = {"zero_centered_gamma": False, "returns_norm": "norm" in shared}
+        return WrongInBackward(eps=norm.eps, normalization="LayerNorm", **known)
 
     model = tiny()
     rule = replace(layernorm_linear.RULE, build=build)
     converted = te_transform.convert(model, X, passes=[rule])
 
-    assert not sites(converted)
+    # the first of them reads the model's input, which has no gradient
+    assert [site.path for site in sites(converted)] == ["blocks.0.attention.q_proj"]
+    assert len(rolled_back(converted)) == 2
     assert all("gradient of input 0 is" in site.reasons[0] for site in rolled_back(converted))
 
 
