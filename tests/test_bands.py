@@ -425,7 +425,7 @@ def test_a_mask_that_is_expanded_along_the_keys_is_no_band_of_them(te: ModuleTyp
         ("llama", {"compile": True}),
         ("llama", {"graphs": True}),
         ("bert", {"compile": True}),
-        ("bart", {}),
+        pytest.param("bart", {}, marks=pytest.mark.integration),
     ],
     ids=str,
 )
@@ -482,7 +482,12 @@ def test_documents_in_the_core(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("llama", {}), ("llama", {"compile": True}), ("llama", {"graphs": True}), ("mistral", {})],
+    [
+        ("llama", {}),
+        ("llama", {"compile": True}),
+        ("llama", {"graphs": True}),
+        pytest.param("mistral", {}, marks=pytest.mark.integration),
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("compilations")

@@ -267,6 +267,7 @@ def test_verify_bisects_to_the_wrong_site() -> None:
     assert not any(graph.disabled for graph in converted_of(converted).graphs)
 
 
+@pytest.mark.integration  # the same search, in blocks that are captured one by one
 def test_a_wrong_site_of_blocks_that_share_a_graph_is_named_in_the_first() -> None:
     model = Checkpointed(2)
     rule = layernorm_linear_with(path="norm2", eps=1e4)

@@ -410,7 +410,7 @@ def test_a_clamp_gives_what_is_no_number_no_gradient(te: ModuleType) -> None:
     assert close(found, wanted)
 
 
-@pytest.mark.parametrize("name", ["gated", "biases"])
+@pytest.mark.parametrize("name", ["gated", pytest.param("biases", marks=pytest.mark.integration)])
 def test_no_tokens_run_uncompiled(name: str) -> None:
     """Of no rows inductor hands operands to products by groups in a way that they refuse."""
     model = seeded(FUSES[name])
