@@ -43,7 +43,8 @@ def explanation(rule: Rule) -> Iterator[str]:
 
 def _needs(rule: Rule, backends: list[str], allowed: tuple[str, ...]) -> Iterator[str]:
     if rule.reads:
-        yield f"{', '.join(rule.reads)}, as far as the model has them"
+        others = f"; others may read {', '.join(rule.shares)} too" if rule.shares else ""
+        yield f"{', '.join(rule.reads)}, as far as the model has them{others}"
     if backends:
         yield f"backend={' or '.join(map(repr, backends))}"
     yield from (f"{option}=True" for option in allowed)

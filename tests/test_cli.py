@@ -428,6 +428,7 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nSaves " in told
     needs = told.partition("\nneeds\n")[2].partition("\n\n")[0]
     assert ("backend='te'" in needs) == (rule in ("rotary", "cross_entropy"))
+    assert ("others may read norm too" in needs) == rule.startswith("layernorm")
     assert (f"- {rule}=True" in needs) == (rule in ("chunked_loss", "pad_vocabulary"))
     assert "- the output of the ... is also read by ..., the fused module keeps it inside: " in told
     before, _, after = told.partition("\nbefore\n")[2].partition("\nafter\n")
