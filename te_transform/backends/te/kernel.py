@@ -87,6 +87,7 @@ class Kernel:
     def look_at(self, weights: Sequence[Tensor]) -> bool:
         """Note the weights of a call, and free what is kept of others; whether they are to be quantized
         anew, and kept."""
+        self.weights = [*map(Source.of, weights)]  # any but the first may be of another parameter by now
         stamp = None if any(map(is_quantized, weights)) else stamp_of(weights)
         is_new = stamp is None or stamp != self.stamp
         if is_new:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_transform.backends import few_rows, fp8, plain
 from te_transform.backends.gradients import Gradients, gradients_of
-from te_transform.backends.joined import Source, state_of, watched
+from te_transform.backends.joined import state_of, watched
 from te_transform.backends.limits import at_any_size, too_small, without_kernel
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import EXACT_GELU
@@ -215,7 +215,6 @@ class _Product(FusedOp):
         kernels = state_of(first).kernels
         if form not in kernels:
             kernels[form] = self._made(weights, bias=bias, params_dtype=first.dtype)
-        kernels[form].weights = [*map(Source.of, weights)]  # any but the first may be another parameter now
         return kernels[form]
 
     @property
