@@ -161,7 +161,8 @@ def _keep_merged(made: Plan, options: Options) -> None:
 
 def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outcome]:
     bound = roles(match)
-    known = {**vars(options), **bound, "shared": shared(match, rule)}
+    read = shared(match, rule)
+    known = {**vars(options), "shared": read, **bound}
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
     reasons = [*refusals(match, operations, options.skip, rule), *reasons_of(rule, known)]
@@ -175,7 +176,9 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
         merged = edit.merge(made.canonical, _activated_first(match.nodes))
         merged.meta["merged"] = (rule.name, path)
     else:
-        _put(rule, match, made, ask(rule, "build", known), known, path)
+        node = _put(rule, match, made, ask(rule, "build", known), bound, path)
+        if others := [bound[role].node for role in (*rule.hands_out, *read)]:
+            edit.hand_out(made.canonical, node, others)
     return [Outcome(rule.name, path, "fused", inside=inside)]
 
 
@@ -205,13 +208,11 @@ def _activated_first(linears: tuple[fx.Node, ...]) -> list[fx.Node]:
     return sorted(linears, key=lambda node: not activated(node)) if len(linears) == 2 else list(linears)
 
 
-def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str, Any], path: str) -> None:
+def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str, Any], path: str) -> fx.Node:
     # a gated MLP's match has its first linear twice, once for each half
     absorbed = list(dict.fromkeys(node.meta["merged"] for node in match.nodes if "merged" in node.meta))
     args = tuple(_read(name, bound) for name in rule.reads)
-    node = _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)])
-    if others := [bound[role].node for role in (*rule.hands_out, *bound["shared"])]:
-        edit.hand_out(made.canonical, node, others)
+    return _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)])
 
 
 def _call(

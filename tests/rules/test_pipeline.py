@@ -114,6 +114,14 @@ def test_a_rule_of_ones_own_is_run() -> None:
     assert call.target == "inner.scaled_linear"
 
 
+def test_a_role_may_have_any_name() -> None:
+    """`shared` is what build() may ask for of others, unless the rule has a role of that name."""
+    scaled = Call(torch.mul, Var("x"), Var("shared", lambda value: isinstance(value, float)))
+    reads = ("x", "linear.weight", "linear.bias", "shared")
+    rule = replace(OWN, pattern=Linear(scaled), refuse=lambda shared: iter(()), reads=reads)
+    assert fused(scaling(2.0), passes=(rule, *PIPELINE)).counts == {"scaled_linear": 1}
+
+
 class Counted(ScaledLinear):
     """With a product, as the catalogue's ops have them; counts its calls."""
 
