@@ -62,7 +62,7 @@ _GROUPS = Call(ops.grouped_mm, Var("rows"), Var("weight"), Var("ends"), role="gr
 _COPIES = Call(operator.getitem, Var("weight", is_parameter), Var("choices", is_tensor_node))
 _EACH = Call(torch.bmm, _COPIES, Var("rows"), role="each")
 _PRODUCTS = (ops.grouped_mm, torch.bmm)
-_ENDS_OF_WAYS = (ops.linear, ops.layer_norm, ops.rms_norm, ops.sdpa)
+_ENDS_OF_WAYS = (ops.linear, *ops.NORMS, ops.sdpa)
 
 
 def refuse(

@@ -21,8 +21,6 @@ from te_transform.backends.limits import autocast_dtype
 from te_transform.backends.tracing import batches_gradients
 
 Gradients = tuple[Tensor | None, ...]
-
-
 Out = Tensor | tuple[Tensor, ...]
 
 

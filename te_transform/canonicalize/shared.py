@@ -15,7 +15,6 @@ from te_transform.canonicalize.inplace import written
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_parameter
 
-_NORMS = (ops.layer_norm, ops.rms_norm)
 _OF_ANGLES = (
     torch.cat, torch.mul, torch.div, torch.matmul, torch.transpose, torch.reshape, torch.unsqueeze,
     torch.Tensor.expand, ops.cast,
@@ -43,7 +42,7 @@ def share_norms(graph: fx.Graph) -> None:
 
     Only where all that read either are linears that can be merged: alone, each has a norm of its own.
     """
-    norms = {node for node in graph.nodes if node.target in _NORMS}
+    norms = {node for node in graph.nodes if node.target in ops.NORMS}
     _share(graph, norms, _can_be_merged)
 
 

@@ -80,6 +80,7 @@ def sigmoid(x: Tensor) -> Tensor:
     return torch.sigmoid(x)
 
 
+NORMS = (layer_norm, rms_norm)
 ACTIVATIONS = (gelu, gelu_tanh, quick_gelu, silu, relu, squared_relu, sigmoid)
 
 

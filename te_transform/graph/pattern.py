@@ -286,7 +286,7 @@ def Linear(x: Any = None, role: str = "linear") -> Call:
 
 
 def Norm(x: Any = None, role: str = "norm") -> Call:
-    return Call((ops.layer_norm, ops.rms_norm), *_input(x), role=role)
+    return Call(ops.NORMS, *_input(x), role=role)
 
 
 def _input(x: Any) -> tuple:

@@ -23,8 +23,6 @@ from te_transform.plan.refusals import missed, refusals, rolled_back, shared
 from te_transform.plan.rule import Deviation, Operation, Outcome, Rule, ask, reasons_of, roles, stored_in
 from te_transform.plan.work import replaced
 
-_NORMS = (ops.layer_norm, ops.rms_norm)
-
 
 @dataclass(eq=False)
 class Site:
@@ -192,7 +190,7 @@ def _place(match: Match, operations: list[Operation]) -> str:
     """Where a match is reported: at the module around all of it, or at the linear that reads a norm."""
     linears = [op for op in operations if op.op == "linear"]
     others = [op for op in operations if op.op != "linear"]
-    norms = [op for op in others if op.node.target in _NORMS]
+    norms = [op for op in others if op.node.target in ops.NORMS]
     if linears and len(norms) == len(others):
         return edit.innermost(op.path for op in linears)
     inner = [op.path for op in operations if op not in norms]
@@ -258,7 +256,7 @@ def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
     for miss in misses:
         if 2 * len(miss.nodes) > rule.pattern.depth and not any(node._erased for node in miss.nodes):
             # at the module around them, as a match is, whatever else was merged with one of its linears
-            own = [node for node in miss.nodes if node.target not in _NORMS and "merged" not in node.meta]
+            own = [node for node in miss.nodes if node.target not in ops.NORMS and "merged" not in node.meta]
             where, inside = edit.innermost(map(path_of, own)), _replaced(made, miss.nodes)
             told = tuple(missed(miss))
             outcomes.append(Outcome(rule.name, where, "refused", told, _weights(miss.nodes), inside=inside))

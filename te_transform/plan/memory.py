@@ -180,7 +180,7 @@ def _of_operation(node: fx.Node) -> _Step:
         return _Step(node, in_place=True)
     if node.target in _KEEP_NOTHING:
         return _Step(node)
-    if node.target in (ops.rms_norm, ops.layer_norm):
+    if node.target in ops.NORMS:
         if len(node.meta.get("spelled", ())) > 1:  # written out: x in fp32, and the result before the scale
             return _Step(node, own=numel_of(node) * 4 + bytes_of(node), transient=2 * numel_of(node) * 4)
         return _Step(node, data)

@@ -24,8 +24,7 @@ from te_transform.graph.nodes import (
 from te_transform.graph.pattern import Match, Miss, Pattern
 from te_transform.plan.rule import Operation, Rule
 
-NORMS = ("layer_norm", "rms_norm")
-WEIGHTED = ("linear", *NORMS)
+WEIGHTED = tuple(op.__name__ for op in (ops.linear, *ops.NORMS))
 
 
 def refusals(match: Match, operations: list[Operation], skip: tuple[str, ...], rule: Rule) -> Iterator[str]:

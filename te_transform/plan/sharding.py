@@ -366,7 +366,7 @@ _ELEMENTWISE = (
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys((ops.layer_norm, ops.rms_norm), _over_last),
+    **dict.fromkeys(ops.NORMS, _over_last),
     **dict.fromkeys((torch.matmul, torch.bmm), _product),
     **dict.fromkeys((torch.transpose, torch.t), _transpose),
     **dict.fromkeys((torch.split, torch.chunk), _pieces),

@@ -45,7 +45,7 @@ from te_transform.plan.match import Plan, Site
 
 # in plain PyTorch they are as many operations as were captured
 _IN_AS_MANY = (plain.CrossEntropy, plain.PaddedLinear, plain.Rotary)
-_SINGLE = (ops.layer_norm, ops.rms_norm, *ops.ACTIVATIONS)
+_SINGLE = (*ops.NORMS, *ops.ACTIVATIONS)
 
 Apart = list[tuple[weakref.ref, ...]]  # groups of joined parameters that do not lie next to each other
 

@@ -123,7 +123,7 @@ class _Sharding:
             raise Unshardable("the model writes in place to what would be sharded")
         if found is None:
             whole = not any(argument in self.held for argument in node.all_input_nodes)
-            if node.target in (ops.layer_norm, ops.rms_norm) and whole and self._is_entered(node):
+            if node.target in ops.NORMS and whole and self._is_entered(node):
                 self.entered.add(node)
             return None
         shards = self._tokens(self.shapes[node]) if found.is_term and self.sequence else found.shards
