@@ -31,18 +31,11 @@ def refuse(
         yield None
     if mask is None or backend.HAS_BIAS:
         return
-    is_learned = _is_learned(attention.node.args[3])
-    # where a bias hides all keys of a query by numbers, the gradients of fused kernels are wrong
     is_trained = is_bias(mask) and attention.query.requires_grad
-    if is_learned if called else is_trained and is_learned:
+    if (called or is_trained) and _is_learned(attention.node.args[3]):
         yield (
             "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: "
             "freeze it, where training allows"
-        )
-    elif not called and is_trained:
-        yield (
-            "the attention is written out and adds a bias to its scores, in training TE's fast cores take "
-            "one from calls of scaled_dot_product_attention alone: call it, with the bias as attn_mask"
         )
 
 

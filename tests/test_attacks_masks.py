@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import te_transform
 from te_transform.backends import masks
 from tests import test_compiled
 from tests.attacks import Block, Pair, X, named
@@ -115,6 +116,12 @@ def alibi(self: Any, scores: Tensor, mask: Any) -> Tensor:
     return (scores + slopes * far).masked_fill(far > 0, NEGATIVE)
 
 
+def alibi_added(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
+    """A bias for each head, and a mask that is added to both."""
+    far = torch.arange(scores.shape[-1])[None] - torch.arange(scores.shape[-1])[:, None]
+    return scores + torch.tensor([0.5, 0.25])[:, None, None] * far + square(mask, scores)
+
+
 def softcapped(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
     return (30 * torch.tanh(scores / 30)).masked_fill(~square(mask, scores), NEGATIVE)
 
@@ -137,6 +144,7 @@ MASKS: dict[str, tuple[Callable[..., Any], Tensor | None]] = {
     "packed": (packed, None),
     "for each head": (where(NEGATIVE), torch.stack([causal(), causal(offset=3)])),
     "alibi": (alibi, None),
+    "alibi, added": (alibi_added, torch.zeros(LONGEST, LONGEST).masked_fill(~causal(), MINIMUM)),
 }
 
 
@@ -179,6 +187,7 @@ HIDDEN: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "filled with -1e4, others see all": (filled(-1e4), hidden_rows(torch.ones_like(causal()))),
     "-inf added": (added, hidden_row()),
     "finfo.min added": (added, hidden_row().clamp(min=MINIMUM)),
+    "finfo.min added to a bias": (alibi_added, hidden_row().clamp(min=MINIMUM)),
 }
 
 
@@ -212,6 +221,15 @@ def test_a_row_that_sees_nothing(name: str) -> None:
 def test_gradients_through_a_row_that_sees_nothing(name: str) -> None:
     """Of -inf that is added all are NaN, where scores are filled those of the values."""
     Pair.of(model_of(*HIDDEN[name])).agree()
+
+
+@pytest.mark.parametrize("name", ["alibi", "alibi, added"])
+def test_a_bias_under_which_every_query_sees_a_key_goes_to_kernels(name: str) -> None:
+    """Also in training, where the gradients of rows that numbers hide as a whole would be wrong."""
+    model = te_transform.convert(model_of(*MASKS[name]), (X,))
+    with torch.profiler.profile() as profile:
+        model(X).sum().backward()
+    assert "aten::scaled_dot_product_attention" in {event.name for event in profile.events()}
 
 
 def keyword(make: Callable[[Tensor, Any], dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -90,17 +90,12 @@ BIAS = (
     "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: freeze it, "
     "where training allows"
 )
-WRITTEN_BIAS = (
-    "the attention is written out and adds a bias to its scores, in training TE's fast cores take "
-    "one from calls of scaled_dot_product_attention alone: call it, with the bias as attn_mask"
-)
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by mean, fused attention keeps them inside: let "
     "nothing else read them, as with need_weights=False or output_attentions=False"
 )
 
 REFUSED = {
-    "bloom": {("attention", WRITTEN_BIAS): ["transformer.h.{0,1}.self_attention  x2"]},
     "t5": {
         ("attention", BIAS): [
             "encoder.block.{0,1}.layer.0.SelfAttention  x2",

@@ -58,6 +58,12 @@ class Banded(NamedTuple):
         return Band(*self[2:])
 
 
+class Seeing(NamedTuple):
+    """A floating mask under which every query sees a key: no row of it is hidden as a whole."""
+
+    mask: Tensor
+
+
 def banded(mask: Tensor, band: Band) -> Banded:
     """A mask that is known to be such a band."""
     keep, ends = kept(mask), None
@@ -70,9 +76,9 @@ def banded(mask: Tensor, band: Band) -> Banded:
     return Banded(keep, ends, *band)
 
 
-def tensor_of(mask: Tensor | Banded | None) -> Tensor | None:
+def tensor_of(mask: Tensor | Banded | Seeing | None) -> Tensor | None:
     """The mask itself."""
-    return mask.mask if isinstance(mask, Banded) else mask
+    return mask.mask if isinstance(mask, (Banded, Seeing)) else mask
 
 
 def kept(mask: Tensor) -> Tensor:

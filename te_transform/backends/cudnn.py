@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from te_transform.backends import plain
-from te_transform.backends.bands import Banded, tensor_of
+from te_transform.backends.bands import tensor_of
 from te_transform.backends.limits import ALIGNED, as_autocast, without_attention
 from te_transform.backends.tracing import compiling, traced
 
@@ -25,15 +25,13 @@ class DotProductAttention(plain.DotProductAttention):
     and takes it for granted that the other strides fit.
     """
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: plain.Given, *rest: Any) -> Tensor:
         """The attention by cuDNN where that is the best; the reason why it is not is counted."""
         if traced() and not compiling.get():
             return super().attend(query, key, value, mask, *rest)
         query, key, value = as_autocast(query, key, value)
         given = tensor_of(mask)
-        if why := without_attention(query, key, value, given, rest[1]) or self._without(given):
+        if why := without_attention(query, key, value, given, rest[1]) or self._without(mask):
             self.plain_calls[why] += 1
             return super().attend(query, key, value, mask, *rest)
         with _FIRST:
@@ -42,9 +40,9 @@ class DotProductAttention(plain.DotProductAttention):
             # unlike PyTorch's other kernels with a mask, cuDNN's take heads that several queries share
             return self._attend(query, key, value, _added(given, query.dtype), rest)
 
-    def _without(self, mask: Tensor | None) -> str | None:
+    def _without(self, mask: plain.Given) -> str | None:
         """Why cuDNN is not right with this mask, or None."""
-        if mask is not None and mask.is_floating_point() and self.written_out:
+        if isinstance(mask, Tensor) and mask.is_floating_point() and self.written_out:
             return "a mask of numbers added to scores that are written out, whose hidden rows have a value"
         return None
 

@@ -14,13 +14,15 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_transform.backends.bands import Band, Banded, band_of, banded, kept, measure
+from te_transform.backends.bands import Band, Banded, Seeing, band_of, banded, kept, measure
 from te_transform.backends.limits import gains_from_masks, on_kernels_device
 from te_transform.backends.op import GraphOp
 from te_transform.backends.stamp import Stamp
+from te_transform.canonicalize.attention import HIDES
 from te_transform.graph import edit
+from te_transform.graph.nodes import is_bias
 
-CAUSAL, FULL = "causal", "full"
+CAUSAL, FULL, SEEING = "causal", "full", "seeing"
 _FEW = 256  # answers that are kept: one for each length that a generation goes through
 Answer = str | Band | None
 # By the operations that make a mask, for each tensor that was looked at: its stamp, its contents, the answer.
@@ -53,13 +55,13 @@ class Mask(GraphOp):
         self.looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[alike]
         self.last: tuple[list[Tensor], Answer] | None = None  # what was made of model tensors on the CPU
 
-    def forward(self, *arguments: Any) -> Tensor | Banded | str:
-        """The mask, as what it is where it is a band; "causal" or "full" where it is that."""
+    def forward(self, *arguments: Any) -> Tensor | Banded | Seeing | str:
+        """The mask, as a band or one under which every query sees a key where it is that; "causal" or "full"
+        where it is that."""
         answer, made = self.look(arguments)
-        if isinstance(answer, str):
+        if answer in (CAUSAL, FULL):
             return answer
-        mask = self.make.forward(*arguments)[0] if made is None else made
-        return mask if answer is None else banded(mask, answer)
+        return _known_as(self.make.forward(*arguments)[0] if made is None else made, answer)
 
     def look(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor | None]:
         """What the mask is; and the mask, where it has been made to find that out."""
@@ -112,18 +114,23 @@ class LookedAt(GraphOp):
     def __init__(self, mask: Mask):
         super().__init__()
         self.mask = mask
-        self.bands: dict[Band, fx.GraphModule] = {}
+        self.made: dict[Answer, fx.GraphModule] = {None: mask.make}
 
     def forward(self, *arguments: Any) -> str | fx.GraphModule:
         """ "causal" or "full"; the operations where it is neither."""
         answer, _ = self.mask.look(arguments)
-        if isinstance(answer, str):
+        if answer in (CAUSAL, FULL):
             return answer
-        if answer is None:
-            return self.mask.make
-        if answer not in self.bands:
-            self.bands[answer] = edit.passed_through(self.mask.make, 0, banded, answer)
-        return self.bands[answer]
+        if answer not in self.made:
+            self.made[answer] = edit.passed_through(self.mask.make, 0, _known_as, answer)
+        return self.made[answer]
+
+
+def _known_as(mask: Tensor, answer: Answer) -> Tensor | Banded | Seeing:
+    """The mask with what is known of it, for the op that it goes to."""
+    if answer == SEEING:
+        return Seeing(mask)
+    return mask if answer is None else banded(mask, answer)
 
 
 def _key(argument: Any, stored: bool) -> tuple | None:
@@ -178,13 +185,17 @@ def _have_no_numbers(arguments: Sequence[Any]) -> bool:
 
 def what_is(mask: Tensor, hidden_rows: Tensor | None = None, beside_sinks: bool = False) -> Answer:
     """Whether a mask [..., queries, keys] hides nothing, or just what lies ahead; or which band of keys it
-    keeps, where there are kernels for bands.
+    keeps, where there are kernels for bands; or whether every query sees a key under a floating one.
 
     True keeps in a boolean mask; a floating one is added to the scores, so that 0 keeps, and what hides is so
     low that beside any other score its probability is zero. Hidden rows are kept as a whole, see
-    ops.hidden_rows, but not with the scores that they had: a mask with such a row is neither.
+    ops.hidden_rows, but not with the scores that they had: a mask with such a row is neither. Of a bias that
+    differs from head to head only the last is asked.
     """
     with torch.no_grad():
+        sees = _every_query_sees(mask)
+        if is_bias(mask):
+            return SEEING if sees else None
         keep, (queries, keys) = kept(mask), mask.shape[-2:]
         well = keep.new_ones(()) if hidden_rows is None else ~hidden_rows.any()
         if mask.dtype is not torch.bool:
@@ -193,19 +204,28 @@ def what_is(mask: Tensor, hidden_rows: Tensor | None = None, beside_sinks: bool 
         if queries == keys:
             causal = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
             found[CAUSAL] = (keep == causal).all()
-        facts = torch.stack([well, *found.values()]).long()
+        facts = torch.stack([sees, well, *found.values()]).long()
         if _may_be_banded(mask):
             facts = torch.cat([facts, measure(keep)])
-        is_well, *facts = facts.tolist()  # the GPU is waited for once
+        sees, is_well, *facts = facts.tolist()  # the GPU is waited for once
+        otherwise = SEEING if sees else None
         if not is_well:
-            return None
+            return otherwise
         answer, measured = next(compress(found, facts), None), facts[len(found) :]
         if answer or not measured:
-            return answer
+            return answer or otherwise
         band = band_of(measured, queries, keys)
         # a row that a floating mask hides as a whole is uniform, or NaN; zero where there is a sink to go to
         is_zero = beside_sinks or mask.dtype is torch.bool
-        return None if band is None or (band.blind and not is_zero) else band
+        return otherwise if band is None or (band.blind and not is_zero) else band
+
+
+def _every_query_sees(mask: Tensor) -> Tensor:
+    """Whether a floating mask leaves every query a score that is not so low that it hides; the gradients of
+    kernels are those of the model's operations then, see plain.DotProductAttention."""
+    if mask.dtype is torch.bool or not mask.numel():
+        return mask.new_zeros((), dtype=torch.bool)
+    return (mask.amax(-1) > HIDES).all()
 
 
 def _may_be_banded(mask: Tensor) -> bool:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from te_transform.backends import plain
@@ -134,6 +134,13 @@ def _ends(plan: Plan, site: Site) -> tuple[list[fx.Node], set[fx.Node]]:
     captured = {node.name: node for node in plan.captured.graph.nodes}
     outputs = [captured[node.meta["origin"]] for node in site.outputs]
     return outputs, {captured[name] for name in _inputs(site)}
+
+
+def _is_asked_for(site: Site, mask: Tensor) -> bool:
+    """Whether it pays to know what this mask is. A bias that differs from head to head is none of those that
+    kernels know of: written out, its gradients are right in kernels where every query sees a key."""
+    is_trained = value(site.node.args[0]).requires_grad
+    return not is_bias(mask) or (is_trained and site.fused.written_out)
 
 
 def _inputs(site: Site) -> set[str]:
@@ -315,7 +322,7 @@ class _Lowering:
             query, hidden = query.args
         # A single query sees other keys at each step of a generation: each look would wait for the GPU.
         is_one = same_shape(shape_of(query)[-2:-1], (1,))
-        if isinstance(mask, fx.Node) and not is_one and not is_bias(value(mask)):
+        if isinstance(mask, fx.Node) and not is_one and _is_asked_for(site, value(mask)):
             mask = self._proved(mask, hidden, at, sinks is not None)
         return (query, *args[1:3], mask, *args[4:], hidden)
 

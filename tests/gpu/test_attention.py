@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends import plain
+from te_transform.backends.bands import Seeing
 from te_transform.graph import ops
 
 LENGTHS = (16, 512, 777, 1024)
@@ -214,5 +215,33 @@ def test_a_mask_that_is_added(dtype: torch.dtype, heads: int, wide_scores: bool)
         torch.autograd.grad(found, given, cotangent.bfloat16()),
         torch.autograd.grad(exact, wide, cotangent),
     )
+    for got, wanted in zip(*grads, strict=True):
+        assert (got - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.bfloat16).min])
+@pytest.mark.parametrize("heads", [8, 2])
+@pytest.mark.parametrize("length", [512, 777, 1024])
+def test_a_bias_under_which_every_query_sees_a_key(heads: int, length: int, hidden: float) -> None:
+    """It goes to cuDNN in training too, though it was added to scores that were written out."""
+    from te_transform.backends import te
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    given, wide = [], []
+    for count in (8, heads, heads):
+        part = torch.randn(2, count, length, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        given.append(part.requires_grad_())
+        wide.append(part.detach().double().requires_grad_())
+    mask = torch.randn(1, 8, 1, length, generator=generator, device="cuda", dtype=torch.bfloat16)
+    mask = mask + torch.full((length, length), hidden, device="cuda", dtype=torch.bfloat16).triu(1)
+    core, rest = te.DotProductAttention(), (0.0, False, 0.125, heads < 8)
+    found, exact = core(*given, Seeing(mask), *rest), ops.sdpa(*wide, mask.double(), *rest)
+    assert not core.plain_calls
+    cotangent = torch.randn_like(exact)
+    grads = (
+        torch.autograd.grad(found, given, cotangent.bfloat16()),
+        torch.autograd.grad(exact, wide, cotangent),
+    )
+    assert (found - exact).norm() <= 0.01 * exact.norm()
     for got, wanted in zip(*grads, strict=True):
         assert (got - wanted).norm() <= 0.02 * wanted.norm()

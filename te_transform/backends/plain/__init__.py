@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from te_transform.backends.plain.attention import DotProductAttention, Mask
+from te_transform.backends.plain.attention import DotProductAttention, Given, Mask
 from te_transform.backends.plain.cross_entropy import CrossEntropy, reduced
 from te_transform.backends.plain.experts import PAIRS, Experts, routed, taken
 from te_transform.backends.plain.products import (
@@ -27,9 +27,9 @@ from te_transform.backends.plain.rotary import Rotary
 
 __all__ = [
     "ACTIVATIONS", "EXACT_GELU", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME", "PAIRS",
-    "CrossEntropy", "DotProductAttention", "Experts", "LayerNormLinear", "LayerNormMLP", "Linear", "Mask",
-    "PaddedLinear", "Product", "Rotary", "activated", "multiple", "product", "recipe_now", "recipe_of",
-    "reduced", "routed", "taken",
+    "CrossEntropy", "DotProductAttention", "Experts", "Given", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "Mask", "PaddedLinear", "Product", "Rotary", "activated", "multiple", "product", "recipe_now",
+    "recipe_of", "reduced", "routed", "taken",
 ]  # fmt: skip
 
 NAME = "torch"

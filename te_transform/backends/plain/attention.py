@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.backends import limits
-from te_transform.backends.bands import Banded, tensor_of
+from te_transform.backends.bands import Banded, Seeing, tensor_of
 from te_transform.backends.op import FusedOp
 from te_transform.backends.tracing import compiling, transformed
 from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 
-Mask = Tensor | Banded | Literal["causal", "full"] | None
+Given = Tensor | Banded | Seeing | None
+Mask = Given | Literal["causal", "full"]
 
 
 class DotProductAttention(FusedOp):
@@ -53,27 +54,27 @@ class DotProductAttention(FusedOp):
         [heads].
 
         A mask that was found to keep everything is "full", one that was found to be the causal one is
-        "causal". `hidden` are the rows that a mask of finite numbers hides everywhere: they stay uniform,
-        and there are none where the mask is known to be a band. Of what was written out, rows that a mask of
-        -inf hides everywhere are NaN, as a softmax makes them.
+        "causal", and one of numbers that leaves every query a key is Seeing. `hidden` are the rows that a
+        mask of finite numbers hides everywhere: they stay uniform, and there are none where the mask is known
+        to be a band. Of what was written out, rows that a mask of -inf hides everywhere are NaN, as a softmax
+        makes them.
         """
-        band = mask if isinstance(mask, Banded) else None
-        if band is not None:
-            mask = band.mask
-        elif isinstance(mask, str):
+        if isinstance(mask, str):
             mask, is_causal = None, is_causal or mask == "causal"
-        elif hidden is not None:
+        elif hidden is not None and not isinstance(mask, Banded):
             query = ops.zero_hidden(query, hidden)
+        given, mask = mask, tensor_of(mask)
         rest = (mask, dropout_p, is_causal, scale, enable_gqa)
         if sinks is not None:
-            return self.beside_sinks(query, key, value, sinks, band or mask, *rest[1:])
+            return self.beside_sinks(query, key, value, sinks, given, *rest[1:])
         # Where there are no queries or no keys, PyTorch's attention gives a mask no gradient, and NaN to all
         # batches. Where a mask of finite numbers hides a whole row, the gradients of its fused kernels are
         # wrong (torch 2.13): the log-sum-exp that they normalize by has the number of keys rounded away.
         # Its kernels on a GPU refuse a mask of another dtype.
         nothing = query.numel() * key.numel() == 0
         apart = isinstance(mask, Tensor) and mask.is_floating_point()
-        apart = apart and (torch.is_grad_enabled() or (mask.is_cuda and mask.dtype is not query.dtype))
+        is_unseen = torch.is_grad_enabled() and not isinstance(given, Seeing)
+        apart = apart and (is_unseen or (mask.is_cuda and mask.dtype is not query.dtype))
         if self.written_out and (transformed() or nothing or apart):
             return _written_out(query, key, value, *rest, wide_scores=self.wide_scores)
         if transformed():  # rows that see nothing are zeros there, and have no gradient
@@ -82,10 +83,9 @@ class DotProductAttention(FusedOp):
         value = value if compiling.get() else _alone(value, query, key)
         # with dropout the plain version would draw other random numbers
         twice = self.written_out and not dropout_p and not compiling.get()
-        arguments = (query, key, value, band or mask, *rest[1:])
+        arguments = (query, key, value, given, *rest[1:])
         out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
-        nan_rows = self.written_out and mask is not None and hidden is None
-        nan_rows = nan_rows and (band is None or band.blind)
+        nan_rows = self.written_out and mask is not None and hidden is None and _may_be_blind(given)
         return _with_nan_rows(out, value, mask) if nan_rows else out
 
     def beside_sinks(
@@ -94,19 +94,20 @@ class DotProductAttention(FusedOp):
         key: Tensor,
         value: Tensor,
         sinks: Tensor,
-        mask: Tensor | Banded | None,
+        mask: Given,
         *rest: Any,
     ) -> Tensor:
         """The attention with a score more for each query, which none of PyTorch's kernels has."""
         how = {"wide_scores": self.wide_scores, "sinks": sinks}
         return _written_out(query, key, value, tensor_of(mask), *rest, **how)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Given, *rest: Any) -> Tensor:
         """The attention by whichever kernel is the fastest here."""
         *how, enable_gqa = rest
-        mask = tensor_of(mask)
+        may_hide_rows, mask = self.written_out and not isinstance(mask, Seeing), tensor_of(mask)
+        if may_hide_rows and mask is not None and mask.is_floating_point() and mask.is_cuda:
+            # its kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
+            mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
         if enable_gqa and mask is not None and query.dim() == 4:
             return _ungrouped(partial(self._attend, mask=mask, how=how), query, key, value, mask)
         return self._attend(query, key, value, mask, rest)
@@ -118,14 +119,16 @@ class DotProductAttention(FusedOp):
         others = dropout_p or is_causal or torch.is_grad_enabled()
         if mask is not None and query.dim() == 4 and not others and limits.written_out(query, key):
             return _in_two_products(query, key, value, mask, scale)
-        if self.written_out and mask is not None and mask.is_floating_point() and mask.is_cuda:
-            # its kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
-            mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
         with _math_at_hand() if self.written_out else nullcontext():
             out = ops.sdpa(query, key, value, mask, *how)
         if out.grad_fn is not None and "Cudnn" in out.grad_fn.name():
             out.register_hook(_in_one_order)
         return out
+
+
+def _may_be_blind(mask: Given) -> bool:
+    """Whether a query may see no key under this mask."""
+    return mask.blind if isinstance(mask, Banded) else not isinstance(mask, Seeing)
 
 
 @contextmanager
@@ -268,7 +271,7 @@ def _written_out(
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
 
 
-def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any) -> Tensor:
+def _math(query: Tensor, key: Tensor, value: Tensor, mask: Given, *rest: Any) -> Tensor:
     """The attention as products and a softmax, which have every derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         return ops.sdpa(query, key, value, tensor_of(mask), *rest)

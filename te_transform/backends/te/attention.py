@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 
-from te_transform.backends import banded_attention, cudnn
+from te_transform.backends import banded_attention, cudnn, plain
 from te_transform.backends.banded_attention import OPEN
 from te_transform.backends.bands import PLANNED_LENGTHS, Band, Banded, sees_itself
 from te_transform.backends.limits import (
@@ -30,9 +30,7 @@ class DotProductAttention(cudnn.DotProductAttention):
     """Attention by cuDNN's kernels, called through TE within a band of keys, and for lengths of which there
     are many; otherwise through PyTorch, which takes masks and dropout."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Banded | None, *rest: Any
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: plain.Given, *rest: Any) -> Tensor:
         """As the op does; a mask that is a band is not read where kernels know of bands."""
         dropout_p, is_causal, scale, enable_gqa = rest
         band = _band_of(mask, is_causal, query, key)
@@ -59,7 +57,7 @@ class DotProductAttention(cudnn.DotProductAttention):
 
 
 def _without_sinks(
-    query: Tensor, key: Tensor, value: Tensor, _: Tensor, mask: Tensor | Banded | None, *rest: Any
+    query: Tensor, key: Tensor, value: Tensor, _: Tensor, mask: plain.Given, *rest: Any
 ) -> str | None:
     """Why kernels cannot take this attention beside sinks, or None."""
     dropout_p, is_causal, _, enable_gqa = rest
@@ -70,7 +68,7 @@ def _without_sinks(
 
 
 def _beside_sinks(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | Banded | None, *rest: Any
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: plain.Given, *rest: Any
 ) -> Tensor:
     _, is_causal, scale, _ = rest
     band = _band_of(mask, is_causal, query, key)
@@ -90,7 +88,7 @@ def _attended(
     return out
 
 
-def _band_of(mask: Tensor | Banded | None, is_causal: bool, query: Tensor, key: Tensor) -> Band | None:
+def _band_of(mask: plain.Given, is_causal: bool, query: Tensor, key: Tensor) -> Band | None:
     """The band of keys that attention is within; None with another mask."""
     if not isinstance(mask, Banded):
         return None if mask is not None else Band(None, 0 if is_causal else None, False, False)
