@@ -65,10 +65,14 @@ class Precision:
             self._tell(model)
         if torch.is_grad_enabled() and self.is_delayed:
             self._agree(model)
-        self.entered = True
+        self.entered, gradients = True, torch.is_grad_enabled()
+        # TE updates scales at the end of a step if gradients are on then. A forward that a checkpoint is to
+        # repeat may be made without them, and is a step of training all the same.
+        ends = gradients or (model.training and not torch.is_inference_mode_enabled())
         try:
             known = running(weights_stay, partial(self._tell, model), self._forget_changed, self.token)
-            with te.autocast(self.recipe), small, known:
+            step = te.autocast(self.recipe)
+            with torch.set_grad_enabled(ends), step, torch.set_grad_enabled(gradients), small, known:
                 yield
         finally:
             self.entered = False

@@ -19,7 +19,13 @@ from te_transform.backends.quantized import Quantized, is_quantized, scale_for
 from te_transform.backends.running import sample_of, stamp_of
 from te_transform.backends.scales import Call, Calls, Seen
 from te_transform.backends.stamp import Stamp
-from te_transform.backends.te.recipes import FP8GlobalStateManager, is_delayed, scaling_of, within_step
+from te_transform.backends.te.recipes import (
+    FP8GlobalStateManager,
+    is_delayed,
+    scaling_of,
+    update_scales_after_this_backward,
+    within_step,
+)
 
 
 class Kernel:
@@ -234,17 +240,22 @@ class Kernel:
 
     @contextlib.contextmanager
     def as_before(self, call: Call, recipe: Any) -> Iterator[None]:
-        """In the recipe, with the scales that this call of a forward had, and as a part of its step."""
+        """In the recipe, with the scales that this call of a forward had, and as a part of its step, which
+        has noted the largest values already."""
+        if call.scales is None:
+            with within_step(recipe):
+                yield
+            return
+        update_scales_after_this_backward()
         state = self.module.fp8_meta["scaling_fwd"]
-        now = None if call.scales is None else state.scale.clone()
+        held = state.scale, state.amax_history[0]
+        now = [tensor.clone() for tensor in held]
         try:
-            if now is not None:
-                state.scale.copy_(call.scales)
+            state.scale.copy_(call.scales)
             with within_step(recipe):
                 yield
         finally:
-            if now is not None:
-                state.scale.copy_(now)
+            torch._foreach_copy_(held, now)
 
 
 _UNSCALED = fp8.State()

@@ -110,6 +110,22 @@ def update_scales_after_backward(outputs: Sequence[Any]) -> None:
         out.register_hook(at_the_end)
 
 
+def update_scales_after_this_backward() -> None:
+    """Let the scales of gradients be updated at the end of the backward that runs, in which a checkpoint
+    repeats a forward without gradients: none of its modules was to do it in its own."""
+    global _updated_after
+    owner, name = _state_of_step()[1]
+    backward = torch._C._current_graph_task_id()
+    if getattr(owner, name) and backward != _updated_after:
+        _updated_after = backward
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        )
+
+
+_updated_after = -1
+
+
 @contextlib.contextmanager
 def within_step(recipe: Any) -> Iterator[None]:
     """In the recipe, as a part of a step that ends with an autocast around it, or has ended."""
@@ -119,16 +135,26 @@ def within_step(recipe: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_new_step() -> Iterator[None]:
-    """Let the next autocast be one within another: TE ends a step of delayed scaling with the outermost."""
-    state = getattr(FP8GlobalStateManager, "quantization_state", None)
-    owner, name = (
-        (FP8GlobalStateManager, "FP8_AUTOCAST_DEPTH") if state is None else (state, "autocast_depth")
-    )
-    setattr(owner, name, getattr(owner, name) + 1)
+    """Let the next autocast be one within another, and no module in there the first of its step: TE ends a
+    step of delayed scaling with the outermost, and the backward's part of it with that of the first module.
+    """
+    (owner, depth), (_, first) = _state_of_step()
+    before = getattr(owner, depth), getattr(owner, first)
+    setattr(owner, depth, before[0] + 1)
+    setattr(owner, first, False)
     try:
         yield
     finally:
-        setattr(owner, name, getattr(owner, name) - 1)
+        setattr(owner, depth, before[0])
+        setattr(owner, first, before[1])
+
+
+def _state_of_step() -> tuple[tuple[Any, str], tuple[Any, str]]:
+    """Where TE keeps how deep autocasts are, and whether no module has run yet with gradients in the step."""
+    state = getattr(FP8GlobalStateManager, "quantization_state", None)
+    if state is None:
+        return (FP8GlobalStateManager, "FP8_AUTOCAST_DEPTH"), (FP8GlobalStateManager, "IS_FIRST_FP8_MODULE")
+    return (state, "autocast_depth"), (state, "is_first_fp8_module")
 
 
 @contextlib.contextmanager
