@@ -285,6 +285,15 @@ def test_what_tes_modules_keep_more_for_runs_uncompiled(te: ModuleType, compilat
     assert compilations
 
 
+def test_what_a_reentrant_checkpoint_repeats_of_a_compiled_forward_is_in_fp8(te: ModuleType) -> None:
+    options = {"backend": "te", "recipe": "fp8-delayed", "compile": True, "verify": False}
+    model = te_transform.convert(seeded(Block).bfloat16(), {"x": X}, **options).train()
+    for _ in range(3):
+        x = X.clone().requires_grad_()
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).double().square().sum().backward()
+    assert not any((of_gradients[::2] == 1).any() for of_gradients in scales(model)[1::2])
+
+
 def test_weights_that_are_held_in_fp8_alone_run_uncompiled(
     te: ModuleType, compilations: Compilations
 ) -> None:

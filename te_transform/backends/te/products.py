@@ -56,8 +56,7 @@ class _Product(FusedOp):
             kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, _is_trained(x, *tensors)
         )
         kernel.in_fp8 = inside and not kernel.calibrating
-        may_repeat = saving_hooks() or not (torch.is_grad_enabled() or is_evaluating())
-        if may_repeat and (enabled or kernel.calls.noted) and not in_backward():
+        if _may_be_repeated() and (enabled or kernel.calls.noted):
             kernel.note_call()
         if why or kernel.calibrating:
             self.plain_calls[why or _CALIBRATING] += 1
@@ -135,6 +134,8 @@ class _Product(FusedOp):
         if not self._has_scales(kernel, recipe, weights, trained):
             return None
         kernel.in_fp8, kernel.calibrating = True, False
+        if _may_be_repeated():
+            kernel.note_call()
         return kernel.state(recipe, weights)
 
     def _has_scales(self, kernel: Kernel, recipe: Any, weights: Sequence[Tensor], trained: bool) -> bool:
@@ -229,6 +230,11 @@ class _Product(FusedOp):
 def _place_of(weight: Tensor) -> tuple[Any, ...]:
     """What the parts of one parameter differ in, and a parameter and its transpose."""
     return weight.shape, weight.stride(), 0 if weight._base is None else weight.storage_offset()
+
+
+def _may_be_repeated() -> bool:
+    """Whether a checkpoint may make the call again: one that is reentrant makes it without gradients."""
+    return (saving_hooks() or not (torch.is_grad_enabled() or is_evaluating())) and not in_backward()
 
 
 def _is_trained(*tensors: Tensor | None) -> bool:
