@@ -177,17 +177,18 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_write_to_a_view_of_it_is_refused(view: str) -> None:
+def test_a_write_to_a_view_of_it_is_refused(view: str, mode: Callable) -> None:
     """Which is for reading, as any tensor."""
     (held,) = quantize([random(16, 32)])
-    part, wanted = VIEWS[view](held), VIEWS[view](exact(held))
+    with mode():
+        part, wanted = VIEWS[view](held), VIEWS[view](exact(held))
+        assert VIEWS[view](held.clone()).is_inference() == (mode is torch.inference_mode)
+    assert not part.is_inference()
     assert part.tolist() == part.float().numpy().tolist() == copy.deepcopy(part).tolist() == wanted.tolist()
     assert type(part + 1) is type(pickle.loads(pickle.dumps(part))) is Tensor
-    with (
-        torch.no_grad(),
-        pytest.raises(RuntimeError, match="zero_ writes to a view of a weight"),
-    ):
+    with mode(), pytest.raises(RuntimeError, match="zero_ writes to a view of a weight"):
         part.zero_()
     assert torch.equal(VIEWS[view](exact(held)), wanted)
 

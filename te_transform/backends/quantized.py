@@ -7,6 +7,7 @@ ones. Only fused ops look inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -85,7 +86,12 @@ class Quantized(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        first, kwargs = args[0] if args else None, kwargs or {}
+        with _mode_for(func, args):
+            return cls._dispatched(func, args, kwargs or {})
+
+    @classmethod
+    def _dispatched(cls, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        first = args[0] if args else None
         if func in _SAME:
             return Quantized(first.held, first.inverse, first.dtype, first.whole)
         if func is _aten.t.default and first.held.is_contiguous():
@@ -151,8 +157,9 @@ class View(Tensor):
         if func._schema.is_mutable and any(isinstance(own, View) for own in _written(func, args, kwargs)):
             raise RuntimeError(_LOST.format(func._schema.name.removeprefix("aten::")))
         plain, named = tree_map_only(View, lambda view: view.values, (args, kwargs))
-        out = func(*plain, **named)
-        return _to_read(out) if func.is_view else out
+        with _mode_for(func, args):
+            out = func(*plain, **named)
+            return _to_read(out) if func.is_view else out
 
     def numpy(self, **options: Any) -> Any:
         """Its values, as any tensor's."""
@@ -174,6 +181,12 @@ _LOST = (
     "{} writes to a view of a weight that is held in FP8 alone, which is a copy, a write to the weight is "
     "needed: weight[index] = values, weight.copy_(values), or te_transform.revert() the model first"
 )
+
+
+def _mode_for(func: Any, args: tuple) -> AbstractContextManager[None]:
+    """In inference mode, what a view is made in: one of a tensor that counts its versions counts them too."""
+    counts = func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
+    return torch.inference_mode(False) if counts else nullcontext()
 
 
 def _to_read(out: Any) -> Any:
