@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable
 from types import ModuleType
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,6 +192,18 @@ def test_a_write_to_a_view_of_it_is_refused(view: str, mode: Callable) -> None:
     with mode(), pytest.raises(RuntimeError, match="zero_ writes to a view of a weight"):
         part.zero_()
     assert torch.equal(VIEWS[view](exact(held)), wanted)
+
+
+def test_who_reads_memory_gets_the_values() -> None:
+    one, other = quantize([random(16, 32).float(), random(16, 32, seed=1).float()])
+    values = exact(other)
+    for read in (torch.from_dlpack, numpy.from_dlpack, numpy.asarray, lambda held: held.tolist()):
+        assert torch.equal(torch.as_tensor(read(other)), values)
+    assert torch.equal(exact(other.data.apply_(lambda x: -x)), -values)
+    nn.ParameterList([one, other]).share_memory()
+    assert one.held.is_shared()
+    assert torch.equal(exact(other), -values)
+    assert is_quantized(Join([])(one, other))
 
 
 def test_what_is_copied_into_one_of_several_gives_all_of_them_a_scale() -> None:

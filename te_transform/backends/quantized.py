@@ -23,14 +23,35 @@ _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default}
 
 
-class Quantized(Tensor):
+class _WithoutMemory(Tensor):
+    """A tensor whose values are not in memory of its own: whoever goes there past PyTorch's operations gets
+    a copy of them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def dequantize(self) -> Tensor:
+        """The values, as a plain tensor."""
+        raise NotImplementedError
+
+    def numpy(self, **options: Any) -> Any:
+        """Its values, as any tensor's."""
+        return self.dequantize().numpy(**options)
+
+    def tolist(self) -> Any:
+        """Its values, as any tensor's."""
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.dequantize().__dlpack__(**options)
+
+
+class Quantized(_WithoutMemory):
     """A tensor of `dtype` whose values are `held * inverse`.
 
     `held` is E4M3, as bytes. Those of joined weights are rows of one tensor with one scale, `whole`. Of a
     transposed one, `by_rows` is what it was made of.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
     held: Tensor
     inverse: Tensor
     whole: Quantized | None
@@ -48,8 +69,17 @@ class Quantized(Tensor):
     def __init__(self, *_: Any): ...
 
     def dequantize(self) -> Tensor:
-        """The values, as a plain tensor."""
         return (self.held.view(_FORMAT).float() * self.inverse).to(self.dtype)
+
+    def share_memory_(self) -> Quantized:
+        """Let other processes have the same memory."""
+        self.held.share_memory_()
+        self.inverse.share_memory_()
+        return self
+
+    def apply_(self, function: Any) -> Quantized:
+        """Each value by a function of Python's, as any tensor on the CPU."""
+        return self.quantize_(self.dequantize().apply_(function))
 
     def quantize_(self, values: Tensor) -> Quantized:
         """Hold other values; weights that are joined with this one are rounded again, to a scale for all."""
@@ -136,11 +166,10 @@ class Quantized(Tensor):
         return f"{self.dequantize()!r}, held in FP8"
 
 
-class View(Tensor):
+class View(_WithoutMemory):
     """A part of a tensor that is held in FP8, or another shape of it: values of its own, which are for
     reading, as a write to them would be lost."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
     values: Tensor
 
     @staticmethod
@@ -161,13 +190,8 @@ class View(Tensor):
             out = func(*plain, **named)
             return _to_read(out) if func.is_view else out
 
-    def numpy(self, **options: Any) -> Any:
-        """Its values, as any tensor's."""
-        return self.values.numpy(**options)
-
-    def tolist(self) -> Any:
-        """Its values, as any tensor's."""
-        return self.values.tolist()
+    def dequantize(self) -> Tensor:
+        return self.values
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         memo[id(self)] = made = self.values.clone()
