@@ -119,7 +119,14 @@ def test_joined_weights_are_rows_of_one_tensor() -> None:
     joined = Join([])(*parts)
     assert is_quantized(joined)
     assert torch.equal(exact(joined), rounded(torch.cat(weights)))
-    for others in (parts[:2], parts[::-1], [*parts[:2], nn.Parameter(weights[2])]):
+    copies = nn.ParameterList(copy.deepcopy(parts)).to("cpu")
+    with torch.inference_mode():
+        again = Join([])(*copies)
+    assert is_quantized(again)
+    assert torch.equal(again.held, joined.held)
+    assert Join([])(*copies) is again is not joined
+    apart = [quantize([weight])[0] for weight in weights]  # of a scale each
+    for others in (parts[:2], parts[::-1], [*parts[:2], nn.Parameter(weights[2])], apart):
         plain = Join([])(*others)
         assert not is_quantized(plain)
         assert torch.equal(plain, torch.cat([exact(part) for part in others]))

@@ -33,7 +33,7 @@ class State:
 
     def __init__(self) -> None:
         self.group: Group | None = None  # that the parameter was laid in
-        self.stays: tuple[int, ...] = ()  # where a group that begins with it lay when it could not be laid
+        self.stays: tuple[Any, ...] = ()  # where a group that begins with it lay when it could not be laid
         self.kernels: dict[Any, Any] = {}  # what a backend keeps for a product that begins with it
         self.in_fp8: bool | None = None  # whether such a product runs in FP8; None: as the op says
         self.told: Any = None  # the token of the converted model that has said so last: several may share it
@@ -183,7 +183,7 @@ class Join(GraphOp):
         if None in held or transformed():
             # DTensors, tensors of a function transform, torch.func's stand-ins; and weights in FP8, which may
             # lie next to each other in their own way
-            whole = None if has_zeros else quantized.joined(parameters)
+            whole = None if has_zeros else _whole(parameters)
             if whole is None:
                 return ops.join(*parts)
             whole._te_transform_joined = parameters
@@ -210,6 +210,21 @@ class Join(GraphOp):
         # a share that a call has computed lies elsewhere, and would next time
         if state.stays != places and _pointers(parameters) == places:
             self.apart.append(tuple(map(weakref.ref, held)))
+
+
+def _whole(parameters: Sequence[Tensor]) -> Tensor | None:
+    """What parameters that are held in FP8 alone are the rows of. Copies lie apart at first: module.to() and
+    pickle know one at a time."""
+    whole = quantized.joined(parameters)
+    if whole is not None or transformed() or recorded():
+        return whole
+    if not all(is_stored(p) and quantized.is_quantized(p) for p in parameters):
+        return None
+    state, places = state_of(parameters[0]), tuple(quantized.addresses(parameters))
+    if state.stays == places:  # a look at scales waits for the GPU
+        return None
+    state.stays = places
+    return quantized.lay(parameters)
 
 
 def _held(part: Tensor) -> Tensor | None:

@@ -297,6 +297,21 @@ def joined(parameters: Sequence[Tensor]) -> Quantized | None:
     return whole if place == whole.held.data_ptr() + whole.held.numel() else None
 
 
+def lay(parameters: Sequence[Tensor]) -> Quantized | None:
+    """Copies of weights that were the rows of one tensor, made the rows of one again; None where they have
+    several scales, as what was quantized by itself."""
+    first = parameters[0]
+    has_numbers = type(first.held) is Tensor and not first.held.is_meta
+    if not has_numbers or any(p.whole is not None or not p.inverse.equal(first.inverse) for p in parameters):
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        whole = Quantized(torch.cat([p.held for p in parameters]), first.inverse.clone(), first.dtype)
+        rows = whole.held.split([len(p) for p in parameters])
+        for parameter, held in zip(parameters, rows, strict=True):
+            parameter.held, parameter.inverse, parameter.whole = held, whole.inverse, whole
+    return whole
+
+
 def is_quantized(tensor: Tensor) -> bool:
     """Whether it holds its values in FP8 alone."""
     return isinstance(tensor, Quantized)
