@@ -40,7 +40,6 @@ WHY = {  # what stands in the way, by words of the reason; the first that fit
     "topk's choices": "another router",
     "copy of its expert's weights": "copied experts",
     "that the fused op has": "experts of their own kind",
-    "is one product with others": "one norm for attention and MLP",
     "of these alone is needed": "one linear for attention and MLP",
     "norm there": "norm elsewhere",
     "between these operations": "writes in between",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
 from te_transform.graph.nodes import is_parameter
@@ -48,6 +48,36 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
         )
 
 
+_KEPT = (*ops.ACTIVATIONS, ops.columns)  # what stands between a linear and the product of a gate
+
+
+def gated_product(linear: fx.Node) -> fx.Node | None:
+    """What gate and up of an MLP meet in, one of them activated: where attention reads their input too
+    (Cohere), they are a product by themselves, for LayerNormMLP."""
+    (product, *others) = {*_readers(linear)} or (None,)
+    if others or product is None or product.target is not torch.mul:
+        return None
+    factors = product.all_input_nodes
+    is_gated = len(factors) == 2 and any(factor.target in ops.ACTIVATIONS for factor in factors)
+    sources = map(_source, factors)
+    alike = all(node.target is ops.linear and node.args[0] is linear.args[0] for node in sources)
+    return product if is_gated and alike else None
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if user.target in _KEPT:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while node.target in _KEPT:
+        node = node.args[0]
+    return node
+
+
 class Example(nn.Module):
     """Queries and keys of one tensor."""
 
@@ -61,7 +91,7 @@ class Example(nn.Module):
 
 RULE = Rule(
     name="merge_siblings",
-    pattern=Siblings(ops.linear, role="linears"),
+    pattern=Siblings(ops.linear, role="linears", meet=gated_product),
     refuse=refuse,
     example=lambda: (Example(), torch.zeros(4, 16)),
 )

@@ -325,9 +325,12 @@ def insert_call(
     return node
 
 
-def call_fused(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, args: tuple) -> fx.Node:
-    """As `replace`, with a call of the module `name`, which the graph's root need not have yet."""
-    with graph.inserting_before(nodes[0]):
+def call_fused(
+    graph: fx.Graph, nodes: Sequence[fx.Node], name: str, args: tuple, at: fx.Node | None = None
+) -> fx.Node:
+    """As `replace`, with a call of the module `name`, which the graph's root need not have yet; in front of
+    `at`, where something that is before the nodes reads what it returns."""
+    with graph.inserting_before(at or nodes[0]):
         node = graph.create_node("call_module", name, concrete(graph, nodes[0], args))
     _inherit(node, nodes)
     replace_uses(nodes[0], node)
@@ -379,7 +382,11 @@ def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
 
 
 def _joined(graph: fx.Graph, parts: Sequence[fx.Node | int], at: fx.Node) -> fx.Node:
-    node = graph.call_function(ops.join, tuple(parts))
+    last = max(part for part in parts if isinstance(part, fx.Node))
+    while last.next.op == "placeholder":
+        last = last.next
+    with graph.inserting_after(last):
+        node = graph.call_function(ops.join, tuple(parts))
     node.meta = {"path": at.meta["path"], "region": at.meta["region"]}
     node.meta["example_value"] = evaluate(node)
     return node

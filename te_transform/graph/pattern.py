@@ -251,11 +251,12 @@ class Siblings:
     """All calls of `target` that read one value in one region: q, k and v, or gate and up.
 
     Not a tree, so `find` groups the graph's nodes; the match binds `role` to the tuple of nodes, in the order
-    of the graph.
+    of the graph. Calls that `meet` gives the same node for are siblings by themselves.
     """
 
     target: Callable
     role: str
+    meet: Callable[[fx.Node], fx.Node | None] = field(default=lambda node: None)
 
 
 def within(pattern: Pattern | Siblings) -> Iterator[Pattern | Siblings]:
@@ -313,8 +314,8 @@ def find(pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None
 
 
 def _find_siblings(pattern: Siblings, graph: fx.Graph) -> list[Match]:
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is pattern.target]
     groups: dict[tuple, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is pattern.target:
-            groups.setdefault((node.args[0], node.meta.get("region")), []).append(node)
+    for node in calls:
+        groups.setdefault((node.args[0], node.meta.get("region"), pattern.meet(node)), []).append(node)
     return [Match({pattern.role: tuple(nodes)}, tuple(nodes)) for nodes in groups.values() if len(nodes) > 1]

@@ -174,8 +174,9 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
         merged = edit.merge(made.canonical, _activated_first(match.nodes))
         merged.meta["merged"] = (rule.name, path)
     else:
-        node = _put(rule, match, made, ask(rule, "build", known), bound, path)
-        if others := [bound[role].node for role in (*rule.hands_out, *read)]:
+        given = [bound[role].node for role in read]
+        node = _put(rule, match, made, ask(rule, "build", known), bound, path, given)
+        if others := [*(bound[role].node for role in rule.hands_out), *given]:
             edit.hand_out(made.canonical, node, others)
     return [Outcome(rule.name, path, "fused", inside=inside)]
 
@@ -206,11 +207,21 @@ def _activated_first(linears: tuple[fx.Node, ...]) -> list[fx.Node]:
     return sorted(linears, key=lambda node: not activated(node)) if len(linears) == 2 else list(linears)
 
 
-def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str, Any], path: str) -> fx.Node:
+def _put(
+    rule: Rule,
+    match: Match,
+    made: Plan,
+    fused: nn.Module,
+    bound: dict[str, Any],
+    path: str,
+    given: Sequence[fx.Node],
+) -> fx.Node:
     # a gated MLP's match has its first linear twice, once for each half
     absorbed = list(dict.fromkeys(node.meta["merged"] for node in match.nodes if "merged" in node.meta))
     args = tuple(_read(name, bound) for name in rule.reads)
-    return _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)])
+    readers = (user for node in given for user in node.users if user not in match.nodes)
+    at = min([match.root, *readers])
+    return _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)], at)
 
 
 def _call(
@@ -220,12 +231,13 @@ def _call(
     fused: nn.Module,
     args: tuple,
     rules: list[tuple[str, str]],
+    at: fx.Node | None = None,
 ) -> fx.Node:
-    """Call the fused op in the canonical graph, in the place of `nodes`."""
+    """Call the fused op in the canonical graph, in the place of `nodes`, or in front of `at`."""
     stem = f"{rules[-1][1]}.{what}".lstrip(".")
     taken = {site.name for site in made.sites}
     name = next(n for n in chain([stem], (f"{stem}_{i}" for i in count(1))) if n not in taken)
-    node = edit.call_fused(made.canonical, nodes, name, args)
+    node = edit.call_fused(made.canonical, nodes, name, args, at)
     node.meta["fused"] = what
     node.meta.pop("merged", None)  # no linear that is left to itself
     made.sites.append(Site(rules, fused, node))
@@ -254,12 +266,14 @@ def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
     """A place that has most of a rule's pattern, where a user could act on what is missing."""
     outcomes = []
     for miss in misses:
-        if 2 * len(miss.nodes) > rule.pattern.depth and not any(node._erased for node in miss.nodes):
-            # at the module around them, as a match is, whatever else was merged with one of its linears
-            own = [node for node in miss.nodes if node.target not in ops.NORMS and "merged" not in node.meta]
-            where, inside = edit.innermost(map(path_of, own)), _replaced(made, miss.nodes)
-            told = tuple(missed(miss))
-            outcomes.append(Outcome(rule.name, where, "refused", told, _weights(miss.nodes), inside=inside))
+        if 2 * len(miss.nodes) <= rule.pattern.depth or any(node._erased for node in miss.nodes):
+            continue
+        # at the module around them, as a match is, whatever else was merged with one of its linears
+        own = [node for node in miss.nodes if node.target not in ops.NORMS and "merged" not in node.meta]
+        where, inside = edit.innermost(map(path_of, own)), _replaced(made, miss.nodes)
+        if told := tuple(missed(miss)):
+            weights = _weights(miss.nodes)
+            outcomes.append(Outcome(rule.name, where, "refused", told, weights, inside=inside))
     return outcomes
 
 

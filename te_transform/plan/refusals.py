@@ -129,18 +129,20 @@ def shared(match: Match, rule: Rule) -> tuple[str, ...]:
 
 def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
     own, bound = set(match.nodes), match.bound
+    inputs = (read for node in own for read in node.all_input_nodes if read not in own)
+    last = max(inputs, default=match.root)
     handed_out, sharing = ({bound.get(role) for role in names} for names in (rule.hands_out, rule.shares))
     for node in () if any(isinstance(found, tuple) for found in bound.values()) else match.nodes[1:]:
         others = [user for user in node.users if user not in own]
         if node in handed_out:
             others = [user for user in others if user.op != "output"]
-        if node in sharing:  # what the fused op returns is there when all of the match has been computed
-            others = [user for user in others if user < match.root]
+        if node in sharing:  # what the fused op returns is there once all that it reads is
+            others = [user for user in others if user < last]
         read = readers(others)
         if read and node in sharing:
             yield (
-                f"the output of the {called(node)} is also read by {', '.join(read)}, before the fused "
-                "module returns it: let that come after the linear"
+                f"the output of the {called(node)} is also read by {', '.join(read)}, before all is there "
+                "that the fused module reads: let that come after the linear"
             )
         elif read:
             yield (
@@ -161,7 +163,8 @@ def readers(users: Iterable[fx.Node]) -> list[str]:
 
 
 def missed(miss: Miss) -> Iterator[str]:
-    """Why a place that has most of a rule's pattern is none of its matches."""
+    """Why a place that has most of a rule's pattern is none of its matches; nothing where a linear was merged
+    with others, as the gate of what attention returns is with its queries."""
     reading = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
     reads = (reading or miss.nodes)[-1]
     if reads.target is not ops.columns:
@@ -173,11 +176,6 @@ def missed(miss: Miss) -> Iterator[str]:
         yield (
             "the columns of the linear are read otherwise than as a gate and what is beside it, a linear of "
             "these alone is needed: give the MLP one, and a norm of its own, where training allows"
-        )
-    else:
-        yield (
-            "the linear is one product with others of the same input, one of its own is needed: give the MLP "
-            "a norm of its own, where training allows"
         )
 
 

@@ -149,6 +149,24 @@ def test_fuses(name: str) -> None:
     fused(FUSES[name]).expect(layernorm_mlp=1, layernorm_linear=0, linear=0)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_is_fused_beside_attention_that_reads_the_same_norm_before(joined: bool) -> None:
+    """As in Cohere: gate and up are a product by themselves, and the op gives attention the norm."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        y = model.norm(x)
+        parts = (part(y).unflatten(-1, (2, -1)).transpose(1, 2) for part in (model.q, model.k, model.v))
+        attended = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+        gate, up = model.both(y).chunk(2, -1) if joined else (model.gate(y), model.up(y))
+        return x + model.out(attended) + model.down(F.silu(gate) * up)
+
+    linears = {name: linear(bias=False) for name in ("q", "k", "v", "out")}
+    linears |= {name: linear(H, FFN, bias=False) for name in ("gate", "up")}
+    linears |= {"both": linear(H, 2 * FFN, bias=False), "down": linear(FFN, H, bias=False)}
+    report = fused(written(forward, norm=rms_norm, **linears))
+    report.expect(merge_siblings=1 if joined else 2, layernorm_mlp=1, layernorm_linear=0, linear=2)
+
+
 ERF = (
     "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation behind a gate: allow "
     "approximate=True, in float32 with verify=False"

@@ -285,29 +285,6 @@ def test_less_than_half_of_a_pattern_in_any_order_is_no_near_miss() -> None:
     assert not sites(make, passes=[rule]).sites
 
 
-def test_a_linear_that_is_merged_with_others_beside_the_mlp_says_so() -> None:
-    """As in Cohere, whose attention and MLP read one norm."""
-
-    def parallel(m: Any, x: Tensor) -> Tensor:
-        y = m.norm(x)
-        return torch.tanh(m.other(y)) + m.down(F.silu(m.gate(y)) * m.up(y))
-
-    linears = {name: tables.linear() for name in ("gate", "up", "down", "other")}
-    make = written(parallel, norm=lambda: nn.LayerNorm(H), **linears)
-    why = (
-        "the linear is one product with others of the same input, one of its own is needed: give the MLP a "
-        "norm of its own, where training allows"
-    )
-    assert why in reasons(sites(make), "layernorm_mlp")
-
-    def each_its_norm(m: Any, x: Tensor) -> Tensor:
-        y = m.mlp_norm(x)
-        return torch.tanh(m.other(m.norm(x))) + m.down(F.silu(m.gate(y)) * m.up(y))
-
-    norms = {name: lambda: nn.LayerNorm(H) for name in ("norm", "mlp_norm")}
-    fused(written(each_its_norm, **norms, **linears)).expect(layernorm_mlp=1, layernorm_linear=1)
-
-
 def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
     """As in PaLM, which has one for its queries, keys, values, gate and what is beside it."""
 
