@@ -1,11 +1,13 @@
-"""BERT, whose norms the residuals read too, on a Hopper GPU: with these norms in fused ops that return them,
-and with norms of their own, in FP8.
+"""Norms that others read too, on a Hopper GPU: in fused ops that return them, and where none of these does.
 
-    python benchmarks/returned_norms.py [--widths 1024 2048] [--tokens 16384 32768] [--recipes fp8-delayed]
+    python benchmarks/returned_norms.py [BERT Cohere] [--widths 1024 2048] [--tokens 16384 32768]
+                                        [--recipes bf16 fp8-delayed fp8-current]
 
-Six layers of transformers' BERT without its head, bf16, rows of 512 tokens without padding, no dropout. All
-products run in the recipe, also those of calls that are too small for it by default. ms of a step, each of
-several in a row, by turns in one process; ratios are to the original's. Nothing is asserted.
+BERT's residuals read its norms; Cohere's attention and MLP read one, so that without norms that are
+returned one product has q, k, v, gate and up, and the MLP is not fused. transformers' models of six layers
+and of four, without heads, bf16, rows of 512 tokens and of 2048, without padding and dropout. All products
+run in the recipe, also those of calls that are too small for it by default. ms of a step, each of several in
+a row, by turns in one process; ratios are to the original's. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -26,37 +28,49 @@ from rich.table import Table
 from torch import nn
 
 import te_transform
+from te_transform.rules import Siblings
 
-LAYERS, LENGTH, HEAD = 6, 512, 64
 ROUNDS, STEPS = 7, 5
-APART = tuple(replace(rule, shares=()) for rule in te_transform.PIPELINE)
+
+
+def apart(rule: te_transform.Rule) -> te_transform.Rule:
+    """The rule, without ops that return norms, and what there is for them."""
+    merges = isinstance(rule.pattern, Siblings)
+    pattern = Siblings(rule.pattern.target, rule.pattern.role) if merges else rule.pattern
+    return replace(rule, shares=(), pattern=pattern)
+
+
+APART = tuple(map(apart, te_transform.PIPELINE))
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="all if none is given")
     parser.add_argument("--widths", nargs="+", type=int, default=(1024, 2048))
     parser.add_argument("--tokens", nargs="+", type=int, default=(16384, 32768), help="in a step")
     parser.add_argument("--recipes", nargs="+", default=("fp8-delayed", "fp8-current"))
     asked = parser.parse_args()
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for column in ("recipe", "width", "tokens", "mode", "original, ms", "norms apart", "norms returned"):
+    for column in ("model", "recipe", "width", "tokens", "mode", "original, ms", "apart", "returned"):
         table.add_column(column)
-    for recipe, width, tokens in itertools.product(asked.recipes, asked.widths, asked.tokens):
-        for mode, (before, *ours) in milliseconds(recipe, width, tokens).items():
+    for point in itertools.product(asked.models or MODELS, asked.recipes, asked.widths, asked.tokens):
+        for mode, (before, *ours) in milliseconds(*point).items():
             ratios = (f"{ms:.2f}, {ms / before:.3f}" for ms in ours)
-            table.add_row(recipe, str(width), str(tokens), mode, f"{before:.2f}", *ratios)
+            table.add_row(*map(str, point), mode, f"{before:.2f}", *ratios)
     Console(width=110).print(table)
 
 
-def milliseconds(recipe: str, width: int, tokens: int) -> dict[str, list[float]]:
+def milliseconds(name: str, recipe: str, width: int, tokens: int) -> dict[str, list[float]]:
     """Of the original, of the one with norms apart, and with norms returned, by mode."""
     gc.collect()
     torch.cuda.empty_cache()
     torch._dynamo.reset()
-    ids = torch.randint(0, 30000, (tokens // LENGTH, LENGTH), device="cuda")
-    models = [bert(width) for _ in range(3)]
-    plan = te_transform.PrecisionPlan(recipe, small_calls=True)
+    make, length = MODELS[name]
+    ids = torch.randint(0, 30000, (tokens // length, length), device="cuda")
+    with torch.device("cuda"):
+        models = [make(width).bfloat16() for _ in range(3)]
+    plan = None if recipe == "bf16" else te_transform.PrecisionPlan(recipe, small_calls=True)
     for model, rules in zip(models[1:], (APART, te_transform.PIPELINE), strict=True):
         te_transform.convert(model, ids, backend="te", recipe=plan, passes=rules, verify=False, inplace=True)
     return {
@@ -66,19 +80,38 @@ def milliseconds(recipe: str, width: int, tokens: int) -> dict[str, list[float]]
 
 
 def bert(width: int) -> nn.Module:
-    """Random weights, in bf16."""
+    """Six layers, random weights."""
     import transformers
 
     config = transformers.BertConfig(
         hidden_size=width,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=width // HEAD,
+        num_hidden_layers=6,
+        num_attention_heads=width // 64,
         intermediate_size=4 * width,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    with torch.device("cuda"):
-        return transformers.BertModel(config, add_pooling_layer=False).bfloat16()
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+def cohere(width: int) -> nn.Module:
+    """Four layers, random weights."""
+    import transformers
+
+    config = transformers.CohereConfig(
+        hidden_size=width,
+        num_hidden_layers=4,
+        num_attention_heads=width // 128,
+        num_key_value_heads=width // 128,
+        intermediate_size=7 * width // 2,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    return transformers.CohereModel(config)
+
+
+# what makes it, and the tokens of a row
+MODELS: dict[str, tuple[Callable[[int], nn.Module], int]] = {"BERT": (bert, 512), "Cohere": (cohere, 2048)}
 
 
 def training_step(model: nn.Module, ids: torch.Tensor) -> Callable[[], Any]:
