@@ -12,7 +12,7 @@ from te_transform.graph.inputs import Inputs
 from te_transform.plan.assign import assign
 from te_transform.plan.model import ModelError
 from te_transform.report.compose import compose
-from te_transform.report.explain import SET_ON_MODEL, divided, explain_break
+from te_transform.report.explain import SET_ON_MODEL, divided, explain_breaks
 from te_transform.report.report import Report
 from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.first_calls import Seen
@@ -49,7 +49,7 @@ def report(converted: nn.Module) -> Report:
     if found.parallel is not None:
         later += divided(found.parallel.places, found.parallel.ranks.count)
     # sizes that vary may break what the examples' did not
-    broken = filter(None, (explain_break(graph.captured) for graph in graphs))
+    broken = explain_breaks((graph.captured for graph in graphs), found.reasons)
     breaks = tuple(dict.fromkeys((*found.report.breaks, *broken)))
     return replace(found.report, plain_calls=plain, notes=(*told, *later), breaks=breaks)
 
@@ -75,7 +75,7 @@ def reported(model: nn.Module, converted: Converted, seen: Seen, sample: Inputs)
         precision = assign(plans, options.recipe, options.backend, others)
     if plans and "forward" in vars(model) and not converted.entered:
         converted.failures += [_SET_ON_MODEL] * (_SET_ON_MODEL not in converted.failures)
-    return compose(model, plans, options, precision, str(sample), converted.failures, seen.reasons)
+    return compose(model, plans, options, precision, str(sample), converted.failures, converted.reasons)
 
 
 def products_around(model: nn.Module, captured: Iterable[str]) -> Iterator[str]:

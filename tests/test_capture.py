@@ -258,14 +258,21 @@ def test_each_piece_is_rewritten_and_the_report_says_what_lies_between() -> None
     pair.agree(with_input_gradient, atol=1e-4)
 
 
+LOCK = threading.Lock()
+
+
 class CausalByLength(nn.Module):
-    """Attention that is causal for more than one token: dynamo knows no such number once lengths vary."""
+    """Attention that is causal for more than one token: dynamo knows no such number once lengths vary. It may
+    begin under a lock, before which there is no graph to end."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.values = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, locked: bool = False) -> Tensor:
+        if locked:
+            with LOCK:
+                self.locked = True
         v = self.values(self.norm(x))[:, None]
         return F.scaled_dot_product_attention(v, v, v, is_causal=v.shape[-2] > 1)[:, 0]
 
@@ -277,6 +284,10 @@ def test_the_report_says_what_breaks_in_later_calls() -> None:
     (why,) = te_transform.report(pair.converted).breaks
     assert "F.scaled_dot_product_attention(v, v, v, is_causal" in why
     assert "which dynamo does not capture" in why
+    pair = Pair.of(CausalByLength)
+    pair.agree(lambda model, x: model(x, locked=True))
+    (lock,) = te_transform.report(pair.converted).breaks
+    assert "does not capture a piece of the forward (Unsupported context manager)" in lock
 
 
 class Loops(nn.Module):

@@ -73,6 +73,7 @@ def capture(
     backend: Backend,
     leaves: Callable[[], bool] = lambda: False,
     dynamic: bool | None = None,
+    reasons: dict[str, None] | None = None,
 ) -> Callable[..., Any]:
     """`forward`, run through the callables that `backend` makes of its graphs.
 
@@ -83,6 +84,7 @@ def capture(
         leaves: whether functions that are called now run as they are, where they would be captured for
             themselves because `forward` cannot be.
         dynamic: as torch.compile's: with False each size has a graph of its own.
+        reasons: is told what dynamo says of code that it does not capture.
 
     Returns:
         A function, whose `turned_off` is true once dynamo has given up on code that it was to trace: such
@@ -113,7 +115,7 @@ def capture(
         try:
             # PyTorch 2.11 has one value of a setting for all threads: two that traced at once would each put
             # back what they found, the later one the settings of the other
-            with compile_lock, torch._dynamo.config.patch({**SETTINGS, **_left_out()}):
+            with compile_lock, torch._dynamo.config.patch({**SETTINGS, **_left_out()}), _noting(reasons):
                 found = traced(frame, *args, **kwargs)
         finally:
             _ours.reset(token)
@@ -223,16 +225,16 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def noting_reasons() -> Iterator[list[str]]:
-    """What dynamo says meanwhile of code that it does not capture; the list is filled at the end."""
+def _noting(reasons: dict[str, None] | None) -> Iterator[None]:
+    """Add what dynamo says meanwhile of code that it does not capture."""
     kinds = ("graph_break", "unimplemented")  # a piece between two graphs; else a function without any
     before = [Counter(counters[kind]) for kind in kinds]
-    reasons: list[str] = []
     try:
-        yield reasons
+        yield
     finally:
-        said = [list(Counter(counters[kind]) - known) for kind, known in zip(kinds, before, strict=True)]
-        reasons += said[0] or said[1]
+        said = [Counter(counters[kind]) - known for kind, known in zip(kinds, before, strict=True)]
+        if reasons is not None:
+            reasons |= dict.fromkeys(said[0] or said[1])
 
 
 def is_switched_off() -> bool:

@@ -54,17 +54,16 @@ def explain_graphs(
             f"{where} share {several}, what lies around them, and what reads values from there, is not in "
             "this report"
         )
-    breaks = list(filter(None, map(explain_break, modules)))  # these have the line, in all cases
+    yield from explain_breaks(modules, reasons)
+
+
+def explain_breaks(graphs: Iterable[fx.GraphModule], reasons: Iterable[str]) -> Iterator[str]:
+    """Why graphs end before the forward does; what dynamo said if none has its reason, which has the line."""
+    # graphs from elsewhere have none of dynamo's
+    ends = [why for g in graphs if (why := getattr(g, "compile_subgraph_reason", None)) and why.graph_break]
+    places = [(why.user_stack[-1], _title(why.reason)) for why in ends]
+    breaks = [_sentence(at.filename, at.lineno, at.line, title) for at, title in places]
     yield from dict.fromkeys(breaks or map(explain_reason, reasons))
-
-
-def explain_break(captured: fx.GraphModule) -> str | None:
-    """Why the graph ends before the forward does, None where it does not."""
-    why = getattr(captured, "compile_subgraph_reason", None)  # dynamo's; graphs from elsewhere have none
-    if why is None or not why.graph_break:
-        return None
-    place = why.user_stack[-1]
-    return _sentence(place.filename, place.lineno, place.line, _title(why.reason))
 
 
 def explain_reason(reason: str) -> str:

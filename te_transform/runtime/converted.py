@@ -101,6 +101,7 @@ class Converted:
     graphs: list[CapturedGraph] = field(default_factory=list)
     apart: Apart = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # sentences: what runs as it was captured
+    reasons: dict[str, None] = field(default_factory=dict)  # dynamo's, of what it did not capture
     watch: Callable[..., Any] | None = None
     original: bool = False
     dry: bool = False
@@ -281,6 +282,7 @@ class Converted:
                 lambda captured, inputs: held().backend(captured, inputs, kind),
                 lambda: kind in held().leaving,
                 dynamic,
+                self.reasons,
             )
         return self.runs[kind]
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from te_transform.graph.capture import noting_reasons
 from te_transform.graph.inputs import Inputs, TraceError
 from te_transform.graph.preserve import preserved
 from te_transform.plan.match import Plan
@@ -32,7 +31,6 @@ class Seen:
     graphs: dict[tuple[str, CapturedGraph], None] = field(default_factory=dict)
     groups: dict[tuple[nn.Parameter, ...], None] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # of the model's parameters, by their ids
-    reasons: list[str] = field(default_factory=list)  # of what dynamo did not capture
     outputs: list[Tensor] = field(default_factory=list)  # of the first call
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
@@ -177,8 +175,7 @@ def watched(
 
     converted.watch, converted.dry = watch, True
     try:
-        with noting_reasons() as seen.reasons:
-            yield seen
+        yield seen
     finally:
         converted.watch, converted.dry = None, False
 
