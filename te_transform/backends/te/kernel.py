@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
@@ -236,12 +237,19 @@ class Kernel:
 
     def _scales_now(self) -> Tensor | None:
         state = self.module.fp8_meta.get("scaling_fwd")
-        return state.scale.clone() if hasattr(state, "amax_history") else None
+        if not hasattr(state, "amax_history"):
+            return None
+        with _disable_current_modes():
+            return state.scale.clone()
 
     @contextlib.contextmanager
     def as_before(self, call: Call, recipe: Any) -> Iterator[None]:
         """In the recipe, with the scales that this call of a forward had, and as a part of its step, which
-        has noted the largest values already."""
+        has noted the largest values already.
+
+        Selective checkpoints find what the forward computed by the order of its operations: they see none of
+        those on scales.
+        """
         if call.scales is None:
             with within_step(recipe):
                 yield
@@ -249,13 +257,15 @@ class Kernel:
         update_scales_after_this_backward()
         state = self.module.fp8_meta["scaling_fwd"]
         held = state.scale, state.amax_history[0]
-        now = [tensor.clone() for tensor in held]
-        try:
+        with _disable_current_modes():
+            now = [tensor.clone() for tensor in held]
             state.scale.copy_(call.scales)
+        try:
             with within_step(recipe):
                 yield
         finally:
-            torch._foreach_copy_(held, now)
+            with _disable_current_modes():
+                torch._foreach_copy_(held, now)
 
 
 _UNSCALED = fp8.State()
