@@ -16,6 +16,7 @@ import argparse
 import gc
 import itertools
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -57,7 +58,9 @@ def main() -> None:
     for point in itertools.product(asked.models or MODELS, asked.recipes, asked.widths, asked.tokens):
         for mode, (before, *ours) in milliseconds(*point).items():
             ratios = (f"{ms:.2f}, {ms / before:.3f}" for ms in ours)
-            table.add_row(*map(str, point), mode, f"{before:.2f}", *ratios)
+            row = (*map(str, point), mode, f"{before:.2f}", *ratios)
+            print(*row, file=sys.stderr, flush=True)
+            table.add_row(*row)
     Console(width=110).print(table)
 
 
