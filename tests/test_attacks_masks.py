@@ -418,6 +418,21 @@ def test_a_mask_made_without_autocast_is_made_so(options: dict[str, bool]) -> No
     Pair.of(seeded(type("Without", (Attention,), {"forward": forward})), **options).agree(act, atol=0.02)
 
 
+def test_a_bias_in_float32_is_not_rounded_by_autocast() -> None:
+    """PyTorch's attention would cast it to 16 bits, in which numbers around 500 are 2 and 4 apart."""
+
+    def far(self: Any, scores: Tensor, mask: Tensor) -> Tensor:
+        places = 1000 + 3 * torch.arange(scores.shape[-1])
+        return scores + torch.tensor([0.5, 0.25])[:, None, None] * places + square(mask, scores)
+
+    mask = torch.zeros(LONGEST, LONGEST).masked_fill(~causal(), MINIMUM)
+    pair = Pair.of(model_of(far, mask))
+    with torch.autocast("cpu", torch.bfloat16):
+        pair.agree(atol=0.02)
+        with torch.no_grad():
+            pair.agree(atol=0.02)
+
+
 @pytest.mark.parametrize("fill", [NEGATIVE, -1e4])
 def test_a_mask_written_to_between_two_layers(fill: float) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:

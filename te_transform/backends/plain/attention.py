@@ -70,11 +70,9 @@ class DotProductAttention(FusedOp):
         # Where there are no queries or no keys, PyTorch's attention gives a mask no gradient, and NaN to all
         # batches. Where a mask of finite numbers hides a whole row, the gradients of its fused kernels are
         # wrong (torch 2.13): the log-sum-exp that they normalize by has the number of keys rounded away.
-        # Its kernels on a GPU refuse a mask of another dtype.
+        # Its kernels on a GPU refuse a mask of another dtype, and under autocast it rounds one to 16 bits.
         nothing = query.numel() * key.numel() == 0
-        apart = isinstance(mask, Tensor) and mask.is_floating_point()
-        is_unseen = torch.is_grad_enabled() and not isinstance(given, Seeing)
-        apart = apart and (is_unseen or (mask.is_cuda and mask.dtype is not query.dtype))
+        apart = isinstance(mask, Tensor) and mask.is_floating_point() and _runs_apart(query, given, mask)
         if self.written_out and (transformed() or nothing or apart):
             return _written_out(query, key, value, *rest, wide_scores=self.wide_scores)
         if transformed():  # rows that see nothing are zeros there, and have no gradient
@@ -124,6 +122,13 @@ class DotProductAttention(FusedOp):
         if out.grad_fn is not None and "Cudnn" in out.grad_fn.name():
             out.register_hook(_in_one_order)
         return out
+
+
+def _runs_apart(query: Tensor, given: Given, mask: Tensor) -> bool:
+    """Whether numbers that are added to scores are none for PyTorch's kernels."""
+    cast = limits.autocast_dtype(query)
+    is_other = mask.dtype is not (cast or query.dtype) and (mask.is_cuda or cast is not None)
+    return is_other or (torch.is_grad_enabled() and not isinstance(given, Seeing))
 
 
 def _may_be_blind(mask: Given) -> bool:
