@@ -42,7 +42,8 @@ LLAMA_4 = hf_case("llama_4", "LlamaForCausalLM", "LlamaConfig", LLAMA | {"num_ke
 SMALL = Case(
     "small", partial(seeded, GPT, GPTConfig(n_layer=1)), CASES["nanogpt_flash"].inputs, causal_lm=True
 )
-ALL: dict[str, Case] = {**CASES, **EXTRA, "llama_4": LLAMA_4, "small": SMALL, "gpt_oss": FAMILIES["gpt_oss"]}
+ALL: dict[str, Case] = {**CASES, **EXTRA, "llama_4": LLAMA_4, "small": SMALL}
+ALL |= {name: FAMILIES[name] for name in ("gpt_oss", "cohere")}
 # one head of keys and values, which nothing divides
 SKIP = dict.fromkeys(("gemma", "gemma2", "gemma3_text"), ("*self_attn",)) | {"falcon": ("*self_attention",)}
 BARE = "torch_mha_bare"  # returns its weights too: nothing of it is divided
@@ -154,6 +155,11 @@ class TestParity:
 
     def test_sinks_are_divided_with_the_heads(self, tmp_path: Path) -> None:
         check([found["gpt_oss"] for found in spawn(partial(cases, "gpt_oss"), 2, tmp_path)], torch.float32)
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    def test_attention_and_mlp_may_read_one_norm(self, sequence_parallel: bool, tmp_path: Path) -> None:
+        results = spawn(partial(cases, "cohere", sequence_parallel=sequence_parallel), 2, tmp_path)
+        check([found["cohere"] for found in results], torch.float32)
 
     @pytest.mark.parametrize("name", [name for name in {**CASES, **EXTRA} if name != BARE])
     def test_the_test_list(self, name: str, tmp_path: Path) -> None:
