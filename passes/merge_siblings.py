@@ -52,10 +52,10 @@ _KEPT = (*ops.ACTIVATIONS, ops.columns)  # what stands between a linear and the 
 
 
 def gated_product(linear: fx.Node) -> fx.Node | None:
-    """What gate and up of an MLP meet in, one of them activated: where attention reads their input too
-    (Cohere), they are a product by themselves, for LayerNormMLP."""
+    """What gate and up of an MLP meet in, one of them activated: where attention reads the norm that they
+    read too (Cohere), they are a product by themselves, for LayerNormMLP."""
     (product, *others) = {*_readers(linear)} or (None,)
-    if others or product is None or product.target is not torch.mul:
+    if others or product is None or product.target is not torch.mul or linear.args[0].target not in ops.NORMS:
         return None
     factors = product.all_input_nodes
     is_gated = len(factors) == 2 and any(factor.target in ops.ACTIVATIONS for factor in factors)
