@@ -137,7 +137,7 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
         if node in handed_out:
             others = [user for user in others if user.op != "output"]
         if node in sharing:  # what the fused op returns is there once all that it reads is
-            others = [user for user in others if user < last]
+            others = [user for user in others if user <= last]
         read = readers(others)
         if read and node in sharing:
             yield (

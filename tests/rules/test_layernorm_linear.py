@@ -167,16 +167,22 @@ def read_before_the_bias(model: Written, x: Tensor) -> Tensor:
     return F.linear(y, model.linear.weight, model.linear.bias * 2) + scaled
 
 
+def read_by_the_bias(model: Written, x: Tensor) -> Tensor:
+    y = model.norm(x)
+    return F.linear(y, model.linear.weight, y.mean((0, 1)))
+
+
 CUT = (
     "the model calls {} between these operations, a write or a change of the gradient mode or autocast, the "
     "fused module runs all of them at once: call it before or after them"
 )
+BEFORE = (
+    "the output of the layer_norm is also read by {}, before all is there that the fused module reads: let "
+    "that come after the linear"
+)
 REFUSES = {
-    "read before": (
-        own(read_before_the_bias),
-        "the output of the layer_norm is also read by mul, before all is there that the fused module reads: "
-        "let that come after the linear",
-    ),
+    "read before": (own(read_before_the_bias), BEFORE.format("mul")),
+    "read by the bias": (own(read_by_the_bias), BEFORE.format("mean")),
     "without gradients": (own(without_gradients), CUT.format("set_grad_enabled")),
     "a write in between": (own(counting), CUT.format("add_")),
 }
