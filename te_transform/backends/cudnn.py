@@ -30,15 +30,15 @@ class DotProductAttention(plain.DotProductAttention):
         if traced() and not compiling.get():
             return super().attend(query, key, value, mask, *rest)
         query, key, value = as_autocast(query, key, value)
-        given = tensor_of(mask)
-        if why := without_attention(query, key, value, given, rest[1]) or self._without(mask):
+        numbers = tensor_of(mask)
+        if why := without_attention(query, key, value, numbers, rest[1]) or self._without(mask):
             self.plain_calls[why] += 1
             return super().attend(query, key, value, mask, *rest)
         with _FIRST:
-            if given is None:
+            if numbers is None:
                 return super().attend(query, key, value, None, *rest)
             # unlike PyTorch's other kernels with a mask, cuDNN's take heads that several queries share
-            return self._attend(query, key, value, _added(given, query.dtype), rest)
+            return self._attend(query, key, value, _added(numbers, query.dtype), rest)
 
     def _without(self, mask: plain.Given) -> str | None:
         """Why cuDNN is not right with this mask, or None."""

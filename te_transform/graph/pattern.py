@@ -314,8 +314,8 @@ def find(pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None
 
 
 def _find_siblings(pattern: Siblings, graph: fx.Graph) -> list[Match]:
-    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is pattern.target]
     groups: dict[tuple, list[fx.Node]] = {}
-    for node in calls:
-        groups.setdefault((node.args[0], node.meta.get("region"), pattern.meet(node)), []).append(node)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is pattern.target:
+            groups.setdefault((node.args[0], node.meta.get("region"), pattern.meet(node)), []).append(node)
     return [Match({pattern.role: tuple(nodes)}, tuple(nodes)) for nodes in groups.values() if len(nodes) > 1]

@@ -72,8 +72,7 @@ class DotProductAttention(FusedOp):
         # wrong (torch 2.13): the log-sum-exp that they normalize by has the number of keys rounded away.
         # Its kernels on a GPU refuse a mask of another dtype, and under autocast it rounds one to 16 bits.
         nothing = query.numel() * key.numel() == 0
-        apart = isinstance(mask, Tensor) and mask.is_floating_point() and _runs_apart(query, given, mask)
-        if self.written_out and (transformed() or nothing or apart):
+        if self.written_out and (transformed() or nothing or _runs_apart(query, given)):
             return _written_out(query, key, value, *rest, wide_scores=self.wide_scores)
         if transformed():  # rows that see nothing are zeros there, and have no gradient
             return ops.sdpa(query, key, value, *rest)
@@ -102,7 +101,8 @@ class DotProductAttention(FusedOp):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Given, *rest: Any) -> Tensor:
         """The attention by whichever kernel is the fastest here."""
         *how, enable_gqa = rest
-        may_hide_rows, mask = self.written_out and not isinstance(mask, Seeing), tensor_of(mask)
+        may_hide_rows = self.written_out and not isinstance(mask, Seeing)
+        mask = tensor_of(mask)
         if may_hide_rows and mask is not None and mask.is_floating_point() and mask.is_cuda:
             # its kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
             mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
@@ -124,8 +124,11 @@ class DotProductAttention(FusedOp):
         return out
 
 
-def _runs_apart(query: Tensor, given: Given, mask: Tensor) -> bool:
-    """Whether numbers that are added to scores are none for PyTorch's kernels."""
+def _runs_apart(query: Tensor, given: Given) -> bool:
+    """Whether a mask is one of numbers that are added to scores, and none for PyTorch's kernels."""
+    mask = tensor_of(given)
+    if mask is None or not mask.is_floating_point():
+        return False
     cast = limits.autocast_dtype(query)
     is_other = mask.dtype is not (cast or query.dtype) and (mask.is_cuda or cast is not None)
     return is_other or (torch.is_grad_enabled() and not isinstance(given, Seeing))

@@ -99,7 +99,7 @@ def update_scales_after_backward(outputs: Sequence[Any]) -> None:
 
     def update() -> None:
         waiting.clear()
-        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        _update_scales_of_gradients()
 
     def at_the_end(grad: Tensor) -> None:
         if not waiting:
@@ -110,20 +110,26 @@ def update_scales_after_backward(outputs: Sequence[Any]) -> None:
         out.register_hook(at_the_end)
 
 
+_updated_after = -1  # PyTorch's number of the last backward at whose end a repetition has them updated
+
+
 def update_scales_after_this_backward() -> None:
     """Let the scales of gradients be updated at the end of the backward that runs, in which a checkpoint
-    repeats a forward without gradients: none of its modules was to do it in its own."""
+    repeats a call.
+
+    TE lets the first module that runs with gradients in a step do that in its own backward. Where the
+    forward, in a reentrant checkpoint, had no gradients, none of its modules was the first.
+    """
     global _updated_after
-    owner, name = _state_of_step()[1]
+    state, _, first = _state_of_step()
     backward = torch._C._current_graph_task_id()
-    if getattr(owner, name) and backward != _updated_after:
+    if getattr(state, first) and backward != _updated_after:
         _updated_after = backward
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-        )
+        torch.autograd.Variable._execution_engine.queue_callback(_update_scales_of_gradients)
 
 
-_updated_after = -1
+def _update_scales_of_gradients() -> None:
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
 @contextlib.contextmanager
@@ -138,23 +144,24 @@ def _no_new_step() -> Iterator[None]:
     """Let the next autocast be one within another, and no module in there the first of its step: TE ends a
     step of delayed scaling with the outermost, and the backward's part of it with that of the first module.
     """
-    (owner, depth), (_, first) = _state_of_step()
-    before = getattr(owner, depth), getattr(owner, first)
-    setattr(owner, depth, before[0] + 1)
-    setattr(owner, first, False)
+    state, depth, first = _state_of_step()
+    before = {name: getattr(state, name) for name in (depth, first)}
+    setattr(state, depth, before[depth] + 1)
+    setattr(state, first, False)
     try:
         yield
     finally:
-        setattr(owner, depth, before[0])
-        setattr(owner, first, before[1])
+        for name, held in before.items():
+            setattr(state, name, held)
 
 
-def _state_of_step() -> tuple[tuple[Any, str], tuple[Any, str]]:
-    """Where TE keeps how deep autocasts are, and whether no module has run yet with gradients in the step."""
+def _state_of_step() -> tuple[Any, str, str]:
+    """What TE keeps of a step, and the names in it of how deep autocasts are and of whether no module has run
+    with gradients yet."""
     state = getattr(FP8GlobalStateManager, "quantization_state", None)
-    if state is None:
-        return (FP8GlobalStateManager, "FP8_AUTOCAST_DEPTH"), (FP8GlobalStateManager, "IS_FIRST_FP8_MODULE")
-    return (state, "autocast_depth"), (state, "is_first_fp8_module")
+    if state is None:  # an older TE
+        return FP8GlobalStateManager, "FP8_AUTOCAST_DEPTH", "IS_FIRST_FP8_MODULE"
+    return state, "autocast_depth", "is_first_fp8_module"
 
 
 @contextlib.contextmanager
