@@ -218,7 +218,7 @@ def _whole(parameters: Sequence[Tensor]) -> Tensor | None:
     whole = quantized.joined(parameters)
     if whole is not None or transformed() or recorded():
         return whole
-    if not all(is_stored(p) and quantized.is_quantized(p) for p in parameters):
+    if not all(is_stored(p) and quantized.has_bytes(p) for p in parameters):
         return None
     state, places = state_of(parameters[0]), tuple(quantized.addresses(parameters))
     if state.stays == places:  # a look at scales waits for the GPU

@@ -301,8 +301,7 @@ def lay(parameters: Sequence[Tensor]) -> Quantized | None:
     """Copies of weights that were the rows of one tensor, made the rows of one again; None where they have
     several scales, as what was quantized by itself."""
     first = parameters[0]
-    has_numbers = type(first.held) is Tensor and not first.held.is_meta
-    if not has_numbers or any(p.whole is not None or not p.inverse.equal(first.inverse) for p in parameters):
+    if any(p.whole is not None or not p.inverse.equal(first.inverse) for p in parameters):
         return None
     with torch.inference_mode(False), torch.no_grad():
         whole = Quantized(torch.cat([p.held for p in parameters]), first.inverse.clone(), first.dtype)
@@ -315,6 +314,11 @@ def lay(parameters: Sequence[Tensor]) -> Quantized | None:
 def is_quantized(tensor: Tensor) -> bool:
     """Whether it holds its values in FP8 alone."""
     return isinstance(tensor, Quantized)
+
+
+def has_bytes(tensor: Tensor) -> bool:
+    """Whether it holds its values in FP8 alone, and there are any: none on the meta device, or fake ones."""
+    return is_quantized(tensor) and type(tensor.held) is Tensor and not tensor.held.is_meta
 
 
 def exact(tensor: Tensor) -> Tensor:
