@@ -660,6 +660,13 @@ KEPT = {
     "an error in the call that is recorded": Drawing(
         Drawn(), ("nothing",), (Call("after an error", length=1),) * 2, way="CUDA graphs",
     ),
+    "equal norms, of which each has its readers": Drawing(
+        Drawn(
+            norm="layer without weights", placement="parallel with two norms", groups=4, biases=frozenset(),
+            rotary=None, activation="gelu", gate="first", layers=1,
+        ),
+        ("nothing",), (Call("gradients", length=1),),
+    ),
     "dropouts that are compiled, twice": Drawing(
         Drawn(dropout=0.1), ("nothing",), (Call("accumulated", length=1, training=True),) * 2, way="compiled",
     ),

@@ -277,17 +277,19 @@ def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
             graph.erase_node(node)
 
 
-def erase_cascade(graph: fx.Graph, nodes: Iterable[fx.Node], inside: set[str]) -> None:
+def erase_cascade(
+    graph: fx.Graph, nodes: Iterable[fx.Node], inside: set[str], staying: Collection[fx.Node] = ()
+) -> None:
     """Drop those of `nodes` that nothing reads any more, and what only they read, and so on.
 
     Writes in place stay, and what draws random numbers, unless they are among the nodes that are named
-    `inside`.
+    `inside`; and all that is in `staying`.
     """
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
         called = node.op in ("call_function", "call_method", "call_module", "get_attr")
-        if node._erased or not called or node.users:
+        if node._erased or not called or node.users or node in staying:
             continue
         if node.name not in inside and (known.writes(node) or known.is_random(node)):
             continue

@@ -169,7 +169,9 @@ class _Lowering:
         self.in_modes = any("autocast" in called(node) for node in plan.captured.graph.nodes)
         self.masks: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.shared: dict[tuple, fx.Node] = {}
-        self.copied: list[fx.Node] = []  # of the canonical graph, and the masks that are made in other places
+        # What sites return, copies of canonical calls, and masks that are made in other places; unread they go
+        # at the end, for a later site may read what the captured graph computed twice and the canonical once.
+        self.made: dict[fx.Node, None] = {}
         self.views: dict[tuple, fx.Node] = {}
         self.put_already: set[str] = set()  # a norm may be part of several sites
 
@@ -203,8 +205,9 @@ class _Lowering:
                 # the backward of attention reads what its forward returned.
                 new = edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
             self.stands[canonical.meta["origin"]] = new
+            self.made[new] = None
             edit.replace_uses(old, new)
-        edit.erase_cascade(self.graph, outputs.values(), _names_in(self.plan, site))
+        edit.erase_cascade(self.graph, outputs.values(), _names_in(self.plan, site), staying=self.made)
 
     def _place_of(self, site: Site, outputs: Collection[fx.Node]) -> fx.Node:
         """The first of the outputs; the last of them where something that the op reads comes after the
@@ -229,7 +232,7 @@ class _Lowering:
 
     def finished(self) -> fx.GraphModule:
         """The graph as a module, ready to run."""
-        edit.erase_cascade(self.graph, reversed(self.copied), set())
+        edit.erase_cascade(self.graph, self.made, set())
         self.graph.lint()
         self.module.recompile()
         # fx prints a graph when it is first called; what cannot be printed has to fail here
@@ -291,7 +294,7 @@ class _Lowering:
             if shared and key in self.shared:
                 return self.shared[key]
             call = edit.insert_call(self.graph, at, node.target, args, kwargs, like=node)
-            self.copied.append(call)
+            self.made[call] = None
             if shared:
                 self.shared[key] = call
             return call
@@ -336,7 +339,7 @@ class _Lowering:
             stored = [is_model_tensor(node) for node in inputs]
             self.module.add_submodule(name, Mask(make, stored, beside_sinks))
             self.masks[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
-            self.copied.append(mask)
+            self.made[mask] = None
         return self.masks[known]
 
     def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
