@@ -22,7 +22,7 @@ from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 
-NUMBERS = 2**25  # logits in a part: 64 MiB in bf16, 128 in fp32
+NUMBERS = 2**26  # logits in a part: 128 MiB in bf16, 256 in fp32
 
 
 class ChunkedLoss(FusedOp):
@@ -75,11 +75,6 @@ class Part(NamedTuple):
         """As the model computes them."""
         return F.linear(rows, self.weight, self.bias)
 
-    def inside(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Which rows have their target in this part, and its column there."""
-        found = (targets >= self.start) & (targets < self.stop)
-        return found, (targets - self.start).clamp(0, self.stop - self.start - 1).unsqueeze(1)
-
 
 def _parts(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[Part]:
     words = len(weight)
@@ -104,15 +99,9 @@ class _Losses(torch.autograd.Function):
         # the largest logits, the logarithm of the sum of all exponentials relative to them, which would be
         # rounded away in one number with them, and the logits of the targets
         top = rows.new_full((len(rows),), -torch.inf, dtype=wide)
-        total = top
-        own = rows.new_zeros(len(rows), dtype=wide)
+        total, own = top.clone(), torch.zeros_like(top)
         for part in _parts(rows, weight, bias):
-            logits = part.logits(rows)
-            inside, column = part.inside(flat)
-            own += torch.where(inside, logits.gather(1, column).squeeze(1).to(wide), 0.0)
-            largest, less = _top_and_logsumexp(logits, wide)
-            before, top = top, torch.maximum(top, largest)
-            total = torch.logaddexp(total + _below(before, top), less + _below(largest, top))
+            _gather(part.logits(rows), flat - part.start, top, total, own)
         ctx.save_for_backward(x, weight, bias, flat, top, total)
         ctx.ignore_index = ignore_index
         return torch.where(counted, top - own + total, 0.0).view(targets.shape)
@@ -122,29 +111,63 @@ class _Losses(torch.autograd.Function):
         x, weight, bias, flat, top, total = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         rows, wide = x.reshape(-1, x.shape[-1]), total.dtype
-        each = torch.where(flat != ctx.ignore_index, grad.reshape(-1).to(wide), 0.0).unsqueeze(1)
+        each = torch.where(flat != ctx.ignore_index, grad.reshape(-1).to(wide), 0.0)
         dx = torch.zeros_like(rows, dtype=wide) if of_x else None
         dw = torch.empty_like(weight) if of_weight else None
         db = torch.empty_like(bias) if of_bias else None
         for part in _parts(rows, weight, bias):
-            inside, column = part.inside(flat)
-            # softmax less one at the target, by the gradient of the row's loss, in the wider dtype of the two
-            logits = part.logits(rows)
-            found = (logits - top.unsqueeze(1)).sub_(total.unsqueeze(1)).exp_()
-            found.scatter_add_(1, column, -inside.to(wide).unsqueeze(1))
-            found = torch.mul(found, each, out=logits)  # rounded in the logits' place
+            found = part.logits(rows)
+            _to_gradient(found, flat - part.start, top, total, each)
             if of_x:
-                dx += _multiplied(found, part.weight, wide)
+                _add_product(dx, found, part.weight)
             if of_weight:
                 torch.mm(found.t(), rows, out=dw[part.start : part.stop])
             if of_bias:
                 db[part.start : part.stop] = found.sum(0)
+            del found  # or the next part's logits would be beside it
         return None if dx is None else dx.to(x.dtype).view_as(x), dw, db, None, None
 
 
+def _gather(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Tensor) -> None:
+    """Take a part of the logits, [rows, columns], into what is known of each row; the targets' columns lie
+    outside of the part where they are in another one."""
+    if _in_kernel(logits, top):
+        from te_transform.backends import chunked_loss_kernel
+
+        return chunked_loss_kernel.gather(logits, column, top, total, own)
+    inside, place = _inside(logits, column)
+    own += torch.where(inside, logits.gather(1, place).squeeze(1).to(own.dtype), 0.0)
+    largest, less = _top_and_logsumexp(logits, top.dtype)
+    before = top.clone()
+    torch.maximum(before, largest, out=top)
+    torch.logaddexp(total + _below(before, top), less + _below(largest, top), out=total)
+
+
+def _to_gradient(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, each: Tensor) -> None:
+    """Put the gradients of a part of the logits in their place: softmax, less one at the target, by the
+    gradient of the row's loss, computed in the wider dtype of the two."""
+    if _in_kernel(logits, top):
+        from te_transform.backends import chunked_loss_kernel
+
+        return chunked_loss_kernel.to_gradient(logits, column, top, total, each)
+    inside, place = _inside(logits, column)
+    found = (logits - top.unsqueeze(1)).sub_(total.unsqueeze(1)).exp_()
+    found.scatter_add_(1, place, -inside.to(found.dtype).unsqueeze(1))
+    torch.mul(found, each.unsqueeze(1), out=logits)
+
+
+def _in_kernel(logits: Tensor, top: Tensor) -> bool:
+    return logits.is_cuda and top.dtype is torch.float32 and logits.numel() > 0
+
+
+def _inside(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows have their target in this part, and its column there, [rows, 1]."""
+    width = logits.shape[1]
+    return (column >= 0) & (column < width), column.clamp(0, width - 1).unsqueeze(1)
+
+
 def _top_and_logsumexp(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest of the columns, and the logarithm of the exponentials' sum relative to it; in a wider
-    dtype, by the one kernel that reads narrow numbers and computes so."""
+    """The largest of the columns, and the logarithm of the exponentials' sum relative to it."""
     top, place = logits.max(1, keepdim=True)
     less = torch.log_softmax(logits, 1, dtype=dtype).gather(1, place)
     return top.squeeze(1).to(dtype), torch.where(top.isneginf(), 0.0, -less).squeeze(1)
@@ -152,11 +175,12 @@ def _top_and_logsumexp(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 def _below(largest: Tensor, top: Tensor) -> Tensor:
     """How much lower than `top`, which is the larger, a largest logit is: at most 0, -inf where both are."""
-    return torch.where(top.isneginf(), top, largest - top)
+    return largest - torch.where(top.isneginf(), 0.0, top)
 
 
-def _multiplied(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x y in a wider dtype, which the sums are in anyway."""
-    if x.dtype is dtype:
-        return x @ y
-    return torch.mm(x, y, out_dtype=dtype) if x.is_cuda else x.to(dtype) @ y.to(dtype)
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add x y in the wider dtype of the total, which the sums are in anyway."""
+    if total.is_cuda and total.dtype is not x.dtype:
+        torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(x.to(total.dtype), y.to(total.dtype))

@@ -220,11 +220,11 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
 
 
 def _of_chunked_loss(node: fx.Node, data: list[fx.Node]) -> _Step:
-    """A part of the logits in fp32 and their gradient, and the input's gradient, which is summed up in
-    fp32."""
+    """A part of the logits, which their gradient takes the place of, and the input's gradient, which is
+    summed up in fp32."""
     x, weight = node.args[:2]
     part = min(NUMBERS, numel_of(x) // shape_of(x)[-1] * shape_of(weight)[0])
-    transient = part * (4 + dtype_of(x).itemsize) + 4 * numel_of(x)
+    transient = part * dtype_of(x).itemsize + 4 * numel_of(x)
     return _Step(node, data, transient=transient, gradients=bytes_of(weight))
 
 

@@ -169,8 +169,8 @@ class _Lowering:
         self.in_modes = any("autocast" in called(node) for node in plan.captured.graph.nodes)
         self.masks: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.shared: dict[tuple, fx.Node] = {}
-        # What sites return, copies of canonical calls, and masks that are made in other places; unread they go
-        # at the end, for a later site may read what the captured graph computed twice and the canonical once.
+        # What sites return, copies of canonical calls, masks that are made in other places. Unread they go at
+        # the end alone: a later site may read what the captured graph computed twice, the canonical one once.
         self.made: dict[fx.Node, None] = {}
         self.views: dict[tuple, fx.Node] = {}
         self.put_already: set[str] = set()  # a norm may be part of several sites
