@@ -417,6 +417,8 @@ def returned(out: Any) -> dict[str, Tensor]:
     """The logits, and the keys and values, by names."""
     if isinstance(out, Tensor):
         return {"logits": out}
+    if isinstance(out, dict):
+        return out
     logits, cache = out
     pairs = enumerate(cache if isinstance(cache, tuple) else cache.layers)
     kept = {f"{name} {layer}": part for layer, pair in pairs for name, part in zip("kv", pair, strict=True)}
@@ -457,12 +459,18 @@ class Drawing:
 
 def goes_together(drawn: Drawn) -> Drawn:
     """The model, without what its other parts have no place for."""
+    if drawn.spelling == "sdpa" and (drawn.cap == "scores" or drawn.sinks):
+        drawn = replace(drawn, spelling="matmul")
     if drawn.groups != HEADS and drawn.projections == "packed by head":
         drawn = replace(drawn, projections="packed")
     if drawn.spelling != "sdpa" and drawn.repeat == "enable_gqa":
         drawn = replace(drawn, repeat="expand")
     if drawn.spelling != "sdpa" and drawn.mask == "causal flag":
         drawn = replace(drawn, mask="causal -inf")
+    if drawn.queries == "all" and drawn.projections == "packed by head":
+        drawn = replace(drawn, queries="each head")
+    if drawn.outputs != "logits":
+        drawn = replace(drawn, cache=None)
     if (drawn.checkpoints or "").startswith("blocks"):  # a block that is repeated would fill the cache again
         drawn = replace(drawn, cache=None)
     return drawn
@@ -522,6 +530,14 @@ MODEL = st.builds(
     in_place=st.booleans(),
     cache=one_of(None, "tuples", "object", "room"),
     checkpoints=one_of(None, None, None, "mlp", "blocks", "blocks, reentrant"),
+    queries=one_of(None, None, "each head", "all"),
+    cap=one_of(None, None, None, "scores", "logits"),
+    sinks=one_of(False, False, False, True),
+    gated=one_of(False, False, False, True),
+    inner_norms=one_of(False, False, False, True),
+    residual=one_of(None, None, "a number", "learned"),
+    transposed=one_of(False, False, False, True),
+    outputs=one_of("logits", "logits", "logits", "states", "loss"),
 ).map(goes_together)
 CALL = st.builds(
     Call,

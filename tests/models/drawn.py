@@ -42,6 +42,14 @@ class Drawn:
     in_place: bool = False  # residuals are added, and masks filled, in the tensors that there are
     cache: str | None = None  # of keys and values: in which form it is passed in and returned
     checkpoints: str | None = None  # what the forward computes anew in the backward of a training
+    queries: str | None = None  # what queries and keys are normed by: each head, or all of them
+    cap: str | None = None  # what tanh() bounds: scores or logits
+    sinks: bool = False  # each head has a score more, which is learned
+    gated: bool = False  # what attention computed is gated by its input
+    inner_norms: bool = False  # in front of the last linears of attention and MLP
+    residual: str | None = None  # what is added is multiplied by a number, or by a learned one a channel
+    transposed: bool = False  # linears have weights of [in, out], as GPT-2's
+    outputs: str = "logits"  # beside them the states between the blocks, or the loss
 
     def build(self) -> nn.Module:
         """The model, always of the same weights."""
@@ -69,10 +77,10 @@ class Drawn:
 class ByHand(nn.Module):
     """RMSNorm as people write it."""
 
-    def __init__(self, how: str):
+    def __init__(self, how: str, size: int):
         super().__init__()
-        self.how, self.eps = how, 1e-5
-        self.weight = nn.Parameter(torch.zeros(WIDTH) if how == "one plus" else torch.ones(WIDTH))
+        self.how, self.size, self.eps = how, size, 1e-5
+        self.weight = nn.Parameter(torch.zeros(size) if how == "one plus" else torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "in fp32":
@@ -83,14 +91,14 @@ class ByHand(nn.Module):
             wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
             return (wide * (1.0 + self.weight.float())).type_as(x)
         if self.how == "by norm":
-            return F.normalize(x, dim=-1) * math.sqrt(WIDTH) * self.weight
+            return F.normalize(x, dim=-1) * math.sqrt(self.size) * self.weight
         return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + self.eps) * self.weight
 
 
 class LayerByHand(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int):
         super().__init__()
-        self.gamma, self.beta = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.gamma, self.beta = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.mean(-1, keepdim=True)
@@ -99,15 +107,38 @@ class LayerByHand(nn.Module):
 
 
 NORMS = {
-    "layer": lambda: nn.LayerNorm(WIDTH),
-    "layer without bias": lambda: nn.LayerNorm(WIDTH, bias=False),
-    "layer without weights": lambda: nn.LayerNorm(WIDTH, elementwise_affine=False),
+    "layer": nn.LayerNorm,
+    "layer without bias": partial(nn.LayerNorm, bias=False),
+    "layer without weights": partial(nn.LayerNorm, elementwise_affine=False),
     "layer by hand": LayerByHand,
-    "rms": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
-    "rms without eps": lambda: nn.RMSNorm(WIDTH),
-    **{f"rms {how}": lambda how=how: ByHand(how) for how in ("by hand", "in fp32", "one plus", "by norm")},
+    "rms": partial(nn.RMSNorm, eps=1e-6),
+    "rms without eps": nn.RMSNorm,
+    **{f"rms {how}": partial(ByHand, how) for how in ("by hand", "in fp32", "one plus", "by norm")},
     "none": nn.Identity,
 }
+
+# Linears
+
+
+class Transposed(nn.Module):
+    """x W + b, as GPT-2 has it."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.randn(in_features, out_features) / math.sqrt(3 * in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return x @ self.weight
+        flat = torch.addmm(self.bias, x.reshape(-1, self.in_features), self.weight)
+        return flat.view(*x.shape[:-1], self.out_features)
+
+
+def linear(drawn: Drawn, name: str, in_features: int, out_features: int) -> nn.Module:
+    kind = Transposed if drawn.transposed else nn.Linear
+    return kind(in_features, out_features, bias=name in drawn.biases)
 
 
 # Activations, by names under which a pickle finds them
@@ -247,7 +278,7 @@ def slopes(length: int, past: int) -> Tensor:
 FILLS = {"-inf": float("-inf"), "lowest": None, "-1e4": -1e4}
 MASKS = (
     "none", "causal flag", "causal bool", *(f"causal {fill}" for fill in FILLS), "causal buffer",
-    "window bool", "window -inf", "padding", "padding and causal", "slopes",
+    "window bool", "window -inf", "padding", "padding and causal", "slopes", "learned",
 )  # fmt: skip
 
 
@@ -274,10 +305,17 @@ class Attention(nn.Module):
         self.sizes = [WIDTH, groups * SIZE, groups * SIZE]
         if drawn.projections == "separate":
             for name, size in zip("qkv", self.sizes, strict=True):
-                setattr(self, name, nn.Linear(WIDTH, size, bias=name in drawn.biases))
+                setattr(self, name, linear(drawn, name, WIDTH, size))
         else:
-            self.qkv = nn.Linear(WIDTH, sum(self.sizes), bias="q" in drawn.biases)
-        self.o = nn.Linear(WIDTH, WIDTH, bias="o" in drawn.biases)
+            self.qkv = linear(drawn, "q", WIDTH, sum(self.sizes))
+        self.o = linear(drawn, "o", WIDTH, WIDTH)
+        if drawn.queries is not None:
+            sizes = (SIZE, SIZE) if drawn.queries == "each head" else self.sizes[:2]
+            self.norm_q, self.norm_k = map(NORMS[drawn.norm], sizes)
+        self.sinks = nn.Parameter(torch.zeros(HEADS)) if drawn.sinks else None
+        self.gate = nn.Linear(WIDTH, WIDTH) if drawn.gated else None
+        self.norm_o = NORMS[drawn.norm](WIDTH) if drawn.inner_norms else nn.Identity()
+        self.distances = nn.Embedding(2 * LONGEST, HEADS) if drawn.mask == "learned" else None
         self.drop, self.drop_out = dropout(drawn, "scores"), dropout(drawn, "attention")
         self.register_buffer("kept", torch.ones(LONGEST, LONGEST).tril().bool().view(1, 1, LONGEST, LONGEST))
         self.scaling = {None: SIZE**-0.5, "another": 0.3, "on queries": SIZE**-0.5, "none": 1.0}[drawn.scale]
@@ -290,6 +328,8 @@ class Attention(nn.Module):
             return [whole[..., part, :].transpose(1, 2) for part in range(3)]
         else:
             parts = self.qkv(x).split(self.sizes, -1)
+        if self.drawn.queries == "all":
+            parts = self.norm_q(parts[0]), self.norm_k(parts[1]), parts[2]
         return [part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in parts]
 
     def forward(
@@ -297,6 +337,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         drawn = self.drawn
         q, k, v = self.heads(x)
+        if drawn.queries == "each head":
+            q, k = self.norm_q(q), self.norm_k(k)
         hidden, angles = shared or tables(drawn, x, 0 if cache is None else cache.length(layer), padding)
         if angles is not None:
             q, k = (turned(part, *angles, drawn.rotary) for part in (q, k))
@@ -307,8 +349,10 @@ class Attention(nn.Module):
         scale = self.scaling
         if drawn.scale == "on queries":
             q, scale = q * scale, 1.0
-        out = self.core(q, k, v, scale, hidden)
-        return self.drop_out(self.o(out.transpose(1, 2).flatten(2)))
+        out = self.core(q, k, v, scale, hidden).transpose(1, 2).flatten(2)
+        if self.gate is not None:
+            out = out * torch.sigmoid(self.gate(x))
+        return self.drop_out(self.o(self.norm_o(out)))
 
     def repeated(self, part: Tensor) -> Tensor:
         times = HEADS // self.drawn.groups
@@ -319,6 +363,9 @@ class Attention(nn.Module):
     def core(self, q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
         drawn, length, past = self.drawn, q.shape[-2], k.shape[-2] - q.shape[-2]
         bias = slopes(length, past).to(q.dtype) if drawn.mask == "slopes" else None
+        if self.distances is not None:
+            order = torch.arange(past + length)
+            bias = self.distances(order[None, :] - order[past:, None] + LONGEST).permute(2, 0, 1)
         if drawn.mask == "causal buffer":
             hidden = ~self.kept[:, :, past : past + length, : past + length]
         if drawn.spelling.startswith("sdpa"):
@@ -339,15 +386,20 @@ class Attention(nn.Module):
             scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scale
         else:
             scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+        if drawn.cap == "scores":
+            scores = torch.tanh(scores / 5.0) * 5.0
         if bias is not None:
             scores = scores + bias
         if hidden is not None:
             scores = self.masked(scores, hidden, fill_of(drawn, scores))
+        if self.sinks is not None:
+            sinks = self.sinks.view(1, HEADS, 1, 1).expand(len(q), -1, length, 1)
+            scores = torch.cat((scores, sinks), -1)
         if drawn.spelling == "in fp32":
             kept = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         else:
             kept = scores.softmax(-1)
-        kept = self.drop(kept)
+        kept = self.drop(kept if self.sinks is None else kept[..., :-1])
         return torch.einsum("bhqk,bhkd->bhqd", kept, v) if drawn.spelling == "einsum" else kept @ v
 
     def masked(self, scores: Tensor, hidden: Tensor, fill: float) -> Tensor:
@@ -366,10 +418,11 @@ class MLP(nn.Module):
         super().__init__()
         self.drawn, inner = drawn, 48
         packed = (drawn.gate or "").startswith("packed")
-        self.up = nn.Linear(WIDTH, 2 * inner if packed else inner, bias="up" in drawn.biases)
+        self.up = linear(drawn, "up", WIDTH, 2 * inner if packed else inner)
         if drawn.gate in ("first", "second"):
-            self.gate = nn.Linear(WIDTH, inner, bias="gate" in drawn.biases)
-        self.down = nn.Linear(inner, WIDTH, bias="down" in drawn.biases)
+            self.gate = linear(drawn, "gate", WIDTH, inner)
+        self.norm = NORMS[drawn.norm](inner) if drawn.inner_norms else nn.Identity()
+        self.down = linear(drawn, "down", inner, WIDTH)
         self.act, self.drop = ACTIVATIONS[drawn.activation], dropout(drawn, "mlp")
         self.drop_inner = dropout(drawn, "inner")
 
@@ -383,7 +436,7 @@ class MLP(nn.Module):
         else:
             both = self.act(self.gate(x)), self.up(x)
             inner = both[0] * both[1] if gate == "first" else both[1] * both[0]
-        return self.drop(self.down(self.drop_inner(inner)))
+        return self.drop(self.down(self.norm(self.drop_inner(inner))))
 
 
 PLACEMENTS = ("pre", "post", "sandwich", "parallel", "parallel with two norms")
@@ -394,13 +447,17 @@ class Block(nn.Module):
         super().__init__()
         self.drawn, self.attention, self.mlp = drawn, Attention(drawn), MLP(drawn)
         self.path = dropout(drawn, "path")
-        self.norm1, self.norm2 = NORMS[drawn.norm](), NORMS[drawn.norm]()
+        norm = NORMS[drawn.norm]
+        self.norm1, self.norm2 = norm(WIDTH), norm(WIDTH)
         if drawn.placement == "sandwich":
-            self.norm3, self.norm4 = NORMS[drawn.norm](), NORMS[drawn.norm]()
+            self.norm3, self.norm4 = norm(WIDTH), norm(WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5)) if drawn.residual == "learned" else None
 
     def plus(self, x: Tensor, out: Tensor) -> Tensor:
         if self.training and self.path.p:
             out = out * self.path(out.new_ones(out.shape[0], 1, 1))
+        if self.drawn.residual is not None:
+            out = out * (0.7 if self.scale is None else self.scale)
         if self.drawn.in_place:
             out += x
             return out
@@ -434,7 +491,8 @@ BRANCHES = "length", "mode", "gradients", "values", "calls"
 
 
 class Model(nn.Module):
-    """Token ids [batch, length] -> logits [batch, length, words]; with a cache (logits, cache).
+    """Token ids [batch, length] -> logits [batch, length, words]; with a cache (logits, cache), and where
+    there is more to return a dictionary.
 
     The padding is of all tokens, also those that are in the cache.
     """
@@ -448,7 +506,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(
             first if drawn.shared or not layer else Block(drawn) for layer in range(drawn.layers)
         )
-        self.norm, self.drop = NORMS[drawn.norm](), dropout(drawn, "embed")
+        self.norm, self.drop = NORMS[drawn.norm](WIDTH), dropout(drawn, "embed")
         self.head = nn.Linear(WIDTH, WORDS, bias="head" in drawn.biases)
         if drawn.tied:
             self.head.weight = self.embed.weight
@@ -463,13 +521,24 @@ class Model(nn.Module):
         if self.scales(ids):
             x = x * 1.5
         shared = tables(drawn, x, past, padding) if drawn.once else None
+        states = [x]
         for layer, block in enumerate(self.blocks):
             if (drawn.checkpoints or "").startswith("blocks") and self.training:
                 again = drawn.checkpoints == "blocks, reentrant"
                 x = checkpoint(block, x, padding, shared, cache, layer, use_reentrant=again)
             else:
                 x = block(x, padding, shared, cache, layer)
-        logits = self.head(self.norm(x))
+            states.append(x)
+        x = self.norm(x)
+        logits = self.head(x)
+        if drawn.cap == "logits":
+            logits = torch.tanh(logits / 5.0) * 5.0
+        if drawn.outputs == "states":
+            return {"logits": logits, **{f"state {n}": state for n, state in enumerate([*states, x])}}
+        if drawn.outputs == "loss":
+            targets = ids.flip(1) if padding is None else ids.flip(1).masked_fill(~padding, -100)
+            loss = F.cross_entropy(logits.view(-1, WORDS).float(), targets.flatten())
+            return {"logits": logits, "loss": loss.to(x.dtype)}
         if cache is None:
             return logits
         if drawn.cache == "room":
