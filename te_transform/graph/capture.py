@@ -58,6 +58,10 @@ SETTINGS = {
     "suppress_errors": True,  # code that dynamo fails on runs as it is
     "side_effect_replay_policy": "silent",  # else stack traces are written for a log, in 3% of the time
 }
+# What refers to a parameter weakly keeps module.to() from moving it where it is held in FP8 alone, until
+# Python collects its garbage. Not every version that we run with has the setting.
+if hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"):
+    SETTINGS["invalidate_compile_context_weakrefs"] = True
 
 
 MOST_TRACED = 256  # pieces of code, each so often by one function: guards may fail for ever

@@ -439,7 +439,7 @@ def _module_of(
     graph, copies = fx.Graph(), {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+        copies[node].meta = _without_argument(node.meta)
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
