@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 
 import numpy
@@ -200,6 +201,15 @@ def test_a_write_to_a_view_of_it_is_refused(view: str, mode: Callable) -> None:
     with mode(), pytest.raises(RuntimeError, match="zero_ writes to a view of a weight"):
         part.zero_()
     assert torch.equal(VIEWS[view](exact(held)), wanted)
+
+
+def test_it_cannot_be_trained() -> None:
+    (held,) = quantize([random(16, 32)])
+    for set_to in (held.requires_grad_, partial(setattr, held, "requires_grad"), partial(nn.Parameter, held)):
+        set_to(False)
+        with pytest.raises(RuntimeError, match="held in FP8 alone cannot be trained"):
+            set_to(True)
+    assert not held.requires_grad
 
 
 def test_who_reads_memory_gets_the_values() -> None:

@@ -108,6 +108,21 @@ class Quantized(_WithoutMemory):
         if not (is_quantized(values) and addresses([values]) == addresses([self])):
             self.quantize_(exact(values.detach()))
 
+    @property
+    def requires_grad(self) -> bool:
+        """Always false: in numbers of 8 bits the small steps of an optimizer would be lost."""
+        return Tensor.requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, trained: bool) -> None:
+        self.requires_grad_(trained)
+
+    def requires_grad_(self, trained: bool = True) -> Quantized:
+        """Is refused, as of a tensor of whole numbers."""
+        if trained:
+            raise RuntimeError(_FROZEN)
+        return self
+
     @torch.no_grad()
     def __setitem__(self, index: Any, values: Any) -> None:
         written = self.dequantize()
@@ -204,6 +219,11 @@ class View(_WithoutMemory):
 _LOST = (
     "{} writes to a view of a weight that is held in FP8 alone, which is a copy, a write to the weight is "
     "needed: weight[index] = values, weight.copy_(values), or te_transform.revert() the model first"
+)
+
+_FROZEN = (
+    "a weight that is held in FP8 alone cannot be trained, an optimizer needs it as it was: "
+    "te_transform.revert() the model first, or train what stands beside it"
 )
 
 
