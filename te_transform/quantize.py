@@ -37,9 +37,9 @@ def quantize_weights(model: nn.Module) -> Quantized:
 
     Parameters that hold them so take their place in the modules. What they were before is gone: state
     dicts, revert() and calls in plain PyTorch have the rounded values, in the dtype and under the names
-    that the weights had; load_state_dict() quantizes what it loads, a joined weight once for each part. A
-    product whose input needs a gradient keeps the transpose too, from its first backward on: two bytes a
-    number.
+    that the weights had; load_state_dict() quantizes what it loads, a joined weight once for each part.
+    requires_grad_(True) raises. A product whose input needs a gradient keeps the transpose too, from its
+    first backward on: two bytes a number.
 
     Args:
         model: what te_transform.convert(recipe=...) returned, on a GPU, or something that contains it.
