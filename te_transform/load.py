@@ -48,8 +48,8 @@ def load(
         return _from_config(path, on_meta, dtype, layers, trust_remote_code)
     if not all(name.partition(":")):
         raise LoadError(
-            f"there is no file or folder {name!r}: a folder with a config.json, a config file, or "
-            "package.module:factory is needed"
+            f"there is no file or folder {name!r}, and nothing is downloaded: a folder with a config.json, a "
+            "config file, or package.module:factory is needed"
         )
     if layers is not None or dtype is not None:
         raise LoadError("a number of layers and a dtype are for configs: let the factory build them")
@@ -182,7 +182,10 @@ def _from_config(
         ) from error
     except Exception as error:
         said = " ".join(str(error).partition("\n\n")[0].split())  # transformers goes on in paragraphs
-        raise LoadError(f"{file} gives no model ({type(error).__name__}: {said})") from error
+        raise LoadError(
+            f"{file} gives no model ({type(error).__name__}: {said}): a config that transformers "
+            f"{transformers.__version__} builds a model of is needed, or package.module:factory"
+        ) from error
 
 
 def _told(file: Path, trust_remote_code: bool) -> dict[str, Any]:

@@ -118,6 +118,7 @@ MODELS = {
         "Sequential has lazy tensors without a shape, real ones are needed: run it once on real inputs",
     ),
     "lazy buffers": (lazy_buffers, "Sequential has lazy tensors without a shape"),
+    "no forward": (lambda: nn.ModuleList([tiny()]), "ModuleList has no forward, it cannot be called"),
     "converted": (
         lambda: te_transform.convert(tiny(), X, verify=False),
         "Tiny is converted already, an original model is needed: te_transform.revert() it first",

@@ -509,7 +509,10 @@ def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "no such file": (lambda folder: ["nothing"], "there is no file or folder 'nothing'"),
+    "no such file": (
+        lambda folder: ["nothing"],
+        "there is no file or folder 'nothing', and nothing is downloaded:",
+    ),
     "no such module": (lambda folder: ["nowhere:two"], "'nowhere:two' cannot be imported"),
     "no such factory": (lambda folder: ["models_of_mine:three"], "has no attribute 'three'"),
     "no model": (lambda folder: ["models_of_mine:number"], "gave a int, a torch.nn.Module is needed"),
@@ -556,7 +559,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a factory's layers": (lambda folder: ["models_of_mine:two", "--layers", "1"], "are for configs"),
     "no config": (lambda folder: [str(folder)], "has no config.json, a folder with one, a config file, "),
     "no JSON": (lambda folder: [str(folder / "models_of_mine.py")], "a config is needed: code is named"),
-    "no such kind": (lambda folder: [written(folder, model_type="none")], "gives no model"),
+    "no such kind": (lambda folder: [written(folder, model_type="none")], " builds a model of is needed"),
     "code": (lambda folder: [written(folder, auto_map={"AutoModel": "a.B"})], "pass --trust-remote-code"),
     "code of no names": (lambda folder: [written(folder, auto_map=5)], "names Python code of its own (5)"),
     "a shape beyond memory": (

@@ -50,6 +50,8 @@ def check_model(model: Any, function: str) -> None:
         raise ModelError(
             f"{kind} has lazy tensors without a shape, real ones are needed: run it once on real inputs"
         )
+    if getattr(model.forward, "__func__", None) is nn.Module.forward:
+        raise ModelError(f"{kind} has no forward, it cannot be called: pass the model that calls its parts")
     if next(model.parameters(), None) is None:
         raise ModelError(f"{kind} has no parameters, there is nothing to convert: pass a model with weights")
 
