@@ -47,7 +47,9 @@ def capture(model: nn.Module, *samples: dict | tuple, dynamic: bool | None = Non
         return found[-1]
 
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(SETTINGS | {"suppress_errors": False}):
+    # what each operation gives is kept for the next of its kind: at sizes that vary in as much time again
+    own = {"suppress_errors": False, "fake_tensor_cache_enabled": False}
+    with torch._dynamo.config.patch(SETTINGS | own):
         forward = torch.compile(model.forward, backend=backend, dynamic=dynamic)
         for sample in samples:
             args, kwargs = ((), sample) if isinstance(sample, dict) else (sample, {})
