@@ -179,7 +179,7 @@ def saving_products() -> tuple:
     return create_selective_checkpoint_contexts(saved)
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe", ["fp8-delayed", pytest.param("fp8-current", marks=pytest.mark.integration)])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_is_a_part_of_the_same_step(recipe: str, reentrant: bool) -> None:
     inside, found = converted(recipe), []
@@ -461,20 +461,17 @@ def data_of_their_own(model: nn.Module) -> None:
         parameter.data = parameter.data + 1
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        stepped, stepped_by_one_kernel, averaged, loaded, loaded_anew, of_another_dtype_and_back,
-        data_of_their_own,
-    ],
+WRITES = (
+    stepped, stepped_by_one_kernel, averaged, loaded, loaded_anew, of_another_dtype_and_back, data_of_their_own,
 )  # fmt: skip
-def test_weights_are_quantized_once_until_they_are_written_to(
-    served: nn.Module, write: Callable[[nn.Module], None]
-) -> None:
+
+
+def test_weights_are_quantized_once_until_they_are_written_to(served: nn.Module) -> None:
     assert quantized(served, 2) == [WEIGHTS, 0]
-    write(served)
-    first, _, third = quantized(served, 3)  # joined ones a second time, if they have been laid anew
-    assert (first, third) == (WEIGHTS, 0)
+    for write in WRITES:
+        write(served)
+        first, _, third = quantized(served, 3)  # joined ones a second time, if they have been laid anew
+        assert (first, third) == (WEIGHTS, 0), write.__name__
 
 
 def test_weights_in_memory_of_before_are_quantized(served: nn.Module) -> None:
