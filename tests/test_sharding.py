@@ -122,7 +122,7 @@ WHOLE: dict[str, dict[str, str]] = {
 # mask with a finite fill
 @each(
     ALL,
-    later={*LATER, "nanogpt_manual", "quickstart", "torch_encoder_pre", "roberta"}
+    later={*LATER, "bert", "nanogpt_manual", "quickstart", "torch_encoder_pre", "roberta"}
     - {"falcon", "gemma3_text", "quickstart_mask"},
 )
 def test_two_ranks_compute_what_one_does(name: str) -> None:
@@ -158,7 +158,7 @@ GROUPS = {
 }
 
 
-@each(GROUPS, later=("qwen3", "gemma2"))
+@each(GROUPS, later=("llama_8", "qwen3", "gemma2"))
 def test_fewer_heads_of_keys_than_ranks(name: str) -> None:
     """Ranks that read the same heads have copies of them."""
     count, others = GROUPS[name]
