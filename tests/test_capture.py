@@ -372,7 +372,7 @@ def test_settings_are_those_of_our_captures_alone() -> None:
 
 
 def test_threads_convert_and_capture_at_once_and_put_settings_back() -> None:
-    before, models, ready = settings(), [seeded(Tiny) for _ in range(4)], threading.Barrier(4)
+    before, models, ready = settings(), [seeded(Tiny) for _ in range(3)], threading.Barrier(3)
 
     def convert(model: nn.Module) -> None:
         ready.wait()
@@ -390,7 +390,7 @@ def test_threads_convert_and_capture_at_once_and_put_settings_back() -> None:
 
 @pytest.mark.parametrize("other", [te_transform.inspect, te_transform.convert, te_transform.trace])
 def test_threads_look_at_one_model_at_once(other: Callable[..., Any]) -> None:
-    for _ in range(5):
+    for _ in range(2):
         model, ready, found = seeded(Tiny), threading.Barrier(2), []
 
         def look(

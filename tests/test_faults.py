@@ -244,7 +244,7 @@ def test_it_may_be_interrupted_at_any_line() -> None:
     lines = [lines_of(copy.deepcopy(model), X) for _ in range(2)][-1]  # the first in a process has more
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    for line in range(1, lines, max(lines // 15, 1)):
+    for line in range(1, lines, max(lines // 8, 1)):
         with untouched(model, storages=False), pytest.raises(KeyboardInterrupt):
             lines_of(model, X, line)
         is_as_it_was(model)
