@@ -27,6 +27,7 @@ def blocks(file: str) -> list[str]:
     return [block for block in found if "(...)" not in block]
 
 
+@pytest.mark.usefixtures("as_given")
 @pytest.mark.parametrize("file", ["README.md", "docs/rules.md"])
 def test_examples_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ModuleType("page")  # a rule is found again by its name in its module

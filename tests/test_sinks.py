@@ -89,6 +89,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", SAME)
+@pytest.mark.usefixtures("as_given")
 def test_what_is_taken_for_sinks(name: str, te: ModuleType) -> None:
     model = Attention(**SAME[name])
     converted = te_transform.convert(model, sample(), backend="te", verify=False)

@@ -159,6 +159,7 @@ def test_answers_as_the_original(name: str):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("minGPT", "x-transformers")]
 )
+@pytest.mark.usefixtures("as_given")
 def test_verifies(name: str):
     assert te_transform.verify(STYLES[name].build(), converted(name), STYLES[name].sample(9))
 

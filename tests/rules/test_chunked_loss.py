@@ -151,6 +151,7 @@ SIZES: dict[str, dict[str, int]] = {
     "name",
     ["gpt2", *(pytest.param(name, marks=pytest.mark.integration) for name in ("llama", "nanogpt_manual"))],
 )
+@pytest.mark.usefixtures("as_given")
 def test_models_with_a_loss_are_verified(name: str) -> None:
     model, sample = zero_dropout(ALL[name].build(**SIZES[name])), ALL[name].sample()
     if "input_ids" in sample:
