@@ -184,13 +184,14 @@ def replaced_functions() -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("name", ["attention", "the forward of a class", "the forward of the model"])
-def test_a_function_that_is_replaced_is_the_one_that_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, (owner, key, function) = pair_of(), replaced_functions()[name]
-    change = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr
-    pair.attack(lambda model: change(owner, key, function), called(use_cache=False))
-    monkeypatch.undo()
-    pair.agree(called(use_cache=False))
+def test_a_function_that_is_replaced_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = pair_of()
+    for name, (owner, key, function) in replaced_functions().items():
+        with named(name), monkeypatch.context() as patch:
+            change = patch.setitem if isinstance(owner, dict) else patch.setattr
+            pair.attack(lambda _, of=(change, owner, key, function): of[0](*of[1:]), called(use_cache=False))
+        with named(f"{name}, and put back"):
+            pair.agree(called(use_cache=False))
 
 
 def doubled_in_place(module: nn.Module, args: tuple, out: tuple[Tensor, Tensor]) -> None:
