@@ -278,7 +278,7 @@ def test_a_forward_that_is_set_is_named_where_parts_are_captured(blocks: int) ->
         model = seeded(Headed, blocks)
         model.forward = functools.partial(forward, model)
         planned = te_transform.inspect(model, X)
-        made = te_transform.report(te_transform.convert(model, X, inplace=True))
+        made = te_transform.report(te_transform.convert(model, X, inplace=True, verify=False))
         assert planned.counts["layernorm_mlp"] == made.counts["layernorm_mlp"] > 0
         return [[note for note in report.all_notes() if said in note] for report in (planned, made)]
 

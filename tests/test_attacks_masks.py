@@ -168,7 +168,9 @@ def test_a_mask_of_this_make(name: str) -> None:
     pair.agree(at_another_length)
 
 
-@pytest.mark.parametrize("name", ["causal, -inf", "a window", "packed"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("causal, -inf", marks=pytest.mark.integration), "a window", "packed"]
+)
 def test_a_mask_at_any_length(name: str) -> None:
     pair = Pair.of(model_of(*MASKS[name]))
     for rows, length in ((1, 1), (2, 9), (3, 12), (2, 5)):

@@ -146,11 +146,11 @@ def test_inspect_as_data(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("inference", [pytest.param(False, marks=pytest.mark.integration), True])
 def test_inspect_predicts_times(capsys: pytest.CaptureFixture[str], inference: bool) -> None:
     mode = ["--inference"] if inference else []
-    assert main(["inspect", "llama", "--layers", "2", "--dtype", "bfloat16", "--times", *mode]) == 0
+    assert main(["inspect", "llama", "--layers", "1", "--dtype", "bfloat16", "--times", *mode]) == 0
     told = capsys.readouterr().out
     assert "predicted" in told
     assert ("labels=" in told) != inference
-    assert main(["inspect", "llama", "--layers", "2", "--dtype", "bfloat16", "--times", "--json", *mode]) == 0
+    assert main(["inspect", "llama", "--layers", "1", "--dtype", "bfloat16", "--times", "--json", *mode]) == 0
     times = json.loads(capsys.readouterr().out)["times"]
     assert len(times) > 4
     assert all(each["seconds"] > 0 for each in times if not each["why"].startswith("not"))
@@ -350,7 +350,7 @@ def test_layers_of_a_config_whose_kinds_of_layers_follow_from_their_number(folde
 def test_a_forward_that_branches_on_values_is_inspected_with_weights(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
+    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
     name = saved(folder, "TrOCR", **sizes, architectures=["TrOCRForCausalLM"])
     assert main(["inspect", name, "--length", "4"]) == 0
     told = capsys.readouterr().out

@@ -179,7 +179,9 @@ def saving_products() -> tuple:
     return create_selective_checkpoint_contexts(saved)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", pytest.param("fp8-current", marks=pytest.mark.integration)])
+@pytest.mark.parametrize(
+    "recipe", ["fp8-delayed", pytest.param("fp8-current", marks=pytest.mark.integration)]
+)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_is_a_part_of_the_same_step(recipe: str, reentrant: bool) -> None:
     inside, found = converted(recipe), []

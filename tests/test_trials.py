@@ -285,7 +285,10 @@ def test_calls_that_kernels_take_are_captured(
 
 
 @pytest.mark.usefixtures("faster", "te")
-@pytest.mark.parametrize("name", ["gpt_neox", "vit", "opt", "bert"])
+@pytest.mark.parametrize(
+    "name",
+    ["vit", "bert", *(pytest.param(name, marks=pytest.mark.integration) for name in ("gpt_neox", "opt"))],
+)
 def test_models_in_whose_calls_no_kernel_gains_run_both_ways(name: str, ran: list[bool]) -> None:
     """Rotations, masks, losses and attention are found, and each is left as it was."""
     original, inputs = CASES[name].build().bfloat16().eval(), CASES[name].sample()
