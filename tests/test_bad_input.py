@@ -481,10 +481,8 @@ def test_a_later_sample_that_the_model_refuses_is_named():
 
 
 def test_inventing_inputs_draws_no_random_numbers():
-    models = (
-        CASES["gpt2"].build(n_layer=1), CASES["vit"].build(num_hidden_layers=1), nn.Sequential(nn.Linear(4, 4)),
-    )  # fmt: skip
-    for model in models:
+    gpt2, vit = CASES["gpt2"].build(n_layer=1), CASES["vit"].build(num_hidden_layers=1)
+    for model in (gpt2, vit, nn.Sequential(nn.Linear(4, 4))):
         with untouched(model):
             te_transform.convert(model, verify=False)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends import fp8, plain
 from te_transform.backends.joined import state_of
-from te_transform.runtime import regions
+from te_transform.runtime import blocks, regions
 from tests import stand_in, test_compiled
 from tests.attacks import Attends, Block
 from tests.conversions import ALL, gradients, run
@@ -157,11 +157,11 @@ class PostNorm(Block):
 
 
 class Repeated(nn.Module):
-    """More layers than are captured as one: they share a graph, and have states of their own."""
+    """Layers that are captured one by one: they share a graph, and have states of their own."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(9))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -184,7 +184,10 @@ def test_products_within_a_transform_run_in_their_own_dtype(te: ModuleType) -> N
 
 
 @pytest.mark.parametrize("build", [Shared, PostNorm, Repeated])
-def test_products_that_share_a_state_or_a_graph(te: ModuleType, build: type[nn.Module]) -> None:
+def test_products_that_share_a_state_or_a_graph(
+    te: ModuleType, build: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "DEEP", 2)
     pair = of_module(build)
     for _ in range(4):
         pair.hold(trained)

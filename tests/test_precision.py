@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import te_transform
 from te_transform import PrecisionPlan
 from te_transform.backends.joined import state_of
 from te_transform.backends.running import is_evaluating
+from te_transform.runtime import blocks
 from te_transform.runtime.precision import Precision
 from tests import stand_in, test_compiled
 from tests.ranks import WIDTH, Block
@@ -258,8 +260,10 @@ def test_revert_leaves_the_recipe() -> None:
     assert STATE.steps == before
 
 
-@each_recipe
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    ("recipe", "copied"),
+    [("fp8-current", copy.deepcopy), ("fp8-delayed", lambda model: pickle.loads(pickle.dumps(model)))],
+)
 def test_copies_go_on_by_themselves(recipe: str, copied: Callable[[nn.Module], nn.Module]) -> None:
     model = net()
     fused = converted(recipe, model)
@@ -341,10 +345,11 @@ def test_models_that_share_weights_have_a_recipe_each() -> None:
         assert distance(step(one)[0], expected) < 0.01
 
 
-@pytest.mark.parametrize("blocks", [2, 9])  # nine are captured one by one, and the head in the first call
-def test_the_head_stays_out_unless_a_plan_has_it_in(blocks: int) -> None:
+# two are captured one by one where that is deep, and the head in the first call
+@pytest.mark.parametrize("deep", [1, 8])
+def test_the_head_stays_out_unless_a_plan_has_it_in(deep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
-    model.blocks = nn.ModuleList(Block() for _ in range(blocks)).to(torch.bfloat16)
+    monkeypatch.setattr(blocks, "DEEP", deep)
     for recipe, inside in (("fp8-current", False), (PrecisionPlan("fp8-current", {"head": None}), True)):
         fused = converted(recipe, copy.deepcopy(model))
         answer(fused)
@@ -464,7 +469,8 @@ def data_of_their_own(model: nn.Module) -> None:
 
 
 WRITES = (
-    stepped, stepped_by_one_kernel, averaged, loaded, loaded_anew, of_another_dtype_and_back, data_of_their_own,
+    stepped, stepped_by_one_kernel, averaged, loaded, loaded_anew, of_another_dtype_and_back,
+    data_of_their_own,
 )  # fmt: skip
 
 
@@ -498,19 +504,13 @@ def training(model: nn.Module) -> Iterator[None]:
     model.eval()
 
 
-@pytest.mark.parametrize("mode", [training, lambda model: torch.enable_grad()], ids=["training", "gradients"])
-def test_a_call_in_another_mode_forgets_them(served: nn.Module, mode: Callable) -> None:
+def test_what_was_kept_is_forgotten_in_another_mode(served: nn.Module) -> None:
     assert quantized(served) == [WEIGHTS]
-    with mode(served):
-        served(inputs())
-    assert quantized(served) == [WEIGHTS]
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_train_and_eval_forget_what_was_kept(served: nn.Module, mode: bool) -> None:
-    outer = nn.Sequential(served)
-    for switched in (served, outer):
-        quantized(served)
+    for mode in (training(served), torch.enable_grad()):
+        with mode:
+            served(inputs())
+        assert quantized(served) == [WEIGHTS]
+    for switched, mode in itertools.product((served, nn.Sequential(served)), (True, False)):
         served.blocks[1].mlp[0].weight.data.mul_(2)  # which no version counts
         switched.train(mode)
         assert quantized(served.eval()) == [WEIGHTS]

@@ -887,7 +887,7 @@ def test_verify_waits_for_threads_that_look_at_the_model() -> None:
     model = seeded(Tiny)
     inputs = torch.randn(2, 5, WIDTH)
     converted = te_transform.convert(model, inputs)
-    for _ in range(3):
+    for _ in range(2):
         with ThreadPoolExecutor(2) as pool:
             looked = pool.submit(te_transform.inspect, model, inputs)
             verified = pool.submit(verify, model, converted, inputs)
