@@ -217,6 +217,7 @@ def test_a_page_that_this_user_may_not_write_is_said_first(
 
 
 @pytest.mark.parametrize("name", ["models_of_mine:two", "models_of_mine:made.model", "models_of_mine:Counts"])
+@pytest.mark.usefixtures("as_given")
 def test_verify_a_factory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", name, "--length", "4"]) == 0
     assert "verified, " in capsys.readouterr().out
@@ -276,6 +277,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("te_transform ")
 
 
+@pytest.mark.usefixtures("as_given")
 def test_what_is_not_the_same_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

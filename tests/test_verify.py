@@ -103,6 +103,7 @@ def test_converted_models_verify(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("eps", "same"), [(1.0, True), (1e4, False)])
+@pytest.mark.usefixtures("as_given")
 def test_a_model_converted_in_place_is_compared_with_the_users_own_forward(eps: float, same: bool) -> None:
     rule = layernorm_linear_with(eps=eps)
     model = te_transform.convert(stacked(), X, inplace=True, passes=[rule], verify=False)
@@ -128,6 +129,7 @@ class Checkpointed(Tiny):
 
 @pytest.mark.parametrize("listed", [False, True], ids=["whole", "by_block"])
 @pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.usefixtures("as_given")
 def test_nothing_is_dropped_in_graphs_around_them_and_in_checkpoints(blocks: int, listed: bool) -> None:
     torch.manual_seed(0)
     model = Checkpointed(blocks)
@@ -151,6 +153,7 @@ def test_inputs_of_nan_compare_nothing_and_it_says_so() -> None:
     assert sentence in " ".join(str(found).split())
 
 
+@pytest.mark.usefixtures("as_given")
 def test_frozen_parameters_are_passed_over() -> None:
     model = tiny()
     for name, parameter in model.named_parameters():
@@ -176,6 +179,7 @@ class Experts(Tiny):
         return self.head(F.grouped_mm(rows, self.experts, offs=ends))
 
 
+@pytest.mark.usefixtures("as_given")
 def test_experts_have_a_reference_although_grouped_products_have_no_fp64() -> None:
     model = seeded(Experts)
 
@@ -207,6 +211,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("hides", [-torch.inf, torch.finfo().min])
+@pytest.mark.usefixtures("as_given")
 def test_masks_get_no_gradient_that_calls_do_not_give_them(hides: float) -> None:
     mask = torch.zeros(5, 5).masked_fill(~torch.ones(5, 5).tril().bool(), hides)
     model, bias = Masked(), torch.randn(5, 5)
@@ -217,6 +222,7 @@ def test_masks_get_no_gradient_that_calls_do_not_give_them(hides: float) -> None
         assert found == {f"gradient of input {number}" for number in trained}
 
 
+@pytest.mark.usefixtures("as_given")
 def test_the_reference_is_no_copy_of_the_model() -> None:
     model = te_transform.convert(Reaches(), X, inplace=True)
 
@@ -243,6 +249,7 @@ def test_a_wrong_rule_is_taken_back_and_reported(wrong: dict) -> None:
     assert torch.equal(converted(X), model(X))
 
 
+@pytest.mark.usefixtures("as_given")
 def test_only_the_wrong_site_is_taken_back() -> None:
     model = tiny(2)
     rule = layernorm_linear_with(path="blocks.1.norm2", eps=1e4)
@@ -253,6 +260,7 @@ def test_only_the_wrong_site_is_taken_back() -> None:
     assert verify(model, converted, X)
 
 
+@pytest.mark.usefixtures("as_given")
 def test_verify_bisects_to_the_wrong_site() -> None:
     model = stacked()
     rule = layernorm_linear_with(path="1.0", eps=1e4)
@@ -285,6 +293,7 @@ def test_bisecting_finds_what_fails_alone_and_what_fails_together() -> None:
     assert {"1", "5"} <= {*together}
 
 
+@pytest.mark.usefixtures("as_given")
 def test_a_changed_weight_is_found() -> None:
     model = tiny()
     converted = te_transform.convert(model, X)
@@ -300,6 +309,7 @@ def test_a_changed_weight_is_found() -> None:
     assert not result.guilty  # no site is: the row names the weight
 
 
+@pytest.mark.usefixtures("as_given")
 def test_what_runs_by_the_size_of_a_call_is_looked_at_too(
     by_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +541,7 @@ class HasSparse(nn.Module):
         return self.linear(self.norm(x))
 
 
+@pytest.mark.usefixtures("as_given")
 def test_sparse_buffers_are_compared() -> None:
     model, x = HasSparse(), torch.randn(2, 3, 8)
     converted = te_transform.convert(model, x)
