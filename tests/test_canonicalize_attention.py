@@ -431,10 +431,10 @@ def test_repeated_heads_are_grouped_queries(repeat) -> None:
         _, key, value, *_, grouped = the(graph, ops.sdpa)[:8]
         assert grouped is True
         assert shape_of(key) == shape_of(value) == (BATCH, 2, LENGTH, WIDTH)
-        # a backward reads the copies of keys and values that are given, and may be written to before it
-        assert the(canonical(spelling, q, k, v), ops.sdpa)[7] is False
-        graph = canonical(lambda m, q, k, v, to=spelling: to(m, q, k.exp(), v.exp()), q, k, v)
-        assert the(graph, ops.sdpa)[7] is True
+    # a backward reads the copies of keys and values that are given, and may be written to before it
+    assert the(canonical(spelling, q, k, v), ops.sdpa)[7] is False
+    graph = canonical(lambda m, q, k, v: spelling(m, q, k.exp(), v.exp()), q, k, v)
+    assert the(graph, ops.sdpa)[7] is True
 
 
 def test_heads_repeated_as_a_block_are_not_grouped_queries() -> None:
