@@ -122,7 +122,7 @@ WHOLE: dict[str, dict[str, str]] = {
 # mask with a finite fill
 @each(
     ALL,
-    later={*LATER, "bert", "nanogpt_manual", "quickstart", "torch_encoder_pre", "roberta"}
+    later={*LATER, "bert", "gpt2", "nanogpt_manual", "quickstart", "torch_encoder_pre", "roberta"}
     - {"falcon", "gemma3_text", "quickstart_mask"},
 )
 def test_two_ranks_compute_what_one_does(name: str) -> None:
