@@ -372,6 +372,7 @@ def converted_in(recipe: object, model: nn.Module, inputs: object, **options: ob
 
 
 @pytest.mark.parametrize("kind", [Current, Delayed])
+@pytest.mark.usefixtures("as_given")
 def test_a_model_as_exact_as_fp8_can_be_passes(te: ModuleType, kind: type) -> None:
     model, x = mixed()
     converted = converted_in(kind(), model, x)
@@ -396,6 +397,7 @@ def coarser(bits: int) -> Callable[..., Tensor]:
 
 
 @pytest.mark.integration  # the next one fails in the same way
+@pytest.mark.usefixtures("as_given")
 def test_one_with_fewer_bits_than_fp8_fails(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = mixed()
     monkeypatch.setattr(compare, "DRAWS", 3)  # more would not help
@@ -405,6 +407,7 @@ def test_one_with_fewer_bits_than_fp8_fails(te: ModuleType, monkeypatch: pytest.
     assert result.guilty
 
 
+@pytest.mark.usefixtures("as_given")
 def test_one_that_quantizes_a_product_it_should_not_fails(
     te: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +420,7 @@ def test_one_that_quantizes_a_product_it_should_not_fails(
     assert not verify(model, converted, x)
 
 
+@pytest.mark.usefixtures("as_given")
 def test_in_place_neither_the_reference_nor_the_original_is_in_the_recipe(te: ModuleType) -> None:
     model, x = mixed()
     itself = converted_in(Current(), model, x, inplace=True)
@@ -425,6 +429,7 @@ def test_in_place_neither_the_reference_nor_the_original_is_in_the_recipe(te: Mo
     assert all(row.original > torch.finfo(torch.bfloat16).eps / 2 for row in output_rows(result))
 
 
+@pytest.mark.usefixtures("as_given")
 def test_delayed_scaling_begins_anew_and_has_its_own_scales_back(te: ModuleType) -> None:
     model, x = mixed()
     converted = converted_in(Delayed(), model, x)
@@ -438,6 +443,7 @@ def test_delayed_scaling_begins_anew_and_has_its_own_scales_back(te: ModuleType)
     assert stand_in.FP8GlobalStateManager.quantization_state.global_scale_buffer["all"] == registered
 
 
+@pytest.mark.usefixtures("as_given")
 def test_a_recipe_without_emulation_is_said_before_anything_runs(te: ModuleType) -> None:
     model, x = mixed()
     converted = converted_in(Current(), model, x)
@@ -448,6 +454,7 @@ def test_a_recipe_without_emulation_is_said_before_anything_runs(te: ModuleType)
     assert stand_in.FP8GlobalStateManager.quantization_state.steps == steps
 
 
+@pytest.mark.usefixtures("as_given")
 def test_without_a_recipe_nothing_is_emulated() -> None:
     model, x = mixed(torch.float32)
     result = verify(model, te_transform.convert(model, x), x)
@@ -468,6 +475,7 @@ class TiedHead(Mixed):
         return torch.tanh(self.head(super().forward(self.embedding(ids))))
 
 
+@pytest.mark.usefixtures("as_given")
 def test_a_tied_heads_product_is_the_heads_and_not_the_embeddings(te: ModuleType) -> None:
     torch.manual_seed(0)
     model, ids = TiedHead().bfloat16(), torch.randint(48, (4, 8))

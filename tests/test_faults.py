@@ -130,11 +130,12 @@ INSIDE: dict[str, ModuleType] = {
 }
 
 
-@pytest.mark.parametrize(("error", "inplace"), [(KeyboardInterrupt, True), (Fault, False)])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("after", "error", "inplace"), [(True, KeyboardInterrupt, True), (False, Fault, False)]
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_step_may_fail(
-    step: str, after: bool, inplace: bool, error: type, monkeypatch: pytest.MonkeyPatch
+    step: str, after: bool, error: type, inplace: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = STEPS[step]
     monkeypatch.setattr(place, step, raising(error, getattr(place, step), after))
