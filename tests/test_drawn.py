@@ -1,8 +1,8 @@
 """Models that Hypothesis draws, changed and called in ways that it draws: the converted one answers as the
-original, and so do its gradients.
+original, and so do its gradients; in FP8 as one that is converted after the changes.
 
-`make test` draws six, `make fuzz` ten thousand, and a part of these draws the same ones each time. A failure
-prints the drawing, made as small as it can be: what ever failed is kept below, and tried each time.
+`make test` draws eight, `make fuzz` eleven thousand, and a part of these draws the same ones each time. A
+failure prints the drawing, made as small as it can be: what ever failed is kept below, and tried each time.
 """
 
 import copy
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ import te_transform
 from te_transform.backends import limits
 from te_transform.runtime import compiled, trials
 from te_transform.runtime.converted import converted_of
+from tests import stand_in
 from tests.models.drawn import (
     ACTIVATIONS,
     BRANCHES,
@@ -42,6 +44,8 @@ from tests.models.drawn import (
 )
 from tests.test_compiled import trace
 from tests.test_replayed import emulate
+
+te = stand_in.te  # a fixture
 
 MODELS = int(os.environ.get("TE_TRANSFORM_FUZZ", "6"))
 PARTS = max(2, MODELS // 20)  # each is one test, of the models that its number gives
@@ -695,18 +699,65 @@ def test_a_drawing_that_is_kept(name: str) -> None:
         check(KEPT[name])
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_a_drawn_model_answers_as_the_original(part: int) -> None:
+def tried(part: int, models: int, test: Callable[[Drawing], None]) -> None:
+    """Draw as many, always the same ones for a part."""
+
     @seed(part)
     @settings(
-        max_examples=-(-MODELS // PARTS), deadline=None, database=None, print_blob=False,
+        max_examples=models, deadline=None, database=None, print_blob=False,
         suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
     )  # fmt: skip
     @given(DRAWING)
     def draw(drawing: Drawing) -> None:
-        note(f"drawn again by TE_TRANSFORM_FUZZ={MODELS} pytest tests/test_drawn.py -k 'original[{part}]'")
+        note(f"drawn again by TE_TRANSFORM_FUZZ={MODELS} pytest tests/test_drawn.py -k '[{part}]'")
         torch._dynamo.reset()  # what is kept for models that are gone
+        test(drawing)
+
+    draw()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_drawn_model_answers_as_the_original(part: int) -> None:
+    def test(drawing: Drawing) -> None:
         with emulated(drawing.way):
             check(drawing)
 
-    draw()
+    tried(part, -(-MODELS // PARTS), test)
+
+
+# In FP8 the original is no measure: what is converted and changed later is what is changed and converted
+
+
+def in_fp8(drawing: Drawing) -> Drawing:
+    """The drawing in bf16, without what ends FP8, or what TE has no second backward for."""
+    calls = (replace(c, how="accumulated") if c.how == "backward twice" else c for c in drawing.calls)
+    ends = "reverted", "converted_again", "gradient_hook", "in_float64"
+    changes = (change if change not in ends else "in_place" for change in drawing.changes)
+    before = drawing.before if drawing.before not in ends else "nothing"
+    return replace(drawing, calls=tuple(calls), changes=tuple(changes), before=before, dtype="bfloat16")
+
+
+def check_in_fp8(drawing: Drawing) -> None:
+    options = {"backend": "te", "recipe": "fp8-current", "verify": False}
+    first, *later = drawing.calls
+    original, sample = prepared(drawing), replace(first, how="gradients").inputs()
+    converted = te_transform.convert(copy.deepcopy(original), sample, **options)
+    for change, call in zip(("nothing", *drawing.changes), (first, *later), strict=False):
+        original, converted = (CHANGES[change](model) or model for model in (original, converted))
+        anew = te_transform.convert(
+            copy.deepcopy(original), replace(call, how="gradients").inputs(), **options
+        )
+        original.calls = anew.calls = converted.calls
+        expected, found = call.of(anew), call.of(converted)
+        for name, value in expected.items():
+            assert (found[name] is None) == (value is None), name
+            if value is not None:
+                assert torch.equal(found[name].isnan(), value.isnan()), name
+                off = (found[name].double() - value.double()).nan_to_num().norm()
+                assert off <= ULP * value.double().nan_to_num().norm(), name
+    assert not any("Error" in sentence for sentence in converted_of(converted).failures)
+
+
+@pytest.mark.parametrize("part", range(max(1, PARTS // 10)))
+def test_a_drawn_model_in_fp8_follows_what_is_changed(part: int, te: ModuleType) -> None:
+    tried(part, min(MODELS // 3, 20), lambda drawing: check_in_fp8(in_fp8(drawing)))
