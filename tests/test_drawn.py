@@ -66,6 +66,11 @@ def in_place(model: nn.Module) -> None:
             parameter.mul_(1.1)
 
 
+def through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)  # of which PyTorch counts no version
+
+
 def elsewhere(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.1
@@ -267,8 +272,8 @@ def converted_again(model: nn.Module) -> nn.Module:
 
 
 BEFORE: tuple[Callable[[nn.Module], nn.Module | None], ...] = (
-    nothing, in_place, elsewhere, parameter_replaced, module_replaced, norm_replaced, eps_changed,
-    activation_replaced, scaling_changed, hook_on_a_block, hook_on_a_linear, hook_before_a_norm,
+    nothing, in_place, through_data, elsewhere, parameter_replaced, module_replaced, norm_replaced,
+    eps_changed, activation_replaced, scaling_changed, hook_on_a_block, hook_on_a_linear, hook_before_a_norm,
     gradient_hook, forward_replaced, norms_frozen, attention_frozen, one_of_three_frozen, frozen, head_alone,
     in_float64, in_bfloat16, buffer_written, dropout_on, block_removed, block_called_twice, tied_later,
     parametrized, adapted, loaded, assigned, copied, pickled,
@@ -302,7 +307,8 @@ class Call:
     def of(self, model: nn.Module, wide: bool = False) -> dict[str, Tensor | None]:
         """What the model returns, and where the mode records them the gradients of all parameters, by their
         names."""
-        model.train(self.training)
+        if model.training != self.training:  # to be told of a mode lets go of weights in FP8, changed or not
+            model.train(self.training)
         torch.manual_seed(3)
         given = self.inputs()
         if self.how in ("no_grad", "inference_mode"):
