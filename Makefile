@@ -17,7 +17,7 @@ test: $(READY)
 integrations: .venv/.integrations
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m integration
 
-# Ten thousand models that are drawn: hours on two cores, `make fuzz MODELS=500` minutes.
+# Ten thousand models that are drawn, and a thousand in FP8: hours on two cores, `make fuzz MODELS=500` minutes.
 MODELS ?= 10000
 fuzz: $(READY)
 	TE_TRANSFORM_FUZZ=$(MODELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/test_drawn.py
