@@ -196,12 +196,12 @@ def test_bad_input() -> None:
     assert te_transform.inspect(seeded(Attends), X, compile="auto").fused
 
 
-def llama(dtype: torch.dtype = torch.bfloat16, layers: int = 1) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def llama(layers: int = 1) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Layers of the 8B shape and 8192 tokens, in no memory."""
     config = shape_of_8b(layers, 32000, length=4096)
     with torch.device("meta"):
         ids = torch.zeros(2, 4096, dtype=torch.int64)
-        return LlamaForCausalLM(config).to(dtype), {"input_ids": ids, "labels": ids}
+        return LlamaForCausalLM(config).to(torch.bfloat16), {"input_ids": ids, "labels": ids}
 
 
 def predicted(model: nn.Module, inputs: dict[str, torch.Tensor], **options: object) -> dict[str, float | str]:
@@ -317,15 +317,15 @@ def test_calls_of_few_tokens_are_predicted_as_they_run(kind: str) -> None:
 
 
 def test_what_inspect_cannot_predict() -> None:
-    in_fp32 = predicted(*llama(torch.float32), backend="te")
+    in_fp32 = predicted(seeded(Attends), X, backend="te")
     why = "predicted for products of 16-bit numbers alone (te-transform: --dtype bfloat16)"
     assert {*in_fp32.values()} == {why}
-    told = te_transform.inspect(*llama(torch.float32), backend="te").notes
+    told = te_transform.inspect(seeded(Attends), X, backend="te").notes
     assert f"no time of a call is predicted, times are {why}" in told
-    unknown = te_transform.inspect(*llama(torch.float32), compile="auto")
+    unknown = te_transform.inspect(seeded(Attends), X, compile="auto")
     assert cost.NOTE not in unknown.notes
     assert {site.seconds for site in unknown.sites} == {None}
-    found = predicted(*llama(), backend="torch")
+    found = predicted(seeded(Attends).bfloat16(), X.bfloat16(), backend="torch")
     assert isinstance(found.pop("as it is"), float)
     assert {*found.values()} == {"predicted for backend='te' alone"}
     found = predicted(*llama(), backend="te", recipe="fp8-current")

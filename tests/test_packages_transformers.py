@@ -25,7 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"output_scores": True, "return_dict_in_generate": True},
     "sampling": {"do_sample": True, "top_k": 20, "temperature": 2.0},
     "beams": {"num_beams": 2},
-    "without a cache": {"use_cache": False},
+    "without a cache": {"use_cache": False, "max_new_tokens": 3},
     "a static cache": {"cache_implementation": "static"},
 }
 
@@ -36,7 +36,7 @@ def test_generated_tokens(way: dict[str, Any], models: tuple[nn.Module, nn.Modul
     found = []
     for model in models:
         torch.manual_seed(0)
-        found.append(model.generate(**PROMPT, **LONGER, **way))
+        found.append(model.generate(**PROMPT | LONGER | way))
     if isinstance(found[0], Tensor):
         assert torch.equal(*found)
     else:
