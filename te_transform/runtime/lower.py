@@ -171,7 +171,7 @@ class _Lowering:
         self.shared: dict[tuple, fx.Node] = {}
         # What sites return, copies of canonical calls, masks that are made in other places. Unread they go at
         # the end alone: a later site may read what the captured graph computed twice, the canonical one once.
-        self.made: dict[fx.Node, None] = {}
+        self.added: dict[fx.Node, None] = {}
         self.views: dict[tuple, fx.Node] = {}
         self.put_already: set[str] = set()  # a norm may be part of several sites
 
@@ -205,9 +205,9 @@ class _Lowering:
                 # the backward of attention reads what its forward returned.
                 new = edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
             self.stands[canonical.meta["origin"]] = new
-            self.made[new] = None
+            self.added[new] = None
             edit.replace_uses(old, new)
-        edit.erase_cascade(self.graph, outputs.values(), _names_in(self.plan, site), staying=self.made)
+        edit.erase_cascade(self.graph, outputs.values(), _names_in(self.plan, site), staying=self.added)
 
     def _place_of(self, site: Site, outputs: Collection[fx.Node]) -> fx.Node:
         """The first of the outputs; the last of them where something that the op reads comes after the
@@ -232,7 +232,7 @@ class _Lowering:
 
     def finished(self) -> fx.GraphModule:
         """The graph as a module, ready to run."""
-        edit.erase_cascade(self.graph, self.made, set())
+        edit.erase_cascade(self.graph, self.added, set())
         self.graph.lint()
         self.module.recompile()
         # fx prints a graph when it is first called; what cannot be printed has to fail here
@@ -294,7 +294,7 @@ class _Lowering:
             if shared and key in self.shared:
                 return self.shared[key]
             call = edit.insert_call(self.graph, at, node.target, args, kwargs, like=node)
-            self.made[call] = None
+            self.added[call] = None
             if shared:
                 self.shared[key] = call
             return call
@@ -339,7 +339,7 @@ class _Lowering:
             stored = [is_model_tensor(node) for node in inputs]
             self.module.add_submodule(name, Mask(make, stored, beside_sinks))
             self.masks[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
-            self.made[mask] = None
+            self.added[mask] = None
         return self.masks[known]
 
     def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:

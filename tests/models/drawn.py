@@ -269,10 +269,14 @@ def tables(drawn: Drawn, x: Tensor, past: int, padding: Tensor | None) -> tuple[
     return hidden_of(drawn.mask, x.shape[1], past, padding), angles_of(drawn, x, past)
 
 
-def slopes(length: int, past: int) -> Tensor:
+def offsets(length: int, past: int) -> Tensor:
+    """Where each key stands relative to each query, [length, all that there are]."""
     order = torch.arange(past + length)
-    distance = order[None, :] - order[past:, None]
-    return distance.clamp(max=0) * torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(HEADS, 1, 1)
+    return order[None, :] - order[past:, None]
+
+
+def slopes(length: int, past: int) -> Tensor:
+    return offsets(length, past).clamp(max=0) * torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(HEADS, 1, 1)
 
 
 FILLS = {"-inf": float("-inf"), "lowest": None, "-1e4": -1e4}
@@ -364,8 +368,7 @@ class Attention(nn.Module):
         drawn, length, past = self.drawn, q.shape[-2], k.shape[-2] - q.shape[-2]
         bias = slopes(length, past).to(q.dtype) if drawn.mask == "slopes" else None
         if self.distances is not None:
-            order = torch.arange(past + length)
-            bias = self.distances(order[None, :] - order[past:, None] + LONGEST).permute(2, 0, 1)
+            bias = self.distances(offsets(length, past) + LONGEST).permute(2, 0, 1)
         if drawn.mask == "causal buffer":
             hidden = ~self.kept[:, :, past : past + length, : past + length]
         if drawn.spelling.startswith("sdpa"):
