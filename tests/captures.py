@@ -47,7 +47,8 @@ def capture(model: nn.Module, *samples: dict | tuple, dynamic: bool | None = Non
         return found[-1]
 
     torch._dynamo.reset()
-    # what each operation gives is kept for the next of its kind: at sizes that vary in as much time again
+    # Fake tensors look each operation up in a cache. At symbolic sizes it is rarely hit, and looking takes
+    # half of a capture's time.
     own = {"suppress_errors": False, "fake_tensor_cache_enabled": False}
     with torch._dynamo.config.patch(SETTINGS | own):
         forward = torch.compile(model.forward, backend=backend, dynamic=dynamic)

@@ -307,7 +307,8 @@ class Call:
     def of(self, model: nn.Module, wide: bool = False) -> dict[str, Tensor | None]:
         """What the model returns, and where the mode records them the gradients of all parameters, by their
         names."""
-        if model.training != self.training:  # to be told of a mode lets go of weights in FP8, changed or not
+        if model.training != self.training:
+            # not before each call: train() drops all weights that are kept in FP8, and none would be stale
             model.train(self.training)
         torch.manual_seed(3)
         given = self.inputs()
@@ -731,7 +732,8 @@ def test_a_drawn_model_answers_as_the_original(part: int) -> None:
     tried(part, -(-MODELS // PARTS), test)
 
 
-# In FP8 the original is no measure: what is converted and changed later is what is changed and converted
+# FP8 rounds, so that the original is no measure: a converted model that is changed is compared with a copy of
+# the original that is changed in the same way and converted then
 
 
 def in_fp8(drawing: Drawing) -> Drawing:

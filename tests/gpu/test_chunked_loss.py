@@ -49,7 +49,8 @@ def test_is_as_exact_in_less_memory(model: LlamaForCausalLM) -> None:
     less = peak(converted, ids)
     most = peak(te_transform.convert(model, batch, backend="te", verify=False), ids)
     logits = 2 * TOKENS * WORDS * 2  # in bf16; their gradient is as large
-    part = 2 * chunked_loss.NUMBERS + model.lm_head.weight.nbytes  # and the gradient that it is a part of
+    # a part in bf16, and the weight's gradient, which the backward fills part by part
+    part = 2 * chunked_loss.NUMBERS + model.lm_head.weight.nbytes
     assert less <= most - 2 * logits + part + 2**22  # some numbers a row, and the input's gradient in fp32
     assert te_transform.verify(model, converted, {"input_ids": ids[:, :64], "labels": ids[:, :64]})
 
