@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -83,6 +83,7 @@ class Made:
     inputs: Inputs
     around: Callable[[], Any] = contextlib.nullcontext  # of forward and backward
     forward: Callable[[], Any] = contextlib.nullcontext
+    sharded: Callable[[nn.Module], None] = lambda _: None  # once FSDP2 has its parameters
     reduce: Callable[[], None] = lambda: None  # before the optimizer
     after: Callable[[], None] = lambda: None  # what the optimizer has changed
 
@@ -223,6 +224,38 @@ def ours(model: nn.Module, wrap: str, inputs: Inputs, recipe: str | None = None,
     return Made(converted, inputs)
 
 
+def half_gathered(model: nn.Module, wrap: str, inputs: Inputs, **options: Any) -> Made:
+    """ours, but of matrices half of the bytes are gathered, as many as in FP8, and nothing is made of them:
+    the least that gathering shards in FP8 can take. The matrices stay what they were at first."""
+    if wrap != "FSDP2":
+        raise ValueError(f"{wrap} gathers no parameters")
+    made = ours(model, wrap, inputs, **options)
+    made.sharded = gather_half
+    return made
+
+
+def gather_half(model: nn.Module) -> None:
+    layers = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    for layer in layers:
+        for parameter in layer._get_fsdp_state()._fsdp_param_group.fsdp_params:
+            if parameter.sharded_param.dim() == 2:
+                extend(parameter)
+
+
+def extend(parameter: Any) -> None:
+    """By FSDP2's extensions, which are methods of what holds a shard."""
+    shard, whole = parameter._sharded_local_tensor, parameter.sharded_param.full_tensor().detach()
+
+    def gives(*_: Any) -> Any:
+        return (shard.flatten().view(torch.uint8)[: shard.numel()].view(shard.shape),), None
+
+    def takes(outputs: Any, metadata: Any, dtype: torch.dtype, out: Tensor | None = None) -> Any:
+        return (whole, ()) if out is None else None
+
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = gives, takes
+    parameter._init_extensions()
+
+
 HAND = "hand port, bf16"
 MAKE: dict[str, Callable[..., Made]] = {
     "torchao float8, compiled by block": torchao,
@@ -238,6 +271,7 @@ MAKE: dict[str, Callable[..., Made]] = {
     "ours, fp8-current, compiled": partial(ours, recipe="fp8-current", compile=True),
     "ours, bf16, CUDA graphs": partial(ours, compile=True, graphs=True),
     "ours, fp8-delayed, CUDA graphs": partial(ours, recipe="fp8-delayed", compile=True, graphs=True),
+    "ours, fp8-delayed, compiled, half gathered": partial(half_gathered, recipe="fp8-delayed", compile=True),
     "compiled by block, asynchronous": asynchronous,  # the last: what goes wrong in it ends the process
 }
 
@@ -414,6 +448,7 @@ def built(
     ids = torch.randint(VOCABULARY, (ROWS, asked.length), generator=generator).to(device)
     made = MAKE[name](model, wrap, {"input_ids": ids, "labels": ids})
     wrapped = wrapped_in(wrap, made.model, device)
+    made.sharded(wrapped)
     optimizer = torch.optim.AdamW(groups(wrapped), lr=1e-4, fused=True)
 
     def step() -> None:
