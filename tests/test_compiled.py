@@ -16,8 +16,8 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor import list_mode_options
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,8 +46,8 @@ def trace(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str,
     def is_random(node: fx.Node) -> bool:
         return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
-    # with inductor's decompositions: without them aten's view, of a gradient whose strides fake tensors do not
-    # foresee (attention's on a CPU, with a mask that learns), raises for the original too
+    # With inductor's decompositions: without them aten's view, of a gradient whose strides fake tensors do
+    # not foresee (attention's on a CPU, with a mask that learns), raises for the original too.
     return aot_module_simplified(
         graph, arguments, decompositions=select_decomp_table(),
         fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=backward,

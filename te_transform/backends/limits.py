@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -272,17 +273,24 @@ def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> str | None
 
 
 def _too_small_attention(query: Tensor, key: Tensor, has_mask: bool) -> str | None:
-    batch, heads, length, width = query.shape
     least, work = MIN_ATTENTION_LENGTH, MIN_ATTENTION_WORK
     if has_mask:
         least, work = MIN_MASKED_ATTENTION_LENGTH, MIN_MASKED_ATTENTION_WORK
     if at_any_size:
         return None
-    if min(length, key.shape[2]) < least:
+    if min(query.shape[2], key.shape[2]) < least:
         return f"attention over less than {least} tokens"
-    if compiling.get() or replayed or batch * length * key.shape[2] * heads * width >= work:
+    if compiling.get() or replayed or is_large(query.shape, key.shape[2], work):
         return None  # such a graph takes no more of the CPU for these kernels than for others
-    return too_small(batch * length, heads * width, in_fp8=False) and "attention too small to be faster"
+    return "attention too small to be faster"
+
+
+def is_large(queries: Sequence[int], keys: int, work: float = MIN_ATTENTION_WORK) -> bool:
+    """Whether attention of queries [batch, heads, length, width] gains more in cuDNN's kernels than its way
+    on the CPU costs."""
+    batch, heads, length, width = queries
+    rows = batch * length
+    return rows * keys * heads * width >= work or rows >= break_even_rows(heads * width, in_fp8=False)
 
 
 def gains_from_masks(length: int) -> bool:

@@ -22,11 +22,11 @@ from te_transform.backends.limits import (
     ALIGNED,
     DTYPES,
     MIN_ATTENTION_LENGTH,
-    MIN_ATTENTION_WORK,
     MIN_LOGITS,
     MIN_PADDED_ROWS,
     MIN_PADDED_TOKENS,
     break_even_rows,
+    is_large,
 )
 from te_transform.graph import ops
 from te_transform.graph.nodes import value
@@ -143,10 +143,8 @@ def _is_in_kernel(site: Site) -> bool:
         return numbers_in(site.node.args[0]) >= MIN_LOGITS and sizes[-1] % ALIGNED == 0
     if len(sizes) != 4:  # which cuDNN's kernels take
         return False
-    (batch, heads, length, width), keys = sizes, sizes_of(site.node.args[1])[2]
-    is_large = batch * length * keys * heads * width >= MIN_ATTENTION_WORK
-    is_large = is_large or batch * length >= break_even_rows(heads * width, in_fp8=False)
-    return is_large and min(length, keys) >= MIN_ATTENTION_LENGTH
+    keys = sizes_of(site.node.args[1])[2]
+    return is_large(sizes, keys) and min(sizes[2], keys) >= MIN_ATTENTION_LENGTH
 
 
 def _changes_nothing(plan: Plan) -> bool:

@@ -174,10 +174,7 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
         merged = edit.merge(made.canonical, _activated_first(match.nodes))
         merged.meta["merged"] = (rule.name, path)
     else:
-        given = [bound[role].node for role in read]
-        node = _put(rule, match, made, ask(rule, "build", known), bound, path, given)
-        if others := [*(bound[role].node for role in rule.hands_out), *given]:
-            edit.hand_out(made.canonical, node, others)
+        _put(rule, match, made, ask(rule, "build", known), bound, path)
     return [Outcome(rule.name, path, "fused", inside=inside)]
 
 
@@ -207,21 +204,17 @@ def _activated_first(linears: tuple[fx.Node, ...]) -> list[fx.Node]:
     return sorted(linears, key=lambda node: not activated(node)) if len(linears) == 2 else list(linears)
 
 
-def _put(
-    rule: Rule,
-    match: Match,
-    made: Plan,
-    fused: nn.Module,
-    bound: dict[str, Any],
-    path: str,
-    given: Sequence[fx.Node],
-) -> fx.Node:
+def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str, Any], path: str) -> None:
+    """Put the rule's op in the place of a match."""
     # a gated MLP's match has its first linear twice, once for each half
     absorbed = list(dict.fromkeys(node.meta["merged"] for node in match.nodes if "merged" in node.meta))
     args = tuple(_read(name, bound) for name in rule.reads)
+    given = [bound[role].node for role in shared(match, rule)]
     readers = (user for node in given for user in node.users if user not in match.nodes)
     at = min([match.root, *readers])
-    return _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)], at)
+    node = _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)], at)
+    if others := [*(bound[role].node for role in rule.hands_out), *given]:
+        edit.hand_out(made.canonical, node, others)
 
 
 def _call(
