@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +25,22 @@ from te_transform.graph.nodes import is_bias
 CAUSAL, FULL, SEEING = "causal", "full", "seeing"
 _FEW = 256  # answers that are kept: one for each length that a generation goes through
 Answer = str | Band | None
-# By the operations that make a mask, for each tensor that was looked at: its stamp, its contents, the answer.
+
+
+class _Looked(NamedTuple):
+    """A look at the data that a mask is made of."""
+
+    stamp: Stamp
+    others: tuple  # what else the mask is made of
+    held: Tensor | None  # the contents, on the CPU
+    answer: Answer
+
+    def is_of(self, data: Tensor, others: tuple) -> bool:
+        """Whether the answer is that for this data, as it is now."""
+        return self.others == others and self.stamp.is_of(data) and _holds(data, self.held)
+
+
+# By the operations that make a mask, for each tensor that was looked at.
 _LOOKED: dict[tuple[bool, str], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
 
 
@@ -73,13 +88,13 @@ class Mask(GraphOp):
         keys = tuple(_key(*each) for each in zip(arguments, self.stored, strict=True))
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
         alone = len(data) == 1 and not data[0].is_inference()
-        seen = (Stamp.of(data[0]), keys) if alone else None
         known = self.looked.get(data[0]) if alone else None
-        if known is not None and known[0] == seen and _holds(data[0], known[1]):
-            return known[2], None
+        if known is not None and known.is_of(data[0], keys):
+            return known.answer, None
+        stamp = Stamp.of(data[0]) if alone else None  # as it was looked at, whoever writes to it meanwhile
         answer, made = self._find(data, keys, arguments)
-        if alone:
-            self.looked[data[0]] = seen, _held(data[0]), answer
+        if stamp is not None:
+            self.looked[data[0]] = _Looked(stamp, keys, _held(data[0]), answer)
         return answer, made
 
     def _find(

@@ -28,5 +28,11 @@ class Stamp(NamedTuple):
         version = 0 if tensor.is_inference() else tensor._version
         return cls(WeakIdRef(tensor), StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), version)
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it would be made of this tensor again: in a third of the time that a second one takes."""
+        same = self.tensor() is tensor and self.storage.cdata == tensor.untyped_storage()._cdata
+        version = 0 if tensor.is_inference() else tensor._version
+        return same and self.place == tensor.data_ptr() and self.version == version
+
     def __deepcopy__(self, memo: dict) -> Stamp:
         return self  # a copied weak reference to the storage would be given back twice

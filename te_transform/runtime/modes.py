@@ -4,7 +4,7 @@ them, and capture another graph."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -62,13 +62,18 @@ def set_aside() -> Iterator[None]:
             mode.__enter__()
 
 
-@contextlib.contextmanager
-def put_back() -> Iterator[bool]:
+def put_back() -> contextlib.AbstractContextManager[bool]:
     """Enter those that were set aside, for the calls of a captured graph; says whether there are any."""
+    modes = _aside.get()
+    return _entered(modes) if modes else contextlib.nullcontext(False)  # mostly there are none
+
+
+@contextlib.contextmanager
+def _entered(modes: Sequence[GraphMode]) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
-        for mode in _aside.get():
+        for mode in modes:
             stack.enter_context(mode)
-        yield bool(_aside.get())
+        yield True
 
 
 @contextlib.contextmanager

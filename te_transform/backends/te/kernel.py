@@ -133,8 +133,7 @@ class Kernel:
 
     def tensor_of(self, number: int, weight: Quantized) -> Tensor:
         """TE's tensor of the bytes that a weight is held in, within a recipe; it keeps the transpose."""
-        stamp = Stamp.of(weight.held)
-        if number not in self.tensors or self.tensors[number][0] != stamp:
+        if number not in self.tensors or not self.tensors[number][0].is_of(weight.held):
             self._init_scales()
             quantizer = self.module._get_weight_quantizers()[number].copy()
             quantizer.internal = False
@@ -147,7 +146,7 @@ class Kernel:
                 fp8_dtype=quantizer.dtype,
                 quantizer=quantizer,
             )
-            self.tensors[number] = stamp, made
+            self.tensors[number] = Stamp.of(weight.held), made
         return self.tensors[number][1]
 
     def vector(self, number: float, weight: Tensor) -> Tensor:
