@@ -18,13 +18,8 @@ def _taken(function: Callable) -> Pattern:
     return Read(OneOf(of_angles, Maybe((torch.unsqueeze, ops.cast), times)))
 
 
-def refuse(rope: Operation, angles, factor: float = 1.0) -> Iterator[str]:
+def refuse(rope: Operation, angles) -> Iterator[str]:
     """Every reason why the kernel would turn otherwise."""
-    if factor != 1:
-        yield (
-            f"the cosines are multiplied by {factor:g}, as in YaRN, the kernel takes angles alone: where "
-            "whole heads are turned, multiply the attention's scale by its square instead"
-        )
     turned, by = shape_of(rope.node), shape_of(angles)
     over_heads = (*by[:1], 1, *by[1:])
     fit = len(turned) == 4 and len(by) == 3 and same_shape(by[1:], turned[2:])
@@ -40,9 +35,9 @@ def refuse(rope: Operation, angles, factor: float = 1.0) -> Iterator[str]:
         )
 
 
-def build(backend) -> nn.Module:
-    """The fused op."""
-    return backend.Rotary()
+def build(backend, factor: float = 1.0) -> nn.Module:
+    """The fused op; cosines and sines are multiplied by a factor in YaRN."""
+    return backend.Rotary(factor)
 
 
 class Example(nn.Module):

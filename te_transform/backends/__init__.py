@@ -34,7 +34,7 @@ class Backend(Protocol):
     LayerNormMLP: Callable[..., FusedOp]
     DotProductAttention: Callable[..., FusedOp]
     Experts: Callable[..., FusedOp]
-    Rotary: Callable[[], FusedOp]
+    Rotary: Callable[[float], FusedOp]
     CrossEntropy: Callable[[], FusedOp]
 
     def recipe_of(self, asked: Any) -> Any:

@@ -310,9 +310,9 @@ def test_rotary_and_its_gradient() -> None:
 
     x, frequencies = random(2, 4, 64, 32), torch.rand(1, 64, 16, device="cuda") * 60
     angles = torch.cat([frequencies, frequencies], -1)
-    for op in (te.Rotary(), plain.Rotary()):
+    for op in (te.Rotary(), plain.Rotary(), te.Rotary(1.5), plain.Rotary(1.5)):
         found = step(lambda x, op=op: op(x, angles), x, [])
-        wanted = step(lambda x: _turned(x, angles.double()), x.double(), [])
+        wanted = step(lambda x, op=op: op.factor * _turned(x, angles.double()), x.double(), [])
         assert max(errors(found, wanted)) < 2**-7
         assert not op.plain_calls
 

@@ -10,7 +10,7 @@ import te_transform
 from te_transform.backends import limits, plain
 from tests import stand_in
 from tests.rules.tables import HEADS, Make, Written, reasons, sites, written
-from tests.zoo import LLAMA, hf_case, seeded
+from tests.zoo import seeded
 
 te = stand_in.te  # a fixture
 
@@ -63,6 +63,11 @@ def written_to(model: Written, x: Tensor) -> Tensor:
     return turned(x, cos, sin) + turns.sum().to(x.dtype)
 
 
+def yarn(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)[None]
+    return turned(x, *((part * 1.5).to(x.dtype)[:, None] for part in (turns.cos(), turns.sin())))
+
+
 def frequencies() -> nn.Buffer:
     return nn.Buffer(10000.0 ** -torch.linspace(0, 1, WIDTH // 2))
 
@@ -80,6 +85,7 @@ FUSES = {
     "twice": (of(over_and_over), 2),
     "each row in its own way": (of(rows), 1),
     "of angles that are computed twice": (of(computed_twice), 1),
+    "by a factor, as in YaRN": (of(yarn), 1),
 }
 
 
@@ -123,11 +129,6 @@ def by_wide_cosines(model: Written, x: Tensor) -> Tensor:
     return turned(x, turns.cos().unsqueeze(1), turns.sin().unsqueeze(1))
 
 
-def yarn(model: Written, x: Tensor) -> Tensor:
-    turns = angles(model, x)[None]
-    return turned(x, *((part * 1.5).to(x.dtype)[:, None] for part in (turns.cos(), turns.sin())))
-
-
 def of_two(model: Written, x: Tensor) -> Tensor:
     """Cosines and sines of other angles."""
     turns, others = angles(model, x)[None], angles(model, x.mT[..., :5, :])[None] * 2
@@ -150,11 +151,6 @@ REFUSES = {
     "two dimensions": (of(without_heads), shapes([2, 2, 5, 8], [5, 8])),
     "heads last": (of(heads_last), shapes([2, 2, 2, 8], [1, 2, 8])),
     "narrower cosines": (of(in_fp32), ANOTHER_DTYPE),
-    "a factor": (
-        of(yarn),
-        "the cosines are multiplied by 1.5, as in YaRN, the kernel takes angles alone: where whole "
-        "heads are turned, multiply the attention's scale by its square instead",
-    ),
     "wider cosines": (of(by_wide_cosines), ANOTHER_DTYPE),
 }
 
@@ -164,19 +160,6 @@ def test_refuses(name: str) -> None:
     make, sentence = REFUSES[name]
     report = sites(model_of(make), Q, backend="te")
     assert reasons(report, "rotary") == {sentence}
-
-
-def test_yarns_factor_is_moved_into_the_scale_of_the_attention() -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    case = hf_case("yarn", "LlamaForCausalLM", "LlamaConfig", LLAMA | {"rope_parameters": rope})
-    model, sample = case.build(), case.sample()
-    expected = model(**sample).logits
-    rotary, layers = model.model.rotary_emb, model.model.layers
-    for layer in layers:
-        layer.self_attn.scaling *= rotary.attention_scaling**2
-    rotary.attention_scaling = 1.0
-    torch.testing.assert_close(model(**sample).logits, expected)
-    te_transform.inspect(model, sample, backend="te").expect(rotary=2 * len(layers))
 
 
 def scaled(model: Written, x: Tensor) -> Tensor:

@@ -12,22 +12,33 @@ from te_transform.graph import ops
 
 
 class Rotary(FusedOp):
-    """Rotary position embedding, rotate-half form, from the angles themselves."""
+    """Rotary position embedding, rotate-half form, from the angles themselves.
+
+    Args:
+        factor: that cosines and sines are multiplied by, as in YaRN (Peng et al. 2023).
+    """
+
+    def __init__(self, factor: float = 1.0):
+        super().__init__()
+        self.factor = factor
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         """x [batch, heads, length, width], angles [1 or batch, length, width] in fp32 -> as x."""
-        return ops.rope(x, *_cos_and_sin(angles, x.dtype))
+        return ops.rope(x, *_cos_and_sin(angles, self.factor, x.dtype))
 
 
-def _cos_and_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cos_and_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[1 or batch, 1, length, width], kept with the angles: all layers of a model turn by the same ones.
 
     A CUDA graph computes them each time: angles that it is given are overwritten before it is replayed.
     """
-    stamp = dtype, 0 if angles.is_inference() else angles._version
+    stamp = dtype, factor, 0 if angles.is_inference() else angles._version
     kept = None if limits.may_be_replayed() else angles.__dict__.get("_te_transform_rotation")
     if kept is None or kept[0] != stamp:
-        kept = stamp, angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+        both = angles.cos(), angles.sin()
+        if factor != 1:
+            both = tuple(part * factor for part in both)
+        kept = stamp, *(part.to(dtype).unsqueeze(1) for part in both)
         if not (angles.requires_grad or transformed() or limits.may_be_replayed()):
             angles._te_transform_rotation = kept
     return kept[1:]

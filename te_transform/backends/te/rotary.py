@@ -21,10 +21,11 @@ class Rotary(plain.Rotary):
         if why := without_rotary(x, angles):
             self.plain_calls[f"the rotation, {why}"] += 1
             return super().forward(x, angles)
-        return differentiable_twice(_rotated, super().forward, (x, angles), linear=True)
+        return differentiable_twice(self._rotated, super().forward, (x, angles), linear=True)
 
-
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    columns = angles.reshape(-1, 1, 1, angles.shape[-1])
-    out = apply_rotary_pos_emb(x.transpose(1, 2), columns, tensor_format="bshd", fused=True)
-    return out.transpose(1, 2)
+    def _rotated(self, x: Tensor, angles: Tensor) -> Tensor:
+        columns = angles.reshape(-1, 1, 1, angles.shape[-1])
+        if self.factor != 1:  # which the kernel does not know
+            x = x * self.factor
+        out = apply_rotary_pos_emb(x.transpose(1, 2), columns, tensor_format="bshd", fused=True)
+        return out.transpose(1, 2)
