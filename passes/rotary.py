@@ -1,6 +1,7 @@
 """A rotary position embedding whose angles are known runs in one kernel."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import dropwhile
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +22,23 @@ def _taken(function: Callable) -> Pattern:
 def refuse(rope: Operation, angles) -> Iterator[str]:
     """Every reason why the kernel would turn otherwise."""
     turned, by = shape_of(rope.node), shape_of(angles)
-    over_heads = (*by[:1], 1, *by[1:])
-    fit = len(turned) == 4 and len(by) == 3 and same_shape(by[1:], turned[2:])
-    if not fit or not all(same_shape(taken.shape, over_heads) for taken in (rope.cos, rope.sin)):
+    fit = len(turned) == 4 and len(by) in (2, 3) and same_shape(by[-2:], turned[2:])
+    over_heads = _broadcast((*by[:-2], 1, *by[-2:]))
+    if not fit or not all(same_shape(_broadcast(part.shape), over_heads) for part in (rope.cos, rope.sin)):
         yield (
             f"queries of {list(turned)} are turned by angles of {list(by)}, [batch, heads, length, width] "
-            "and [1, length, width] are needed: lay them out so"
+            "and [length, width] or [1, length, width] are needed: lay them out so"
         )
     elif {rope.cos.dtype, dtype_of(rope.node)} != {rope.x.dtype}:
         yield (
             "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter: "
             "cast cosines and sines to it"
         )
+
+
+def _broadcast(shape: Sequence) -> tuple:
+    """A shape as it is broadcast: without ones in front."""
+    return tuple(dropwhile(lambda size: isinstance(size, int) and size == 1, shape))
 
 
 def build(backend, factor: float = 1.0) -> nn.Module:

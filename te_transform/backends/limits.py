@@ -332,7 +332,11 @@ def without_rotary(x: Tensor, angles: Tensor) -> str | None:
         return "too small to be faster"
     if why := without_kernel(x, x):
         return why
-    if angles.shape != (1, length, width) or angles.dtype != torch.float32 or angles.requires_grad:
+    if (
+        angles.shape not in ((length, width), (1, length, width))
+        or angles.dtype != torch.float32
+        or angles.requires_grad
+    ):
         return f"angles of shape {list(angles.shape)} in {dtype_name(angles.dtype)}"
     return None
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -310,8 +310,9 @@ def test_rotary_and_its_gradient() -> None:
 
     x, frequencies = random(2, 4, 64, 32), torch.rand(1, 64, 16, device="cuda") * 60
     angles = torch.cat([frequencies, frequencies], -1)
-    for op in (te.Rotary(), plain.Rotary(), te.Rotary(1.5), plain.Rotary(1.5)):
-        found = step(lambda x, op=op: op(x, angles), x, [])
+    ops_of = te.Rotary(), plain.Rotary(), te.Rotary(1.5), plain.Rotary(1.5)
+    for op, given in product(ops_of, (angles, angles[0])):
+        found = step(lambda x, op=op, given=given: op(x, given), x, [])
         wanted = step(lambda x, op=op: op.factor * _turned(x, angles.double()), x.double(), [])
         assert max(errors(found, wanted)) < 2**-7
         assert not op.plain_calls

@@ -68,6 +68,16 @@ def yarn(model: Written, x: Tensor) -> Tensor:
     return turned(x, *((part * 1.5).to(x.dtype)[:, None] for part in (turns.cos(), turns.sin())))
 
 
+def without_heads(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)
+    return turned(x, turns.cos().to(x.dtype), turns.sin().to(x.dtype))
+
+
+def with_ones(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)
+    return turned(x, turns.cos()[None].to(x.dtype)[None], turns.sin()[None].to(x.dtype)[None])
+
+
 def frequencies() -> nn.Buffer:
     return nn.Buffer(10000.0 ** -torch.linspace(0, 1, WIDTH // 2))
 
@@ -85,6 +95,8 @@ FUSES = {
     "twice": (of(over_and_over), 2),
     "each row in its own way": (of(rows), 1),
     "of angles that are computed twice": (of(computed_twice), 1),
+    "of angles for all rows": (of(without_heads), 1),
+    "of angles for all rows, with ones in front": (of(with_ones), 1),
     "by a factor, as in YaRN": (of(yarn), 1),
 }
 
@@ -105,8 +117,9 @@ def flat(model: Written, x: Tensor) -> Tensor:
     return turned(x[:, 0], turns.cos().to(x.dtype), turns.sin().to(x.dtype))
 
 
-def without_heads(model: Written, x: Tensor) -> Tensor:
-    turns = angles(model, x)
+def each_head(model: Written, x: Tensor) -> Tensor:
+    """By angles of its own, which only look like those of a batch."""
+    turns = torch.stack([angles(model, x), 2 * angles(model, x)])
     return turned(x, turns.cos().to(x.dtype), turns.sin().to(x.dtype))
 
 
@@ -137,8 +150,8 @@ def of_two(model: Written, x: Tensor) -> Tensor:
 
 def shapes(turned: list[int], by: list[int]) -> str:
     return (
-        f"queries of {turned} are turned by angles of {by}, [batch, heads, length, width] and [1, length, "
-        "width] are needed: lay them out so"
+        f"queries of {turned} are turned by angles of {by}, [batch, heads, length, width] and [length, "
+        "width] or [1, length, width] are needed: lay them out so"
     )
 
 
@@ -148,7 +161,7 @@ ANOTHER_DTYPE = (
 )
 REFUSES = {
     "three dimensions": (of(flat), shapes([2, 5, 8], [1, 5, 8])),
-    "two dimensions": (of(without_heads), shapes([2, 2, 5, 8], [5, 8])),
+    "each head in its own way": (of(each_head), shapes([2, 2, 5, 8], [2, 5, 8])),
     "heads last": (of(heads_last), shapes([2, 2, 2, 8], [1, 2, 8])),
     "narrower cosines": (of(in_fp32), ANOTHER_DTYPE),
     "wider cosines": (of(by_wide_cosines), ANOTHER_DTYPE),

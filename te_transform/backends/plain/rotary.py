@@ -23,12 +23,13 @@ class Rotary(FusedOp):
         self.factor = factor
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [batch, heads, length, width], angles [1 or batch, length, width] in fp32 -> as x."""
+        """x [batch, heads, length, width], angles [length, width], with a batch or 1 in front or without, in
+        fp32 -> as x."""
         return ops.rope(x, *_cos_and_sin(angles, self.factor, x.dtype))
 
 
 def _cos_and_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[1 or batch, 1, length, width], kept with the angles: all layers of a model turn by the same ones.
+    """Both as x is multiplied by them, kept with the angles: all layers of a model turn by the same ones.
 
     A CUDA graph computes them each time: angles that it is given are overwritten before it is replayed.
     """
@@ -38,7 +39,7 @@ def _cos_and_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Ten
         both = angles.cos(), angles.sin()
         if factor != 1:
             both = tuple(part * factor for part in both)
-        kept = stamp, *(part.to(dtype).unsqueeze(1) for part in both)
+        kept = stamp, *(part.to(dtype).unsqueeze(-3) for part in both)
         if not (angles.requires_grad or transformed() or limits.may_be_replayed()):
             angles._te_transform_rotation = kept
     return kept[1:]

@@ -15,7 +15,8 @@ class Rotary(plain.Rotary):
     """Rotary position embedding in one kernel, from the angles themselves."""
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [batch, heads, length, width], angles [1 or batch, length, width] in fp32 -> as x."""
+        """x [batch, heads, length, width], angles [length, width], with a batch or 1 in front or without, in
+        fp32 -> as x."""
         if traced():
             return super().forward(x, angles)
         if why := without_rotary(x, angles):
