@@ -100,7 +100,8 @@ def _normalizes_last(match: Match) -> bool:
     width = shape_of(x)[-1:]
     named = match.bound.get("shape", width)
     named = (named,) if isinstance(named, int) else named
-    sized = all(isinstance(size, (int, torch.SymInt)) for size in named)
+    # a node stands for several sizes, one of which dynamo does not know
+    sized = isinstance(named, (tuple, list)) and all(isinstance(size, (int, torch.SymInt)) for size in named)
     return sized and same_shape(named, width) and (weight is None or same_shape(shape_of(weight), width))
 
 
