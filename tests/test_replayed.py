@@ -901,6 +901,17 @@ def test_what_cannot_be_recorded_is_said_once(why: str, counts: Counter) -> None
     assert counts["forward"] == 0
 
 
+def test_expanded_arguments_are_recorded(counts: Counter) -> None:
+    said: list[str] = []
+    call = replayed.Replayed(recordings.Function(doubled, [False], [], [], said.append))
+    with torch.no_grad():
+        for number in range(5):
+            x = (X[:, :1] + number).expand_as(X)
+            assert torch.equal(call(x)[0], x * 2)
+    assert counts["forward"]
+    assert not said
+
+
 def test_another_choice_of_attentions_kernels_is_recorded_for_itself(counts: Counter) -> None:
     pair = pair_of(Deep)
     for choice in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):

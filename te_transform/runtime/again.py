@@ -60,7 +60,16 @@ def autocast_now(device: str) -> dict[str, Any]:
 def copied(argument: Tensor) -> Tensor:
     """A tensor of the same numbers and layout, in memory of its own."""
     own = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
-    return known_as(own.copy_(argument.detach()).requires_grad_(is_trained(argument)), argument)
+    unexpanded(own).copy_(unexpanded(argument.detach()))
+    return known_as(own.requires_grad_(is_trained(argument)), argument)
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """The tensor before it was expanded, if it was: what can be written to, for copy_() refuses to write many
+    numbers to one place in memory."""
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from te_transform.runtime.again import (
     put_back,
     random_state,
     set_random_state,
+    unexpanded,
 )
 from te_transform.runtime.cuda_graphs import Graphs, casting_anew
 
@@ -140,7 +141,7 @@ class Recorded:
     def __init__(self, function: Function, kind: Kind, arguments: Sequence[Any], outputs: Sequence[Any]):
         tensors = {place: a for place, a in enumerate(arguments) if isinstance(a, Tensor)}
         stays, self.writes = function.stays, function.writes
-        self.copies = {place: tensor for place, tensor in tensors.items() if not stays[place]}
+        self.copies = {place: unexpanded(tensor) for place, tensor in tensors.items() if not stays[place]}
         self.staying = {place: tensor.data_ptr() for place, tensor in tensors.items() if stays[place]}
         # Kernels read memory, whoever's it is now: parameters that are gone need not stay for them.
         self.parameters = [(weakref.ref(tensors[place]), at) for place, at in self.staying.items()
@@ -197,7 +198,7 @@ class Recorded:
         """The tensors that a call returns."""
         with torch.no_grad():
             for place, copy in self.copies.items():
-                copy.copy_(arguments[place], non_blocking=True)
+                copy.copy_(unexpanded(arguments[place]), non_blocking=True)
             self.graphs.replay_forward()
             for place in self.writes:
                 if not arguments[place].is_inference():
