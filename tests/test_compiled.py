@@ -19,6 +19,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor import list_mode_options
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_transform
@@ -37,6 +38,10 @@ Act = Callable[[nn.Module, Tensor], Any]
 def trace(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
     """In the place of inductor: what AOTAutograd hands to it, as it is."""
 
+    def forward(graph: fx.GraphModule, _: Any) -> Any:
+        # what inductor returns lies in other tensors' memory without being a view to autograd
+        return make_boxed_func(lambda *given: tree_map_only(Tensor, Tensor.detach, graph(*given)))
+
     def backward(graph: fx.GraphModule, _: Any) -> Any:
         # dropouts whose results the forward keeps stand here too, read by nobody: they would draw
         graph.graph.eliminate_dead_code(lambda node: node.is_impure() and not is_random(node))
@@ -50,7 +55,7 @@ def trace(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str,
     # not foresee (attention's on a CPU, with a mask that learns), raises for the original too.
     return aot_module_simplified(
         graph, arguments, decompositions=select_decomp_table(),
-        fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=backward,
+        fw_compiler=forward, bw_compiler=backward,
     )  # fmt: skip
 
 

@@ -234,7 +234,7 @@ class Shared(Words):
     """What its loss reads is read by the layers too."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        shift = LABELS[..., None] * 0.5
+        shift = LABELS[..., None] / COLUMNS
         return super().logits(hidden * shift) + shift
 
 
