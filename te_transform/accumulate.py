@@ -18,6 +18,7 @@ from te_transform.backends.gradients import Gradients, accumulating
 from te_transform.backends.joined import state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.running import forget_weights
+from te_transform.backends.tracing import in_backward
 from te_transform.plan.model import check_module
 from te_transform.runtime.converted import is_divided
 
@@ -130,7 +131,7 @@ def _reason(parameter: nn.Parameter) -> str:
 
 
 def _count(module: nn.Module, running: Accumulation) -> None:
-    if module.training and torch.is_grad_enabled():
+    if module.training and torch.is_grad_enabled() and not in_backward():  # as a checkpoint repeats it
         running.taken += 1
         if running.taken > running.steps:
             raise AccumulationError(

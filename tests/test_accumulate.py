@@ -1,10 +1,13 @@
 """accumulate() hands the sums of kernels over as gradients, and lists what takes no part in that."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends.joined import state_of
@@ -37,7 +40,7 @@ def model(te: object) -> nn.Module:
     return te_transform.convert(Net().bfloat16(), X[0], backend="te", verify=False).train()
 
 
-def train(model: nn.Module, batches: list[Tensor]) -> None:
+def train(model: Callable[[Tensor], Tensor], batches: list[Tensor]) -> None:
     for x in batches:
         model(x).float().square().sum().backward()
 
@@ -70,6 +73,13 @@ def test_sums_are_handed_over(model: nn.Module) -> None:
     assert accumulation.left_out["norm.weight"] == "it is no matrix, its gradient is no product"
     assert not any("main_grad" in vars(parameter) for parameter in model.parameters())
     assert all(state_of(parameter).gradients is None for parameter in model.parameters())
+
+
+def test_a_forward_that_a_checkpoint_repeats_is_no_step(model: nn.Module) -> None:
+    with te_transform.accumulate(model, steps=3) as accumulation:
+        train(partial(checkpoint, model, use_reentrant=False), X)
+    assert close(gradients(model), expected(model))
+    assert accumulation.taken == 3
 
 
 class BothWays(nn.Module):
