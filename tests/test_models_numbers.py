@@ -80,11 +80,11 @@ def test_forward_in_training(name: str) -> None:
 RUN = {
     **dict.fromkeys(("quickstart", "quickstart_mask"), (8, 2)),
     **dict.fromkeys(("nanogpt_manual", "gpt2", "gpt_neox"), (9, 2)),
-    **dict.fromkeys(("llama", "llama_eager", "qwen3"), (15, 2)),
+    **dict.fromkeys(("llama", "llama_eager", "qwen3"), (8, 1)),
     "bert": (14, 2),
-    "opt": (13, 2),
+    "opt": (7, 1),
     "vit": (13, 2),
-    "t5": (33, 6),
+    "t5": (23, 4),
     "torch_encoder_pre": (8, 0),
     **dict.fromkeys(("torch_mha", "torch_mha_bare"), (2, 0)),
 }
@@ -203,7 +203,7 @@ def test_the_encoder_that_generate_calls_by_itself_runs_fused(name: str) -> None
     del inputs["decoder_input_ids"]
     with calls(pair.converted) as found:
         _generated(pair.converted, inputs)
-    assert found["attention"] == attentions // 3  # the decoder's own, and to the encoder, are as many each
+    assert found["attention"] == attentions // 2  # the decoder's own, and to the encoder, are as many in all
     assert 0 < found["linear"] < linears
 
 

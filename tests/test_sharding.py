@@ -118,12 +118,12 @@ WHOLE: dict[str, dict[str, str]] = {
 }
 
 
-# of those that are left to `make integrations` elsewhere, two have a head of keys that is not divided, one a
+# of those that are left to `make integrations` elsewhere, one has a head of keys that is not divided, one a
 # mask with a finite fill
 @each(
     ALL,
     later={*LATER, "bert", "gpt2", "nanogpt_manual", "quickstart", "torch_encoder_pre", "roberta"}
-    - {"falcon", "gemma3_text", "quickstart_mask"},
+    - {"falcon", "quickstart_mask"},
 )
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     places = [place for layout in compare(ALL[name], 2) for place in layout.places]

@@ -42,10 +42,10 @@ def test_the_graph_computes_what_the_model_does(name: str, train: bool) -> None:
 
 def test_nodes_know_their_module_and_parameters_their_name() -> None:
     graph = te_transform.trace(ALL["llama"].build(), ALL["llama"].sample()).graph
-    (node,) = (n for n in graph.nodes if n.target == "model.layers.1.mlp.gate_proj.weight")
+    (node,) = (n for n in graph.nodes if n.target == "model.layers.0.mlp.gate_proj.weight")
     assert node.op == "get_attr"
     (linear,) = node.users
-    assert linear.meta["path"] == "model.layers.1.mlp.gate_proj"
+    assert linear.meta["path"] == "model.layers.0.mlp.gate_proj"
     assert linear.meta["class"] == "Linear"
     assert linear.meta["example_value"].shape[-1] == node.meta["example_value"].shape[0]
 

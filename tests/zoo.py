@@ -198,6 +198,7 @@ DECODER = {
 }
 ENCODER = DECODER | {"intermediate_size": 128}
 LLAMA = DECODER | {"intermediate_size": 96, "num_key_value_heads": 2}
+_ONE_LAYER = {"num_hidden_layers": 1}  # has all parts of a model: those of two layers are GPT-2's and BERT's
 GPT2 = {
     "vocab_size": VOCAB,
     "n_embd": HIDDEN,
@@ -266,14 +267,14 @@ CASES: dict[str, Case] = by_name(
     Case("nanogpt_flash", partial(seeded, GPT, GPTConfig(flash=True)), _nanogpt, causal_lm=True),
     Case("nanogpt_manual", partial(seeded, GPT, GPTConfig(flash=False)), _nanogpt, causal_lm=True),
     hf_case("gpt2", "GPT2LMHeadModel", "GPT2Config", GPT2),
-    hf_case("llama", "LlamaForCausalLM", "LlamaConfig", LLAMA),
+    hf_case("llama", "LlamaForCausalLM", "LlamaConfig", LLAMA | _ONE_LAYER),
     hf_case("mistral", "MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": WINDOW}),
     hf_case("qwen2", "Qwen2ForCausalLM", "Qwen2Config", LLAMA),
-    hf_case("qwen3", "Qwen3ForCausalLM", "Qwen3Config", LLAMA | {"head_dim": 32}),
+    hf_case("qwen3", "Qwen3ForCausalLM", "Qwen3Config", LLAMA | _ONE_LAYER | {"head_dim": 32}),
     hf_case("gemma", "GemmaForCausalLM", "GemmaConfig", _GEMMA),
     hf_case("bert", "BertForMaskedLM", "BertConfig", ENCODER),
     hf_case("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", ENCODER),
-    hf_case("opt", "OPTForCausalLM", "OPTConfig", _OPT),
+    hf_case("opt", "OPTForCausalLM", "OPTConfig", _OPT | _ONE_LAYER),
     hf_case("vit", "ViTForImageClassification", "ViTConfig", VISION, image, takes_mask=False),
     hf_case(
         "t5",
@@ -285,6 +286,7 @@ CASES: dict[str, Case] = by_name(
             "d_kv": 16,
             "d_ff": 128,
             "num_layers": LAYERS,
+            "num_decoder_layers": 1,
             "num_heads": HEADS,
             "decoder_start_token_id": 0,
         },
@@ -302,14 +304,19 @@ CASES: dict[str, Case] = by_name(
 )
 
 EXTRA: dict[str, Case] = by_name(
-    hf_case("llama_eager", "LlamaForCausalLM", "LlamaConfig", LLAMA | {"attn_implementation": "eager"}),
+    hf_case(
+        "llama_eager",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        LLAMA | _ONE_LAYER | {"attn_implementation": "eager"},
+    ),
     hf_case("gpt2_eager", "GPT2LMHeadModel", "GPT2Config", GPT2 | {"attn_implementation": "eager"}),
     hf_case("phi3", "Phi3ForCausalLM", "Phi3Config", LLAMA),
     hf_case("falcon", "FalconForCausalLM", "FalconConfig", DECODER),
     hf_case("bloom", "BloomForCausalLM", "BloomConfig", DECODER | {"n_layer": LAYERS, "n_head": HEADS}),
     hf_case("gemma2", "Gemma2ForCausalLM", "Gemma2Config", _GEMMA | _GEMMA_LAYERS),
     hf_case("gemma3_text", "Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA | _GEMMA_LAYERS),
-    hf_case("mixtral", "MixtralForCausalLM", "MixtralConfig", LLAMA | {"num_local_experts": 4}),
+    hf_case("mixtral", "MixtralForCausalLM", "MixtralConfig", LLAMA | _ONE_LAYER | {"num_local_experts": 4}),
     hf_case(
         "distilbert",
         "DistilBertForMaskedLM",
