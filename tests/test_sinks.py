@@ -124,7 +124,12 @@ def test_the_op_is_a_softmax_with_a_column_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.integration), {"compile": True}, {"graphs": True}], ids=str
+    "options",
+    [
+        *(pytest.param(each, marks=pytest.mark.integration) for each in ({}, {"compile": True})),
+        {"graphs": True},
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("compilations", "kernels")
 def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +175,16 @@ def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch)
         (True, False, False, 0), (True, True, False, 0), (False, False, False, 0), (False, True, False, 0),
         (False, True, True, 0), (True, False, True, 4), (False, False, True, 4),
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernels")
+def test_sinks_are_compiled(te: ModuleType, compilations: test_compiled.Compilations) -> None:
+    model, inputs = seeded(Looked, True).bfloat16(), {k: tensor.bfloat16() for k, tensor in sample().items()}
+    converted = te_transform.convert(model, inputs, backend="te", compile=True, verify=False)
+    for each in (model, converted):
+        each(**inputs).float().square().sum().backward()
+    assert len(compilations) == 1
+    assert error([converted.sinks.grad], [model.sinks.grad]) <= 0.02
 
 
 @pytest.mark.usefixtures("kernels")
