@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import te_transform
 from te_transform.plan.memory import Memory
-from tests.conversions import ALL, DISTINCT, each, planned
+from tests.conversions import ALL, DISTINCT, PLANNED_LATER, each, planned
 from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
 from tests.test_te_plan import as_if_te_ran
@@ -54,7 +54,7 @@ def predicted(
 MEASURED = [
     (llama, tokens, None, False, 12470),
     pytest.param(llama, tokens, None, True, 10285, marks=pytest.mark.integration),
-    (llama, tokens, "fp8-current", True, 13285),
+    pytest.param(llama, tokens, "fp8-current", True, 13285, marks=pytest.mark.integration),
     pytest.param(llama, tokens, "fp8-block", True, 14034, marks=pytest.mark.integration),
     (layer, states, None, False, 1473),
     (layer, states, "fp8-current", False, 2313),
@@ -70,7 +70,7 @@ def test_predicts_what_was_measured(
 
 
 def test_counts_weights_and_gradients_once() -> None:
-    model = ALL["gpt2"].build().bfloat16()  # the head is tied to the embedding
+    model = ALL["gpt2"].build(n_layer=1).bfloat16()  # the head is tied to the embedding
     found = te_transform.inspect(model, ALL["gpt2"].sample(), backend="te").memory
     sizes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     assert found.weights == found.gradients == sum(sizes.values())
@@ -102,7 +102,7 @@ def test_a_conversion_reports_what_its_plan_predicted(monkeypatch: pytest.Monkey
     assert te_transform.report(converted).memory == plan.memory
 
 
-@each(DISTINCT)
+@each(DISTINCT, later=PLANNED_LATER)
 def test_every_model_has_a_prediction(name: str) -> None:
     found = planned(name).memory
     assert found.peak >= max(found.kept, found.gradients) > 0
@@ -112,7 +112,7 @@ def test_every_model_has_a_prediction(name: str) -> None:
 
 
 def test_plain_pytorch_has_none() -> None:
-    report = te_transform.inspect(ALL["llama"].build(), ALL["llama"].sample())
+    report = te_transform.inspect(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), torch.randn(4, 64))
     assert report.memory is None
     assert "predicted" not in str(report)
 

@@ -29,15 +29,18 @@ from te_transform.graph.capture import capture
 from te_transform.graph.nodes import value
 from te_transform.plan import options as plan_options
 from te_transform.plan.match import Site, plan
-from te_transform.plan.options import RECIPES, Options
+from te_transform.plan.options import Options
 from te_transform.report.places import gather
 from te_transform.report.report import Report
 from te_transform.runtime import blocks
 from tests import stand_in
+from tests.attacks import Attends
+from tests.attacks import X as OF_ATTENDS
 from tests.bitwise import untouched
-from tests.conversions import ALL, DISTINCT, LATER, each, inspected, planned
+from tests.conversions import ALL, DISTINCT, PLANNED_LATER, each, inspected, planned
+from tests.models.tiny import WIDTH
 from tests.te_contract import record as te_contract
-from tests.zoo import CASES, HIDDEN, VOCAB, Case
+from tests.zoo import CASES, HIDDEN, VOCAB, Case, seeded
 
 NO_GPU = "this machine has no GPU that PyTorch can use"
 PLANNED = f"backend 'te', planned only, because {NO_GPU}"
@@ -122,7 +125,7 @@ def refused(report: Report) -> dict[tuple[str, ...], list[str]]:
     return {(places.rule, *places.reasons): places.lines for places in gather(report.refused)}
 
 
-@each(DISTINCT)
+@each(DISTINCT, later=PLANNED_LATER)
 def test_is_planned_for_te_and_changes_nothing(name: str) -> None:
     report = planned(name)
     assert report.counts == COUNTS[name]
@@ -130,7 +133,7 @@ def test_is_planned_for_te_and_changes_nothing(name: str) -> None:
     assert report.notes[0] == PLANNED
 
 
-@each(DISTINCT)
+@each(DISTINCT, later=PLANNED_LATER)
 def test_planned_as_te_itself_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         import transformer_engine.pytorch  # noqa: F401
@@ -208,9 +211,9 @@ def test_convert_says_what_is_missing(why: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_auto_is_plain_pytorch_and_says_why() -> None:
-    converted = te_transform.convert(CASES["gpt2"].build(), CASES["gpt2"].sample(), backend="auto")
-    assert te_transform.report(converted).notes[0] == f"backend 'torch', because {NO_GPU}"
-    te_transform.report(converted).expect(layernorm_mlp=2, layernorm_linear=3, linear=2)
+    report = te_transform.report(te_transform.convert(seeded(Attends), OF_ATTENDS, backend="auto"))
+    assert report.notes[0] == f"backend 'torch', because {NO_GPU}"
+    report.expect(merge_siblings=1, linear=1)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,7 @@ HEADS = {
 HEADLESS = {name for name in ALL if name.startswith(("quickstart", "torch_", "clip_"))}
 
 
-@each(DISTINCT)
+@each(DISTINCT, later=PLANNED_LATER)
 def test_a_vocabulary_of_99_stays_out(name: str) -> None:
     sites = planned(name).precision.sites
     rows = 2 if name == "vit" else VOCAB
@@ -271,7 +274,7 @@ def test_a_vocabulary_of_99_stays_out(name: str) -> None:
     assert {path: why for path, why in sites.items() if why is not None} == expected
 
 
-@each(["llama", "gpt2", "bert", "t5"], later=["gpt2", "bert"])
+@each(["llama", "gpt2", "bert", "t5"], later=["gpt2", "bert", "t5"])
 def test_the_head_stays_out_of_fp8_whatever_its_shape(name: str) -> None:
     sites = inspected(with_vocabulary(name, 112), recipe="fp8-delayed").precision.sites
     assert [path for path, why in sites.items() if why == HEAD] == [HEADS.get(name, "lm_head")]
@@ -284,7 +287,14 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "fp8-delayed",
+        "mxfp8",
+        *(pytest.param(r, marks=pytest.mark.integration) for r in ("fp8-current", "fp8-block")),
+    ],
+)
 def test_the_plan_of_llama(recipe: str) -> None:
     case = replace(CASES["llama"], build=partial(CASES["llama"].build, num_hidden_layers=2))
     report = inspected(case, recipe=recipe)
@@ -295,8 +305,15 @@ def test_the_plan_of_llama(recipe: str) -> None:
 
 
 def test_mxfp8_needs_multiples_of_32() -> None:
-    case = with_vocabulary("llama", 112)
-    assert inspected(case, recipe="mxfp8").precision.sites["lm_head"] == odd(112, HIDDEN, 32)
+    assert in_recipe(nn.Linear(64, 112).bfloat16(), "mxfp8") == {"0": odd(112, 64, 32)}
+    assert in_recipe(nn.Linear(64, 112).bfloat16(), "fp8-delayed") == {"0": HEAD}
+
+
+def in_recipe(module: nn.Module, recipe: Any, columns: int = 64) -> dict[str, str | None]:
+    """Which products of a model that has this module alone run in a recipe."""
+    model = nn.Sequential(module)
+    x = torch.randn(4, 32, columns, dtype=next(model.parameters()).dtype)
+    return te_transform.inspect(model, x, backend="te", recipe=recipe).precision.sites
 
 
 # Plans that are kept
@@ -379,9 +396,9 @@ def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: boo
 
 
 def test_no_plan_puts_a_shape_into_fp8_that_has_no_kernel() -> None:
-    asked = PrecisionPlan("fp8-delayed", {"lm_head": "fp8"})
-    assert asked.sites == {"lm_head": None}
-    assert inspected(CASES["llama"], recipe=asked).precision.sites["lm_head"] == odd(VOCAB, HIDDEN)
+    asked = PrecisionPlan("fp8-delayed", {"0": "fp8"})
+    assert asked.sites == {"0": None}
+    assert in_recipe(nn.Linear(64, 99).bfloat16(), asked) == {"0": odd(99, 64)}
 
 
 BAD_FILES = {
@@ -513,17 +530,14 @@ def test_a_recipe_where_auto_is_torch() -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 def test_paths_where_no_product_is_fused(inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     as_if_te_ran(monkeypatch)
-    case = CASES["llama"]
-    model = case.build()
-    unknown = {"model.norm": "fp8", "model.layers.0.self_attn.k_proj": "why not", "lm_head": "known"}
+    model = seeded(Attends)
+    unknown = {"norm": "fp8", "attention.k_proj": "why not", "attention.out_proj": "known"}
     asked = PrecisionPlan("fp8-delayed", unknown)
-    sentence = (
-        "names model.layers.0.self_attn.k_proj, model.norm, where no product is fused: te_transform.inspect"
-    )
+    sentence = "names attention.k_proj, norm, where no product is fused: te_transform.inspect"
     with untouched(model), pytest.raises(PrecisionError, match=sentence):
-        te_transform.convert(model, case.sample(), backend="te", recipe=asked, inplace=inplace)
+        te_transform.convert(model, OF_ATTENDS, backend="te", recipe=asked, inplace=inplace)
     with untouched(model), pytest.raises(PrecisionError, match=sentence):
-        te_transform.inspect(model, case.sample(), backend="te", recipe=asked)
+        te_transform.inspect(model, OF_ATTENDS, backend="te", recipe=asked)
 
 
 # What TE's modules would get
@@ -571,7 +585,7 @@ def tes_parameters(site: Site) -> dict[str, list[int]]:
 
 @each(
     ["quickstart", "nanogpt_manual", "gpt2", "llama", "phi3", "bert", "t5", "falcon", "clip_text"],
-    later=(*LATER, "t5"),
+    later=(*PLANNED_LATER, "t5"),
 )
 def test_the_calls_have_exactly_tes_parameters(name: str) -> None:
     sites = sites_of(ALL[name].build(), ALL[name].sample())
@@ -584,21 +598,17 @@ def test_the_calls_have_exactly_tes_parameters(name: str) -> None:
 
 
 def test_weights_in_float64_stay_out_of_fp8_with_a_reason() -> None:
-    report = te_transform.inspect(
-        CASES["llama"].build().double(), CASES["llama"].sample(), backend="te", recipe="fp8-current"
-    )
     reason = (
         "the weights are float64, FP8 needs bfloat16, float16, or float32 under torch.autocast: store them "
         "in one of these, as model.to(torch.bfloat16) does"
     )
-    assert set(report.precision.sites.values()) == {reason}
+    assert {*in_recipe(seeded(Attends).double(), "fp8-current", WIDTH).values()} == {reason}
 
 
 @pytest.mark.parametrize("around", [False, True])
 def test_weights_in_float32_are_for_fp8_under_autocast(around: bool) -> None:
-    model, sample = CASES["llama"].build(), CASES["llama"].sample()
     with torch.autocast("cpu", torch.bfloat16, enabled=around):
-        report = te_transform.inspect(model, sample, backend="te", recipe="fp8-current")
+        report = te_transform.inspect(seeded(Attends), OF_ATTENDS, backend="te", recipe="fp8-current")
     assert None in report.precision.sites.values()
     assert any("under torch.autocast alone" in note for note in report.notes) != around
 
