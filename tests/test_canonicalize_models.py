@@ -52,7 +52,10 @@ def check(captured: Captured) -> None:
         assert error(run(captured.module, call), wanted) <= 1e-6
 
 
-@each(FOUND)
+# test_models_sites.py finds the sites of the others, on the same ops
+@each(
+    FOUND, later={*FOUND} - {"quickstart_mask", "nanogpt_manual", "llama", "torch_encoder_pre", "torch_mha"}
+)
 def test_computes_what_was_captured_and_finds_the_ops(name: str) -> None:
     """In evaluation at symbolic sizes, with a mask; some in training at fixed sizes, without one."""
     case, train = ALL[name], name in TRAINED
@@ -67,14 +70,17 @@ def test_computes_what_was_captured_and_finds_the_ops(name: str) -> None:
         assert not targets(graph) & WRITTEN
 
 
-@pytest.mark.parametrize(("name", "dropouts"), {"gpt2": 5, "bert": 5, "torch_encoder_pre": 6}.items())
-def test_dropout_is_an_op(name: str, dropouts: int) -> None:
+DROPOUTS = {"gpt2": 5, "bert": 5, "torch_encoder_pre": 6}
+
+
+@each(DROPOUTS, later=["gpt2", "bert"])
+def test_dropout_is_an_op(name: str) -> None:
     (captured,) = capture(ALL[name].build(), ALL[name].sample())
     counts = op_counts(canonicalize(captured.module.graph))
-    assert counts == FOUND[name] | {"dropout": dropouts}
+    assert counts == FOUND[name] | {"dropout": DROPOUTS[name]}
 
 
-@each(["quickstart_mask", "nanogpt_manual", "gemma3_text", "llama_eager"])
+@each(["quickstart_mask", "nanogpt_manual", "gemma3_text", "llama_eager"], later={*ALL} - {"quickstart_mask"})
 def test_finds_the_same_in_bf16(name: str) -> None:
     case = ALL[name]
     sample = {k: v.bfloat16() if v.is_floating_point() else v for k, v in case.sample().items()}
@@ -85,7 +91,7 @@ def test_finds_the_same_in_bf16(name: str) -> None:
     assert error(run(executable(captured, graph), captured.calls[0]), expected) < 0.03
 
 
-@each(["quickstart_mask", "gpt2", "llama_eager", "torch_mha_bare"])
+@each(["quickstart_mask", "gpt2", "llama_eager", "torch_mha_bare"], later=["gpt2", "llama_eager"])
 def test_asking_leaves_no_guard(name: str) -> None:
     sample = ALL[name].sample(padded=name == "torch_mha_bare")
     (captured,) = capture(ALL[name].build(), sample, dynamic=True)
@@ -96,7 +102,7 @@ def test_asking_leaves_no_guard(name: str) -> None:
     assert (len(shapes.guards), len(shapes.deferred_runtime_asserts), len(shapes.replacements)) == before
 
 
-@pytest.mark.parametrize("name", ["llama", "quickstart_mask", "torch_mha"])
+@each(["llama", "quickstart_mask", "torch_mha"], later=["llama"])
 def test_nodes_know_where_they_come_from(name: str) -> None:
     (captured,) = capture(ALL[name].build(), ALL[name].sample())
     graph = canonicalize(captured.module.graph)
@@ -122,7 +128,7 @@ def test_ops_belong_to_the_module_that_spelled_them() -> None:
     assert paths[ops.sdpa] == ["model.layers.0.self_attn"]
 
 
-@pytest.mark.parametrize("name", ["quickstart_mask", "llama_eager", "gpt2"])
+@each(["quickstart_mask", "llama_eager", "gpt2"], later=["llama_eager", "gpt2"])
 def test_is_done_after_once(name: str) -> None:
     (captured,) = capture(ALL[name].build(), ALL[name].sample())
     once = canonicalize(captured.module.graph)
