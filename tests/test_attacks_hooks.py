@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_transform
+from te_transform.runtime import blocks
 from tests.attacks import Act, Attends, Pair, X, call, named, with_input_gradient
 from tests.models.tiny import Tiny
 from tests.zoo import seeded
@@ -270,12 +271,15 @@ class Backbone(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("blocks", [2, 9])
-def test_a_forward_that_is_set_is_named_where_parts_are_captured(blocks: int) -> None:
+@pytest.mark.parametrize("deep", [1, 8])
+def test_a_forward_that_is_set_is_named_where_parts_are_captured(
+    deep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "DEEP", deep)
     said = "a forward is set on the model itself, as accelerate's prepare() sets one"
 
     def notes(forward: Callable[..., Tensor]) -> list[list[str]]:
-        model = seeded(Headed, blocks)
+        model = seeded(Headed, 2)
         model.forward = functools.partial(forward, model)
         planned = te_transform.inspect(model, X)
         made = te_transform.report(te_transform.convert(model, X, inplace=True, verify=False))
