@@ -45,7 +45,10 @@ OF_PACKAGES = (
     "Trainer of transformers", "Trainer under torchrun", "accelerate", "accelerate with FSDP2", "PEFT",
     *PACKAGES,
 )  # fmt: skip
-LONG = ("FSDP2", "Tensor and sequence parallel", "A check for CI")  # what they call has tests of its own
+LONG = (  # what they call has tests of its own
+    "FSDP2", "FSDP2 on several hosts", "A model that no process holds the whole of", "Killed, and resumed",
+    "Tensor and sequence parallel", "A check for CI", "generate(), and static caches",
+)  # fmt: skip
 
 
 TORCHTITAN = ModuleType("torchtitan.protocols.model_converter")  # its registry, as it is written in 0.2.2

@@ -30,8 +30,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+LATER = ("sampling", "beams", "without a cache")  # calls of the kinds that the others make
+
+
 @pytest.mark.xdist_group("generate")  # `models` once a process
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, id=name, marks=pytest.mark.integration if name in LATER else ())
+        for name, way in WAYS.items()
+    ],
+)
 def test_generated_tokens(way: dict[str, Any], models: tuple[nn.Module, nn.Module]):
     found = []
     for model in models:
@@ -59,14 +68,9 @@ def test_a_cache_that_goes_on(models: tuple[nn.Module, nn.Module]):
 
 @pytest.mark.parametrize(
     ("order", "reentrant"),
-    [
-        ("converted, enabled", True),
-        *(
-            pytest.param(order, False, marks=pytest.mark.integration)
-            for order in ("converted, enabled", "enabled, converted")
-        ),
-    ],
+    [("converted, enabled", True), ("converted, enabled", False), ("enabled, converted", False)],
 )
+@pytest.mark.integration  # test_models_numbers.py and test_attacks_transforms.py have checkpoints
 def test_gradient_checkpointing(order: str, reentrant: bool):
     def enabled(model: nn.Module) -> nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
