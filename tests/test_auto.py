@@ -161,7 +161,7 @@ def test_where_nothing_can_be_written(file: Path) -> None:
 
 
 @pytest.mark.usefixtures("compilations")
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.integration)])
 def test_timing_changes_nothing(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this CPU, for real; the copy too is as it was, but for what conversion does."""
     monkeypatch.setattr(timing, "SECONDS", 0.0)
@@ -296,13 +296,13 @@ def test_a_head_of_odd_rows_costs_what_padding_it_saves(rows: int, tokens: int) 
 
 def few(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Models of so few tokens that they run as they were captured, in no memory."""
-    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
     with torch.device("meta"):
         ids = torch.zeros(2, 512, dtype=torch.int64)
         if kind == "bert":
             model = BertForMaskedLM(BertConfig(intermediate_size=1024, attn_implementation="sdpa", **sizes))
         else:
-            model = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=2, n_head=4, use_cache=False))
+            model = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=1, n_head=4, use_cache=False))
         return model.to(torch.bfloat16), {"input_ids": ids, "labels": ids}
 
 
