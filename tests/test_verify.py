@@ -143,6 +143,7 @@ def test_nothing_is_dropped_in_graphs_around_them_and_in_checkpoints(blocks: int
     assert result, str(result)
 
 
+@pytest.mark.usefixtures("as_given")
 def test_inputs_of_nan_compare_nothing_and_it_says_so() -> None:
     model, x = seeded(Tiny), torch.randn(2, 5, WIDTH)
     converted = te_transform.convert(model, x, verify=False)
@@ -567,6 +568,7 @@ def traces(model: nn.Module) -> Iterator[object]:
         yield id(buffer), buffer._version, buffer.tolist()
 
 
+@pytest.mark.usefixtures("as_given")
 def test_nothing_is_left_behind() -> None:
     model, inputs = CASES["quickstart_mask"].build(), CASES["quickstart_mask"].sample()
     next(model.children()).eval()  # training flags of both kinds
@@ -618,10 +620,10 @@ def test_checking_sites_writes_into_nothing_that_the_graph_writes_into() -> None
 
 def test_checkpoints_and_hooks_see_nothing_of_a_check() -> None:
     torch.manual_seed(0)
-    converted, hooked = te_transform.convert(Checkpointed(2), X), []
+    converted, hooked = te_transform.convert(Checkpointed(1), X), []
     for parameter in converted.parameters():
         parameter.register_hook(hooked.append)
-    for shape in ((2, 5, WIDTH), (3, 5, WIDTH), (3, 4, WIDTH)):
+    for shape in ((2, 5, WIDTH), (3, 4, WIDTH)):
         hooked.clear()
         converted(torch.randn(shape)).sum().backward()
         assert len(hooked) == len(list(converted.parameters()))
@@ -727,6 +729,7 @@ class Skips(Tiny):
         return self.head(self.norm(x))
 
 
+@pytest.mark.usefixtures("as_given")
 def test_dropout_is_off_between_graphs() -> None:
     model = Skips(2)
     converted = te_transform.convert(model, X)
@@ -894,6 +897,7 @@ def test_nobody_compiles_while_numbers_in_fp64_are_the_default() -> None:
     assert not found.outputs[""].any()
 
 
+@pytest.mark.usefixtures("as_given")
 def test_verify_waits_for_threads_that_look_at_the_model() -> None:
     model = seeded(Tiny)
     inputs = torch.randn(2, 5, WIDTH)
