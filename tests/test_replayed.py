@@ -131,7 +131,7 @@ def notes(model: nn.Module) -> list[str]:
     return [note for note in te_transform.report(model).notes if "without CUDA graphs" in note]
 
 
-@pytest.mark.parametrize("name", ["torch_encoder_pre", "gpt2"])
+@pytest.mark.parametrize("name", ["torch_encoder_pre", pytest.param("gpt2", marks=pytest.mark.integration)])
 def test_models_in_training_and_evaluation_by_turns(name: str, counts: Counter) -> None:
     case = ALL[name]
     layers = {"n_layer": 1} if name == "gpt2" else {}
@@ -644,6 +644,7 @@ def test_autocast_casts_weights_in_the_recording() -> None:
         assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.integration  # as the generations by turns below
 def test_a_generation_with_a_static_cache(counts: Counter) -> None:
     case = ALL["llama"]
     model = case.build(num_hidden_layers=1).eval()
