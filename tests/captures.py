@@ -18,6 +18,7 @@ from tests.zoo import tensors
 
 OPS = {f for f in vars(ops).values() if getattr(f, "__module__", "") == ops.__name__}
 BOUND = 1e-5  # relative to the output's norm, in fp32
+SIZES = (True, False)  # whether canonical() has them symbolic, the last for what it returns
 
 
 @dataclass
@@ -110,7 +111,7 @@ def canonical(
     And after one that it has the same ops where sizes are symbolic: all but widths, which are 8 and above.
     """
     graphs = []
-    for dynamic in (True, False):
+    for dynamic in SIZES:
         for wide in (arg for arg in args if arg.dim() and arg.shape[-1] >= 8):
             torch._dynamo.mark_static(wide, wide.dim() - 1)
         (captured,) = capture(Model(function, **parameters).train(train), args, dynamic=dynamic)
@@ -120,9 +121,8 @@ def canonical(
         runs = module.forward if dynamic else AsKnown(module).run
         for call, wanted in zip(captured.calls, expected, strict=True):
             assert error(run(runs, call), wanted) <= bound
-    symbolic, static = graphs
-    assert op_counts(symbolic) == op_counts(static)
-    return static
+    assert op_counts(graphs[0]) == op_counts(graphs[-1])
+    return graphs[-1]
 
 
 def op_counts(graph: fx.Graph) -> Counter:

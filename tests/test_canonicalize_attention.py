@@ -11,6 +11,7 @@ from torch import Tensor
 from te_transform.canonicalize import canonicalize
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, shape_of
+from tests import captures
 from tests.captures import BOUND, Model, canonical, capture, error, executable, op_counts, targets, the
 
 HIDDEN, HEADS, WIDTH, LENGTH, BATCH = 32, 4, 8, 6, 3
@@ -19,6 +20,13 @@ HIDDEN, HEADS, WIDTH, LENGTH, BATCH = 32, 4, 8, 6, 3
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["fixed", pytest.param("symbolic", marks=pytest.mark.integration)])
+def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symbolic ones take most of the time, and reach nothing that those of the other tests do not."""
+    if request.param == "fixed":
+        monkeypatch.setattr(captures, "SIZES", (False,))
 
 
 # Attention
@@ -173,6 +181,7 @@ def test_attention(name: str) -> None:
     "hidden", [CAUSAL, CAUSAL[None, None], PADDING, CAUSAL | PADDING, FULL_ROW, PADDING | FULL_ROW]
 )
 @pytest.mark.parametrize("fill", [-1e4, torch.finfo(torch.float32).min])
+@pytest.mark.usefixtures("sizes")
 def test_a_finite_fill_keeps_its_uniform_rows_and_gradients(hidden: Tensor, fill: float) -> None:
     function = lambda m, q, k, v, mask: scores(q, k).masked_fill(mask, fill).softmax(-1) @ v  # noqa: E731
     (captured,) = capture(Model(function), (*QKV, hidden))
@@ -222,6 +231,7 @@ def test_masks_that_are_added_before_the_scores_are_scaled() -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("padding", [CAUSAL[:1] & False, PADDING, FULL_ROW])
+@pytest.mark.usefixtures("sizes")
 def test_a_mask_that_is_added_to_a_filled_one(kept: bool, padding: Tensor) -> None:
     least = torch.finfo(torch.float32).min
 
@@ -391,6 +401,7 @@ NOT_ATTENTIONS = {
 
 
 @pytest.mark.parametrize("spelling", NOT_ATTENTIONS.values(), ids=NOT_ATTENTIONS)
+@pytest.mark.usefixtures("sizes")
 def test_not_attention(spelling) -> None:
     parameters = {"scale": torch.ones(HEADS, 1, 1), "bias": torch.randn(BATCH, 1, LENGTH, LENGTH)}
     graph = canonical(spelling, *QKV, CAUSAL, **parameters)
@@ -419,6 +430,7 @@ REPEATS = {
 
 
 @pytest.mark.parametrize("repeat", REPEATS.values(), ids=REPEATS)
+@pytest.mark.usefixtures("sizes")
 def test_repeated_heads_are_grouped_queries(repeat) -> None:
     q, k, v = QKV[0], QKV[1][:, :2], QKV[2][:, :2]
     for spelling in (
@@ -468,6 +480,7 @@ def _by_broadcast(m, q, k, v, mask):
 
 @pytest.mark.parametrize("function", [_by_einsum, _by_broadcast])
 @pytest.mark.parametrize("mask", [CAUSAL, PADDING.unsqueeze(1) | CAUSAL], ids=["causal", "padding"])
+@pytest.mark.usefixtures("sizes")
 def test_five_dimensions_are_heads_in_groups(function, mask: Tensor) -> None:
     q, k, v = QKV[0].unflatten(1, (2, 2)), QKV[1][:, :2], QKV[2][:, :2]
     own = lambda m, q, k, v, mask: function(m, q, k * 1.5, v * 1.5, mask)  # noqa: E731
@@ -512,6 +525,7 @@ NOT_IN_GROUPS = {
 
 
 @pytest.mark.parametrize("spelling", NOT_IN_GROUPS.values(), ids=NOT_IN_GROUPS)
+@pytest.mark.usefixtures("sizes")
 def test_not_heads_in_groups(spelling) -> None:
     graph = canonical(spelling, *FIVE, groups=torch.randn(2, 1, 1))
     assert ops.sdpa not in targets(graph)
@@ -529,6 +543,7 @@ def test_an_einsum_shares_one_key_head_among_all() -> None:
 
 
 @pytest.mark.parametrize("equation", ["...id,...jd->...ij", "b...id,...jd->b...ij", "...id,...jd->ij"])
+@pytest.mark.usefixtures("sizes")
 def test_an_einsum_computes_the_same_whatever_its_dots_are_broadcast_to(equation: str) -> None:
     """canonical() compares; where the result has no dots they are summed up, which no product does."""
     for key in (QKV[1], QKV[1][0], QKV[1][:, :1]):
