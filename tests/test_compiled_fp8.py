@@ -326,8 +326,15 @@ def test_a_precision_plan_holds(te: ModuleType, compilations: Compilations) -> N
     assert [node for node in compilations[0][0].graph.nodes if "state" in node.kwargs] == []
 
 
-@pytest.mark.parametrize("turned", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    ("dtype", "turned"),
+    [
+        (torch.float8_e4m3fn, True),  # as activations and weights are quantized
+        pytest.param(torch.float8_e4m3fn, False, marks=pytest.mark.integration),
+        pytest.param(torch.float8_e5m2, True, marks=pytest.mark.integration),
+        (torch.float8_e5m2, False),
+    ],
+)
 def test_the_operations_are_such_as_a_compiler_expects(dtype: torch.dtype, turned: bool) -> None:
     x, scales_of, history = torch.randn(16, 32), torch.tensor([2.0, 30.0]), torch.zeros(3, 2)
     ops, rest = torch.ops.te_transform, (scales_of, history, 1, dtype, turned)
