@@ -6,13 +6,14 @@ import copy
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -144,6 +145,13 @@ class Pair:
 @cache
 def _shared(model: type[nn.Module], rules: str) -> Pair:
     return Pair.of(model, rules=rules)
+
+
+def each(names: Iterable[str], *later: str) -> pytest.MarkDecorator:
+    """A test's `name` is each of these; `make integrations` has those of `later` too."""
+    marks = {name: pytest.mark.integration if name in later else () for name in names}
+    assert marks.keys() >= {*later}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=each) for name, each in marks.items()])
 
 
 @contextmanager

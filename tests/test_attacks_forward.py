@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from tests.attacks import OTHER, Attends, Block, Pair, X, odd, with_input_gradient
+from tests.attacks import OTHER, Attends, Block, Pair, X, each, odd, with_input_gradient
 from tests.conversions import calls
 from tests.models.tiny import WIDTH, Tiny
 from tests.test_attacks_reading import Cube, Doubled, Tripled
@@ -265,7 +265,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each(CALLS, "vmap, of several linears", "vmaps in a vmap", "a thread", "a dict")
 def test_ways_to_call_and_to_return(name: str) -> None:
     linears = {"q": nn.Linear(WIDTH, WIDTH), "k": nn.Linear(WIDTH, WIDTH)}
     pair = Pair.of(odd(CALLS[name], **linears))

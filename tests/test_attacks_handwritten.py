@@ -157,7 +157,9 @@ def function_without_eps(self: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x, (WIDTH,), self.weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.integration)]
+)
 @pytest.mark.parametrize(
     "norm", [rms, machine_eps, function_without_eps, nn.RMSNorm], ids=lambda n: n.__name__
 )

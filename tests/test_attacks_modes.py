@@ -129,8 +129,11 @@ HELD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [(name, False) for name in HELD]
+    + [pytest.param(name, True, marks=() if "matched" in name else pytest.mark.integration) for name in HELD],
+)
 def test_a_function_that_the_model_holds_is_the_one_that_runs(
     name: str, compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from tests.attacks import Attends, Pair, X, odd
+from tests.attacks import Attends, Pair, X, each, odd
 from tests.models.tiny import WIDTH
 
 
@@ -87,7 +87,7 @@ STATE: dict[str, tuple[Callable, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", STATE)
+@each(STATE, "counts in a tensor", "counts in a config", "counts in a dict", "makes a table at first")
 def test_state_that_a_forward_keeps(name: str) -> None:
     forward, attributes = STATE[name]
     pair = Pair.of(odd(forward, **attributes))

@@ -227,7 +227,7 @@ def test_inspect_predicts_the_times() -> None:
     assert 0.2 < in_evaluation["te, compiled"] / found["te, compiled"] < 0.5
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8-delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param(None, marks=pytest.mark.integration), "fp8-delayed"])
 def test_places_have_their_parts_of_what_is_predicted(recipe: str | None) -> None:
     model, inputs = llama(layers=2)
     report = te_transform.inspect(model.train(), inputs, backend="te", recipe=recipe, compile="auto")

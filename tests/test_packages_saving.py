@@ -69,7 +69,13 @@ def emptied(make: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("save", "load"), FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        pytest.param(*each, id=name, marks=pytest.mark.integration if "huggingface_hub" in name else ())
+        for name, each in FORMATS.items()
+    ],
+)
 def test_files_are_the_originals(save: Save, load: Save, tmp_path: Path):
     for name, make in MODELS.items():
         (tmp_path / name).mkdir()

@@ -4,7 +4,6 @@ import copy
 import warnings
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 import te_transform
 from te_transform.report.report import Report
-from tests.attacks import Pair, X, with_input_gradient
+from tests.attacks import Pair, X, each, with_input_gradient
 from tests.bitwise import untouched
 from tests.models.tiny import MLP, WIDTH, Attention, Block, Tiny
 from tests.zoo import seeded
@@ -207,7 +206,12 @@ def reasons(report: Report) -> set[str]:
     return {reason for site in report.refused for reason in site.reasons}
 
 
-@pytest.mark.parametrize("name", PARTLY)
+@each(
+    PARTLY,
+    "a forward hook that changes nothing", "a backward hook", "orthogonal", "old spectral_norm",
+    "a LoRA subclass", "integer", "a shared linear", "a weight tied to another module", "a frozen linear",
+    "attributes of our names",
+)  # fmt: skip
 def test_a_part_that_cannot_be_fused_says_why_and_the_model_stays_right(name: str) -> None:
     change, counts, reason = PARTLY[name]
     with torch.random.fork_rng(devices=[]):

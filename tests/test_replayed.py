@@ -733,7 +733,11 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return looks
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["own memory", "one memory for all"])
+@pytest.mark.parametrize(
+    "flat",
+    [False, pytest.param(True, marks=pytest.mark.integration)],
+    ids=["own memory", "one memory for all"],
+)
 def test_steps_after_changes(flat: bool, counts: Counter, looks: Counter) -> None:
     case = ALL["llama"]
     model = case.build(num_hidden_layers=1).eval()
@@ -799,6 +803,7 @@ def test_steps_of_two_generations_by_turns(counts: Counter) -> None:
     assert counts["forward"] > 0, notes(models[0])
 
 
+@pytest.mark.integration  # as the generations by turns
 def test_generate_with_a_growing_cache_and_with_a_static_one(counts: Counter) -> None:
     case = ALL["llama"]
     model = case.build(num_hidden_layers=1).eval()

@@ -27,7 +27,14 @@ def arguments(graph: fx.GraphModule, inputs: Inputs) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", ["quickstart", "nanogpt_manual", "llama", "vit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "quickstart",
+        "llama",
+        *(pytest.param(n, marks=pytest.mark.integration) for n in ("nanogpt_manual", "vit")),
+    ],
+)
 def test_the_graph_computes_what_the_model_does(name: str, train: bool) -> None:
     model, inputs = zero_dropout(ALL[name].build()), ALL[name].sample()
     with untouched(model):
