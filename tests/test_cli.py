@@ -369,7 +369,7 @@ def test_a_forward_that_branches_on_values_is_inspected_with_weights(
     assert main(["inspect", "models_of_mine:Branches", "--input", "2x4x16"]) == 0
     told = capsys.readouterr().out
     assert "Data-dependent branching" in " ".join(told.split())
-    assert "sites fused" in told
+    assert "1 site fused" in told
 
 
 def test_weights_beside_a_config_are_read(folder: Path) -> None:
