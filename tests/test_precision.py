@@ -27,6 +27,10 @@ te, compilations = stand_in.te, test_compiled.compilations  # fixtures
 STATE = stand_in.FP8GlobalStateManager.quantization_state
 RECIPES = ("fp8-delayed", "fp8-current")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+# which have a state beside the weights, as current scales have none; those in `make integrations`
+by_delayed_scales = pytest.mark.parametrize(
+    "recipe", ["fp8-delayed", pytest.param("fp8-current", marks=pytest.mark.integration)]
+)
 pytestmark = pytest.mark.usefixtures("te")
 
 
@@ -95,7 +99,7 @@ def test_a_model_in_a_recipe_rounds_and_is_its_own_class(recipe: str) -> None:
     assert 1e-2 < distance(answer(fused), answer(model)) < 0.2
 
 
-@each_recipe
+@by_delayed_scales
 def test_what_is_captured_later_is_checked_in_the_models_own_dtype(recipe: str) -> None:
     fused = te_transform.convert(net(), inputs(), backend="te", recipe=recipe)
     before = STATE.steps
@@ -113,7 +117,7 @@ class Holds(nn.Module):
         return self.net(x) * 2
 
 
-@each_recipe
+@by_delayed_scales
 def test_a_part_that_is_called_by_itself_runs_in_the_recipe(recipe: str) -> None:
     model = Holds(net())
     fused = converted(recipe, model)
@@ -146,7 +150,7 @@ def test_what_a_product_gives_may_be_written_to(recipe: str) -> None:
     assert any(kernel.in_fp8 for p in fused.parameters() for kernel in state_of(p).kernels.values())
 
 
-@each_recipe
+@by_delayed_scales
 def test_a_forward_is_one_step_of_the_recipe(recipe: str) -> None:
     fused = converted(recipe)
     before = STATE.steps
@@ -181,9 +185,7 @@ def saving_products() -> tuple:
     return create_selective_checkpoint_contexts(saved)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["fp8-delayed", pytest.param("fp8-current", marks=pytest.mark.integration)]
-)
+@by_delayed_scales
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_is_a_part_of_the_same_step(recipe: str, reentrant: bool) -> None:
     inside, found = converted(recipe), []
