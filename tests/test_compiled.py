@@ -17,7 +17,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor import list_mode_options
-from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.decomposition import decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,7 +54,7 @@ def trace(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str,
     # With inductor's decompositions: without them aten's view, of a gradient whose strides fake tensors do
     # not foresee (attention's on a CPU, with a mask that learns), raises for the original too.
     return aot_module_simplified(
-        graph, arguments, decompositions=select_decomp_table(),
+        graph, arguments, decompositions=decompositions,
         fw_compiler=forward, bw_compiler=backward,
     )  # fmt: skip
 
