@@ -73,8 +73,7 @@ QUICKSTART = TWO | {"layernorm_mlp": 2, "layernorm_linear": 2, "linear": 2}
 COUNTS = {
     **dict.fromkeys(("quickstart", "quickstart_mask"), QUICKSTART),
     "nanogpt_manual": NANOGPT,
-    "gpt2": GPT,
-    "bloom": {rule: count for rule, count in GPT.items() if rule != "attention"},
+    **dict.fromkeys(("gpt2", "bloom"), GPT),
     **dict.fromkeys(("llama", "llama_eager", "qwen3"), LLAMA_1),
     "gemma3_text": LLAMA,
     "phi3": GPT | {"rotary": 4},
