@@ -18,6 +18,7 @@ gc.freeze()
 gc.set_threshold(100_000, 20, 1_000_000)
 TESTS_BETWEEN = 40
 numbers = count(1)
+last_group: list[torch.distributed.ProcessGroup] = []
 
 # Dynamo times the guards of each capture, for its log, after it has emptied the CPU's caches.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
@@ -34,6 +35,20 @@ def at_any_size() -> Iterator[None]:
     """Calls of the few tokens that tests have run fused, in kernels where there are any."""
     with limits.at_any_size:
         yield
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """This process alone, as a group.
+
+    The group is kept until there is another one: the DistributedDataParallel of a test, if it were the last
+    that has it, would end its threads while it holds the GIL, for which one of them may wait.
+    """
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    last_group[:] = [torch.distributed.group.WORLD]
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

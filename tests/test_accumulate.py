@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -223,14 +222,10 @@ def test_what_is_wrong_is_said(model: nn.Module) -> None:
         te_transform.accumulate(model, steps=1).__enter__()
 
 
-def test_ddp_is_refused(model: nn.Module, tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        with pytest.raises(te_transform.AccumulationError, match="DistributedDataParallel"):
-            te_transform.accumulate(wrapped, steps=1).__enter__()
-    finally:
-        torch.distributed.destroy_process_group()
+def test_ddp_is_refused(model: nn.Module, process_group: None) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(te_transform.AccumulationError, match="DistributedDataParallel"):
+        te_transform.accumulate(wrapped, steps=1).__enter__()
 
 
 def test_in_plain_pytorch_all_is_as_always() -> None:

@@ -4,8 +4,7 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -234,14 +233,6 @@ def test_threads_with_modes_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert found == {True: [True] * 5, False: [False] * 5}
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    store = torch.distributed.FileStore(f"{tmp_path}/store", 1)
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])

@@ -4,7 +4,7 @@ import logging
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy
@@ -183,15 +183,6 @@ def test_what_is_no_model_is_named_by_the_other_functions(name: str, what: objec
     assert str(raised.value) == (
         f"{name}() was given a {type(what).__name__}, a torch.nn.Module is needed: pass the model itself"
     )
-
-
-@pytest.fixture
-def process_group(tmp_path) -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", rank=0, world_size=1, store=torch.distributed.FileStore(f"{tmp_path}/s", 1)
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def ddp(model: nn.Module) -> nn.Module:

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -59,18 +58,16 @@ TORCHTITAN.register_model_converter = lambda cls, name: TORCHTITAN._registry_mod
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process_group: None) -> dict[str, Any]:
     """What the recipes start from, in a folder and a process group of their own."""
     monkeypatch.chdir(tmp_path)
     ids = LLAMA_IDS[:2]
     batch = {"input_ids": ids, "labels": ids}
     dataset = [dict.fromkeys(batch, row) for row in LLAMA_IDS]
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     if find_spec("torchtitan") is None:
         monkeypatch.setitem(sys.modules, TORCHTITAN.__name__, TORCHTITAN)
     model = llama()
-    yield {"torch": torch, "te_transform": te_transform, "model": model, "batch": batch, "dataset": dataset}
-    torch.distributed.destroy_process_group()
+    return {"torch": torch, "te_transform": te_transform, "model": model, "batch": batch, "dataset": dataset}
 
 
 def marked(title: str) -> Any:
