@@ -152,27 +152,21 @@ def test_a_process_group_that_is_missing() -> None:
     unchanged(model, model, left, sample(), match="there is no process group, one is needed")
 
 
-def test_a_model_that_is_divided(tmp_path: Any) -> None:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
-    try:
-        model, x = converted(), sample()
-        expected = model(x)
-        te_transform.parallelize(model, mesh(1), x)
-        assert torch.allclose(model(x), expected, atol=1e-5)
-        unchanged(model, model, mesh(1), x, match="is divided among 1 ranks already, a whole one is needed")
-        with pytest.raises(
-            te_transform.ModelError, match="is divided among ranks, a whole model is needed: tr"
-        ):
-            te_transform.trace(model, x)
-        said = "the second model is divided among ranks and the other is whole"
-        with pytest.raises(ValueError, match=said):
-            te_transform.verify(original(), model, x)
-        with pytest.raises(ParallelError, match="cannot be copied"):
-            copy.deepcopy(model)
-        report = str(te_transform.report(model))
-        assert "divided among 1 ranks is attention" in report
-        whole = te_transform.revert(model)
-        assert not any(isinstance(p, DTensor) for p in whole.parameters())
-        assert torch.allclose(whole(x), expected, atol=1e-5)
-    finally:
-        dist.destroy_process_group()
+def test_a_model_that_is_divided(process_group: None) -> None:
+    model, x = converted(), sample()
+    expected = model(x)
+    te_transform.parallelize(model, mesh(1), x)
+    assert torch.allclose(model(x), expected, atol=1e-5)
+    unchanged(model, model, mesh(1), x, match="is divided among 1 ranks already, a whole one is needed")
+    with pytest.raises(te_transform.ModelError, match="is divided among ranks, a whole model is needed: tr"):
+        te_transform.trace(model, x)
+    said = "the second model is divided among ranks and the other is whole"
+    with pytest.raises(ValueError, match=said):
+        te_transform.verify(original(), model, x)
+    with pytest.raises(ParallelError, match="cannot be copied"):
+        copy.deepcopy(model)
+    report = str(te_transform.report(model))
+    assert "divided among 1 ranks is attention" in report
+    whole = te_transform.revert(model)
+    assert not any(isinstance(p, DTensor) for p in whole.parameters())
+    assert torch.allclose(whole(x), expected, atol=1e-5)

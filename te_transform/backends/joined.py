@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends import quantized
 from te_transform.backends.op import GraphOp
+from te_transform.backends.stamp import version_of
 from te_transform.backends.tracing import compiling, recorded, transformed
 from te_transform.graph import ops
 
@@ -369,7 +370,7 @@ class _Watched(torch.autograd.Function):
 
 def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     """How often each of them has been written to, for check_unwritten()."""
-    return [(p, 0 if p.is_inference() else p._version) for p in parameters]
+    return [(p, version_of(p)) for p in parameters]
 
 
 def check_unwritten(seen: list[tuple[Tensor, int]]) -> None:

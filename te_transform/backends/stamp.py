@@ -9,6 +9,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to in place, as PyTorch counts; tensors of inference are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Stamp(NamedTuple):
     """A tensor, its memory and its version, as they were when the stamp was made.
 
@@ -24,15 +29,14 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Stamp:
-        """That of a tensor as it is now. Tensors of inference have no version."""
-        version = 0 if tensor.is_inference() else tensor._version
-        return cls(WeakIdRef(tensor), StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), version)
+        """That of a tensor as it is now."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return cls(WeakIdRef(tensor), storage, tensor.data_ptr(), version_of(tensor))
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether it would be made of this tensor again: in a third of the time that a second one takes."""
         same = self.tensor() is tensor and self.storage.cdata == tensor.untyped_storage()._cdata
-        version = 0 if tensor.is_inference() else tensor._version
-        return same and self.place == tensor.data_ptr() and self.version == version
+        return same and self.place == tensor.data_ptr() and self.version == version_of(tensor)
 
     def __deepcopy__(self, memo: dict) -> Stamp:
         return self  # a copied weak reference to the storage would be given back twice

@@ -310,8 +310,8 @@ def test_rotary_and_its_gradient() -> None:
 
     x, frequencies = random(2, 4, 64, 32), torch.rand(1, 64, 16, device="cuda") * 60
     angles = torch.cat([frequencies, frequencies], -1)
-    ops_of = te.Rotary(), plain.Rotary(), te.Rotary(1.5), plain.Rotary(1.5)
-    for op, given in product(ops_of, (angles, angles[0])):
+    rotations = te.Rotary(), plain.Rotary(), te.Rotary(1.5), plain.Rotary(1.5)
+    for op, given in product(rotations, (angles, angles[0])):
         found = step(lambda x, op=op, given=given: op(x, given), x, [])
         wanted = step(lambda x, op=op: op.factor * _turned(x, angles.double()), x.double(), [])
         assert max(errors(found, wanted)) < 2**-7

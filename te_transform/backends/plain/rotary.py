@@ -7,6 +7,7 @@ from torch import Tensor
 
 from te_transform.backends import limits
 from te_transform.backends.op import FusedOp
+from te_transform.backends.stamp import version_of
 from te_transform.backends.tracing import transformed
 from te_transform.graph import ops
 
@@ -33,7 +34,7 @@ def _cos_and_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Ten
 
     A CUDA graph computes them each time: angles that it is given are overwritten before it is replayed.
     """
-    stamp = dtype, factor, 0 if angles.is_inference() else angles._version
+    stamp = dtype, factor, version_of(angles)
     kept = None if limits.may_be_replayed() else angles.__dict__.get("_te_transform_rotation")
     if kept is None or kept[0] != stamp:
         both = angles.cos(), angles.sin()
