@@ -27,7 +27,7 @@ from te_transform.graph import capture
 from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
 from te_transform.runtime import blocks
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.converted import Converted, converted_of
 from tests.attacks import Block, Pair, X, call, odd, with_input_gradient
 from tests.conversions import calls, logged
 from tests.models.tiny import WIDTH, Tiny
@@ -206,6 +206,53 @@ def test_a_model_that_recomputes_already_is_converted_by_blocks() -> None:
     assert te_transform.report(pair.converted).counts == {"layernorm_mlp": 2}
     assert linears(pair.converted, X) == 4
     pair.agree(with_input_gradient)
+
+
+class Inside(nn.Module):
+    """A block that recomputes its MLP in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False) if self.training else self.block(x)
+
+
+def test_a_block_that_recomputes_a_part_of_itself_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training it runs as it is, and evaluation fused; each step of a training was traced anew."""
+
+    class Stages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stages = nn.ModuleList(Inside() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for stage in self.stages:
+                x = stage(x)
+            return x
+
+    torch._dynamo.reset()
+    original = seeded(Stages)
+    pair = Pair(original, te_transform.convert(original, X, verify=False), X)
+    assert "activation checkpoints are on inside blocks" in str(te_transform.report(pair.converted))
+    traced: list[type] = []
+    backend = Converted.backend
+    monkeypatch.setattr(
+        Converted, "backend", lambda self, *given: traced.append(given[-1]) or backend(self, *given)
+    )
+    for _ in range(2):
+        pair.agree(with_input_gradient)
+    assert not traced
+    with torch.no_grad():
+        pair.agree()  # traced once, too
+        del traced[:]
+        pair.agree()
+    assert not traced
+    assert linears(pair.converted, X, training=False) == 4
+    pair.original.eval()
+    pair.agree(with_input_gradient)
+    assert linears(pair.converted, X, training=False) == 4
 
 
 class Decoder(Tiny):

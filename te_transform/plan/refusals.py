@@ -136,6 +136,12 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
         others = [user for user in node.users if user not in own]
         if node in handed_out:
             others = [user for user in others if user.op != "output"]
+        if node in sharing and node.meta.get("written") and others:
+            yield (
+                f"the output of the {called(node)} is written to in place, which autograd refuses where a "
+                "product has kept it, and not where the fused module has: let the write make a new tensor"
+            )
+            continue
         if node in sharing:  # what the fused op returns is there once all that it reads is
             others = [user for user in others if user <= last]
         read = readers(others)

@@ -46,7 +46,12 @@ log = logging.getLogger(__name__)
 
 _RECOMPUTES = (
     "activation checkpoints are on in the forward and the model has no list of blocks to capture one by one: "
-    "with gradients it runs as the user's own code"
+    "in that mode it runs as the user's own code"
+)
+
+_RECOMPUTES_INSIDE = (
+    "activation checkpoints are on inside blocks, which are captured one by one: in that mode these run as "
+    "the user's own code"
 )
 
 _WRITES = (
@@ -76,6 +81,7 @@ _GATHERED = (
 
 _calling: ContextVar[bool] = ContextVar("_calling", default=False)  # in a call of a converted model
 
+_Mode = tuple[type, bool, bool]  # a class, whether it trains, and whether gradients are recorded
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
 
 
@@ -91,10 +97,11 @@ class Converted:
     by_block: bool = False
     checker: Checker | None = None
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
-    recomputes: bool = False  # whether there are checkpoints in it, and no blocks to capture
+    recomputes: set[_Mode] = field(default_factory=set)  # with checkpoints in what is captured as one
     nests: bool = False  # whether it makes nested tensors in evaluation where it is not traced
     entered: bool = False  # whether a call has come through the model's own forward, not its parts' alone
     leaving: set[type] = field(default_factory=set)  # the classes whose forward runs as it is in this call
+    uncut: set[type] = field(default_factory=set)  # those of them that will in all calls of that mode
     # weak references to the model and its first block; None where nobody has looked yet
     model: Callable[[], nn.Module | None] | None = None
     first_block: Callable[[], nn.Module | None] | None = None
@@ -125,13 +132,16 @@ class Converted:
             # run as an operation of a graph, a checkpoint would draw other random numbers when it is
             # repeated: the user's own code runs, in which the blocks are captured if there are any
             self.leaving.add(kind)
-            self.recomputes = self.first_block is None or self.first_block() is None
-            if not self.recomputes:
+            found = [] if self.model is None else blocks(self.model())
+            is_block = any(type(block) is kind for block in found)
+            why = _RECOMPUTES_INSIDE if is_block else _RECOMPUTES
+            if is_block or not found:
+                self.uncut.add(kind)
+                self.failures += [why] * (why not in self.failures)
+            else:
                 self.in_pieces = True
                 self.capture_blocks(self.model())
-            if self.recomputes and _RECOMPUTES not in self.failures:
-                self.failures.append(_RECOMPUTES)
-            raise SkipFrame(_RECOMPUTES)
+            raise SkipFrame(why)
         if (why := _why_uncaptured(captured)) is not None:
             self.failures += [why] * (why not in self.failures)
             raise SkipFrame(why)
@@ -140,10 +150,6 @@ class Converted:
             self.nests = True
             self.failures += [_NESTS] * (_NESTS not in self.failures)
             raise SkipFrame(_NESTS)
-        if self.recomputes and torch.is_grad_enabled():
-            # torch.compile goes on to capture functions that the forward calls: where they run unfused, a
-            # checkpoint finds as many saved tensors when it repeats them
-            return captured.forward
         if (model := self.model and self.model()) is not None:
             self.methods |= {kind: _methods_called(kind) for kind in _own_classes(model)}
         return self._fused(captured) if self.parallel is None else self.parallel.graph(captured, self._fused)
@@ -251,9 +257,12 @@ class Converted:
         kind = type(module)
         run, before = self._captured(kind, forward), len(self.graphs)
         run.turned_off = False
+        self.uncut.discard(kind)  # of a call that has raised
         try:
             with set_aside(), self._with_stand_ins(module), suppress(_OnStandIns):
                 out = run(module, *args, **kwargs)
+            if kind in self.uncut:
+                self.recomputes.add(_mode(module))
             if self.parallel is not None and (run.turned_off or kind in self.leaving):
                 # a part of its code ran on stand-ins; blocks are captured by now, if there are any
                 self.leaving.discard(kind)
@@ -292,7 +301,7 @@ class Converted:
         idle = idle or _has_no_strides(args, kwargs) or self._decodes(args, kwargs)
         idle = idle or self._is_overridden(args, kwargs)
         idle = idle or type(module) in self.uncaptured or (self.nests and _is_evaluated(module))
-        return idle or (self.recomputes and torch.is_grad_enabled())
+        return idle or _mode(module) in self.recomputes
 
     def _is_overridden(self, args: tuple, kwargs: dict) -> bool:
         """Whether tensors are given whose class changes what PyTorch's functions do."""
@@ -323,10 +332,11 @@ class Converted:
         """
         if self.parallel is None:
             return nullcontext()
-        if self.recomputes and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and _mode(module) in self.recomputes:
             raise ParallelError(
-                "activation checkpoints are on in a model that is divided among ranks and has no list of "
-                "blocks to capture one by one, a forward without them is needed: turn them off"
+                "activation checkpoints are on in a model that is divided among ranks, inside its blocks or "
+                "without a list of blocks to capture one by one, a forward without them is needed: turn them "
+                "off, or have whole blocks repeated"
             )
         without = blocks(module) if but_blocks else ()
         inside = {id(part) for block in without for part in block.modules()}
@@ -516,6 +526,10 @@ def original_forward(model: nn.Module) -> Iterator[None]:
     finally:
         for converted, was in before:
             converted.original = was
+
+
+def _mode(module: nn.Module) -> _Mode:
+    return type(module), module.training, torch.is_grad_enabled()
 
 
 def _own_classes(model: nn.Module) -> set[type]:

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.rules.tables import FFN, H, Make, Written, fused, linear, reasons, sequential, written
+import te_transform
+from tests.rules.tables import FFN, H, Make, Written, X, fused, linear, reasons, sequential, written
+from tests.zoo import seeded
 
 
 class LlamaNorm(nn.Module):
@@ -194,6 +196,18 @@ def test_refuses(name: str) -> None:
     report = fused(make)
     assert report.counts == {"linear": 1}
     assert reasons(report, "layernorm_linear") == {sentence}
+
+
+def test_refuses_a_norm_that_is_written_to_later() -> None:
+    def forward(model: Written, x: Tensor) -> Tensor:
+        y = model.norm(x)
+        return model.linear(y) + y.mul_(2)
+
+    report = te_transform.inspect(seeded(own(forward)), X)
+    assert reasons(report, "layernorm_linear") == {
+        "the output of the layer_norm is written to in place, which autograd refuses where a product has "
+        "kept it, and not where the fused module has: let the write make a new tensor"
+    }
 
 
 @pytest.mark.parametrize("between", [nn.Tanh, lambda: nn.LayerNorm(H)])
