@@ -12,6 +12,8 @@ from tests.others import OTHERS
 from tests.zoo import Inputs, zero_dropout
 
 MODELS = FAMILIES | OTHERS
+# Its decoder looks ahead where it is not traced: a conversion that verifies notices, ../test_families.py.
+del MODELS["umt5"]
 del MODELS["lucid_local"]  # its own rotary embedding makes float32 of bf16 queries: it does not run in bf16
 
 
