@@ -132,7 +132,8 @@ class Converted:
             # run as an operation of a graph, a checkpoint would draw other random numbers when it is
             # repeated: the user's own code runs, in which the blocks are captured if there are any
             self.leaving.add(kind)
-            found = [] if self.model is None else blocks(self.model())
+            model = self.model and self.model()
+            found = [] if model is None else blocks(model)
             is_block = any(type(block) is kind for block in found)
             why = _RECOMPUTES_INSIDE if is_block else _RECOMPUTES
             if is_block or not found:
@@ -140,7 +141,7 @@ class Converted:
                 self.failures += [why] * (why not in self.failures)
             else:
                 self.in_pieces = True
-                self.capture_blocks(self.model())
+                self.capture_blocks(model)
             raise SkipFrame(why)
         if (why := _why_uncaptured(captured)) is not None:
             self.failures += [why] * (why not in self.failures)
