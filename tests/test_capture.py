@@ -222,18 +222,13 @@ class Inside(nn.Module):
 def test_a_block_that_recomputes_a_part_of_itself_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In training it runs as it is, and evaluation fused; each step of a training was traced anew."""
 
-    class Stages(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stages = nn.ModuleList(Inside() for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for stage in self.stages:
-                x = stage(x)
-            return x
+    def inside() -> nn.Module:
+        model = Checkpointed()
+        model.blocks = nn.ModuleList(Inside() for _ in range(2))
+        return model
 
     torch._dynamo.reset()
-    original = seeded(Stages)
+    original = seeded(inside)
     pair = Pair(original, te_transform.convert(original, X, verify=False), X)
     assert "activation checkpoints are on inside blocks" in str(te_transform.report(pair.converted))
     traced: list[type] = []
