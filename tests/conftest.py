@@ -16,7 +16,7 @@ from te_transform.backends import limits
 gc.collect()
 gc.freeze()
 gc.set_threshold(100_000, 20, 1_000_000)
-TESTS_BETWEEN = 40
+TESTS_BETWEEN = 80
 numbers = count(1)
 last_group: list[torch.distributed.ProcessGroup] = []
 

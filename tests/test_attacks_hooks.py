@@ -271,7 +271,7 @@ class Backbone(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("deep", [1, 8])
+@pytest.mark.parametrize("deep", [pytest.param(1, marks=pytest.mark.integration), 8])
 def test_a_forward_that_is_set_is_named_where_parts_are_captured(
     deep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,7 @@ class Cached(Attends):
         return x + a.out_proj(F.scaled_dot_product_attention(a.q_proj(y), key, value))
 
 
-@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize("kind", [pytest.param(dict, marks=pytest.mark.integration), list])
 def test_a_cache_is_filled_as_the_original_fills_it(kind: type) -> None:
     def by_parts(model: nn.Module, x: Tensor) -> list[Any]:
         cache = kind()

@@ -306,7 +306,7 @@ def few(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         return model.to(torch.bfloat16), {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("kind", ["bert", pytest.param("gpt2", marks=pytest.mark.integration)])
 def test_calls_of_few_tokens_are_predicted_as_they_run(kind: str) -> None:
     model, inputs = few(kind)
     found = predicted(model.train(), inputs, backend="te")

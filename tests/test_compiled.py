@@ -238,7 +238,9 @@ class Casts(Layers):
         return x.float()
 
 
-@pytest.mark.parametrize("kind", [Layers, Writes, Switches, Casts])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(Layers, marks=pytest.mark.integration), Writes, Switches, Casts]
+)
 def test_pieces_compute_what_the_whole_does(
     kind: type[nn.Module], deep: None, compilations: Compilations
 ) -> None:

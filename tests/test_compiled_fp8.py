@@ -66,10 +66,8 @@ def of_module(build: Callable[[], nn.Module], x: Tensor = X, recipe: object = "f
     return Converted(seeded(build), {"x": x}, recipe)
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [("llama", "fp8-delayed"), pytest.param("gpt2", "fp8-current", marks=pytest.mark.integration)],
-)
+@pytest.mark.parametrize(("name", "recipe"), [("llama", "fp8-delayed"), ("gpt2", "fp8-current")])
+@pytest.mark.integration
 def test_is_as_exact_as_uncompiled(
     te: ModuleType, name: str, recipe: str, compilations: Compilations
 ) -> None:

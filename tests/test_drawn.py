@@ -770,4 +770,4 @@ def check_in_fp8(drawing: Drawing) -> None:
 
 @pytest.mark.parametrize("part", PARTS[: max(1, len(PARTS) // 10)])
 def test_a_drawn_model_in_fp8_follows_what_is_changed(part: int, te: ModuleType) -> None:
-    tried(part, min(MODELS // 4, 20), lambda drawing: check_in_fp8(in_fp8(drawing)))
+    tried(part, min(MODELS // 8, 20), lambda drawing: check_in_fp8(in_fp8(drawing)))

@@ -58,7 +58,7 @@ COUNTS = {
 SPELLED_AS_OTHERS = ("whisper", "phi3", "bloom")
 # and what these have of their own, rules and drawn models have too: norms of queries and keys, a parallel
 # residual, attention written out, quick_gelu
-NOT_HERE = (*ALIKE, *SPELLED_AS_OTHERS, "qwen3", "gpt_neox", "llama_eager", "clip_text")
+NOT_HERE = (*ALIKE, *SPELLED_AS_OTHERS, "qwen3", "gpt_neox", "llama_eager", "clip_text", "gemma3_text", "opt")
 
 REFUSED = {
     "t5": {
@@ -88,7 +88,7 @@ def test_fuses_and_verification_takes_nothing_back(name: str) -> None:
 
 
 # the others are of the same parts: `make integrations` inspects them too
-INSPECTED = {"quickstart", "nanogpt_manual", "llama", "opt", "torch_mha"}
+INSPECTED = {"quickstart", "nanogpt_manual", "llama", "torch_mha"}
 
 
 @each(CASES, later=NOT_HERE)

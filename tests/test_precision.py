@@ -186,7 +186,7 @@ def saving_products() -> tuple:
 
 
 @by_delayed_scales
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.integration), False])
 def test_activation_checkpointing_is_a_part_of_the_same_step(recipe: str, reentrant: bool) -> None:
     inside, found = converted(recipe), []
     inside.reentrant = reentrant
@@ -206,7 +206,7 @@ def test_activation_checkpointing_is_a_part_of_the_same_step(recipe: str, reentr
     ("recipe", "compile"),
     [
         ("fp8-current", False),
-        ("fp8-delayed", True),
+        pytest.param("fp8-delayed", True, marks=pytest.mark.integration),
         pytest.param("fp8-delayed", False, marks=pytest.mark.integration),
         pytest.param("fp8-current", True, marks=pytest.mark.integration),
     ],
@@ -348,7 +348,7 @@ def test_models_that_share_weights_have_a_recipe_each() -> None:
 
 
 # two are captured one by one where that is deep, and the head in the first call
-@pytest.mark.parametrize("deep", [1, 8])
+@pytest.mark.parametrize("deep", [1, pytest.param(8, marks=pytest.mark.integration)])
 def test_the_head_stays_out_unless_a_plan_has_it_in(deep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net(blocks=2)
     monkeypatch.setattr(blocks, "DEEP", deep)

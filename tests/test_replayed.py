@@ -665,7 +665,8 @@ def test_a_generation_with_a_static_cache(counts: Counter) -> None:
     assert notes(converted) == []
 
 
-@pytest.mark.parametrize("compile", [True, pytest.param(False, marks=pytest.mark.integration)])
+@pytest.mark.integration
+@pytest.mark.parametrize("compile", [True, False])
 def test_a_generation_with_weights_in_fp8_alone(
     te: ModuleType, products: list[tuple[int, ...]], counts: Counter, compile: bool
 ) -> None:
@@ -785,6 +786,7 @@ def test_forwards_with_a_mask(padded: bool, counts: Counter, looks: Counter) -> 
     assert counts["forward"] > 0, notes(converted)
 
 
+@pytest.mark.integration
 def test_steps_of_two_generations_by_turns(counts: Counter) -> None:
     case = ALL["llama"]
     model = case.build(num_hidden_layers=1).eval()

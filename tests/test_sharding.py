@@ -118,9 +118,9 @@ WHOLE: dict[str, dict[str, str]] = {
 }
 
 
-# a gated decoder, one whose one head of keys is not divided, packed projections behind a mask with a finite
+# a gated decoder, packed projections behind a mask with a finite
 # fill, a mixture of experts, and PyTorch's attention
-@each(ALL, later={*ALL} - {"llama", "falcon", "quickstart_mask", "mixtral", "torch_mha", "torch_mha_bare"})
+@each(ALL, later={*ALL} - {"llama", "quickstart_mask", "mixtral", "torch_mha", "torch_mha_bare"})
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     places = [place for layout in compare(ALL[name], 2) for place in layout.places]
     whole = {(place.what, *place.reasons) for place in places if place.reasons}

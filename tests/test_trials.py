@@ -218,7 +218,7 @@ def test_verify_looks_at_captured_graphs(ran: list[bool]) -> None:
 
 
 @pytest.mark.usefixtures("faster")
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.integration)])
 def test_graphs_that_have_fewer_operations_run_always(name: str, ran: list[bool]) -> None:
     """An activation or a norm of many operations is one: it needs less memory, too."""
     inputs = CASES[name].sample()

@@ -403,7 +403,7 @@ def extract(
         The module, which returns a tuple, and the nodes that are its arguments, in the order of the graph;
         all of the boundary are, though sizes may be read by nothing but what replaces the module.
     """
-    inside, inputs = _needed(outputs, boundary)
+    inside, inputs = needed(outputs, boundary)
     arguments = tuple(sorted(inputs))
     return _module_of(gm, arguments, sorted(inside), outputs), arguments
 
@@ -411,7 +411,7 @@ def extract(
 def read_aside(outputs: Sequence[fx.Node], boundary: Collection[fx.Node]) -> set[fx.Node]:
     """The tensors that are read on the way from `boundary` to `outputs` and are not made of the boundary, as
     those whose dtype or shape is taken."""
-    inside, _ = _needed(outputs, boundary)
+    inside, _ = needed(outputs, boundary)
     between = {*boundary, *outputs}
     for node in sorted(inside):
         if any(read in between for read in node.all_input_nodes):
@@ -420,7 +420,7 @@ def read_aside(outputs: Sequence[fx.Node], boundary: Collection[fx.Node]) -> set
     return {node for node in read if known.is_tensor_node(node) and node.op != "get_attr"}
 
 
-def _needed(outputs: Iterable[fx.Node], boundary: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+def needed(outputs: Iterable[fx.Node], boundary: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """The operations that compute `outputs`, and what these are computed from: the boundary, placeholders."""
     inside, inputs, waiting = set(), set(boundary), list(outputs)
     while waiting:

@@ -104,8 +104,8 @@ def _parts(plan: Plan, names: Collection[str]) -> Iterator[fx.Node]:
 
 def _names_in(plan: Plan, site: Site) -> set[str]:
     """The names of the captured nodes that a site replaces."""
-    inside, _ = edit.extract(plan.captured, *_ends(plan, site))
-    return {node.name for node in inside.graph.nodes if node.op not in ("placeholder", "output")}
+    inside, _ = edit.needed(*_ends(plan, site))
+    return {node.name for node in inside}
 
 
 def _in_order(plan: Plan, without: Collection[Site]) -> list[Site]:
