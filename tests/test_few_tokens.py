@@ -75,7 +75,7 @@ def converted(model: nn.Module, sample: Tensor, **options: Any) -> nn.Module:
     return te_transform.convert(copy.deepcopy(model), sample, verify=False, **options)
 
 
-@pytest.mark.parametrize("backend", ["torch", "te"])
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.integration), "te"])
 def test_the_tokens_of_a_call_decide_also_at_sizes_that_vary(backend: str, unfused: list[bool]) -> None:
     dtype = torch.bfloat16 if backend == "te" else torch.float32
     original = seeded(Gated).to(dtype)

@@ -767,7 +767,11 @@ def test_steps_after_changes(flat: bool, counts: Counter, looks: Counter) -> Non
         assert counts["forward"] > before, change
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["a mask of sizes", "a mask of data"])
+@pytest.mark.parametrize(
+    "padded",
+    [pytest.param(False, marks=pytest.mark.integration), True],
+    ids=["a mask of sizes", "a mask of data"],
+)
 def test_forwards_with_a_mask(padded: bool, counts: Counter, looks: Counter) -> None:
     case = ALL["llama"]
     model = case.build(num_hidden_layers=1).eval()
