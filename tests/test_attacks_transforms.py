@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -119,6 +120,17 @@ def test_after_a_transform_that_dynamo_fails_on_the_graphs_run_again(monkeypatch
     monkeypatch.setattr(CapturedGraph, "__call__", lambda *args: (ran.append(1), call_of(*args))[1])
     torch.testing.assert_close(converted(X), model(X))
     assert ran
+
+
+@pytest.mark.parametrize("name", ["vmap", "gradients of each sample", "an ensemble"])
+def test_what_dynamo_fails_on_in_a_transform_is_not_traced_again(name: str) -> None:
+    """Each call took dynamo a hundred times of what the original takes."""
+    pair, frames = Pair.of(Causal), counters["frames"]
+    for number in range(3):
+        before = frames["total"]
+        pair.agree(TRANSFORMS[name], atol=1e-3)
+        assert (frames["total"] > before) == (number == 0)
+    assert "error" not in pair.agree()
 
 
 def test_gradcheck() -> None:

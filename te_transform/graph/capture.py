@@ -97,6 +97,8 @@ def capture(
     for logger in _LOGGERS:
         logger.addFilter(_is_not_ours)  # once, however often
     times: Counter[CodeType] = Counter()
+    # In torch.func.grad() or the like dynamo fails on its tensors, not on the code, and would in each call.
+    left_in_transforms: set[CodeType] = set()
     context = torch._dynamo.optimize(backend, dynamic=dynamic, **_ALONE)
     forward, traced = _alone(forward), context.callback
     if isinstance(forward, FunctionType) and trace_rules.check(forward):
@@ -113,6 +115,8 @@ def capture(
             return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
         if times[frame.f_code] >= MOST_TRACED:
             return _left(frame.f_code, times)
+        if frame.f_code in left_in_transforms and _in_transform():
+            return _AS_IT_IS
         times[frame.f_code] += 1
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         token = _ours.set(True)
@@ -127,8 +131,11 @@ def capture(
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
             times[frame.f_code] = MOST_TRACED
             return _left(frame.f_code, times)
+        if found.guarded_code is None and _in_transform():
+            left_in_transforms.add(frame.f_code)
+            return _AS_IT_IS
         # what a backend leaves is left in this call alone, too: PyTorch's own forwards share a code object
-        return ConvertFrameReturn(apply_to_code=False) if leaves() or _fails_in_transform(found) else found
+        return ConvertFrameReturn(apply_to_code=False) if leaves() else found
 
     context.callback = trace_with_settings
     run = context(forward)
@@ -136,26 +143,25 @@ def capture(
     return run
 
 
-# For code that has as many graphs as it may have: it runs as it is, with all that it calls. Dynamo would let
-# that run on the graphs that are there, whoever's they are: another model's, or those of one that is gone.
-_FULL = ConvertFrameReturn(
+# Code runs as it is in this call, with all that it calls. Where there are as many graphs as may be, dynamo
+# would run others, whoever's they are: another model's, or those of one that is gone.
+_AS_IT_IS = ConvertFrameReturn(
     frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False
 )
 
 
 def _gives_up(found: ConvertFrameReturn, code: CodeType) -> bool:
     """Whether dynamo has failed on code that it was to trace, as PyTorch's own is not."""
-    is_left = found.guarded_code is None and not trace_rules.check(code)
-    return is_left and not _fails_in_transform(found)
+    return found.guarded_code is None and not trace_rules.check(code) and not _in_transform()
 
 
-def _fails_in_transform(found: ConvertFrameReturn) -> bool:
-    """Whether dynamo has failed within torch.func.grad() or the like: on its tensors, not on the code."""
-    return found.guarded_code is None and torch._C._functorch.peek_interpreter_stack() is not None
+def _in_transform() -> bool:
+    """Whether a call is one within torch.func.grad() or the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _left(code: CodeType, times: Counter[CodeType]) -> ConvertFrameReturn:
-    """_FULL for code that has reached its limit, which is said once."""
+    """_AS_IT_IS for code that has reached its limit, which is said once."""
     if times[code] == MOST_TRACED:
         times[code] += 1
         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
@@ -163,7 +169,7 @@ def _left(code: CodeType, times: Counter[CodeType]) -> ConvertFrameReturn:
             "%s, %s, has as many graphs as it may have, one for each kind of calls: it runs as it is in "
             "calls of other kinds", where, code.co_qualname,
         )  # fmt: skip
-    return _FULL
+    return _AS_IT_IS
 
 
 def code_of(captured: fx.GraphModule) -> Callable[..., Any]:
