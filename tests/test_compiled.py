@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_transform
-from te_transform.runtime import compiled, regions
+from te_transform.runtime import classes, compiled, regions
 from tests.attacks import Attends, Block, Pair
 from tests.conversions import ALL, EVERYWHERE, error, gradients, logged, run
 from tests.models.tiny import WIDTH, Attention
@@ -429,6 +429,7 @@ def test_the_door_of_torch_compile(compilations: Compilations) -> None:
 
 def test_who_compiles_a_converted_model_from_outside_is_told_of_the_option() -> None:
     pair = Pair.of(Block)
+    classes.tell_of_the_option.cache_clear()
     with logged("te_transform") as said:
         outside = torch.compile(pair.converted, backend="eager", fullgraph=True, dynamic=False)
         torch.testing.assert_close(outside(pair.x), pair.original(pair.x))

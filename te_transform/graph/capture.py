@@ -64,6 +64,7 @@ if hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"):
     SETTINGS["invalidate_compile_context_weakrefs"] = True
 
 
+_Traced = tuple[CodeType, bool]  # a piece of code, and whether within torch.func.grad() or the like
 MOST_TRACED = 256  # pieces of code, each so often by one function: guards may fail for ever
 # Graphs of other functions do not count for a limit, nor do calls look through them (since PyTorch 2.13).
 _ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
@@ -96,15 +97,9 @@ def capture(
     """
     for logger in _LOGGERS:
         logger.addFilter(_is_not_ours)  # once, however often
-    times: Counter[CodeType] = Counter()
-    # In torch.func.grad() or the like dynamo fails on its tensors, not on the code, and would in each call.
-    left_in_transforms: set[CodeType] = set()
+    times: Counter[_Traced] = Counter()
     context = torch._dynamo.optimize(backend, dynamic=dynamic, **_ALONE)
-    forward, traced = _alone(forward), context.callback
-    if isinstance(forward, FunctionType) and trace_rules.check(forward):
-        # PyTorch's own forwards dynamo traces within a function around them, which all of them share: where
-        # it failed once, as with inputs that do not fit, it traces none of them again
-        forward = _alone(wrap_inline(forward))
+    forward, traced = _traceable(forward), context.callback
 
     # The callback runs only where a frame has to be traced: the settings hold for our captures and nobody
     # else's, and a call whose guards hold does not pay for them.
@@ -113,11 +108,10 @@ def capture(
         # the ops' own backwards run here too, where a forward calls autograd between two graphs
         if leaves() or frame.f_code.co_filename.startswith(_OWN):
             return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
-        if times[frame.f_code] >= MOST_TRACED:
-            return _left(frame.f_code, times)
-        if frame.f_code in left_in_transforms and _in_transform():
-            return _AS_IT_IS
-        times[frame.f_code] += 1
+        key = _, transformed = frame.f_code, _in_transform()
+        if times[key] >= MOST_TRACED:
+            return _left(key, times)
+        times[key] += 1
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
         token = _ours.set(True)
         try:
@@ -129,10 +123,10 @@ def capture(
             _ours.reset(token)
         run.turned_off = before or _gives_up(found, frame.f_code)
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
-            times[frame.f_code] = MOST_TRACED
-            return _left(frame.f_code, times)
-        if found.guarded_code is None and _in_transform():
-            left_in_transforms.add(frame.f_code)
+            times[key] = MOST_TRACED
+            return _left(key, times)
+        if found.guarded_code is None and transformed:  # by its tensors: it would fail on them in each call
+            times[key] = MOST_TRACED + 1
             return _AS_IT_IS
         # what a backend leaves is left in this call alone, too: PyTorch's own forwards share a code object
         return ConvertFrameReturn(apply_to_code=False) if leaves() else found
@@ -160,10 +154,11 @@ def _in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _left(code: CodeType, times: Counter[CodeType]) -> ConvertFrameReturn:
+def _left(traced: _Traced, times: Counter[_Traced]) -> ConvertFrameReturn:
     """_AS_IT_IS for code that has reached its limit, which is said once."""
-    if times[code] == MOST_TRACED:
-        times[code] += 1
+    if times[traced] == MOST_TRACED:
+        times[traced] += 1
+        code, _ = traced
         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
         log.warning(
             "%s, %s, has as many graphs as it may have, one for each kind of calls: it runs as it is in "
@@ -214,6 +209,15 @@ def _left_out() -> dict[str, _Methods]:
     once = (method for name, method in vars(logging.Logger).items() if name.endswith("_once"))
     left_out = _Methods({*torch._dynamo.config.ignore_logging_functions, *once})
     return {"ignore_logging_functions": left_out}
+
+
+def _traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that dynamo traces, whatever it has traced of others."""
+    forward = _alone(forward)
+    # PyTorch's own forwards dynamo traces within a function around them, which all of them share: where it
+    # failed once, as with inputs that do not fit, it traces none of them again
+    is_pytorchs = isinstance(forward, FunctionType) and trace_rules.check(forward)
+    return _alone(wrap_inline(forward)) if is_pytorchs else forward
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:

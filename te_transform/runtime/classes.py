@@ -109,14 +109,17 @@ def own_classes(model: nn.Module) -> Iterator[None]:
 @torch._dynamo.assume_constant_result  # dynamo calls it while tracing, and no call of it is in the graph
 def _tell_compilers() -> bool:
     # where dynamo gives up on a forward it traces what that calls: is_compiling_here() is true there
-    traced = CompileContext.try_get()
-    is_first = traced is not None and not traced.compile_id.frame_compile_id  # others are recompilations
-    if is_first and not is_our_capture() and not torch.compiler.is_exporting():
-        log.warning(
-            "a converted model is compiled from outside, which compiles the user's own forward: to compile "
-            "what te_transform made of it, pass compile=True to te_transform.convert()"
-        )
+    if CompileContext.try_get() is not None and not is_our_capture() and not torch.compiler.is_exporting():
+        tell_of_the_option()
     return True
+
+
+@functools.cache  # once: dynamo traces each piece of a forward, some twice, and at other sizes again
+def tell_of_the_option() -> None:
+    log.warning(
+        "a converted model is compiled from outside, which compiles the user's own forward: to compile "
+        "what te_transform made of it, pass compile=True to te_transform.convert()"
+    )
 
 
 skip_code(_tell_compilers.__code__)  # and what it asks is no part of the user's forward
