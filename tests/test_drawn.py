@@ -1,7 +1,7 @@
 """Models that Hypothesis draws, changed and called in ways that it draws: the converted one answers as the
 original, and so do its gradients; in FP8 as one that is converted after the changes.
 
-`make test` draws ten, `make fuzz` eleven thousand, and a part of these draws the same ones each time. A
+`make test` draws nine, `make fuzz` eleven thousand, and a part of these draws the same ones each time. A
 failure prints the drawing, made as small as it can be: what ever failed is kept below, and tried each time.
 """
 

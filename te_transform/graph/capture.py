@@ -108,7 +108,7 @@ def capture(
         # the ops' own backwards run here too, where a forward calls autograd between two graphs
         if leaves() or frame.f_code.co_filename.startswith(_OWN):
             return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
-        key = _, transformed = frame.f_code, _in_transform()
+        key = code, transformed = frame.f_code, _in_transform()
         if times[key] >= MOST_TRACED:
             return _left(key, times)
         times[key] += 1
@@ -121,7 +121,7 @@ def capture(
                 found = traced(frame, *args, **kwargs)
         finally:
             _ours.reset(token)
-        run.turned_off = before or _gives_up(found, frame.f_code)
+        run.turned_off = before or _gives_up(found, code, transformed)
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
             times[key] = MOST_TRACED
             return _left(key, times)
@@ -144,9 +144,10 @@ _AS_IT_IS = ConvertFrameReturn(
 )
 
 
-def _gives_up(found: ConvertFrameReturn, code: CodeType) -> bool:
-    """Whether dynamo has failed on code that it was to trace, as PyTorch's own is not."""
-    return found.guarded_code is None and not trace_rules.check(code) and not _in_transform()
+def _gives_up(found: ConvertFrameReturn, code: CodeType, transformed: bool) -> bool:
+    """Whether dynamo has failed on code that it was to trace, as PyTorch's own is not; in a transform it has
+    failed on tensors."""
+    return found.guarded_code is None and not transformed and not trace_rules.check(code)
 
 
 def _in_transform() -> bool:
