@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 import torch._dynamo.guards
+import torch._dynamo.utils
 import transformers  # noqa: F401  what is there is taken out of the garbage collector's sight below
 
 from te_transform.backends import limits
@@ -20,8 +21,16 @@ TESTS_BETWEEN = 80
 numbers = count(1)
 last_group: list[torch.distributed.ProcessGroup] = []
 
-# Dynamo times the guards of each capture, for its log, after it has emptied the CPU's caches.
+# For its log dynamo times the guards of each capture, after it has emptied the CPU's caches, and writes all
+# settings of the compiler as text.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+torch._dynamo.utils._get_dynamo_config_for_logging = lambda: None
+torch._dynamo.utils._scrubbed_inductor_config_for_logging = lambda: None
+
+# A seed for a device that is not there is kept for the day that it is, with the stack of calls as text.
+for device in (torch.cuda, torch.xpu, torch.mtia):
+    if not device.is_available():
+        device.manual_seed_all = lambda seed: None
 
 
 def pytest_runtest_teardown() -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_transform
 from te_transform.runtime import blocks
+from tests import attacks
 from tests.attacks import Act, Attends, Pair, X, call, named, with_input_gradient
 from tests.models.tiny import Tiny
 from tests.zoo import seeded
@@ -79,7 +80,7 @@ def raising(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@attacks.each(HOOKS, "forward, in place")
 def test_hooks_may_change_what_passes(name: str) -> None:
     pair = Pair.shared(Tiny)
     for path in ("blocks.0.mlp.fc1", "blocks.0.attention.k_proj"):

@@ -210,6 +210,7 @@ def predicted(model: nn.Module, inputs: dict[str, torch.Tensor], **options: obje
     return {each.name: each.why if each.seconds is None else each.seconds for each in found.timings}
 
 
+@pytest.mark.integration  # test_cli.py prints them
 def test_inspect_predicts_the_times() -> None:
     model, inputs = llama(layers=4)
     asked = {"backend": "te", "recipe": "fp8-delayed"}

@@ -489,7 +489,7 @@ def test_documents_in_the_core(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=LATER),
         pytest.param("llama", {"compile": True}, marks=LATER),
         pytest.param("llama", {"graphs": True}, marks=LATER),
         pytest.param("mistral", {}, marks=LATER),

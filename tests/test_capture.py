@@ -753,7 +753,7 @@ def test_code_that_raises_in_a_subclass_runs_as_it_is(verify: bool) -> None:
 
 
 @pytest.mark.usefixtures("deep")
-@pytest.mark.parametrize("layers", [pytest.param(2, marks=pytest.mark.integration), DEEP + 1])
+@pytest.mark.parametrize("layers", [2, pytest.param(DEEP + 1, marks=pytest.mark.integration)])
 def test_an_encoder_hands_back_zeros_for_padding_as_where_it_is_not_traced(layers: int) -> None:
     """In evaluation alone, where it makes nested tensors; in training it is fused."""
 

@@ -75,6 +75,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
 compiled_pair = partial(Pair.of, compile=True)
 
 
+@pytest.mark.integration  # sizes that vary are tried below
 def test_a_model_with_padding_and_without(compilations: Compilations) -> None:
     case = ALL["llama"]
     model, inputs, padded = case.build(num_hidden_layers=1), case.sample(), case.sample(padded=True)
@@ -239,7 +240,8 @@ class Casts(Layers):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(Layers, marks=pytest.mark.integration), Writes, Switches, Casts]
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.integration) for kind in (Layers, Casts)), Writes, Switches],
 )
 def test_pieces_compute_what_the_whole_does(
     kind: type[nn.Module], deep: None, compilations: Compilations
@@ -268,9 +270,8 @@ def test_a_part_without_autocast_has_its_gradients_in_fp32() -> None:
     compiled_pair(InFp32).agree(act)
 
 
-@pytest.mark.parametrize(
-    ("name", "pieces"), [("gpt2", 3), pytest.param("vit", 3, marks=pytest.mark.integration)]
-)
+@pytest.mark.integration  # of one model or another the pieces are those of the modules above
+@pytest.mark.parametrize(("name", "pieces"), [("gpt2", 3), ("vit", 3)])
 def test_pieces_of_a_bucket_compute_what_the_whole_does(
     name: str, pieces: int, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,7 +181,9 @@ def test_products_within_a_transform_run_in_their_own_dtype(te: ModuleType) -> N
     assert not pair.notes
 
 
-@pytest.mark.parametrize("build", [pytest.param(Shared, marks=pytest.mark.integration), PostNorm, Repeated])
+@pytest.mark.parametrize(
+    "build", [*(pytest.param(build, marks=pytest.mark.integration) for build in (Shared, Repeated)), PostNorm]
+)
 def test_products_that_share_a_state_or_a_graph(
     te: ModuleType, build: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

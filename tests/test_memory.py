@@ -52,7 +52,7 @@ def predicted(
 
 # peaks beside the weights, MiB, on one H100 (docs/benchmarks.md); four Llamas with transformers' own loss
 MEASURED = [
-    (llama, tokens, None, False, 12470),
+    pytest.param(llama, tokens, None, False, 12470, marks=pytest.mark.integration),
     pytest.param(llama, tokens, None, True, 10285, marks=pytest.mark.integration),
     pytest.param(llama, tokens, "fp8-current", True, 13285, marks=pytest.mark.integration),
     pytest.param(llama, tokens, "fp8-block", True, 14034, marks=pytest.mark.integration),

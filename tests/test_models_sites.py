@@ -58,7 +58,9 @@ COUNTS = {
 SPELLED_AS_OTHERS = ("whisper", "phi3", "bloom")
 # and what these have of their own, rules and drawn models have too: norms of queries and keys, a parallel
 # residual, attention written out, quick_gelu
-NOT_HERE = (*ALIKE, *SPELLED_AS_OTHERS, "qwen3", "gpt_neox", "llama_eager", "clip_text", "gemma3_text", "opt")
+NOT_HERE = (
+    *ALIKE, *SPELLED_AS_OTHERS, "qwen3", "gpt_neox", "llama_eager", "clip_text", "gemma3_text", "opt", "vit",
+)  # fmt: skip
 
 REFUSED = {
     "t5": {

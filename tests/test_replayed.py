@@ -26,7 +26,7 @@ from te_transform.backends import limits
 from te_transform.plan import options
 from te_transform.runtime import lowered, recordings, replayed
 from te_transform.runtime.converted import converted_of
-from tests import stand_in, test_compiled, test_quantize
+from tests import attacks, stand_in, test_compiled, test_quantize
 from tests.attacks import OTHER, WIDTH, Attends, Block, Pair, X, observed
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
 from tests.zoo import seeded, zero_dropout
@@ -375,7 +375,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@attacks.each(CHANGES, "another dtype", "a hook on a module")
 def test_the_model_is_changed(name: str, counts: Counter) -> None:
     pair = pair_of(Deep)
     if name in ("another dtype", "evaluation"):
@@ -734,11 +734,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return looks
 
 
-@pytest.mark.parametrize(
-    "flat",
-    [False, pytest.param(True, marks=pytest.mark.integration)],
-    ids=["own memory", "one memory for all"],
-)
+@pytest.mark.integration  # each change alone is above
+@pytest.mark.parametrize("flat", [False, True], ids=["own memory", "one memory for all"])
 def test_steps_after_changes(flat: bool, counts: Counter, looks: Counter) -> None:
     case = ALL["llama"]
     model = case.build(num_hidden_layers=1).eval()

@@ -118,9 +118,8 @@ WHOLE: dict[str, dict[str, str]] = {
 }
 
 
-# a gated decoder, packed projections behind a mask with a finite fill, a mixture of experts, and PyTorch's
-# attention
-@each(ALL, later={*ALL} - {"llama", "quickstart_mask", "mixtral", "torch_mha", "torch_mha_bare"})
+# a gated decoder, packed projections behind a mask with a finite fill, and PyTorch's attention
+@each(ALL, later={*ALL} - {"llama", "quickstart_mask", "torch_mha", "torch_mha_bare"})
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     places = [place for layout in compare(ALL[name], 2) for place in layout.places]
     whole = {(place.what, *place.reasons) for place in places if place.reasons}

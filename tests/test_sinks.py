@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.graph import ops
-from tests import stand_in, test_bands, test_compiled, test_replayed
+from tests import attacks, stand_in, test_bands, test_compiled, test_replayed
 from tests.conversions import error, run
 from tests.families import FAMILIES
 from tests.zoo import seeded
@@ -88,7 +88,7 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@attacks.each(SAME, "without a shift", "by index", "as Granite")
 @pytest.mark.usefixtures("as_given")
 def test_what_is_taken_for_sinks(name: str, te: ModuleType) -> None:
     model = Attention(**SAME[name])
@@ -123,14 +123,8 @@ def test_the_op_is_a_softmax_with_a_column_more() -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *(pytest.param(each, marks=pytest.mark.integration) for each in ({}, {"compile": True})),
-        {"graphs": True},
-    ],
-    ids=str,
-)
+@pytest.mark.integration  # of the parts that are tested one by one above
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"graphs": True}], ids=str)
 @pytest.mark.usefixtures("compilations", "kernels")
 def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained and evaluated, with and without padding, at lengths on both sides of the window."""

@@ -259,14 +259,21 @@ class Siblings:
     meet: Callable[[fx.Node], fx.Node | None] = field(default=lambda node: None)
 
 
-def within(pattern: Pattern | Siblings) -> Iterator[Pattern | Siblings]:
-    """The pattern, and all that it is made of; what a class of somebody else's holds is not known."""
-    yield pattern
-    choices = (choice for _, choice in getattr(pattern, "choices", ()))
-    held = (getattr(pattern, name, ()) for name in ("args", "operands", "items"))
-    for part in chain(*held, choices, (getattr(pattern, "inner", None),)):
-        if isinstance(part, Pattern):
-            yield from within(part)
+def within(pattern: Pattern | Siblings) -> list[Pattern | Siblings]:
+    """The pattern, and all that it is made of, each part once, although alternatives share theirs; what a
+    class of somebody else's holds is not known."""
+    found: dict[int, Pattern | Siblings] = {}
+    waiting = [pattern]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in found:
+            continue
+        found[id(part)] = part
+        choices = (choice for _, choice in getattr(part, "choices", ()))
+        held = (getattr(part, name, ()) for name in ("args", "operands", "items"))
+        inner = chain(*held, choices, (getattr(part, "inner", None),))
+        waiting += reversed([part for part in inner if isinstance(part, Pattern)])
+    return list(found.values())
 
 
 def targets_of(pattern: Pattern | Siblings) -> tuple[Any, ...]:

@@ -219,7 +219,7 @@ def _check_targets(rule: Rule) -> None:
 def _check_names(rule: Rule) -> None:
     """Raise unless what a rule reads, hands out and shares is named by roles of the pattern, and arguments of
     its ops."""
-    parts = list(within(rule.pattern))
+    parts = within(rule.pattern)
     if any(type(part).__module__ != Pattern.__module__ for part in parts):  # who knows what these bind
         return
     found: dict[str, tuple[Any, ...]] = {}
