@@ -128,6 +128,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.integration  # as attributes of models that are written by hand
 def test_what_is_set_later_is_read() -> None:
     pair = pair_of()
     for name, change in CHANGES.items():
@@ -190,6 +191,7 @@ def replaced_functions() -> dict[str, tuple]:
     }
 
 
+@pytest.mark.integration  # test_attacks_modes.py replaces others
 def test_a_function_that_is_replaced_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = pair_of()
     for name, (owner, key, function) in replaced_functions().items():

@@ -161,7 +161,8 @@ def test_where_nothing_can_be_written(file: Path) -> None:
 
 
 @pytest.mark.usefixtures("compilations")
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.integration)])
+@pytest.mark.integration
+@pytest.mark.parametrize("training", [True, False])
 def test_timing_changes_nothing(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this CPU, for real; the copy too is as it was, but for what conversion does."""
     monkeypatch.setattr(timing, "SECONDS", 0.0)
@@ -307,7 +308,8 @@ def few(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         return model.to(torch.bfloat16), {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("kind", ["bert", pytest.param("gpt2", marks=pytest.mark.integration)])
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_calls_of_few_tokens_are_predicted_as_they_run(kind: str) -> None:
     model, inputs = few(kind)
     found = predicted(model.train(), inputs, backend="te")

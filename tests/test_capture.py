@@ -413,6 +413,7 @@ def test_settings_are_those_of_our_captures_alone() -> None:
     assert settings() == before
 
 
+@pytest.mark.integration  # test_attacks_lifecycle.py has threads
 def test_threads_convert_and_capture_at_once_and_put_settings_back() -> None:
     before, models, ready = settings(), [seeded(Tiny) for _ in range(3)], threading.Barrier(3)
 

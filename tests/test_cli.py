@@ -260,6 +260,7 @@ def test_a_recipe_that_has_no_emulation_is_said(
     assert capsys.readouterr().err == "te-transform: there is no emulation of this recipe\n"
 
 
+@pytest.mark.integration  # the next one but one tunes a module
 def test_tune_a_config(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
@@ -282,6 +283,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("te_transform ")
 
 
+@pytest.mark.integration  # test_verify.py finds what is not the same
 @pytest.mark.usefixtures("as_given")
 def test_what_is_not_the_same_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

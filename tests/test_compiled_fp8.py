@@ -196,13 +196,14 @@ def test_products_that_share_a_state_or_a_graph(
     assert not pair.notes
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [RECIPES[0], pytest.param(RECIPES[1], marks=pytest.mark.integration)])
 def test_any_number_of_rows(te: ModuleType, recipe: str) -> None:
     pair = of_module(Attends, X[:, :5], recipe)
     for _ in range(3):
         pair.hold(trained)
 
 
+@pytest.mark.integration  # test_attacks_training.py freezes parts
 def test_gradients_of_some_parameters_alone(te: ModuleType) -> None:
     pair = of_module(Attends)
     for frozen in (("norm.weight", "norm.bias"), ("attention.q_proj.weight",), ()):
@@ -332,7 +333,7 @@ def test_a_precision_plan_holds(te: ModuleType, compilations: Compilations) -> N
         (torch.float8_e4m3fn, True),  # as activations and weights are quantized
         pytest.param(torch.float8_e4m3fn, False, marks=pytest.mark.integration),
         pytest.param(torch.float8_e5m2, True, marks=pytest.mark.integration),
-        (torch.float8_e5m2, False),
+        pytest.param(torch.float8_e5m2, False, marks=pytest.mark.integration),
     ],
 )
 def test_the_operations_are_such_as_a_compiler_expects(dtype: torch.dtype, turned: bool) -> None:

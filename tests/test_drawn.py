@@ -707,6 +707,7 @@ KEPT = {
 LONG = (
     "keys and values that are passed on", "an error in the call that is recorded",
     "checkpoints, and dropouts in all places", "joined after a copy, in inference mode",
+    "a row that sees nothing", "dropouts that are compiled, twice",
 )  # fmt: skip
 
 

@@ -239,6 +239,7 @@ def test_a_checkpoint_repeats_what_the_forward_did(recipe: str | None, unfused: 
             torch.testing.assert_close(one, other, atol=0.1, rtol=0.1)
 
 
+@pytest.mark.integration
 def test_checkpoints_of_two_lengths_before_a_backward() -> None:
     model = converted(seeded(Gated), rows(1, 7))
     few, many = rows(1, 3).requires_grad_(), rows(3, 9).requires_grad_()

@@ -69,6 +69,7 @@ def test_predicts_what_was_measured(
     assert abs(found.peak / MIB - measured) <= 0.1 * measured
 
 
+@pytest.mark.integration
 def test_counts_weights_and_gradients_once() -> None:
     model = ALL["gpt2"].build(n_layer=1).bfloat16()  # the head is tied to the embedding
     found = te_transform.inspect(model, ALL["gpt2"].sample(), backend="te").memory

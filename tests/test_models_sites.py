@@ -60,6 +60,7 @@ SPELLED_AS_OTHERS = ("whisper", "phi3", "bloom")
 # residual, attention written out, quick_gelu
 NOT_HERE = (
     *ALIKE, *SPELLED_AS_OTHERS, "qwen3", "gpt_neox", "llama_eager", "clip_text", "gemma3_text", "opt", "vit",
+    "bert",
 )  # fmt: skip
 
 REFUSED = {

@@ -375,7 +375,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }  # fmt: skip
 
 
-@attacks.each(CHANGES, "another dtype", "a hook on a module")
+@attacks.each(CHANGES, "another dtype", "a hook on a module", "evaluation", "another eps")
 def test_the_model_is_changed(name: str, counts: Counter) -> None:
     pair = pair_of(Deep)
     if name in ("another dtype", "evaluation"):

@@ -149,7 +149,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", *(pytest.param(name, marks=pytest.mark.integration) for name in ("llama", "nanogpt_manual"))],
+    [pytest.param(name, marks=pytest.mark.integration) for name in ("gpt2", "llama", "nanogpt_manual")],
 )
 @pytest.mark.usefixtures("as_given")
 def test_models_with_a_loss_are_verified(name: str) -> None:

@@ -290,7 +290,8 @@ def test_of_a_joined_product_the_values_alone_are_kept(
     assert all(parameter.grad is not None for parameter in converted.parameters())
 
 
-@pytest.mark.parametrize("verify", [pytest.param(False, marks=pytest.mark.integration), True])
+@pytest.mark.integration
+@pytest.mark.parametrize("verify", [False, True])
 def test_a_conversion_copies_nothing_together(verify: bool) -> None:
     """A backward would keep the copies of all layers: the first calls run what was captured."""
     model = CASES["llama"].build()
