@@ -260,7 +260,7 @@ def test_a_recipe_that_has_no_emulation_is_said(
     assert capsys.readouterr().err == "te-transform: there is no emulation of this recipe\n"
 
 
-@pytest.mark.integration  # the next one but one tunes a module
+@pytest.mark.integration  # test_tune_keeps_the_fastest tunes a module
 def test_tune_a_config(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:

@@ -118,10 +118,7 @@ def dispatch(model: nn.Module, folder: Path) -> nn.Module:
 
 
 @pytest.mark.integration  # its hooks come off, and are seen, in the others
-@pytest.mark.parametrize(
-    "offload",
-    [cpu_offload, disk_offload, dispatch],
-)
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload, dispatch])
 @pytest.mark.parametrize("order", ["converted, offloaded", "offloaded, converted"])
 def test_offloaded(order: str, offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path):
     expected = original().eval()(IDS)
