@@ -132,6 +132,8 @@ def _dry_call(model: nn.Module, planned: Converted, sample: Inputs, tensors: Cal
             with tensors(model, sample) as (args, kwargs):
                 seen.name_parameters(model)
                 model.train()(*args, **kwargs)
+                if planned.in_pieces:  # which only a first call can show
+                    model(*args, **kwargs)
         except Exception as error:
             raise TraceError.of(model, sample, error) from error
         finally:

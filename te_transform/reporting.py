@@ -71,7 +71,9 @@ def reported(model: nn.Module, converted: Converted, seen: Seen, sample: Inputs)
     options, plans = converted.options, list(seen.plans())
     precision = None
     if options.recipe is not None:
-        others = products_around(model, [path for path, _ in plans])
+        # graphs of what is around blocks are the model's, and not all of it
+        whole = not converted.in_pieces
+        others = products_around(model, [path for path, _ in plans if path or whole])
         precision = assign(plans, options.recipe, options.backend, others)
     if plans and "forward" in vars(model) and not converted.entered:
         converted.failures += [_SET_ON_MODEL] * (_SET_ON_MODEL not in converted.failures)

@@ -30,6 +30,12 @@ def parts(model: nn.Module) -> list[nn.Module]:
     return [part for part in found.values() if type(part).forward is not nn.Module.forward]
 
 
+def are_held_by_parts(model: nn.Module) -> bool:
+    """Whether the model itself calls none of its layers: a backbone does."""
+    held = {id(module) for part in parts(model) for module in part.modules()}
+    return all(id(block) in held for block in blocks(model))
+
+
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The layers by their names; a list in a list is none, and neither is what it holds: nobody calls it."""
     found: dict[str, nn.Module] = {}

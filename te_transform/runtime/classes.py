@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
@@ -27,6 +28,8 @@ from te_transform.plan.model import CONVERTED, ModelError
 from te_transform.runtime.precision import Precision
 
 log = logging.getLogger(__name__)
+
+_cutting: ContextVar[bool] = ContextVar("_cutting", default=False)  # in a capture that parts are no part of
 
 
 class Carrier(Protocol):
@@ -106,7 +109,31 @@ def own_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = kind
 
 
-@torch._dynamo.assume_constant_result  # dynamo calls it while tracing, and no call of it is in the graph
+@contextmanager
+def parts_stay_out(which: bool) -> Iterator[None]:
+    """Let a model's parts end the graphs of what is captured meanwhile, and run as they do by themselves."""
+    token = _cutting.set(which)
+    try:
+        yield
+    finally:
+        _cutting.reset(token)
+
+
+# dynamo calls these while tracing, and no call of them is in the graph
+@torch._dynamo.assume_constant_result
+def _stays_out() -> bool:
+    return _cutting.get() and is_our_capture()
+
+
+@torch._dynamo.disable
+def _by_itself(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    place = vars(module).get(CONVERTED)
+    if place is None:
+        return forward(module, *args, **kwargs)
+    return place.converted.call(place, forward, module, args, kwargs)
+
+
+@torch._dynamo.assume_constant_result
 def _tell_compilers() -> bool:
     # where dynamo gives up on a forward it traces what that calls: is_compiling_here() is true there
     if CompileContext.try_get() is not None and not is_our_capture() and not torch.compiler.is_exporting():
@@ -122,7 +149,8 @@ def tell_of_the_option() -> None:
     )
 
 
-skip_code(_tell_compilers.__code__)  # and what it asks is no part of the user's forward
+for _asked in (_tell_compilers, _stays_out):
+    skip_code(_asked.__code__)  # and what they ask is no part of the user's forward
 
 _CLASSES: dict[type, type] = {}
 _ORIGINALS: dict[type, type] = {}
@@ -164,6 +192,8 @@ def _methods(kind: type) -> dict[str, Callable[..., Any]]:
         # dynamo does not guard hooks for all modules
         if is_capturing() or _has_any_global_hook() or (place := self.__dict__.get(CONVERTED)) is None:
             if is_compiling_here():
+                if _stays_out():
+                    return _by_itself(own, self, args, kwargs)
                 _tell_compilers()
             return own(self, *args, **kwargs)
         return place.converted.call(place, own, self, args, kwargs)

@@ -33,9 +33,9 @@ from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
 from te_transform.plan.model import CONVERTED, ModelError, is_sharded
 from te_transform.plan.options import Options
-from te_transform.runtime.blocks import blocks, parts
+from te_transform.runtime.blocks import are_held_by_parts, blocks, parts
 from te_transform.runtime.captured import CapturedGraph
-from te_transform.runtime.classes import Place, Role, own_class, restore_class, swap_class
+from te_transform.runtime.classes import Place, Role, own_class, parts_stay_out, restore_class, swap_class
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import is_dispatch_mode_on, is_foreign_mode_on, set_aside
 from te_transform.runtime.parallel import Parallel, ParallelError
@@ -97,6 +97,7 @@ class Converted:
     by_block: bool = False
     checker: Checker | None = None
     in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
+    is_around: bool = False  # whether what is around the blocks then, a head and a loss, is captured as well
     recomputes: set[_Mode] = field(default_factory=set)  # with checkpoints in what is captured as one
     nests: bool = False  # whether it makes nested tensors in evaluation where it is not traced
     entered: bool = False  # whether a call has come through the model's own forward, not its parts' alone
@@ -139,6 +140,8 @@ class Converted:
             if is_block or not found:
                 self.uncut.add(kind)
                 self.failures += [why] * (why not in self.failures)
+            elif self.is_around:  # a head is repeated too
+                self.is_around = False
             else:
                 self.in_pieces = True
                 self.capture_blocks(model)
@@ -228,7 +231,8 @@ class Converted:
         if model is not None:
             self._settle(model)
         with nullcontext() if self.precision is None or model is None else self.precision.running(model):
-            if self.by_block and not is_block:
+            around = self.is_around and place.is_root and self.parallel is None
+            if self.by_block and not is_block and not around:
                 with self._with_whole_parameters(module, but_blocks=True):
                     return forward(module, *args, **kwargs)
             if trial is None or chosen is not None:
@@ -255,12 +259,12 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """A call in which dynamo captures the forward, or finds the graphs that it has."""
-        kind = type(module)
-        run, before = self._captured(kind, forward), len(self.graphs)
+        kind, is_around = type(module), self.by_block and place.is_root
+        run, before = self._captured(kind, forward, is_around), len(self.graphs)
         run.turned_off = False
         self.uncut.discard(kind)  # of a call that has raised
         try:
-            with set_aside(), self._with_stand_ins(module), suppress(_OnStandIns):
+            with parts_stay_out(is_around), set_aside(), self._with_stand_ins(module), suppress(_OnStandIns):
                 out = run(module, *args, **kwargs)
             if kind in self.uncut:
                 self.recomputes.add(_mode(module))
@@ -282,8 +286,11 @@ class Converted:
                 self.runs.pop(kind, None)
             self.leaving.discard(kind)
 
-    def _captured(self, kind: type, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a class, which is captured in its calls."""
+    def _captured(
+        self, kind: type, forward: Callable[..., Any], is_around: bool = False
+    ) -> Callable[..., Any]:
+        """The forward of a class, which is captured in its calls; of what is around blocks, parts end the
+        graphs, which is no reason that anybody is told."""
         if kind not in self.runs:
             held = weakref.ref(self)  # see _fused()
             dynamic = None if self.parallel is None else False  # shards are of sizes that are known
@@ -292,7 +299,7 @@ class Converted:
                 lambda captured, inputs: held().backend(captured, inputs, kind),
                 lambda: kind in held().leaving,
                 dynamic,
-                self.reasons,
+                None if is_around else self.reasons,
             )
         return self.runs[kind]
 
@@ -370,7 +377,9 @@ class Converted:
 
     def capture_blocks(self, model: nn.Module, one_by_one: bool = True) -> None:
         """Capture the blocks of `model` one by one, or the whole of it."""
-        self.by_block = one_by_one
+        if one_by_one != self.by_block:
+            self.runs.pop(type(model), None)
+        self.by_block, self.is_around = one_by_one, one_by_one and self.in_pieces and are_held_by_parts(model)
         for block in blocks(model):
             if one_by_one:
                 swap_class(block, Place(self, Role.BLOCK))
@@ -401,13 +410,15 @@ class Converted:
                 lay(group)
 
     def __deepcopy__(self, memo: dict) -> Converted:
-        twin = memo[id(self)] = Converted(self.options, self.by_block, self.checker, report=self.report)
+        twin = memo[id(self)] = Converted(self.options, self.by_block, self.checker, self.in_pieces)
+        twin.is_around, twin.report = self.is_around, self.report
         twin.parallel = copy.deepcopy(self.parallel, memo)
         twin.precision, twin.whole = copy.deepcopy(self.precision, memo), self._no_graphs()
         return twin
 
     def __reduce__(self) -> tuple:
-        held = self.options, self.by_block, self.checker, self.report, self.precision
+        cuts = self.by_block, self.in_pieces, self.is_around
+        held = self.options, cuts, self.checker, self.report, self.precision
         if self.parallel is not None:
             return self.parallel.__reduce__()
         return _restored, (*held, self._no_graphs())
@@ -419,13 +430,16 @@ class Converted:
 
 def _restored(
     options: Options,
-    by_block: bool,
+    cuts: tuple[bool, bool, bool],
     checker: Checker | None,
     report: Any,
     precision: Precision | None,
     whole: list[CapturedGraph] | None,
 ) -> Converted:
-    return Converted(options, by_block, checker, report=report, precision=precision, whole=whole)
+    by_block, in_pieces, is_around = cuts
+    made = Converted(options, by_block, checker, in_pieces, is_around, report=report, precision=precision)
+    made.whole = whole
+    return made
 
 
 class _OnStandIns(Exception):

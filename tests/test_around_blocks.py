@@ -1,0 +1,203 @@
+"""Where checkpoints or FSDP cut a forward, blocks are captured one by one, and so is what is around them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import te_transform
+from te_transform.runtime.converted import converted_of
+from tests.attacks import WIDTH, Block, Pair, X
+
+LABELS = torch.arange(X.shape[1]).expand(X.shape[:2])
+WORDS = 24
+
+
+class Backbone(nn.Module):
+    """Blocks, each under a checkpoint in training."""
+
+    checkpoints = True
+
+    def __init__(self, layers: int = 2):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            recomputes = self.training and self.checkpoints
+            x = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
+        return {"last": x}
+
+
+class Model(nn.Module):
+    """A head behind a backbone, with a loss."""
+
+    def __init__(self, layers: int = 2):
+        super().__init__()
+        self.backbone = Backbone(layers)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.backbone(x)["last"]
+        logits = self.head(self.norm(hidden))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), LABELS.flatten()), "logits": logits}
+
+
+class Unchecked(Model):
+    """Without checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone.checkpoints = False
+
+
+class Nested(Model):
+    """Functions that call functions: each is cut where the blocks are called."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.backbone(x)["last"]
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.hidden(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x).square().mean()
+
+
+class CallsLayers(Nested):
+    """Calls the layers that its backbone holds by itself."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for layer in self.backbone.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.training else layer(x)
+        return x
+
+
+class RepeatsItsHead(Nested):
+    """Its head is under a checkpoint too."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda hidden: self.head(self.norm(hidden)), self.hidden(x), use_reentrant=False)
+
+
+class TwoTowers(Nested):
+    """Two parts, and something between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.between = Backbone(), nn.Linear(WIDTH, WIDTH)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        first = super().hidden(x)
+        return self.second(F.gelu(self.between(first)))["last"]
+
+
+def paths(model: nn.Module) -> list[str]:
+    """Of the sites of all graphs that there are by now."""
+    return [site.path for graph in converted_of(model).graphs for site in graph.plan.sites]
+
+
+@contextmanager
+def nothing_traced() -> Iterator[None]:
+    before = counters["frames"]["total"]
+    yield
+    assert counters["frames"]["total"] == before
+
+
+def trained(model: nn.Module, x: Tensor) -> Any:
+    out = model(x.requires_grad_())
+    loss = out["loss"] if isinstance(out, dict) else out
+    loss.backward()
+    return out
+
+
+def test_the_head_is_in_the_report_and_in_inspect() -> None:
+    pair = Pair.of(Model)
+    report = te_transform.report(pair.converted)
+    assert report.counts == {"layernorm_mlp": 2, "layernorm_linear": 1}
+    assert te_transform.inspect(pair.original, X).counts == report.counts
+    assert not any("does not capture" in sentence for sentence in report.breaks)
+    pair.agree(trained)
+    assert te_transform.verify(pair.original, pair.converted, X)
+
+
+def test_is_captured_once_in_each_mode() -> None:
+    pair = Pair.of(Model)
+    for _ in range(3):
+        pair.agree(trained)
+    with nothing_traced():
+        pair.agree(trained)
+    with torch.no_grad():
+        pair.agree(lambda model, x: model.eval()(x))
+    assert paths(pair.converted).count("head") == 2
+
+
+@pytest.mark.parametrize("kind", [Nested, TwoTowers, CallsLayers, RepeatsItsHead])
+def test_other_ways_to_call_blocks(kind: type[nn.Module]) -> None:
+    pair = Pair.of(kind)
+    for _ in range(3):
+        pair.agree(trained)
+    with nothing_traced():
+        pair.agree(trained)
+    assert "mlp" in paths(pair.converted)
+    assert ("between" in paths(pair.converted)) is (kind is TwoTowers)
+
+
+def test_what_is_changed_is_seen() -> None:
+    pair = Pair.of(Model)
+    pair.attack(lambda model: setattr(model.norm, "eps", 2.0), trained)
+    pair.attack(lambda model: model.head.register_forward_hook(lambda *args: args[-1] * 2), trained)
+    pair.attack(
+        lambda model: model.backbone.register_forward_hook(lambda *args: {"last": -args[-1]["last"]}), trained
+    )
+    pair.attack(
+        lambda model: setattr(model, "head", copy.deepcopy(model.head).requires_grad_(False)), trained
+    )
+
+
+def test_a_loss_in_chunks() -> None:
+    pair = Pair.of(Model, chunked_loss=True)
+    losses = [trained(model, X.clone())["loss"] for model in pair.models]
+    torch.testing.assert_close(losses[1], losses[0])
+    own, fused = ([parameter.grad for parameter in model.parameters()] for model in pair.models)
+    torch.testing.assert_close(fused, own)
+    assert te_transform.report(pair.converted).counts["chunked_loss"] == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_it_too(copied: Any) -> None:
+    pair = Pair.of(Model)
+    pair.converted = copied(pair.converted)
+    for _ in range(2):
+        pair.agree(trained)
+    assert "head" in paths(pair.converted)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("head", [False, True], ids=["the root has the head", "the head by itself"])
+def test_under_fsdp(head: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    pair = Pair.of(Unchecked)
+    model = pair.converted
+    for module in (*model.backbone.layers, *([model.head] if head else []), model):
+        fully_shard(module, mesh=mesh)
+    for _ in range(3):
+        losses = [trained(each, X.clone())["loss"] for each in pair.models]
+        torch.testing.assert_close(losses[1], losses[0])
+        for own, sharded in zip(pair.original.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(sharded.grad.full_tensor(), own.grad)
+            own.grad = sharded.grad = None
+    assert "mlp" in paths(model)
+    assert paths(model).count("head") == (1 if head else 2)  # one is of the conversion, as a whole
