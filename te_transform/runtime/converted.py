@@ -377,9 +377,10 @@ class Converted:
 
     def capture_blocks(self, model: nn.Module, one_by_one: bool = True) -> None:
         """Capture the blocks of `model` one by one, or the whole of it."""
-        if one_by_one != self.by_block:
+        was_around, self.by_block = self.is_around, one_by_one
+        self.is_around = one_by_one and self.in_pieces and are_held_by_parts(model)
+        if self.is_around != was_around:  # what was captured has the parts in it, or has not
             self.runs.pop(type(model), None)
-        self.by_block, self.is_around = one_by_one, one_by_one and self.in_pieces and are_held_by_parts(model)
         for block in blocks(model):
             if one_by_one:
                 swap_class(block, Place(self, Role.BLOCK))
