@@ -127,6 +127,7 @@ def cases(
     return {name: compared(name, dtype, sequence_parallel) for name in names}
 
 
+@pytest.mark.xdist_group("distributed")  # one process that others are forked off for all of these
 def test_two_ranks_train_a_gpt(tmp_path: Path) -> None:
     results = spawn(partial(cases, "small"), 2, tmp_path)
     check([found["small"] for found in results], torch.float32)
