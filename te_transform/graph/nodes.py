@@ -23,6 +23,7 @@ _NAME = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _STORED = re.compile(r"_(?:parameters|buffers)\['[^']+'\]$")
 # The captured module: dynamo wraps the forward of PyTorch's own modules in a function of (*args).
 _ROOT = re.compile(r"^L\['\w+'\](?:\[0\])?(?:\.__self__)?\.?")  # the first argument, whatever its name is
+_ON_STACK = re.compile(r"^L\['___stack\d+'\]")  # what code held where a graph ended, whatever that is
 
 # These calls change the state that later calls run in: the gradient mode, autocast, saved-tensor hooks.
 _STATE = (
@@ -158,6 +159,8 @@ def stays_in_place(placeholder: fx.Node) -> bool:
 def name_in_model(node: fx.Node) -> str:
     """The dotted name of a parameter or buffer below the captured module; "" where it has none there."""
     source = source_of(node)
+    if _ON_STACK.match(source):
+        return ""
     return ".".join(_NAME.findall(source)) if _ROOT.match(source) and _STORED.search(source) else ""
 
 
@@ -177,6 +180,8 @@ def path_of(node: fx.Node) -> str:
     if not stack:
         return node.meta.get("path", "")
     name = next(reversed(stack.values()))[0]
+    if _ON_STACK.match(name):
+        return ""
     name = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", r".\1\2\3", _ROOT.sub("", name))
     return name.partition(".__closure__")[0].strip(".")
 
