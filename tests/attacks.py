@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,10 +21,6 @@ from tests.models.tiny import MLP, WIDTH, Attention
 from tests.zoo import seeded
 
 X, OTHER = (torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-
-# Half of the time of a small capture goes into logs: for one, dynamo times guards with the caches flushed.
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-logging.getLogger("torch.__trace").handlers.clear()
 
 Act = Callable[[nn.Module, Tensor], Any]
 

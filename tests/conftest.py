@@ -1,6 +1,7 @@
 """What all tests run with: fused products too, which calls of a test's size are too small for."""
 
 import gc
+import logging
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import count
@@ -21,8 +22,9 @@ TESTS_BETWEEN = 80
 numbers = count(1)
 last_group: list[torch.distributed.ProcessGroup] = []
 
-# For its log dynamo times the guards of each capture, after it has emptied the CPU's caches, and writes all
-# settings of the compiler as text.
+# Half of the time of a small capture goes into logs: dynamo times its guards for them, after it has emptied
+# the CPU's caches, and writes all settings of the compiler as text.
+logging.getLogger("torch.__trace").handlers.clear()
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 torch._dynamo.utils._get_dynamo_config_for_logging = lambda: None
 torch._dynamo.utils._scrubbed_inductor_config_for_logging = lambda: None

@@ -106,10 +106,10 @@ def _parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
 def _never(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator[str]:
     """Of rules that nothing resembles, which functions in their patterns stand under other names there."""
     found = {outcome.rule for _, plan in plans for outcome in plan.outcomes}
-    for rule in rules if plans else ():
+    for rule in (rule for rule in rules if plans and rule.name not in found):
         targets = (target for part in within(rule.pattern) for target in targets_of(part))
         twins = {target: twin for target in targets if (twin := spelled_as(target)) is not None}
-        for target, twin in twins.items() if rule.name not in found else ():
+        for target, twin in twins.items():
             yield (
                 f"nothing resembles the pattern of the rule {rule.name!r}, which has {target.__name__} as it "
                 f"is written in models: write ops.{twin.__name__}, what te_transform.rules has for it"

@@ -29,7 +29,7 @@ from te_transform.runtime.precision import Precision
 
 log = logging.getLogger(__name__)
 
-_cutting: ContextVar[bool] = ContextVar("_cutting", default=False)  # in a capture that parts are no part of
+_cutting: ContextVar[bool] = ContextVar("_cutting", default=False)  # whether parts end the graphs, see below
 
 
 class Carrier(Protocol):
@@ -110,9 +110,10 @@ def own_classes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def parts_stay_out(which: bool) -> Iterator[None]:
-    """Let a model's parts end the graphs of what is captured meanwhile, and run as they do by themselves."""
-    token = _cutting.set(which)
+def parts_stay_out(stay: bool) -> Iterator[None]:
+    """Whether, in what is captured meanwhile, a graph ends where a part of the model is called, and the part
+    runs as it does by itself; else it is traced with what calls it."""
+    token = _cutting.set(stay)
     try:
         yield
     finally:
@@ -127,6 +128,8 @@ def _stays_out() -> bool:
 
 @torch._dynamo.disable
 def _by_itself(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """A call that dynamo cannot trace, and so ends a graph: of a part, or of a block where no part calls it,
+    which is captured for itself."""
     place = vars(module).get(CONVERTED)
     if place is None:
         return forward(module, *args, **kwargs)

@@ -140,7 +140,7 @@ class Converted:
             if is_block or not found:
                 self.uncut.add(kind)
                 self.failures += [why] * (why not in self.failures)
-            elif self.is_around:  # a head is repeated too
+            elif self.is_around:  # a checkpoint is around a head too, which runs as the user's own code then
                 self.is_around = False
             else:
                 self.in_pieces = True
@@ -231,8 +231,7 @@ class Converted:
         if model is not None:
             self._settle(model)
         with nullcontext() if self.precision is None or model is None else self.precision.running(model):
-            around = self.is_around and place.is_root and self.parallel is None
-            if self.by_block and not is_block and not around:
+            if self.by_block and not is_block and not self._runs_around(place):
                 with self._with_whole_parameters(module, but_blocks=True):
                     return forward(module, *args, **kwargs)
             if trial is None or chosen is not None:
@@ -259,7 +258,7 @@ class Converted:
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """A call in which dynamo captures the forward, or finds the graphs that it has."""
-        kind, is_around = type(module), self.by_block and place.is_root
+        kind, is_around = type(module), self._runs_around(place)
         run, before = self._captured(kind, forward, is_around), len(self.graphs)
         run.turned_off = False
         self.uncut.discard(kind)  # of a call that has raised
@@ -285,6 +284,10 @@ class Converted:
             if self.nests and kind in self.leaving:  # training is captured still
                 self.runs.pop(kind, None)
             self.leaving.discard(kind)
+
+    def _runs_around(self, place: Place) -> bool:
+        """Whether this is a call of the model of which what is around its blocks is captured."""
+        return self.is_around and place.is_root and self.parallel is None
 
     def _captured(
         self, kind: type, forward: Callable[..., Any], is_around: bool = False
