@@ -60,7 +60,8 @@ def convert(
         model: any transformer in plain PyTorch; left untouched unless `inplace`.
         example_inputs: a tensor, a tuple (args), a dict (kwargs) or a list of those, as a plain model(...)
             takes them; None: invented where the model says what it reads.
-        backend: "te", "torch", or "auto": te where it runs, else torch; the report says which and why.
+        backend: "te", "torch", or "auto": te where it runs, else torch, until the model is captured where te
+            runs, as on a GPU that it has been moved to; the report says which and why.
         recipe: None, "fp8-delayed", "fp8-current", "fp8-block", "mxfp8" or a TE recipe object.
         passes: the rules to run, in order; None is te_transform.PIPELINE.
         skip: module paths or globs left alone, with all they contain.

@@ -177,7 +177,7 @@ def test_timing_changes_nothing(training: bool, monkeypatch: pytest.MonkeyPatch)
     assert all(parameter.grad is None for parameter in converted.parameters())
     timings = te_transform.report(converted).timings
     assert all(0 < each.seconds < 60 for each in timings), timings
-    assert len(timings) == 3
+    assert tuple(each.name for each in timings) == WAYS[: 5 if torch.cuda.is_available() else 3]
 
 
 def test_a_copy_that_reads_the_originals_parameters_is_refused(times: Times) -> None:

@@ -289,7 +289,8 @@ def test_what_is_not_the_same_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scaled(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        found = te_transform.convert(model, torch.zeros(2, 4, 16), verify=False)
+        x = torch.zeros(2, 4, 16, device=next(model.parameters()).device)
+        found = te_transform.convert(model, x, verify=False)
         found.register_forward_hook(lambda module, args, out: out * 1.01)
         return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,14 +33,18 @@ from te_transform.plan.options import Options
 from te_transform.report.places import gather
 from te_transform.report.report import Report
 from te_transform.runtime import blocks
+from te_transform.runtime.converted import converted_of
 from tests import stand_in
 from tests.attacks import Attends
 from tests.attacks import X as OF_ATTENDS
 from tests.bitwise import untouched
 from tests.conversions import ALL, DISTINCT, PLANNED_LATER, each, inspected, planned
 from tests.models.tiny import WIDTH
+from tests.packages import LLAMA_IDS, llama
 from tests.te_contract import record as te_contract
 from tests.zoo import CASES, HIDDEN, VOCAB, Case, seeded
+
+te = stand_in.te  # a fixture
 
 NO_GPU = "this machine has no GPU that PyTorch can use"
 PLANNED = f"backend 'te', planned only, because {NO_GPU}"
@@ -218,7 +222,7 @@ def test_auto_is_plain_pytorch_and_says_why() -> None:
 @pytest.mark.parametrize(
     ("is_cuda", "dtype", "reason"),
     [
-        (False, torch.bfloat16, "backend 'torch', because the model is not on the GPU: move it there first"),
+        (False, torch.bfloat16, "backend 'torch', because the model is not on the GPU: move it there, "),
         (True, torch.float32, "backend 'torch', because the model's weights are not all bfloat16 or float16"),
         (True, torch.bfloat16, "backend 'te', because it runs here and the model is on the GPU"),
     ],
@@ -238,6 +242,34 @@ def test_auto_goes_by_the_model_where_te_runs(
         assert backends.choose("auto", model, in_recipe=True)[0] is te
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
         assert backends.choose("auto", model)[0] is te
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_auto_is_chosen_anew_where_a_model_is_captured_anew(
+    checkpoints: bool, te: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Trainer moves it to the GPU after the conversion; a model in bf16 stands for one there."""
+    monkeypatch.setattr(backends, "_narrow", lambda model: None)
+    monkeypatch.setattr(
+        backends, "_unfit", lambda model, _: "it is on the CPU" if model.dtype == torch.float32 else None
+    )
+    batch = {"input_ids": LLAMA_IDS, "labels": LLAMA_IDS}
+    model = llama()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    converted = te_transform.convert(model, batch)
+    before, asked = te_transform.report(converted), "backend 'te', because it runs here"
+    assert before.notes[0] == "backend 'torch', because it is on the CPU"
+    for trained in (model, converted):
+        trained.to(torch.bfloat16)(**batch).loss.backward()
+    after = te_transform.report(converted)
+    assert any(note.startswith("in later calls " * checkpoints + asked) for note in after.notes)
+    assert after.counts >= before.counts
+    assert after.counts["cross_entropy"] == (not checkpoints)  # which TE alone has a kernel for
+    graph = converted_of(converted).graphs[-1]
+    assert any(type(site.fused).__module__.startswith(te.__name__) for site in graph.plan.sites)
+    for found, wanted in zip(converted.parameters(), model.parameters(), strict=True):
+        assert (found.grad - wanted.grad).norm() <= 0.02 * wanted.grad.norm()
 
 
 # Which products run in FP8
@@ -520,7 +552,7 @@ def test_mistakes_are_named_before_the_model_is_run(
 def test_a_recipe_where_auto_is_torch() -> None:
     model = Untouchable()
     why = f"this is backend 'torch', because {NO_GPU}"
-    with untouched(model), pytest.raises(OptionError, match=f"{why}.*: leave recipe=None"):
+    with untouched(model), pytest.raises(OptionError, match=f"{why}.*; else leave recipe=None"):
         te_transform.convert(model, X, recipe="fp8-delayed")
     with untouched(model), pytest.raises(OptionError, match=f"{why}.*: pass backend='te', which is planned"):
         te_transform.inspect(model, X, recipe="fp8-delayed")

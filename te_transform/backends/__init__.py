@@ -104,12 +104,12 @@ def _unfit(model: nn.Module, in_recipe: bool) -> str | None:
     """Why TE's modules would not run for this model as it stands, or None."""
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     if any(not weight.is_cuda for weight in weights):
-        return "the model is not on the GPU: move it there first, or pass backend='te'"
+        return "the model is not on the GPU: move it there, or pass backend='te'"
     taken = {*DTYPES, torch.float32} if in_recipe or torch.is_autocast_enabled("cuda") else {*DTYPES}
     if any(weight.dtype not in taken for weight in weights):
         return (
             "the model's weights are not all bfloat16 or float16, and Transformer Engine multiplies "
-            "float32 in TF32: convert them first, or the model within the torch.autocast that it runs in"
+            "float32 in TF32: convert them, or call the model within torch.autocast"
         )
     return None
 

@@ -43,11 +43,20 @@ class Options:
     inplace: bool = False
     verify: bool = True
     as_it_is: bool = False  # run the user's own code, because nothing was found to be faster
+    is_auto: bool = False  # whether the backend was for this to choose
 
     @property
     def in_cuda_graphs(self) -> bool:
         """Whether calls run as CUDA graphs."""
         return self.graphs or self.compile in IN_CUDA_GRAPHS
+
+    def now(self, model: nn.Module) -> Options:
+        """The options for a graph that is captured now: "auto" is TE for a model that has come to the GPU, or
+        that is called under torch.autocast, since it was converted."""
+        if not self.is_auto or self.backend.HAS_KERNELS:
+            return self
+        chosen, reason = choose("auto", model, any_width=bool(self.compile) or self.graphs)
+        return self if chosen is self.backend else replace(self, backend=chosen, backend_reason=reason)
 
     def ways(self, planning: bool = False) -> dict[str, Options]:
         """The ways to run a model that compile="auto" chooses among, by their names, the simplest first; as
@@ -101,7 +110,8 @@ class Options:
             OptionError: what was given, what is needed.
             te_transform.backends.BackendError: the backend cannot run here.
         """
-        known = [name for name in cls.__dataclass_fields__ if name not in ("backend_reason", "as_it_is")]
+        inside = "backend_reason", "as_it_is", "is_auto"
+        known = [name for name in cls.__dataclass_fields__ if name not in inside]
         if unknown := [name for name in flags if name not in known]:
             raise OptionError(f"there is no option {unknown[0]!r}, one of {', '.join(known)} is needed")
         if backend not in ("auto", "te", "torch"):
@@ -135,7 +145,7 @@ class Options:
                 f"chunked_loss is True, which runs uncompiled, next to compile={mode!r}, graphs={graphs}: "
                 "leave these two False"
             )
-        return cls(chosen, reason, rules, recipe, globs, **flags)
+        return cls(chosen, reason, rules, recipe, globs, is_auto=backend == "auto", **flags)
 
     @staticmethod
     def _check_graphs(mode: bool | str, planning: bool) -> None:
@@ -173,7 +183,7 @@ class Options:
                     "which is planned on any machine"
                 )
             raise OptionError(
-                f"recipe is {named!r}, it needs backend='te' and this is {reason}: leave recipe=None"
+                f"recipe is {named!r}, it needs backend='te' and this is {reason}; else leave recipe=None"
             )
         try:
             backend.recipe_of(named)

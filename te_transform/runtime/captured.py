@@ -73,7 +73,7 @@ class CapturedGraph:
     """What dynamo calls in the place of a graph: the graph with its sites fused."""
 
     def __init__(self, plan: Plan, owner: Owner):
-        self.plan, self.owner, self.unchecked = plan, owner, True
+        self.plan, self.owner, self.options, self.unchecked = plan, owner, owner.options_now(), True
         self.ran = {True: 0, False: 0}  # calls, by whether they ran as it was captured
         self.disabled: frozenset[Site] = frozenset()
         self.disable(())
@@ -81,7 +81,7 @@ class CapturedGraph:
     def disable(self, sites: Collection[Site]) -> None:
         """Let these sites run as they were captured, and all others fused."""
         self.disabled = frozenset(sites)
-        apart, options, failures = self.owner.apart, self.owner.options_now(), self.owner.failures
+        apart, options, failures = self.owner.apart, self.options, self.owner.failures
         self.run: Callable[..., Any] = lower(self.plan, apart, self.disabled).forward
         self.few_tokens = FewTokens(self.plan, apart, self.disabled, options, failures)
         self.compiled: CompiledGraph | None = None

@@ -160,6 +160,7 @@ class Converted:
 
     def _fused(self, captured: fx.GraphModule) -> Callable[..., Any]:
         try:
+            self._choose_backend()
             made = plan(captured, self.options, is_part=self.by_block and not self.in_pieces)
             if self.options.recipe is not None:
                 put_in_recipe(made, self.options)
@@ -173,6 +174,21 @@ class Converted:
         # nor does it always ask whose it was: where it makes no new graphs, any that fits the call is called
         alone = code_of(captured)
         return lambda *arguments: (held() or alone)(*arguments)
+
+    def _choose_backend(self) -> None:
+        """Take the backend that "auto" is for the model as it is now: Trainer and accelerate move to the GPU
+        what was converted before. The report is then of what runs, of the first call from here on."""
+        model = self.model and self.model()
+        if model is None or self.parallel is not None:
+            return
+        options = self.options.now(model)
+        if options is self.options:
+            return
+        self.options = options
+        if self.in_pieces:  # of which there is no first call of the whole
+            self.failures.append(f"in later calls {options.backend_reason}")
+        else:
+            self.whole = []
 
     def options_now(self) -> Options:
         """The options, without CUDA graphs where fully_shard() divides a divided model's parameters again: it

@@ -19,14 +19,14 @@ RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
 VOCAB, HIDDEN = 512, 256
 
 
-def llama() -> nn.Module:
+def llama(width: int = HIDDEN, layers: int = 4) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=512,
-        num_hidden_layers=4,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -383,6 +383,28 @@ def test_on_the_cpu_the_same_weights_run_in_plain_pytorch() -> None:
         wide, original, found = (m(ids).logits.double() for m in (exact, model.cpu().eval(), fused))
     assert (found - wide).norm() <= 1.2 * (original - wide).norm() + 2**-8 * wide.norm()
     assert te_transform.report(fused).plain_calls["an input on cpu"]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_comes_to_the_gpu_after_its_conversion_trains_in_te(autocast: bool) -> None:
+    """As Trainer and accelerate move it there; weights in float32 are for autocast then."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model = seeded(lambda: llama(2048, layers=1)).to("cpu", dtype)
+    fused = te_transform.convert(model, {name: ids.cpu() for name, ids in batch().items()})
+    assert "the model is not on the GPU" in te_transform.report(fused).notes[0]
+    _, exact = step(copy.deepcopy(model).to("cuda", torch.float32), batch())
+    errors = []
+    for one in (model, fused):
+        one.cuda()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            _, found = step(one, batch())
+        errors.append(distance(found, exact))
+    assert errors[1] <= 1.1 * errors[0]
+    told = te_transform.report(fused)
+    assert told.notes[0] == "backend 'te', because it runs here and the model is on the GPU"
+    told.expect(layernorm_mlp=1, attention=1)
+    # weights in float32 are cast by PyTorch, TE's modules take them in a recipe alone
+    assert any(kernel.made is not None for kernel in kernels(fused, in_fp8=False)) is not autocast
 
 
 # Frozen parts
