@@ -490,7 +490,7 @@ OPTIONS = {
     "recipe on torch": (
         {"recipe": "fp8-delayed", "backend": "torch"},
         OptionError,
-        "recipe is 'fp8-delayed', it needs backend='te' and this is backend 'torch', as asked: ",
+        "recipe is 'fp8-delayed', it needs backend='te' and this is backend 'torch', as asked; ",
     ),
     "skip": (
         {"skip": 3},

@@ -517,11 +517,11 @@ MISTAKES = {
     "True as recipe": ({"recipe": True}, "recipe is True, a bool is no TE recipe"),
     "on torch": (
         {"recipe": "mxfp8", "backend": "torch"},
-        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked: ",
+        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked; ",
     ),
     "a plan on torch": (
         {"recipe": PrecisionPlan("mxfp8"), "backend": "torch"},
-        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked: ",
+        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked; ",
     ),
 }
 
@@ -554,7 +554,7 @@ def test_a_recipe_where_auto_is_torch() -> None:
     why = f"this is backend 'torch', because {NO_GPU}"
     with untouched(model), pytest.raises(OptionError, match=f"{why}.*; else leave recipe=None"):
         te_transform.convert(model, X, recipe="fp8-delayed")
-    with untouched(model), pytest.raises(OptionError, match=f"{why}.*: pass backend='te', which is planned"):
+    with untouched(model), pytest.raises(OptionError, match=f"{why}.*; pass backend='te', which is planned"):
         te_transform.inspect(model, X, recipe="fp8-delayed")
 
 

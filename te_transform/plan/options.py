@@ -179,7 +179,7 @@ class Options:
         if not backend.HAS_KERNELS:
             if planning:
                 raise OptionError(
-                    f"recipe is {named!r}, it needs backend='te' and this is {reason}: pass backend='te', "
+                    f"recipe is {named!r}, it needs backend='te' and this is {reason}; pass backend='te', "
                     "which is planned on any machine"
                 )
             raise OptionError(
