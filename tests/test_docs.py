@@ -39,7 +39,10 @@ def test_examples_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 RECIPES = dict(
     re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/recipes.md").read_text("utf-8"), re.M | re.S)
 )
-PACKAGES = {"TRL": ["trl", "datasets"], "Lightning": ["lightning"], "torchao beside it": ["torchao"]}
+PACKAGES = {
+    "TRL": ["trl", "datasets"], "Lightning": ["lightning"], "DeepSpeed": ["deepspeed"],
+    "torchao beside it": ["torchao"],
+}  # fmt: skip
 OF_PACKAGES = (
     "Trainer of transformers", "Trainer under torchrun", "accelerate", "accelerate with FSDP2", "PEFT",
     *PACKAGES,
@@ -75,10 +78,14 @@ def marked(title: str) -> Any:
 
 
 @pytest.mark.parametrize("title", [marked(title) for title in RECIPES])
-def test_recipes_run_and_have_ten_lines_at_most(title: str, given: dict[str, Any]) -> None:
+def test_recipes_run_and_have_ten_lines_at_most(
+    title: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package in PACKAGES.get(title, []):
         pytest.importorskip(package)
     (code,) = re.findall(r"```python\n(.*?)```", RECIPES[title], re.DOTALL)
+    if title == "DeepSpeed":
+        monkeypatch.setenv("LOCAL_RANK", "0")  # as torchrun does
     if title == "TRL":
         import datasets
 
