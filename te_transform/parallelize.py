@@ -19,6 +19,7 @@ from te_transform.backends.collectives import Ranks, Shards
 from te_transform.canonicalize import canonicalize
 from te_transform.graph.capture import capture, ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
+from te_transform.graph.names import name_as_in
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
 from te_transform.plan.layout import Place, lay_out
@@ -182,7 +183,9 @@ def _laid_out(model: nn.Module, sample: Inputs, ranks: Ranks, skip: tuple[str, .
         try:
             with preserved(model), tensors(model, sample) as (args, kwargs):
                 names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-                run = capture(type(model).forward, _laying_out(found, names, ranks, skip), dynamic=False)
+                run = capture(
+                    type(model).forward, _laying_out(found, model, names, ranks, skip), dynamic=False
+                )
                 run(model.train(), *args, **kwargs)
             return found
         except Exception as error:
@@ -191,9 +194,10 @@ def _laid_out(model: nn.Module, sample: Inputs, ranks: Ranks, skip: tuple[str, .
 
 
 def _laying_out(
-    found: _Found, names: dict[int, str], ranks: Ranks, skip: tuple[str, ...]
+    found: _Found, model: nn.Module, names: dict[int, str], ranks: Ranks, skip: tuple[str, ...]
 ) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
-    def backend(captured: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+    def backend(captured: fx.GraphModule, arguments: list[Any]) -> Callable[..., Any]:
+        name_as_in(model, captured, arguments)
         layout = lay_out(canonicalize(captured.graph), ranks.count, skip)
         shards = {node.name: held for node, held in layout.shards.items()}
         placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]

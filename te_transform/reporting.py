@@ -14,6 +14,7 @@ from te_transform.plan.model import ModelError
 from te_transform.report.compose import compose
 from te_transform.report.explain import SET_ON_MODEL, divided, explain_breaks
 from te_transform.report.report import Report
+from te_transform.runtime.blocks import blocks
 from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.first_calls import Seen
 from te_transform.runtime.trials import TOLD
@@ -60,7 +61,14 @@ def _report_of_whole(model: nn.Module, converted: Converted) -> Report:
     The memory of a step stays what was predicted for the example inputs, in training mode.
     """
     told, options = converted.report, converted.options
-    plans, precision = [("", graph.plan) for graph in converted.whole], None
+    layers = set(map(id, blocks(model)))
+    plans = [
+        (path, graph.plan)
+        for graph in converted.whole
+        for number, path in enumerate(graph.plan.modules)
+        if number == 0 or id(model.get_submodule(path)) in layers  # what else runs it, nobody knows
+    ]
+    precision = None
     if options.recipe is not None:
         precision = assign(plans, options.recipe, options.backend, products_around(model, []))
     made = compose(model, plans, options, precision, notes=converted.failures)

@@ -10,6 +10,7 @@ from torch import fx, nn
 from te_transform.graph.capture import capture, on_fake_tensors
 from te_transform.graph.edit import name_model_tensors
 from te_transform.graph.inputs import TraceError, as_inputs
+from te_transform.graph.names import name_as_in
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.plan.model import ModelError, check_module, is_compiled
 from te_transform.plan.options import OptionError
@@ -53,6 +54,7 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
     found: list[fx.GraphModule] = []
 
     def keep(captured: fx.GraphModule, arguments: list[Any]) -> Any:
+        name_as_in(model, captured, arguments)
         found.append(name_model_tensors(captured, arguments))
         return captured.forward
 

@@ -153,13 +153,13 @@ def test_other_ways_to_call_blocks(kind: type[nn.Module]) -> None:
     assert ("between" in paths(pair.converted)) is (kind is TwoTowers)
 
 
-def test_modules_that_a_forward_held_where_its_graph_ended_have_no_path() -> None:
+def test_modules_that_a_forward_held_where_its_graph_ended_have_their_paths() -> None:
     """As the head in self.head(self.hidden(x)), which is read before the call in which the graph ends."""
     report = te_transform.report(Pair.of(Nested).converted)
     assert sorted(site.path for site in report.sites) == [
-        "",
         "backbone.layers.0.mlp",
         "backbone.layers.1.mlp",
+        "head",
     ]
 
 

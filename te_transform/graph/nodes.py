@@ -20,6 +20,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 MADE_ANEW = "te_transform_made_anew"  # in the meta of an argument that is no parameter's own memory
 
 _NAME = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
+# How dynamo says `._modules` of a class that has a __getattr__ of its own, as PEFT's models have.
+_IN_DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
 _STORED = re.compile(r"_(?:parameters|buffers)\['[^']+'\]$")
 # The captured module: dynamo wraps the forward of PyTorch's own modules in a function of (*args).
 _ROOT = re.compile(r"^L\['\w+'\](?:\[0\])?(?:\.__self__)?\.?")  # the first argument, whatever its name is
@@ -168,10 +170,10 @@ def source_of(node: fx.Node) -> str:
     """The name that dynamo has for where a placeholder comes from:
     L['self']._modules['fc']._parameters['bias']."""
     source = getattr(node, "_dynamo_source", None)
-    if source is None:
+    if source is None or "source" in node.meta:
         return node.meta.get("source", "")
     name = source.name
-    return name() if callable(name) else name
+    return _IN_DICT.sub(r".\1", name() if callable(name) else name)
 
 
 def path_of(node: fx.Node) -> str:
@@ -179,10 +181,15 @@ def path_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return node.meta.get("path", "")
-    name = next(reversed(stack.values()))[0]
+    return path_said(next(reversed(stack.values()))[0])
+
+
+def path_said(name: str) -> str:
+    """The dotted path in what dynamo calls a module: L['self']._modules['layers'][0]."""
+    name = _IN_DICT.sub(r".\1", name)
     if _ON_STACK.match(name):
         return ""
-    name = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", r".\1\2\3", _ROOT.sub("", name))
+    name = re.sub(r"(?:^|\.)_modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", r".\1\2\3", _ROOT.sub("", name))
     return name.partition(".__closure__")[0].strip(".")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import pairwise
 
 import torch
@@ -19,6 +18,7 @@ from torch import fx
 from te_transform.backends.collectives import Shards
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_parameter, path_of, shape_of, writes
+from te_transform.plan.options import skipped_by
 from te_transform.plan.sharding import Refusal, step
 
 _STACKED = "a product by groups reads a stack of weights, linears are needed"
@@ -197,9 +197,7 @@ class _LayingOut:
 
     def _skipped(self, linear: fx.Node) -> str | None:
         """The glob by which the linear, or a module that holds it, is skipped."""
-        parts = path_of(linear).split(".")
-        holders = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
-        return next((glob for glob in self.skip if any(fnmatchcase(path, glob) for path in holders)), None)
+        return skipped_by(path_of(linear), self.skip)
 
     def _makers(self, value: fx.Node) -> Iterator[fx.Node]:
         """The linears that are not divided yet and whose results lead to `value` without another linear."""

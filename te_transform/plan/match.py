@@ -87,6 +87,7 @@ class Plan:
     captured: fx.GraphModule  # as dynamo gave it; stays as it is
     canonical: fx.Graph
     before: fx.Graph
+    modules: tuple[str, ...] = ("",)  # the paths, in the model, of those whose forward the graph is
     sites: list[Site] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -127,15 +128,18 @@ class Plan:
                 self.outcomes[index] = replace(self.outcomes[index], status="refused", reasons=told)
 
 
-def plan(captured: fx.GraphModule, options: Options, is_part: bool = False) -> Plan:
+def plan(
+    captured: fx.GraphModule, options: Options, is_part: bool = False, modules: tuple[str, ...] = ("",)
+) -> Plan:
     """Run the rules, in order, over the canonical copy of a captured graph.
 
     Args:
         is_part: whether the graph is a part of one that is captured later, so that what it is given from
             outside is no reason yet: a block, to which the model gives cosines and sines.
+        modules: the paths, in the model, of those whose forward the graph is: of blocks that share it.
     """
     canonical = canonicalize(captured.graph)
-    made = Plan(captured, canonical, edit.snapshot(canonical))
+    made = Plan(captured, canonical, edit.snapshot(canonical), modules)
     for rule in options.passes:
         if rule.needs_kernels and not options.backend.HAS_KERNELS:
             continue
@@ -163,7 +167,7 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
     known = {**vars(options), "shared": read, **bound}
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
-    reasons = [*refusals(match, operations, options.skip, rule), *reasons_of(rule, known)]
+    reasons = [*refusals(match, operations, options.skip, made.modules, rule), *reasons_of(rule, known)]
     path, inside = _place(match, operations), _replaced(made, match.nodes)
     if None in reasons:  # there is nothing to gain, and nobody needs to hear of it
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -275,6 +275,13 @@ def globs_of(skip: Any) -> tuple[str, ...]:
             f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed"
         )
     return globs
+
+
+def skipped_by(path: str, globs: Iterable[str]) -> str | None:
+    """The glob that names the module there, or one that holds it."""
+    parts = path.split(".")
+    holders = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return next((glob for glob in globs if any(fnmatchcase(holder, glob) for holder in holders)), None)
 
 
 def check_skip(globs: tuple[str, ...], model: nn.Module) -> None:

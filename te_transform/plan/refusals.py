@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, fx
@@ -22,16 +21,19 @@ from te_transform.graph.nodes import (
     value,
 )
 from te_transform.graph.pattern import Match, Miss, Pattern
+from te_transform.plan.options import skipped_by
 from te_transform.plan.rule import Operation, Rule
 
 WEIGHTED = tuple(op.__name__ for op in (ops.linear, *ops.NORMS))
 
 
-def refusals(match: Match, operations: list[Operation], skip: tuple[str, ...], rule: Rule) -> Iterator[str]:
+def refusals(
+    match: Match, operations: list[Operation], skip: tuple[str, ...], modules: tuple[str, ...], rule: Rule
+) -> Iterator[str]:
     """Every generic reason: what the model has, a comma, what is needed, a colon, and what to change."""
     weighted = [operation for operation in operations if operation.op in WEIGHTED]
     for operation in operations:
-        yield from _skipped(operation, skip)
+        yield from _skipped(operation, skip, modules)
     for operation in weighted:
         for name in ("weight", "bias"):
             yield from _of_weight(operation, name)
@@ -40,11 +42,12 @@ def refusals(match: Match, operations: list[Operation], skip: tuple[str, ...], r
     yield from cut(match.nodes)
 
 
-def _skipped(operation: Operation, skip: tuple[str, ...]) -> Iterator[str]:
-    for glob in skip:
-        parts = operation.path.split(".")
-        if any(fnmatchcase(".".join(parts[:depth]), glob) for depth in range(1, len(parts) + 1)):
-            yield f"the module is skipped by skip={glob!r}: leave it out of skip= to have it fused"
+def _skipped(operation: Operation, skip: tuple[str, ...], modules: tuple[str, ...]) -> Iterator[str]:
+    """What is skipped in one of the modules that share a graph is left alone in all."""
+    found = [skipped_by(f"{module}.{operation.path}".strip("."), skip) for module in modules]
+    if glob := next(filter(None, found), None):
+        what = "the module" if all(found) else "a module that shares its captured graph"
+        yield f"{what} is skipped by skip={glob!r}: leave it out of skip= to have it fused"
 
 
 def _of_weight(operation: Operation, name: str) -> Iterator[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from te_transform.plan.options import skipped_by
+from te_transform.runtime.classes import made_of
+
 # The number of blocks from which on a model is planned and checked block by block: one captured graph serves
 # all of them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its
 # first call.
@@ -36,6 +39,15 @@ def are_held_by_parts(model: nn.Module) -> bool:
     return all(id(block) in held for block in blocks(model))
 
 
+def skipped_inside(model: nn.Module, globs: tuple[str, ...]) -> dict[int, frozenset[str]]:
+    """What skip= leaves alone in each of the layers, by their ids: the paths below the layer."""
+    found = {}
+    for path, layer in _blocks(model).items() if globs else ():
+        inside = (name for name, _ in layer.named_modules())
+        found[id(layer)] = frozenset(n for n in inside if skipped_by(f"{path}.{n}".strip("."), globs))
+    return found
+
+
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The layers by their names; a list in a list is none, and neither is what it holds: nobody calls it."""
     found: dict[str, nn.Module] = {}
@@ -43,7 +55,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
         inside = any(path.startswith(f"{block}.") for block in found)
         if isinstance(module, nn.ModuleList) and not inside:
             layers = [layer for layer in module if layer is not None]  # a list may have places left empty
-            alike = len({type(layer) for layer in layers}) == 1
+            alike = len({made_of(type(layer)) for layer in layers}) == 1
             if alike and any(True for _ in layers[0].children()):
                 found |= {f"{path}.{name}": child for name, child in module.named_children()}
     return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}

@@ -59,6 +59,7 @@ class Place:
 
     converted: Carrier
     role: Role
+    skipped: frozenset[str] = frozenset()  # the paths in a block of what is left alone
 
     @property
     def is_root(self) -> bool:
@@ -73,7 +74,7 @@ def swap_class(module: nn.Module, place: Place) -> None:
         ModelError: its class takes no subclass.
     """
     module.__dict__[CONVERTED] = place
-    module.__class__ = captured_class(type(module))
+    module.__class__ = captured_class(type(module), place.skipped)
 
 
 def restore_class(module: nn.Module) -> None:
@@ -89,6 +90,11 @@ def _give_class_back(module: nn.Module) -> None:
 def own_class(module: nn.Module) -> type:
     """The class that a module was of before it was converted."""
     return _ORIGINALS.get(type(module), type(module))
+
+
+def made_of(kind: type) -> type:
+    """The user's class behind one of a converted model, which FSDP2 may have made another of."""
+    return next((_ORIGINALS[base] for base in kind.__mro__ if base in _ORIGINALS), kind)
 
 
 def give_classes_back(model: nn.Module) -> None:
@@ -155,20 +161,19 @@ def tell_of_the_option() -> None:
 for _asked in (_tell_compilers, _stays_out):
     skip_code(_asked.__code__)  # and what they ask is no part of the user's forward
 
-_CLASSES: dict[type, type] = {}
+_CLASSES: dict[tuple[type, frozenset[str]], type] = {}
 _ORIGINALS: dict[type, type] = {}
 
 
-def captured_class(kind: type) -> type:
+def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
     """A subclass of `kind` of the same name, whose forward is the captured one; there is one for each class,
-    so that its code is captured once for all instances.
+    so that its code is captured once for all instances that skip the same.
 
     Raises:
         ModelError: the class takes no subclass.
     """
-    if kind in _ORIGINALS:
-        return kind
-    if kind not in _CLASSES:
+    kind = _ORIGINALS.get(kind, kind)
+    if (kind, skipped) not in _CLASSES:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
             made = type(kind.__name__, (kind,), {**_methods(kind), "__reduce_ex__": _reduce, **named})
@@ -177,8 +182,8 @@ def captured_class(kind: type) -> type:
                 f"{kind.__name__} refuses to be subclassed, a converted model is an instance of a subclass "
                 f"of its class ({error}): convert a model that holds it, or let the class be derived from"
             ) from error
-        _CLASSES[kind], _ORIGINALS[made] = made, kind
-    return _CLASSES[kind]
+        _CLASSES[kind, skipped], _ORIGINALS[made] = made, kind
+    return _CLASSES[kind, skipped]
 
 
 def _methods(kind: type) -> dict[str, Callable[..., Any]]:
@@ -187,7 +192,8 @@ def _methods(kind: type) -> dict[str, Callable[..., Any]]:
 
     def bound(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A forward that is a property, or another descriptor, as the class binds it to this module."""
-        return super(captured_class(kind), self).forward(*args, **kwargs)
+        own = next(base for base in type(self).__mro__ if _ORIGINALS.get(base) is kind)
+        return super(own, self).forward(*args, **kwargs)
 
     @functools.wraps(kind.forward if is_plain else bound)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -28,12 +28,13 @@ from te_transform.backends.joined import lay, local
 from te_transform.canonicalize import functions
 from te_transform.graph.bound import bind
 from te_transform.graph.capture import capture, code_of
+from te_transform.graph.names import name_as_in
 from te_transform.graph.nodes import called, replaced_function
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
 from te_transform.plan.model import CONVERTED, ModelError, is_sharded
 from te_transform.plan.options import Options
-from te_transform.runtime.blocks import are_held_by_parts, blocks, parts
+from te_transform.runtime.blocks import are_held_by_parts, blocks, parts, skipped_inside
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.classes import Place, Role, own_class, parts_stay_out, restore_class, swap_class
 from te_transform.runtime.lower import Apart
@@ -129,11 +130,12 @@ class Converted:
         """Rewrite one graph of the forward of `kind`, for dynamo; whatever fails in here, the graph runs as
         it was captured."""
         bind(captured)
+        model = self.model and self.model()
+        root = None if model is None else name_as_in(model, captured, example_inputs)
         if has_checkpoints(captured):
             # run as an operation of a graph, a checkpoint would draw other random numbers when it is
             # repeated: the user's own code runs, in which the blocks are captured if there are any
             self.leaving.add(kind)
-            model = self.model and self.model()
             found = [] if model is None else blocks(model)
             is_block = any(type(block) is kind for block in found)
             why = _RECOMPUTES_INSIDE if is_block else _RECOMPUTES
@@ -154,14 +156,23 @@ class Converted:
             self.nests = True
             self.failures += [_NESTS] * (_NESTS not in self.failures)
             raise SkipFrame(_NESTS)
-        if (model := self.model and self.model()) is not None:
+        if model is not None:
             self.methods |= {kind: _methods_called(kind) for kind in _own_classes(model)}
-        return self._fused(captured) if self.parallel is None else self.parallel.graph(captured, self._fused)
+        fuse = partial(self._fused, modules=self._sharing(root))
+        return fuse(captured) if self.parallel is None else self.parallel.graph(captured, fuse)
 
-    def _fused(self, captured: fx.GraphModule) -> Callable[..., Any]:
+    def _sharing(self, root: nn.Module | None) -> tuple[str, ...]:
+        """The paths of the modules that run a graph of the forward of one of them, its own first."""
+        model = self.model and self.model()
+        if root is None or model is root:
+            return ("",)
+        alike = [(path, module) for path, module in model.named_modules() if type(module) is type(root)]
+        return tuple(path for path, module in sorted(alike, key=lambda found: found[1] is not root))
+
+    def _fused(self, captured: fx.GraphModule, modules: tuple[str, ...] = ("",)) -> Callable[..., Any]:
         try:
             self._choose_backend()
-            made = plan(captured, self.options, is_part=self.by_block and not self.in_pieces)
+            made = plan(captured, self.options, self.by_block and not self.in_pieces, modules)
             if self.options.recipe is not None:
                 put_in_recipe(made, self.options)
             graph = CapturedGraph(made, self)
@@ -184,11 +195,7 @@ class Converted:
         options = self.options.now(model)
         if options is self.options:
             return
-        self.options = options
-        if self.in_pieces:  # of which there is no first call of the whole
-            self.failures.append(f"in later calls {options.backend_reason}")
-        else:
-            self.whole = []
+        self.options, self.whole = options, []
 
     def options_now(self) -> Options:
         """The options, without CUDA graphs where fully_shard() divides a divided model's parameters again: it
@@ -224,11 +231,14 @@ class Converted:
         if place.role is Role.PART and _calling.get():
             return forward(module, *args, **kwargs)
         self.entered = self.entered or place.is_root
-        token = _calling.set(True)
+        token, before = _calling.set(True), len(self.graphs)
         try:
-            return self._call(place, forward, module, args, kwargs)
+            out = self._call(place, forward, module, args, kwargs)
         finally:
             _calling.reset(token)
+        if place.is_root and self.whole == []:
+            self.whole = self.graphs[before:]
+        return out
 
     def _call(
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
@@ -275,7 +285,7 @@ class Converted:
     ) -> Any:
         """A call in which dynamo captures the forward, or finds the graphs that it has."""
         kind, is_around = type(module), self._runs_around(place)
-        run, before = self._captured(kind, forward, is_around), len(self.graphs)
+        run = self._captured(kind, forward, is_around)
         run.turned_off = False
         self.uncut.discard(kind)  # of a call that has raised
         try:
@@ -289,8 +299,6 @@ class Converted:
                 self.uncaptured |= {kind} if run.turned_off else set()
                 with self._with_whole_parameters(module, but_blocks=self.by_block):
                     out = forward(module, *args, **kwargs)
-            if place.is_root and self.whole == []:
-                self.whole = self.graphs[before:]
             return out
         except Exception:
             if run.turned_off:  # a call that the model does not take: begin anew with the next one
@@ -400,9 +408,10 @@ class Converted:
         self.is_around = one_by_one and self.in_pieces and are_held_by_parts(model)
         if self.is_around != was_around:  # what was captured has the parts in it, or has not
             self.runs.pop(type(model), None)
+        skipped = skipped_inside(model, self.options.skip) if one_by_one else {}
         for block in blocks(model):
             if one_by_one:
-                swap_class(block, Place(self, Role.BLOCK))
+                swap_class(block, Place(self, Role.BLOCK, skipped.get(id(block), frozenset())))
             else:
                 restore_class(block)
 
