@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import is_parameter
+from te_transform.graph.nodes import is_parameter, value
 from te_transform.graph.pattern import Siblings
 from te_transform.plan.rule import Operation, Rule
 
@@ -23,12 +23,6 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
         yield (
             f"some of the linears have a bias and some have none, and one has {narrow[0]} rows, "
             f"which would cost the others their kernels: give it a multiple of {ROWS}"
-        )
-    if mixed and len({linear.weight.requires_grad for linear in linears}) > 1:  # LoRA's beside its base
-        yield (
-            "some of the linears have a bias and some have none, and some are frozen and some are not, a "
-            "merged linear has the gradients of all or none: give all a bias or none, or merge a LoRA into "
-            "its base"
         )
     if len({linear.sources("weight") for linear in linears}) < len(linears):
         yield (
@@ -49,6 +43,12 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
 
 
 _KEPT = (*ops.ACTIVATIONS, ops.columns)  # what stands between a linear and the product of a gate
+
+
+def group(linear: fx.Node) -> fx.Node | bool:
+    """What siblings are alike in: a merged linear has the gradients of all its rows or of none, so LoRA's
+    stay apart from the frozen ones beside them; gate and up of an MLP stay together."""
+    return gated_product(linear) or value(linear.args[1]).requires_grad
 
 
 def gated_product(linear: fx.Node) -> fx.Node | None:
@@ -91,7 +91,7 @@ class Example(nn.Module):
 
 RULE = Rule(
     name="merge_siblings",
-    pattern=Siblings(ops.linear, role="linears", meet=gated_product),
+    pattern=Siblings(ops.linear, role="linears", meet=group),
     refuse=refuse,
     example=lambda: (Example(), torch.zeros(4, 16)),
 )

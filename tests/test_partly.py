@@ -171,9 +171,8 @@ PARTLY: dict[str, tuple[Callable[[nn.Module], object], dict[str, int], str | Non
     "a LoRA subclass": (replace_head(LoRALinear), ALL | {"linear": 3}, None),
     "LoRA": (
         adapt,
-        {"layernorm_mlp": 1, "layernorm_linear": 2, "linear": 7},
-        "some of the linears have a bias and some have none, and some are frozen and some are not, a merged "
-        "linear has the gradients of all or none: give all a bias or none, or merge a LoRA into its base",
+        {"merge_siblings": 1, "layernorm_mlp": 1, "layernorm_linear": 2, "linear": 6},
+        None,
     ),
     "int8": (replace_head(Int8), HEAD_LEFT, COMPUTED),
     "complex": (
@@ -196,7 +195,7 @@ PARTLY: dict[str, tuple[Callable[[nn.Module], object], dict[str, int], str | Non
     "a shared linear": (share_projections, APART, SAME),
     "tied weights": (tie_projections, APART, SAME),
     "a weight tied to another module": (tie_across, ALL, None),
-    "a frozen linear": (freeze_query, ALL, None),
+    "a frozen linear": (freeze_query, ALL | {"linear": 2}, None),
     "a frozen bias": (freeze_bias, ALL, None),
     "attributes of our names": (own_fused, ALL, None),
 }

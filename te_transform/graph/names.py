@@ -65,13 +65,8 @@ def _is_root(module: nn.Module, outermost: dict[str, str], own: dict[str, Any]) 
     """Whether these calls, and these parameters and buffers, are found from it as dynamo says."""
     reached = {key: _reached(module, path) for key, path in outermost.items()}
     found = [str(id(part)) == key for key, part in reached.items() if part is not None]
-    found += [_stored(module, name) is held for name, held in own.items()]
+    found += [_reached(module, name) is held for name, held in own.items()]
     return bool(found) and all(found)
-
-
-def _stored(module: nn.Module, name: str) -> Any:
-    held = module._parameters.get(name)
-    return module._buffers.get(name) if held is None else held
 
 
 def _stored_at(node: fx.Node) -> tuple[str, str] | None:

@@ -251,12 +251,12 @@ class Siblings:
     """All calls of `target` that read one value in one region: q, k and v, or gate and up.
 
     Not a tree, so `find` groups the graph's nodes; the match binds `role` to the tuple of nodes, in the order
-    of the graph. Calls that `meet` gives the same node for are siblings by themselves.
+    of the graph. Calls that `meet` gives the same answer for are siblings by themselves.
     """
 
     target: Callable
     role: str
-    meet: Callable[[fx.Node], fx.Node | None] = field(default=lambda node: None)
+    meet: Callable[[fx.Node], Any] = field(default=lambda node: None)
 
 
 def within(pattern: Pattern | Siblings) -> list[Pattern | Siblings]:
