@@ -1,13 +1,19 @@
 """Sites, skips and parameters go by the names of named_modules(), whichever way the forward takes there."""
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
+from te_transform.runtime.converted import converted_of
 from tests.attacks import Block, Pair, X, call, with_input_gradient
 from tests.models.tiny import WIDTH
+from tests.test_capture import Loops
 from tests.zoo import seeded
 
 
@@ -137,22 +143,24 @@ def test_blocks_that_skip_the_same_share_a_graph(kind: type[nn.Module]) -> None:
     assert {site.path for site in te_transform.report(pair.converted).fused} == fused
 
 
-class Looks(Stack):
-    """Looks at values in its loop: dynamo captures the layers by themselves, all in the same graph."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if x.sum() < 1e6:
-                x = layer(x)
-        return x
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_blocks_of_a_copy_skip_what_they_skipped(copied: Callable[[nn.Module], nn.Module]) -> None:
+    again = copied(Pair.of(Repeats, skip=("layers.0", "layers.2.mlp.fc2")).converted)
+    with_input_gradient(again, X.clone())
+    found = {
+        graph.plan.modules: [site.name for site in graph.plan.sites] for graph in converted_of(again).graphs
+    }
+    assert found[("layers.0",)] == []
+    assert found[("layers.1",)] == ["mlp.layernorm_mlp"]
+    assert found[("layers.2",)] == ["mlp.fc1.layernorm_linear"]
 
 
 def test_what_is_skipped_in_one_of_the_modules_that_share_a_graph_is_in_all() -> None:
-    pair = Pair.of(Looks, skip="layers.0.mlp.fc1")
+    pair = Pair.of(Loops, skip="parts.0.mlp.fc1")
     report = te_transform.report(pair.converted)
     assert not report.counts["layernorm_mlp"]
     reasons = {reason for site in report.refused for reason in site.reasons}
-    skipped = "a module that shares its captured graph is skipped by skip='layers.0.mlp.fc1'"
+    skipped = "a module that shares its captured graph is skipped by skip='parts.0.mlp.fc1'"
     assert any(reason.startswith(skipped) for reason in reasons)
     pair.agree(call)
 
@@ -181,4 +189,5 @@ def test_a_module_that_is_captured_by_itself_is_skipped(skip: str) -> None:
     report = te_transform.report(te_transform.convert(seeded(Gathers), X, skip=skip))
     assert not report.fused
     reasons = [reason for site in report.refused for reason in site.reasons]
+    assert reasons
     assert all(f"that shares its captured graph is skipped by skip={skip!r}" in reason for reason in reasons)

@@ -227,8 +227,10 @@ def _reduce(self: nn.Module, protocol: int) -> Any:
     if not isinstance(reduced, tuple) or reduced[1][:1] != (type(self),):
         return reduced
     make, (_, *args), *rest = reduced
-    return (_made_again, (make, _ORIGINALS[type(self)], *args), *rest)
+    place = vars(self).get(CONVERTED)
+    skipped = frozenset() if place is None else place.skipped
+    return (_made_again, (make, _ORIGINALS[type(self)], skipped, *args), *rest)
 
 
-def _made_again(make: Callable[..., nn.Module], kind: type, *args: Any) -> nn.Module:
-    return make(captured_class(kind), *args)
+def _made_again(make: Callable[..., nn.Module], kind: type, skipped: frozenset[str], *args: Any) -> nn.Module:
+    return make(captured_class(kind, skipped), *args)

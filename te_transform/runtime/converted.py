@@ -131,7 +131,6 @@ class Converted:
         it was captured."""
         bind(captured)
         model = self.model and self.model()
-        root = None if model is None else name_as_in(model, captured, example_inputs)
         if has_checkpoints(captured):
             # run as an operation of a graph, a checkpoint would draw other random numbers when it is
             # repeated: the user's own code runs, in which the blocks are captured if there are any
@@ -158,16 +157,9 @@ class Converted:
             raise SkipFrame(_NESTS)
         if model is not None:
             self.methods |= {kind: _methods_called(kind) for kind in _own_classes(model)}
-        fuse = partial(self._fused, modules=self._sharing(root))
+        root = None if model is None else name_as_in(model, captured, example_inputs)
+        fuse = partial(self._fused, modules=("",) if root is None else _sharing(model, root))
         return fuse(captured) if self.parallel is None else self.parallel.graph(captured, fuse)
-
-    def _sharing(self, root: nn.Module | None) -> tuple[str, ...]:
-        """The paths of the modules that run a graph of the forward of one of them, its own first."""
-        model = self.model and self.model()
-        if root is None or model is root:
-            return ("",)
-        alike = [(path, module) for path, module in model.named_modules() if type(module) is type(root)]
-        return tuple(path for path, module in sorted(alike, key=lambda found: found[1] is not root))
 
     def _fused(self, captured: fx.GraphModule, modules: tuple[str, ...] = ("",)) -> Callable[..., Any]:
         try:
@@ -574,6 +566,14 @@ def original_forward(model: nn.Module) -> Iterator[None]:
 
 def _mode(module: nn.Module) -> _Mode:
     return type(module), module.training, torch.is_grad_enabled()
+
+
+def _sharing(model: nn.Module, root: nn.Module) -> tuple[str, ...]:
+    """The paths of the modules that run a graph of the forward of one of them, its own first."""
+    if root is model:
+        return ("",)
+    alike = [(path, module) for path, module in model.named_modules() if type(module) is type(root)]
+    return tuple(path for path, module in sorted(alike, key=lambda found: found[1] is not root))
 
 
 def _own_classes(model: nn.Module) -> set[type]:
