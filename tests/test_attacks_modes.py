@@ -158,7 +158,6 @@ def test_a_variable_that_is_shared_may_change(name: str) -> None:
         write(1.0)
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="dynamo sets no guard on the environment")
 def test_the_environment_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = reads(lambda s, x: 2.0 if os.environ.get("A_SWITCH") else 1.0, ABSENT)
     pair.attack(lambda model: monkeypatch.setenv("A_SWITCH", "1"))
@@ -183,7 +182,6 @@ def test_random_numbers_are_drawn_as_the_original_draws_them(name: str) -> None:
     draw(RANDOM[name], lambda: torch.Generator().manual_seed(0))
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="dynamo takes what a random.Random draws for a constant")
 def test_a_random_number_generator_of_the_users_own() -> None:
     draw(lambda s, x: s.late.random(), lambda: random.Random(0))
 

@@ -1,0 +1,322 @@
+"""Guards that dynamo omits.
+
+A forward asks questions whose answers dynamo folds into the graph without a guard: whether a key or an
+attribute that it did not find is there, which names an object holds, what the state of the process is, and
+the sign of a zero. While a forward is captured, `guard_questions` patches dynamo's variable trackers so that
+each such question becomes a guard of the graph: a call with another answer is captured anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MemberDescriptorType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._dynamo import guards
+from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
+from torch._dynamo.source import GlobalStateSource, is_from_skip_guard_source
+from torch._dynamo.variables import SetVariable, dicts, functions, misc
+from torch._dynamo.variables import torch as torch_functions
+from torch._dynamo.variables.base import VariableTracker
+from torch._guards import Guard, TracingContext
+
+Ask = Callable[[Any], Hashable]  # a question to an object: the answer is compared with ==
+
+# Dynamo folds calls of these too, but their answers depend on the arguments alone, or on the hardware.
+_CONSTANT = {
+    torch._assert,
+    torch._utils._get_device_index,
+    torch.cuda.get_device_properties,
+    torch.distributed.is_available,
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.nn.functional._Reduction.get_enum,
+    torch.promote_types,
+    torch.xpu.get_device_properties,
+}
+
+
+@contextmanager
+def guard_questions() -> Iterator[None]:
+    """Guard, in what dynamo traces within this context, every question that it folds."""
+    with ExitStack() as patches:
+        for home, name, wrap in _patches():
+            patches.enter_context(patch.object(home, name, wrap(getattr(home, name))))
+        yield
+
+
+def _guard(variable: VariableTracker, ask: Ask) -> None:
+    """Guard that `ask` gives the same answer for the object behind `variable`, if a guard can reach it."""
+    if variable.source is not None:
+        _install(variable.source.make_guard(functools.partial(_same_answer, ask=ask)))
+
+
+def _guard_process(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    ask = functools.partial(_process_says, function=function, arguments=arguments)
+    _install(GlobalStateSource().make_guard(functools.partial(_same_answer_of_process, ask=ask)))
+
+
+def _install(guard: Guard) -> None:
+    """Add a guard, also of what is reached through a module of Python's own, as os.environ is: dynamo's
+    install_guard() leaves those out."""
+    TracingContext.get().guards_context.dynamo_guards.add(guard)
+
+
+def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
+    """Build the guard: the answer of now, before the call changes anything, is the one to keep."""
+    answer = ask(builder.get(guard))
+    builder.get_guard_manager(guard).add_lambda_guard(
+        lambda held: ask(held) == answer, _description(guard, ask, guard.name), guard.user_stack
+    )
+
+
+def _same_answer_of_process(builder: Any, guard: Guard, ask: Ask) -> None:
+    """Build the guard of a question that is asked of no object."""
+    answer = ask(None)
+    builder.guard_manager.root.add_lambda_guard(
+        lambda _: ask(None) == answer, _description(guard, ask, ""), guard.user_stack
+    )
+
+
+def _description(guard: Guard, ask: Any, name: str) -> list[str]:
+    values = filter(None, (name, *map(repr, ask.keywords.values()))) if hasattr(ask, "keywords") else (name,)
+    called = getattr(ask, "func", ask).__name__.lstrip("_")
+    return guards.get_verbose_code_parts([f"{called}({', '.join(values)})"], guard)
+
+
+# The questions
+
+
+def _has_attribute(held: Any, name: str) -> bool:
+    """Return whether attribute lookup finds `name` on an object, without running code of the user's."""
+    if _holds_name(held, name):
+        return True
+    if isinstance(held, nn.Module):
+        registered = (vars(held).get(home) or () for home in ("_parameters", "_buffers", "_modules"))
+        if any(name in home for home in registered):
+            return True
+    mro = type(held).__mro__ if not isinstance(held, type) else (*held.__mro__, *type(held).__mro__)
+    found = next((vars(base)[name] for base in mro if name in vars(base)), None)
+    if not isinstance(found, MemberDescriptorType):
+        return any(name in vars(base) for base in mro)
+    try:  # a slot of the class, which may be empty
+        found.__get__(held)
+    except AttributeError:
+        return False
+    return True
+
+
+def _holds_name(held: Any, name: str) -> bool:
+    return name in getattr(held, "__dict__", ())
+
+
+def _names_held(held: Any) -> Hashable:
+    return tuple(vars(held))
+
+
+def _holds_key(held: Any, key: Any) -> bool:
+    return key in held
+
+
+def _value_of_key(held: Any, key: Any) -> Hashable:
+    return held.get(key)
+
+
+def _random_state(held: random.Random) -> Hashable:
+    return held.getstate()
+
+
+def _process_says(_: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Hashable:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return type(error)
+
+
+def _zero_signs(held: Any) -> Hashable:
+    """Return the signs of the zeros in a number or a tuple of numbers: 0.0 == -0.0, but 1 / x differs."""
+    if isinstance(held, tuple):
+        return tuple(filter(None, map(_zero_signs, held)))
+    parts = (held.real, held.imag) if type(held) is complex else (held,) if type(held) is float else ()
+    return tuple(math.copysign(1.0, part) for part in parts if part == 0.0)
+
+
+# Where dynamo answers them
+
+
+def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield each method of dynamo's that answers questions: its class, its name, and what wraps it."""
+    for tracker in _subclasses(VariableTracker):
+        for name in ("var_getattr", "generic_getattr"):
+            if name in vars(tracker):
+                yield tracker, name, _attribute_lookup
+        for name in ("getitem_const_raise_exception_if_absent", "_missing_impl"):
+            if name in vars(tracker):
+                yield tracker, name, _item_lookup
+    for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
+        if "call_obj_hasattr" in vars(tracker):
+            yield tracker, "call_obj_hasattr", _hasattr
+    yield functions.UserMethodVariable, "call_function", _getattr_method
+    yield torch_functions.TorchInGraphFunctionVariable, "call_function", _folded_function
+    yield functions.PolyfilledFunctionVariable, "call_function", _polyfill
+    yield misc.RandomVariable, "call_method", _random_method
+    yield SetVariable, "call_method", _set_method
+    yield guards.GuardBuilder, "EQUALS_MATCH", _equality
+    yield misc.GetAttrVariable, "call_method", _dict_method
+    if hasattr(dicts, "DunderDictVariable"):  # since PyTorch 2.13, in place of GetAttrVariable
+        yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
+        yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
+
+
+def _subclasses(tracker: type) -> Iterator[type]:
+    yield tracker
+    for derived in tracker.__subclasses__():
+        yield from _subclasses(derived)
+
+
+def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def look_up(self: VariableTracker, tx: Any, name: str) -> Any:
+        try:
+            return own(self, tx, name)
+        except ObservedAttributeError:
+            _guard(self, functools.partial(_has_attribute, name=name))
+            raise
+
+    return look_up
+
+
+def _hasattr(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def ask(self: VariableTracker, tx: Any, name: str) -> Any:
+        _guard(self, functools.partial(_has_attribute, name=name))
+        return own(self, tx, name)
+
+    return ask
+
+
+def _getattr_method(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard that a name which goes to a class's own __getattr__ is still not found elsewhere."""
+
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn.__name__ == "__getattr__" and len(args) == 1 and args[0].is_python_constant():
+            _guard(self.obj, functools.partial(_has_attribute, name=args[0].as_python_constant()))
+        return own(self, tx, args, kwargs)
+
+    return call
+
+
+def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard a key that is not found, and the value of one in a dict of Python's own, as os.environ."""
+
+    @functools.wraps(own)
+    def look_up(self: Any, tx: Any, key: VariableTracker) -> Any:
+        try:
+            found = own(self, tx, key)
+        except ObservedKeyError:
+            _guard_key(self, key, _holds_key)
+            raise
+        if self.source is not None and is_from_skip_guard_source(self.source) and found.is_python_constant():
+            _guard_key(self, key, _value_of_key)
+        return found
+
+    return look_up
+
+
+def _set_method(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
+        try:
+            return own(self, tx, name, args, kwargs)
+        except ObservedKeyError:
+            _guard_key(self, args[0], _holds_key) if args else _guard(self, len)
+            raise
+
+    return call
+
+
+def _guard_key(held: Any, key: VariableTracker, ask: Callable[..., Hashable]) -> None:
+    if key.is_python_constant():
+        _guard(held, functools.partial(ask, key=key.as_python_constant()))
+    elif hasattr(held, "install_dict_keys_match_guard"):
+        held.install_dict_keys_match_guard()
+
+
+def _dict_method(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
+        is_lookup = self.name == "__dict__" and name in ("get", "__getitem__", "__contains__")
+        if is_lookup and args and args[0].is_python_constant():
+            _guard(self.obj, functools.partial(_holds_name, name=args[0].as_python_constant()))
+        return own(self, tx, name, args, kwargs)
+
+    return call
+
+
+def _name_in_dict(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def guard(self: Any, tx: Any, args: list[VariableTracker]) -> None:
+        _guard(self.items.item, functools.partial(_holds_name, name=args[0].as_python_constant()))
+
+    return guard
+
+
+def _names_in_dict(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def guard(self: Any) -> None:
+        _guard(self.items.item, _names_held)
+
+    return guard
+
+
+def _folded_function(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        is_folded = self.value in torch_functions.constant_fold_functions and self.value not in _CONSTANT
+        if is_folded and not kwargs and all(argument.is_python_constant() for argument in args):
+            arguments = tuple(argument.as_python_constant() for argument in args)
+            _guard_process(self.value, arguments)
+        return own(self, tx, args, kwargs)
+
+    return call
+
+
+def _random_method(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the state of a generator: dynamo draws from the one at capture."""
+
+    @functools.wraps(own)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _guard(self, _random_state)
+        return own(self, *args, **kwargs)
+
+    return call
+
+
+def _polyfill(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard a folded function of no arguments, as sys.getrecursionlimit(), which asks the process."""
+
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.can_constant_fold_through() and not args and not kwargs:
+            _guard_process(self.wrapped_fn, ())
+        return own(self, tx, args, kwargs)
+
+    return call
+
+
+def _equality(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def match(self: Any, guard: Guard, *args: Any, **kwargs: Any) -> None:
+        own(self, guard, *args, **kwargs)
+        if _zero_signs(self.get(guard)):
+            _same_answer(self, guard, _zero_signs)
+
+    return match

@@ -1,0 +1,364 @@
+"""Questions that dynamo folds into a graph without a guard: a later call that answers otherwise is captured
+anew."""
+
+import collections
+import contextlib
+import math
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_transform.graph.capture import capture
+
+X = torch.linspace(-1.0, 1.0, 16).view(2, 8)
+PYTHON_MODULE = types.ModuleType("a_module_of_the_users")
+SHARED: dict[str, float] = {}
+ZERO = 0.0
+
+
+class Model(nn.Module):
+    """A product, scaled by what `read` gets from the model, `held`, and the keyword arguments."""
+
+    def __init__(self, held: Any = None):
+        super().__init__()
+        self.product, self.held = nn.Linear(8, 8), held
+
+    read: Callable[..., Any]
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return self.product(x) * self.read(self.held, kwargs)
+
+
+def or_one(look_up: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:
+    """A look-up that may fail, as a forward asks with `try`."""
+
+    errors = errors or (KeyError,)
+
+    def read(model: Model, held: Any, kwargs: dict[str, Any]) -> Any:
+        try:
+            return look_up(model, held, kwargs)
+        except errors:
+            return 1.0
+
+    return read
+
+
+def attribute_or_one(look_up: Callable[..., Any]) -> Callable[..., Any]:
+    return or_one(look_up, AttributeError)
+
+
+def suppressed(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
+    scale = 1.0
+    with contextlib.suppress(KeyError):
+        scale = kwargs["scale"]
+    return scale
+
+
+def check(read: Callable[..., Any], held: Any, change: Callable[[Any], Any], **later: Any) -> None:
+    """A captured forward gives the original's numbers before and after a change, in graphs that stay."""
+    model, graphs = type("Reads", (Model,), {"read": read})(held), []
+    run = capture(type(model).forward, lambda graph, inputs: graphs.append(graph) or graph.forward)
+    before = model(X)
+    assert torch.equal(run(model, X), before)
+    change(model)
+    expected = model(X, **later)
+    assert not torch.equal(expected, before)  # the change is heard at all
+    assert torch.equal(run(model, X, **later), expected)
+    captured = len(graphs)
+    assert torch.equal(run(model, X, **later), expected)
+    assert len(graphs) == captured
+
+
+# Keyword arguments that are absent at capture
+
+KEYWORDS = {
+    "KeyError": or_one(lambda m, held, kwargs: kwargs["scale"]),
+    "LookupError": or_one(lambda m, held, kwargs: kwargs["scale"], LookupError),
+    "suppress": suppressed,
+    "itemgetter": or_one(lambda m, held, kwargs: operator.itemgetter("scale")(kwargs)),
+    "ChainMap": or_one(lambda m, held, kwargs: collections.ChainMap(kwargs, {"scale": 1.0})["scale"]),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_a_keyword_may_be_given_later(name: str) -> None:
+    check(KEYWORDS[name], None, lambda model: None, scale=5.0)
+
+
+# Keys that are absent at capture
+
+
+def put(key: Any = "a", value: Any = 3.0) -> Callable[[Model], None]:
+    return lambda model: model.held.__setitem__(key, value)
+
+
+KEYS = {
+    "dict": (lambda m, held, kwargs: held["a"], dict, put()),
+    "a key that is computed": (lambda m, held, kwargs: held[m.product], dict, lambda m: put(m.product)(m)),
+    "OrderedDict": (lambda m, held, kwargs: held["a"], collections.OrderedDict, put()),
+    "UserDict": (lambda m, held, kwargs: held["a"], collections.UserDict, put()),
+    "ChainMap": (
+        lambda m, held, kwargs: held["a"],
+        lambda: collections.ChainMap({}, {"a": 1.0}),
+        put(),
+    ),
+    "defaultdict without a factory": (
+        lambda m, held, kwargs: held["a"], lambda: collections.defaultdict(None), put(),
+    ),
+    "ModuleDict": (
+        lambda m, held, kwargs: held["a"](X).sum(),
+        nn.ModuleDict,
+        lambda m: m.held.update({"a": nn.Tanhshrink()}),
+    ),
+    "_modules": (
+        lambda m, held, kwargs: m._modules["late"](X).sum(),
+        lambda: None,
+        lambda m: m.add_module("late", nn.Tanhshrink()),
+    ),
+    "a dict of the process": (
+        lambda m, held, kwargs: SHARED["a"], lambda: None, lambda m: SHARED.update(a=3.0),
+    ),
+    "an item that is gone": (
+        lambda m, held, kwargs: held["a"], lambda: {"a": 3.0}, lambda m: m.held.clear(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_may_come_or_go(name: str) -> None:
+    look_up, held, change = KEYS[name]
+    try:
+        check(or_one(look_up), held(), change)
+    finally:
+        SHARED.clear()
+
+
+# Attributes that are absent at capture
+
+
+class Falls:
+    """Has an answer for names that it does not hold."""
+
+    def __getattr__(self, name: str) -> float:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return 1.0
+
+
+class FallsModule(nn.Linear):
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name != "late":
+                raise
+            return 1.0
+
+
+class Slots:
+    __slots__ = ("late",)
+
+
+def late(model: Model, held: Any, kwargs: dict[str, Any]) -> Any:
+    return held.late
+
+
+def set_late(model: Model) -> None:
+    model.held.late = 3.0
+
+
+def function() -> None: ...
+
+
+ATTRIBUTES = {
+    "of an object": (attribute_or_one(late), types.SimpleNamespace, set_late),
+    "of a module": (attribute_or_one(late), lambda: nn.Linear(1, 1), set_late),
+    "a buffer": (
+        attribute_or_one(late),
+        lambda: nn.Linear(1, 1),
+        lambda m: m.held.register_buffer("late", torch.tensor(3.0)),
+    ),
+    "of a class": (attribute_or_one(late), lambda: type("Own", (), {}), set_late),
+    "of an object's class": (
+        attribute_or_one(late),
+        lambda: type("Own", (), {})(),
+        lambda m: setattr(type(m.held), "late", 3.0),
+    ),
+    "of a slot": (attribute_or_one(late), Slots, set_late),
+    "of a function": (attribute_or_one(late), lambda: function, set_late),
+    "of a parameter": (
+        attribute_or_one(lambda m, held, kwargs: m.product.weight.late),
+        lambda: None,
+        lambda m: setattr(m.product.weight, "late", 3.0),
+    ),
+    "of a Python module": (attribute_or_one(late), lambda: PYTHON_MODULE, set_late),
+    "hasattr of a Python module": (
+        lambda m, held, kwargs: 1.0 + hasattr(held, "late"), lambda: PYTHON_MODULE, set_late,
+    ),
+    "__getattr__": (late, Falls, set_late),
+    "__getattr__, then on the class": (
+        late, type("Own", (Falls,), {}), lambda m: setattr(type(m.held), "late", 3.0),
+    ),
+    "__getattr__ of a module": (late, lambda: FallsModule(1, 1), set_late),
+    "__getattr__ of a module, then a buffer": (
+        late, lambda: FallsModule(1, 1), lambda m: m.held._buffers.update(late=torch.tensor(3.0)),
+    ),
+    "in vars()": (lambda m, held, kwargs: 1.0 + ("late" in vars(held)), types.SimpleNamespace, set_late),
+    "in __dict__, of the model": (
+        lambda m, held, kwargs: 1.0 + ("late" in m.__dict__), lambda: None, lambda m: setattr(m, "late", 1),
+    ),
+    "__dict__.get": (lambda m, held, kwargs: held.__dict__.get("late", 1.0), types.SimpleNamespace, set_late),
+    "how many there are": (lambda m, held, kwargs: 1.0 + len(vars(held)), types.SimpleNamespace, set_late),
+    "all that there are": (
+        lambda m, held, kwargs: 1.0 + sum(vars(held).values()), types.SimpleNamespace, set_late,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_may_come_later(name: str) -> None:
+    read, held, change = ATTRIBUTES[name]
+    try:
+        check(read, held(), change)
+    finally:
+        for shared in (PYTHON_MODULE, function):
+            vars(shared).pop("late", None)
+
+
+# The process
+
+
+@contextlib.contextmanager
+def process_group() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def autocast_dtype(device: str, dtype: torch.dtype) -> Any:
+    before = torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype(device, before)
+
+
+@contextlib.contextmanager
+def recursion_limit() -> Any:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + 1)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@contextlib.contextmanager
+def default_dtype() -> Any:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def variable(value: str) -> Any:
+    os.environ["A_SWITCH"] = value
+    try:
+        yield
+    finally:
+        del os.environ["A_SWITCH"]
+
+
+PROCESS = {
+    "is_initialized": (lambda m, held, kwargs: 1.0 + dist.is_initialized(), process_group),
+    "get_world_size": (
+        or_one(lambda m, held, kwargs: 5.0 * dist.get_world_size(), ValueError, RuntimeError), process_group,
+    ),
+    "get_rank": (
+        lambda m, held, kwargs: 5.0 + dist.get_rank() if dist.is_initialized() else 1.0, process_group,
+    ),
+    "get_backend": (
+        lambda m, held, kwargs: 5.0 + len(dist.get_backend()) if dist.is_initialized() else 1.0,
+        process_group,
+    ),
+    "autocast's dtype while it is off": (
+        lambda m, held, kwargs: 1.0 + (torch.get_autocast_dtype("cpu") is torch.float16),
+        lambda: autocast_dtype("cpu", torch.float16),
+    ),
+    "the default dtype": (
+        lambda m, held, kwargs: 1.0 + (torch.get_default_dtype() is torch.float64), default_dtype,
+    ),
+    "sys": (lambda m, held, kwargs: float(sys.getrecursionlimit()), recursion_limit),
+    "os.environ": (
+        or_one(lambda m, held, kwargs: float(os.environ["A_SWITCH"])), lambda: variable("3"),
+    ),
+    "os.getenv": (lambda m, held, kwargs: float(os.getenv("A_SWITCH", "1")), lambda: variable("3")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROCESS)
+def test_the_process_may_answer_otherwise_later(name: str) -> None:
+    read, context = PROCESS[name]
+    with contextlib.ExitStack() as changed:
+        check(read, None, lambda model: changed.enter_context(context()))
+
+
+def test_a_variable_of_the_environment_may_have_another_value() -> None:
+    with variable("2"):
+        check(
+            lambda m, held, kwargs: float(os.getenv("A_SWITCH", "1")),
+            None,
+            lambda model: os.environ.update(A_SWITCH="3"),
+        )
+
+
+# Numbers that are equal, and different
+
+
+def sign(value: float) -> float:
+    return math.copysign(1.0, value)
+
+
+def default(value: float = 0.0) -> float:
+    return sign(value)
+
+
+NEGATIVE = {
+    "an attribute": (lambda m, held, kwargs: sign(held), 0.0, -0.0),
+    "in a tuple": (lambda m, held, kwargs: sign(held[0]), (0.0,), (-0.0,)),
+    "the imaginary part": (lambda m, held, kwargs: sign(held.imag), complex(1, 0.0), complex(1, -0.0)),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_zero_may_become_negative(name: str) -> None:
+    read, first, then = NEGATIVE[name]
+    check(read, first, lambda model: setattr(model, "held", then))
+
+
+def test_zero_may_become_negative_in_default_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: Model) -> None:
+        monkeypatch.setattr(default, "__defaults__", (-0.0,))
+
+    check(lambda m, held, kwargs: default(), None, change)
+
+
+def test_zero_may_become_negative_in_global_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: Model) -> None:
+        monkeypatch.setitem(globals(), "ZERO", -0.0)
+
+    check(lambda m, held, kwargs: sign(ZERO), None, change)
