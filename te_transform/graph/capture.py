@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from inspect import signature
@@ -33,6 +33,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
 from te_transform.graph.inputs import Inputs
+from te_transform.graph.questions import guard_questions
+from te_transform.graph.recompiles import Recompiles, module_of
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +48,9 @@ SETTINGS = {
     "use_recursive_dict_tags_for_guards": False,
     "skip_tensor_guards_with_matching_dict_tags": False,
     "skip_guards_on_constant_func_defaults": False,  # else default arguments that change are not seen
-    "recompile_limit": 64,  # training, evaluation and generation, at their sizes, with a graph each
-    # dynamo counts all that a process has ever traced of a piece of code, as of the layers' call that all
-    # models of transformers share; we count what one conversion has, see MOST_TRACED
+    # Dynamo counts by piece of code, which all layers of a class share, and all models of transformers. Each
+    # layer may need graphs of its own: MOST_TRACED counts by module, Recompiles stops at values that change.
+    "recompile_limit": sys.maxsize,
     "accumulated_recompile_limit": sys.maxsize,
     # for inference, and for export: parameters would be constants, or buffers, of the graph
     "prepare_freezing": False,
@@ -64,8 +66,9 @@ if hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"):
     SETTINGS["invalidate_compile_context_weakrefs"] = True
 
 
-_Traced = tuple[CodeType, bool]  # a piece of code, and whether within torch.func.grad() or the like
-MOST_TRACED = 256  # pieces of code, each so often by one function: guards may fail for ever
+# a piece of code, whether within torch.func.grad() or the like, and the id of the module
+_Traced = tuple[CodeType, bool, int]
+MOST_TRACED = 64  # graphs of a piece of code, for one module: guards may fail for ever
 # Graphs of other functions do not count for a limit, nor do calls look through them (since PyTorch 2.13).
 _ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
 _NUMBERS = count(1)
@@ -79,6 +82,7 @@ def capture(
     leaves: Callable[[], bool] = lambda: False,
     dynamic: bool | None = None,
     reasons: dict[str, None] | None = None,
+    tell: Callable[[str], None] = lambda why: None,
 ) -> Callable[..., Any]:
     """`forward`, run through the callables that `backend` makes of its graphs.
 
@@ -90,6 +94,8 @@ def capture(
             themselves because `forward` cannot be.
         dynamic: as torch.compile's: with False each size has a graph of its own.
         reasons: is told what dynamo says of code that it does not capture.
+        tell: called with the reason when a call runs the user's own code because of a value that changes at
+            each call.
 
     Returns:
         A function, whose `turned_off` is true once dynamo has given up on code that it was to trace: such
@@ -98,6 +104,7 @@ def capture(
     for logger in _LOGGERS:
         logger.addFilter(_is_not_ours)  # once, however often
     times: Counter[_Traced] = Counter()
+    recompiles = Recompiles(tell)
     context = torch._dynamo.optimize(backend, dynamic=dynamic, **_ALONE)
     forward, traced = _traceable(forward), context.callback
 
@@ -108,19 +115,18 @@ def capture(
         # the ops' own backwards run here too, where a forward calls autograd between two graphs
         if leaves() or frame.f_code.co_filename.startswith(_OWN):
             return ConvertFrameReturn(apply_to_code=False)  # in this call alone, later ones ask again
-        key = code, transformed = frame.f_code, _in_transform()
+        code, transformed = frame.f_code, _in_transform()
+        key = code, transformed, id(module_of(frame))
         if times[key] >= MOST_TRACED:
             return _left(key, times)
+        if (settings := recompiles.settings(frame)) is None:
+            run.turned_off = True
+            return _AS_IT_IS
         times[key] += 1
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises
-        token = _ours.set(True)
-        try:
-            # PyTorch 2.11 has one value of a setting for all threads: two that traced at once would each put
-            # back what they found, the later one the settings of the other
-            with compile_lock, torch._dynamo.config.patch({**SETTINGS, **_left_out()}), _noting(reasons):
-                found = traced(frame, *args, **kwargs)
-        finally:
-            _ours.reset(token)
+        with _our_capture(settings), _noting(reasons):
+            found = traced(frame, *args, **kwargs)
+        recompiles.note(found, frame)
         run.turned_off = before or _gives_up(found, code, transformed)
         if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
             times[key] = MOST_TRACED
@@ -135,6 +141,22 @@ def capture(
     run = context(forward)
     run.turned_off = False
     return run
+
+
+@contextmanager
+def _our_capture(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Trace with our settings and guards, in this thread alone.
+
+    PyTorch 2.11 has one value of a setting for all threads: two that traced at once would each put back what
+    they found, the later one the settings of the other.
+    """
+    token = _ours.set(True)
+    try:
+        patched = torch._dynamo.config.patch({**SETTINGS, **_left_out(), **settings})
+        with compile_lock, patched, guard_questions():
+            yield
+    finally:
+        _ours.reset(token)
 
 
 # Code runs as it is in this call, with all that it calls. Where there are as many graphs as may be, dynamo
@@ -159,7 +181,7 @@ def _left(traced: _Traced, times: Counter[_Traced]) -> ConvertFrameReturn:
     """_AS_IT_IS for code that has reached its limit, which is said once."""
     if times[traced] == MOST_TRACED:
         times[traced] += 1
-        code, _ = traced
+        code, *_ = traced
         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
         log.warning(
             "%s, %s, has as many graphs as it may have, one for each kind of calls: it runs as it is in "

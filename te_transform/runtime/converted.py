@@ -319,8 +319,14 @@ class Converted:
                 lambda: kind in held().leaving,
                 dynamic,
                 None if is_around else self.reasons,
+                lambda why: held().tell(why),
             )
         return self.runs[kind]
+
+    def tell(self, why: str) -> None:
+        """Add a sentence to the report, once."""
+        if why and why not in self.failures:
+            self.failures.append(why)
 
     def _runs_as_it_is(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Whether a call runs the user's own code."""

@@ -1,0 +1,144 @@
+"""Stop capturing a forward again and again because of a value that changes at each call.
+
+Dynamo guards every value that a forward reads. A counter, a schedule, a list that grows or a hook that is
+registered for one call makes the guards of all graphs fail, and a capture takes as long as thousands of
+calls.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.guards import get_guard_fail_reason_helper
+from torch._dynamo.types import ConvertFrameReturn, DynamoFrameType
+
+MOST_CAPTURES = 3  # of a module, for different values of one expression
+_CALLS_BEFORE_HOOKS = 2  # that run the user's code with new hooks: many hooks are there for one call
+
+# Modes, sizes and dtypes are worth a graph each; dynamo makes sizes dynamic that vary.
+_NO_VALUE = ("GLOBAL_STATE", "tensor '", ".size()", ".stride()", "Unexpected recompilation", "BACKEND_MATCH")
+_INTEGER = re.compile(r" == -?\d+$")
+_HOOKS = re.compile(r"_hooks\b")
+_ABSENT = re.compile(r"___dict_contains\('(\w+)', (\w+)\.__dict__\)")
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[[^]]+\])+(?![\w(])")  # an attribute or an item, no function
+_ARGUMENT = re.compile(r"^[A-Za-z_]\w*(?= ==)")
+
+
+# Dynamo takes an integer of a module as an input of the graph, once it has seen two values of it.
+_DYNAMIC = {"allow_unspec_int_on_nn_module": True}
+
+
+class Recompiles:
+    """The captures of one forward, and the values that calls failed on which found no graph."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.tell = tell  # called with the reason of a refusal
+        # the module that each capture was made for, by the id of the capture
+        self.modules: dict[str, weakref.ref[nn.Module] | None] = {}
+        # the last hooks without a graph, and how many calls had them
+        self.hooks: tuple[Hashable, int] = ((), 0)
+
+    def settings(self, frame: DynamoFrameType) -> Mapping[str, Any] | None:
+        """Return the settings to capture a call with, or None if it runs the user's own code."""
+        module = module_of(frame)
+        guards = [
+            guard
+            for entry in _debug_get_cache_entry_list(frame.f_code)
+            if self._is_of(str(entry.compile_id), module)
+            if (guard := _FailedGuard.of(entry, frame)).is_of_value
+        ]
+        if any(guard.is_of_hooks for guard in guards) and self._are_new(_hooks_of(module)):
+            return None
+        for guard in guards:
+            if len({other.text for other in guards if other.subject == guard.subject}) >= MOST_CAPTURES:
+                self.tell(guard.sentence())
+                return None
+        return _DYNAMIC if any(guard.is_of_integer for guard in guards) else {}
+
+    def note(self, found: ConvertFrameReturn, frame: DynamoFrameType) -> None:
+        """Remember which module a capture was made for: each of several layers is worth a graph."""
+        if found.guarded_code is not None:
+            module = module_of(frame)
+            self.modules[str(found.guarded_code.compile_id)] = module and weakref.ref(module)
+
+    def _is_of(self, capture: str, module: nn.Module | None) -> bool:
+        known = self.modules.get(capture)
+        return (None if known is None else known()) is module
+
+    def _are_new(self, hooks: Hashable) -> bool:
+        last, calls = self.hooks
+        calls = calls + 1 if hooks == last else 1
+        self.hooks = hooks, calls
+        return calls <= _CALLS_BEFORE_HOOKS
+
+
+def module_of(frame: DynamoFrameType) -> nn.Module | None:
+    """Return the module whose code is called: the first one among the arguments and variables."""
+    return next((value for value in frame.f_locals.values() if isinstance(value, nn.Module)), None)
+
+
+def _hooks_of(module: nn.Module) -> Hashable:
+    """Return all hooks in a module, by weak references: the address of one that is gone is used again."""
+    homes = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return tuple(
+        (path, home, _reference(hook))
+        for path, part in module.named_modules()
+        for home in homes
+        for hook in vars(part)[home].values()
+    )
+
+
+def _reference(hook: Callable[..., Any]) -> Hashable:
+    try:
+        return weakref.ref(hook)
+    except TypeError:
+        return id(hook)
+
+
+@dataclass(frozen=True)
+class _FailedGuard:
+    """A guard that a call failed on, as dynamo prints it."""
+
+    text: str  # an expression, as "s.n == 3"
+    line: str  # of the user's code that reads the value
+
+    @classmethod
+    def of(cls, entry: Any, frame: DynamoFrameType) -> _FailedGuard:
+        """Return the first guard of a graph that does not hold for the call."""
+        said = get_guard_fail_reason_helper(
+            entry.guard_manager, frame.f_locals, entry.compile_id, entry.backend
+        ).partition("\n")[0]
+        text, _, where = said.removeprefix(f"{entry.compile_id}: ").partition("  # ")
+        return cls(text.strip(), where.rpartition("  # ")[2].partition(" in ")[0].strip())
+
+    @property
+    def is_of_value(self) -> bool:
+        return bool(self.subject) and not any(known in self.text for known in _NO_VALUE)
+
+    @property
+    def is_of_hooks(self) -> bool:
+        return _HOOKS.search(self.text) is not None
+
+    @property
+    def is_of_integer(self) -> bool:
+        return _INTEGER.search(self.text) is not None
+
+    @property
+    def subject(self) -> str:
+        """What the guard looks at, as "self.n", without numbers of layers; "" if it names no value."""
+        absent, found = _ABSENT.search(self.text), _PATH.search(self.text) or _ARGUMENT.search(self.text)
+        path = f"{absent[2]}.{absent[1]}" if absent else found[0] if found else ""
+        return re.sub(r"\d+", "#", path)
+
+    def sentence(self) -> str:
+        at = f" ({self.line})" if self.line else ""
+        return (
+            f"the forward reads {self.subject}{at}, which has another value at each call, a value that stays "
+            "is needed: such calls run the user's own code; hold it in a buffer to have them fused"
+        )

@@ -1,0 +1,166 @@
+"""A value that changes at each call is captured three times at most."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_transform
+from te_transform.graph.capture import capture
+from te_transform.graph.recompiles import MOST_CAPTURES
+from tests.models.tiny import WIDTH, Tiny
+from tests.zoo import seeded
+
+X = torch.linspace(-1.0, 1.0, 2 * WIDTH).view(2, WIDTH)
+CALLS = 6
+
+
+class Counts(Tiny):
+    """Its calls change `seen`, which its output depends on."""
+
+    seen: Any
+    after: Callable[[Any], Any]
+    scale: Callable[[Any], float]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.after(self.seen)
+        return super().forward(x) * self.scale(self.seen)
+
+
+def counting(first: Any, after: Callable[[Any], Any], scale: Callable[[Any], float]) -> Counts:
+    model = seeded(Counts)
+    model.seen, model.after, model.scale = first, after, scale
+    return model
+
+
+CHANGING = {
+    "a counter": (0, lambda seen: seen + 1, float),
+    "a counter that is not used": (0, lambda seen: seen + 1, lambda seen: 1.0),
+    "a schedule": (0.0, lambda seen: seen + 0.125, lambda seen: 1.0 + seen),
+    "a list that grows": ([], lambda seen: [*seen, 1.0], len),
+    "a name": ("a", lambda seen: seen + "a", len),
+    "a dict that grows": ({}, lambda seen: {**seen, len(seen): 1}, len),
+}
+
+
+def captured(model: nn.Module) -> tuple[Callable[..., Any], list[Any], list[str]]:
+    """A model's captured forward, the graphs that it has, and the reasons that it gives."""
+    graphs: list[Any] = []
+    reasons: list[str] = []
+    run = capture(
+        type(model).forward, lambda graph, inputs: graphs.append(graph) or graph.forward, tell=reasons.append
+    )
+    return functools.partial(run, model), graphs, reasons
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_value_that_each_call_changes_is_captured_three_times(name: str) -> None:
+    model, twin = counting(*CHANGING[name]), counting(*CHANGING[name])
+    run, graphs, reasons = captured(model)
+    for _ in range(CALLS):
+        assert torch.equal(run(X), twin(X))
+    assert model.seen == twin.seen
+    assert len(graphs) <= MOST_CAPTURES
+    assert bool(reasons) is not name.startswith("a counter")  # an integer becomes an input of the graph
+
+
+def test_the_report_names_the_value_and_the_line() -> None:
+    model, twin = (counting(*CHANGING["a list that grows"]) for _ in range(2))
+    converted = te_transform.convert(model, X, inplace=True)
+    for _ in range(CALLS):
+        torch.testing.assert_close(converted(X), twin(X))
+    (note,) = (note for note in te_transform.report(converted).notes if "another value" in note)
+    assert "self.seen" in note
+    assert "test_recompiles.py:" in note
+
+
+def test_an_attribute_that_the_first_call_makes() -> None:
+    model = seeded(Counts)
+    model.after, model.scale = (lambda seen: getattr(model, "seen", "") + "a"), len
+    type(model).seen = ""
+    try:
+        run, graphs, _ = captured(model)
+        for _ in range(CALLS):
+            run(X)
+    finally:
+        del type(model).seen
+    assert len(model.seen) == CALLS
+    assert len(graphs) == MOST_CAPTURES
+
+
+def test_a_value_that_stays_from_some_call_on_runs_its_graph() -> None:
+    model = counting("a", lambda seen: seen, len)
+    run, graphs, reasons = captured(model)
+    for _ in range(CALLS):
+        model.seen += "a"
+        run(X)
+    model.seen = "aaa"  # of the second call
+    assert len(graphs) == MOST_CAPTURES
+    assert torch.equal(run(X), model(X))
+    assert len(reasons) == CALLS - MOST_CAPTURES
+
+
+def test_a_float_from_outside() -> None:
+    model = seeded(Tiny)
+    run, graphs, reasons = captured(model)
+    for call in range(CALLS):
+        model.norm.eps = 0.1 * (call + 1)
+        assert torch.equal(run(X), model(X))
+    assert len(graphs) == MOST_CAPTURES
+    assert "eps" in reasons[0]
+
+
+def test_each_layer_has_graphs_of_its_own() -> None:
+    """Layers share their code, and are told apart by a number: no value of one layer changes."""
+    layers = [counting("a" * number, str, len) for number in range(1, 6)]
+    graphs: list[Any] = []
+    run = capture(Counts.forward, lambda graph, inputs: graphs.append(graph) or graph.forward)
+    for _ in range(2):
+        for layer in layers:
+            assert torch.equal(run(layer, X), layer(X))
+    assert len(graphs) == len(layers)
+
+
+def test_modes_and_sizes_are_no_values_that_change() -> None:
+    model = seeded(Tiny)
+    run, _, reasons = captured(model)
+    for call in range(CALLS):
+        model.train(call % 2 == 0)
+        with torch.set_grad_enabled(call % 3 == 0):
+            for x in (X, X.repeat(1 + call, 1)):
+                assert torch.equal(run(x), model(x))
+    assert not reasons
+
+
+# Hooks
+
+
+def times(module: nn.Module, args: Any, out: Tensor, by: float) -> Tensor:
+    return out * by
+
+
+def test_hooks_that_are_there_for_one_call_are_not_captured() -> None:
+    model = seeded(Tiny)
+    run, graphs, _ = captured(model)
+    before = run(X)
+    for call in range(CALLS):
+        hook = model.norm.register_forward_hook(functools.partial(times, by=2.0 + call))
+        assert torch.equal(run(X), model(X))
+        hook.remove()
+    assert torch.equal(run(X), before)
+    assert len(graphs) == 1
+
+
+def test_a_hook_that_stays_is_captured_from_the_third_call_on() -> None:
+    model = seeded(Tiny)
+    run, graphs, _ = captured(model)
+    run(X)
+    model.norm.register_forward_hook(functools.partial(times, by=2.0))
+    found = []
+    for _ in range(4):
+        assert torch.equal(run(X), model(X))
+        found.append(len(graphs))
+    assert found == [1, 1, 2, 2]
