@@ -165,8 +165,7 @@ def _capture_and_report(
         # dynamo's exceptions, as of what ends a graph, have frames that hold the outputs of the first call
         # still, in a circle, and these what their backward would read
         gc.collect()
-        for group in held:
-            lay(group)
+        converted.note_scattered(made, [group for group in held if not lay(group)])
     if options.recipe is not None and not options.as_it_is:
         _enter_recipe(made, converted, seen, samples)
     for graph in converted.graphs:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from te_transform.backends import quantized
 from te_transform.backends.op import GraphOp
 from te_transform.backends.stamp import version_of
+from te_transform.backends.storages import is_sole_owner
 from te_transform.backends.tracing import compiling, recorded, transformed
 from te_transform.graph import ops
 
@@ -66,6 +67,11 @@ class Group:
                 return False
             place += parameter.numel() * parameter.element_size()
         return place == self.buffer.data_ptr() + self.buffer.numel() * self.buffer.element_size()
+
+    def has_memory_of(self, parameter: Tensor) -> bool:
+        """Return True if the parameter lies in the buffer, where it was laid or elsewhere."""
+        begin = self.buffer.data_ptr()
+        return begin <= parameter.data_ptr() < begin + self.buffer.numel() * self.buffer.element_size()
 
     def intact(self) -> bool:
         """Whether all its parameters are there and lie as they were laid."""
@@ -399,10 +405,9 @@ def lay(parameters: Sequence[Tensor]) -> bool:
     whose storages are one for shared tensors, and lose all but one.
 
     Returns:
-        Whether they lie so now. They do not where memory is somebody else's as well: shared between
-        processes, a part of a larger storage, seen by another tensor, a parameter of another group already,
-        or part of what a CUDA graph records. They are left there then for good: whoever records graphs of
-        their own relies on it.
+        True if they lie so now. They stay where they are, for good, if something else holds the memory of
+        one of them (see storages.py), if one belongs to another group already, and while a CUDA graph is
+        recorded: whoever records graphs of their own relies on it.
     """
     if adjacent(parameters) is not None:
         return True
@@ -424,6 +429,12 @@ def _pointers(parameters: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _can_be_laid(parameters: Sequence[Tensor]) -> bool:
+    # two groups that share a parameter would take it from each other at each call
+    is_free = not any(map(_is_laid, parameters))
+    return _are_alike(parameters) and is_free and not held_elsewhere(parameters)
+
+
+def _are_alike(parameters: Sequence[Tensor]) -> bool:
     first = parameters[0]
     plain = all(
         type(p) in (nn.Parameter, Tensor) and type(p.data) is Tensor
@@ -432,16 +443,26 @@ def _can_be_laid(parameters: Sequence[Tensor]) -> bool:
         and p.device.type != "meta" and p.is_contiguous() and p.numel() and not p.is_inference()
         for p in parameters
     )  # fmt: skip
-    distinct = len(set(map(id, parameters))) == len(parameters)
-    return plain and distinct and all(map(_is_alone, parameters))
+    return plain and len(set(map(id, parameters))) == len(parameters)
 
 
-def _is_alone(parameter: Tensor) -> bool:
-    storage = parameter.untyped_storage()
-    whole = storage.nbytes() == parameter.numel() * parameter.element_size()
+def _is_laid(parameter: Tensor) -> bool:
     group = state_of(parameter).group
-    if group is not None and group.intact():
-        return False  # two groups that share a parameter would take it from each other at each call
-    shared = parameter.device.type == "cpu" and storage.is_shared()  # on a GPU PyTorch says so of all
-    # the parameter itself and the Python object just made of its storage
-    return whole and not shared and torch._C._storage_Use_Count(storage._cdata) <= 2
+    return group is not None and group.intact()
+
+
+def held_elsewhere(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameters of a group that could be laid, but for the memory, which something else holds."""
+    if not _are_alike(parameters):
+        return []
+    return [p for p in parameters if not (_is_laid(p) or is_sole_owner(p, imported=_is_ours(p)))]
+
+
+def _is_ours(parameter: Tensor) -> bool:
+    """Return True if the memory is that of a buffer of ours, and no array reads it.
+
+    An array of numpy can read a parameter without holding its storage only if the parameter needs no
+    gradient.
+    """
+    group = state_of(parameter).group
+    return group is not None and group.has_memory_of(parameter) and parameter.requires_grad

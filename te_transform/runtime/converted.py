@@ -24,7 +24,8 @@ from torch._dynamo.exc import SkipFrame
 
 from te_transform.backends import gradients
 from te_transform.backends.collectives import Ranks
-from te_transform.backends.joined import lay, local
+from te_transform.backends.joined import held_elsewhere, lay, local
+from te_transform.backends.storages import sole_owners_needed
 from te_transform.canonicalize import functions
 from te_transform.graph.bound import bind
 from te_transform.graph.capture import capture, code_of
@@ -432,9 +433,15 @@ class Converted:
         groups = {tuple(r() for r in group) for group in self.apart}
         own = {id(local(parameter)) for parameter in model.parameters()}
         self.apart.clear()
-        for group in groups:
-            if all(id(tensor) in own for tensor in group):
-                lay(group)
+        own_groups = [group for group in groups if all(id(tensor) in own for tensor in group)]
+        self.note_scattered(model, [group for group in own_groups if not lay(group)])
+
+    def note_scattered(self, model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Tell the report which parameters are joined by a copy in each call because their memory is held."""
+        held = {id(tensor) for group in groups for tensor in held_elsewhere(group)}
+        names = [name for name, parameter in model.named_parameters() if id(local(parameter)) in held]
+        if names:
+            self.failures.append(sole_owners_needed(names))
 
     def __deepcopy__(self, memo: dict) -> Converted:
         twin = memo[id(self)] = Converted(self.options, self.by_block, self.checker, self.in_pieces)

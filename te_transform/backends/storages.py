@@ -1,0 +1,66 @@
+"""Tell whether the memory of a tensor is its own, or something else holds it too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+
+def is_sole_owner(tensor: Tensor, imported: bool = False) -> bool:
+    """Return True if nothing but `tensor` reads or writes its memory.
+
+    Views, detached tensors, arrays and exports through DLPack count as holders of the storage; so does the
+    Python object of the storage. Memory that came from elsewhere (an array, a file, another library) may be
+    held there: PyTorch marks such a storage as not resizable. It does the same to a storage that an array of
+    numpy reads.
+
+    Args:
+        imported: True if the memory is known to be this library's own, although it came through DLPack.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.numel() * tensor.element_size():
+        return False
+    if not (imported or storage.resizable()) or _is_sent(storage):
+        return False
+    del storage
+    # PyTorch's versions hold a storage and its Python object in different ways: compare with a fresh tensor
+    with torch.inference_mode(False), torch.enable_grad():
+        fresh = torch.empty(1, dtype=torch.float32, device="cpu", requires_grad=tensor.requires_grad)
+        return _holders(tensor) == _holders(fresh)
+
+
+def sole_owners_needed(names: Sequence[str]) -> str:
+    """Return the report's sentence on parameters that are not moved because something holds their memory."""
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return (
+        f"expected parameters with memory of their own, got {shown}, whose memory something else holds too "
+        "(a storage, a view, an array, a file or another process): they stay there, and each call joins them "
+        "by a copy; drop what holds the memory before convert(), or pass inplace=False"
+    )
+
+
+def _holders(tensor: Tensor) -> tuple[int, ...]:
+    """Return how many hold the storage's Python object, the storage, and the tensor itself.
+
+    An export through DLPack holds the tensor itself. So does the node that accumulates its gradient, which
+    is made here if there is none.
+    """
+    edge = get_gradient_edge(tensor) if tensor.requires_grad else None
+    of_tensor = tensor._use_count() if hasattr(tensor, "_use_count") else 0
+    of_object = sys.getrefcount(tensor.untyped_storage())
+    of_storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    del edge
+    return of_object, of_storage, of_tensor
+
+
+def _is_sent(storage: torch.UntypedStorage) -> bool:
+    """Return True if other processes may have the storage. PyTorch calls all storages on a GPU shared."""
+    if storage.device.type == "cpu":
+        return storage.is_shared()
+    sharing = sys.modules.get("torch.multiprocessing.reductions")
+    sent = [] if sharing is None else list(sharing.shared_cache.values())
+    return any(reference.cdata == storage._cdata for reference in sent if hasattr(reference, "cdata"))
