@@ -15,8 +15,9 @@ import torch
 from torch import fx, nn
 
 from te_transform.backends.joined import lay
+from te_transform.graph.contents import noted
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
-from te_transform.graph.preserve import one_at_a_time
+from te_transform.graph.preserve import one_at_a_time, same_random
 from te_transform.passes import PIPELINE
 from te_transform.plan.assign import products_in
 from te_transform.plan.model import ModelError, check_model, check_module
@@ -276,10 +277,12 @@ def te_transform(
 
 def _copy(model: nn.Module) -> nn.Module:
     try:
-        with torch.inference_mode(False), torch.no_grad():  # where it is on, copies could not be trained
+        # copies that are made in inference mode could not be trained
+        with torch.inference_mode(False), torch.no_grad(), same_random(model.parameters()):
             return copy.deepcopy(model)
     except Exception as error:
+        unsaved = "".join(f" ({why})" for why in noted(model).unsaved())
         raise ModelError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), a copy is needed to "
-            "leave the original untouched: pass inplace=True"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}){unsaved}, a copy is "
+            "needed to leave the original untouched: pass inplace=True"
         ) from error

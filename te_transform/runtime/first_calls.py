@@ -3,6 +3,7 @@ does."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,13 @@ from te_transform.runtime.classes import own_classes
 from te_transform.runtime.console import in_a_line, progress
 from te_transform.runtime.converted import Converted
 from te_transform.runtime.distances import distance, rounding
+
+log = logging.getLogger(__name__)
+
+_UNSAVED = (
+    "{}: if the forward changes it, so do the calls that convert() makes, and nothing puts it back; set it "
+    "anew after convert()"
+)
 
 
 @dataclass
@@ -59,9 +67,13 @@ def first_calls(
 
     with (
         watched(converted, model, check_own) as seen,
-        preserved(model, original),
+        preserved(model, original) as before,
         torch.set_grad_enabled(_is_trainable(model)),
     ):
+        for why in map(_UNSAVED.format, before.unsaved()):
+            if why not in converted.failures:
+                log.warning(why)
+                converted.failures.append(why)
         for sample in progress(samples, "capturing"):
             outputs = call(model.train(), sample)
             seen.outputs = seen.outputs or _tensors(outputs)

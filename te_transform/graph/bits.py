@@ -1,0 +1,47 @@
+"""Compare tensors of any layout bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are alike and hold the same bits, sparse ones at the same indices."""
+    return _kind(one) == _kind(other) and all(map(_same_dense, _parts(one), _parts(other)))
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return shape_of(tensor), tensor.dtype, tensor.layout, tensor.qscheme() if tensor.is_quantized else None
+
+
+def shape_of(tensor: Tensor) -> torch.Size | None:
+    """Return the shape, which nested tensors do not have."""
+    return None if tensor.is_nested else tensor.shape
+
+
+def _same_dense(one: Tensor, other: Tensor) -> bool:
+    one, other = (tensor.detach().resolve_conj().resolve_neg() for tensor in (one, other))
+    one, other = (tensor.contiguous().flatten() for tensor in (one, other))
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a tensor is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.is_nested:
+        is_jagged = tensor.layout is torch.jagged
+        sizes = [tensor.offsets(), tensor.lengths()] if is_jagged else [tensor._nested_tensor_size()]
+        return [tensor.values(), *(size for size in sizes if size is not None)]
+    if tensor.is_quantized:  # whose bits PyTorch compares without an end
+        if tensor.qscheme() is torch.per_channel_affine:
+            return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+        return [tensor.int_repr(), torch.tensor([tensor.q_scale(), tensor.q_zero_point()])]
+    return [tensor]

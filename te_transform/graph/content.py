@@ -1,0 +1,175 @@
+"""One value that a model holds, with a copy of what it holds: containers and objects of Python."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
+
+
+class Content:
+    """A value with a copy of what it holds."""
+
+    __slots__ = ("inside", "value")
+    root: str | None = None  # where a path to the value begins, if not at what holds it
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.inside: Iterable[Any] = ()  # what it leads to
+
+    def put_back(self) -> None:
+        """Let the value hold what it did; what has not changed is not written to."""
+
+    def lend(self, copies: Mapping[int, Any]) -> None:
+        """Let the value hold copies of some values, by their ids, in the place of these until put_back()."""
+
+    def label(self, inside: Any) -> str:
+        """Return what leads from this value to one inside, as it is written in Python."""
+        return ""
+
+
+class Items(Content):
+    """The items of a dictionary, a list, a set or a deque.
+
+    Subclasses may count, limit or refuse what is added: items are put back in the way of the base class.
+    """
+
+    __slots__ = ("base", "held", "keys")
+
+    def __init__(self, value: Any):
+        super().__init__(value)
+        kind = type(value)
+        self.base = kind if kind in _CONTAINERS else next(b for b in _CONTAINERS if issubclass(kind, b))
+        self.keys, self.held = self._now()
+        self.inside = (*self.keys, *self.held)
+
+    def _now(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        base, value = self.base, self.value
+        if base is dict or base is OrderedDict:
+            return (*base.keys(value),), (*base.values(value),)
+        return (), (*base.__iter__(value),)
+
+    def put_back(self) -> None:
+        keys, held = self._now()
+        if not (are_the_same(keys, self.keys) and are_the_same(held, self.held)):
+            self._fill(self.held)
+
+    def _fill(self, held: Iterable[Any]) -> None:
+        self.value.clear()
+        if issubclass(self.base, dict):
+            for key, item in zip(self.keys, held, strict=True):
+                self.base.__setitem__(self.value, key, item)
+        else:
+            (self.base.update if self.base is set else self.base.extend)(self.value, held)
+
+    def lend(self, copies: Mapping[int, Any]) -> None:
+        self._fill([copies.get(id(item), item) for item in self.held])
+
+    def label(self, inside: Any) -> str:
+        keys = self.keys or range(len(self.held))
+        return next((f"[{k!r}]" for k, item in zip(keys, self.held, strict=True) if item is inside), "")
+
+
+class Leads(Content):
+    """What cannot change, and leads to what may."""
+
+    __slots__ = ()
+
+    def __init__(self, value: Any):
+        super().__init__(value)
+        if isinstance(value, functools.partial):
+            self.inside = [value.func, value.args, value.keywords]
+        elif isinstance(value, types.MethodType):
+            self.inside = [value.__self__, value.__func__]
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            self.inside = [value.__self__]  # as list.append of a list
+        elif isinstance(value, weakref.ref):
+            self.inside = [value()]
+        elif isinstance(value, types.MappingProxyType):
+            self.inside = [*value.values()]
+        else:
+            self.inside = value
+
+    def label(self, inside: Any) -> str:
+        if isinstance(self.value, tuple):
+            return next(f"[{n}]" for n, item in enumerate(self.value) if item is inside)
+        return ""
+
+
+class Wraps(Content):
+    """A function that is called through another object, as functools.lru_cache() makes them."""
+
+    __slots__ = ()
+
+    def __init__(self, value: Any):
+        super().__init__(value)
+        self.inside = [getattr(value, "__wrapped__", None)]
+
+
+class Attributes(Content):
+    """The attributes of an object: in its dictionary and in the slots of its class."""
+
+    __slots__ = ("names", "slots")
+
+    def __init__(self, value: Any):
+        super().__init__(value)
+        self.names = dict(getattr(value, "__dict__", {}))
+        self.slots = _in_slots(value)
+        self.inside = [*self.names.values(), *self.slots.values(), *type(value).__mro__]
+
+    def put_back(self) -> None:
+        names = getattr(self.value, "__dict__", {})
+        if not are_the_same(objects(names), objects(self.names)):
+            names.clear()
+            names.update(self.names)
+        now = _in_slots(self.value)
+        for slot in now.keys() - self.slots.keys():
+            slot.__delete__(self.value)
+        for slot, held in self.slots.items():
+            if slot not in now or now[slot] is not held:
+                slot.__set__(self.value, held)
+
+    def lend(self, copies: Mapping[int, Any]) -> None:
+        names = getattr(self.value, "__dict__", {})
+        names.update({name: copies[id(held)] for name, held in self.names.items() if id(held) in copies})
+        for slot, held in self.slots.items():
+            if id(held) in copies:
+                slot.__set__(self.value, copies[id(held)])
+
+    def label(self, inside: Any) -> str:
+        named = (*self.names.items(), *((slot.__name__, held) for slot, held in self.slots.items()))
+        return next((f".{name}" for name, held in named if held is inside), "")
+
+
+def has_slots(kind: type) -> bool:
+    """Return True if objects of a class have attributes in slots."""
+    return any(_slots(kind))
+
+
+def _slots(kind: type) -> Iterator[Any]:
+    own = (vars(each) for each in kind.__mro__ if "__slots__" in vars(each) or each is defaultdict)
+    return (held for names in own for held in names.values() if isinstance(held, types.MemberDescriptorType))
+
+
+def _in_slots(value: Any) -> dict[Any, Any]:
+    held = {}
+    for slot in _slots(type(value)):
+        with contextlib.suppress(AttributeError):
+            held[slot] = slot.__get__(value)
+    return held
+
+
+def objects(held: Any) -> list[Any]:
+    """Return the keys and values of a dictionary."""
+    return [*held, *held.values()]
+
+
+def are_the_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Return True if two sequences hold the same objects, which need not be comparable."""
+    return [*map(id, some)] == [*map(id, others)]

@@ -1,0 +1,238 @@
+"""The state of classes, functions and modules of code, and which of it a forward may come to."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from te_transform.graph.content import Content
+
+# Modules of Python whose objects hold a user's values.
+_HOLDERS = frozenset(
+    (
+        "types", "argparse", "collections", "queue", "threading", "weakref", "_weakrefset", "unittest.mock",
+        "configparser", "contextlib", "tempfile", "functools", "multiprocessing.sharedctypes",
+        "asyncio.queues",
+    )
+)  # fmt: skip
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+# Methods that Python calls before a forward or after it. Constructors run in a forward if it names the class.
+_OF_ANOTHER_TIME = frozenset(
+    (
+        *_CONSTRUCTORS, "__init_subclass__", "__class_getitem__", "__reduce__", "__reduce_ex__", "__copy__",
+        "__deepcopy__", "__getstate__", "__setstate__", "__repr__", "__dir__", "__del__",
+    )
+)  # fmt: skip
+_NONE = object()
+_Globals = dict[str, Any]  # the variables of a module of code, by their names
+
+
+def is_of_a_user(home: Any) -> bool:
+    """Return True if a module of code is neither Python's, PyTorch's nor ours."""
+    package = str(home).partition(".")[0]
+    return package not in ("torch", "te_transform") and package not in sys.stdlib_module_names
+
+
+def holds_values(kind: type) -> bool:
+    """Return True if attributes of objects of a class may be a user's values."""
+    return kind.__module__ in _HOLDERS or is_of_a_user(kind.__module__)
+
+
+def home_of(value: type | types.FunctionType) -> Any:
+    """Return the name of the module of code of a class or a function."""
+    return value.__module__ if isinstance(value, type) else value.__globals__.get("__name__")
+
+
+class OfClass(Content):
+    """The values that a class has for all its objects."""
+
+    __slots__ = ("methods", "names", "root")
+
+    def __init__(self, value: type):
+        super().__init__(value)
+        self.root = f"{value.__module__}.{value.__qualname__}"
+        self.names = self._now()
+        self.inside = self.names.values()
+        held = vars(value).items()
+        self.methods = [(name, function) for name, x in held for function in _functions_of(x)]
+
+    def _now(self) -> dict[str, Any]:
+        held = vars(self.value).items()
+        return {name: x for name, x in held if name[:2] != "__" and not hasattr(type(x), "__get__")}
+
+    def put_back(self) -> None:
+        now = self._now()
+        for name in now.keys() - self.names.keys():
+            type.__delattr__(self.value, name)
+        for name, held in self.names.items():
+            if name not in now or now[name] is not held:
+                type.__setattr__(self.value, name, held)
+
+    def lend(self, copies: Mapping[int, Any]) -> None:
+        for name, held in self.names.items():
+            if id(held) in copies:
+                type.__setattr__(self.value, name, copies[id(held)])
+
+    def label(self, inside: Any) -> str:
+        return next((f".{name}" for name, held in self.names.items() if held is inside), "")
+
+
+def constructors_of(kind: type) -> list[types.FunctionType]:
+    """Return the functions that make objects of a class."""
+    made_by = (vars(each).get(name) for each in kind.__mro__ for name in _CONSTRUCTORS)
+    return [function for held in made_by for function in _functions_of(held)]
+
+
+def _functions_of(held: Any) -> list[types.FunctionType]:
+    """Return the functions of an attribute of a class: a method, or what a property calls."""
+    if isinstance(held, property):
+        found = [held.fget, held.fset, held.fdel]
+    elif isinstance(held, (classmethod, staticmethod)):
+        found = [held.__func__]
+    else:
+        found = [getattr(held, "func", held)]  # of functools.cached_property
+    return [each for each in found if isinstance(each, types.FunctionType)]
+
+
+class OfFunction(Content):
+    """The variables around a function, its defaults and attributes."""
+
+    __slots__ = ("cells", "root")
+
+    def __init__(self, value: types.FunctionType):
+        super().__init__(value)
+        self.root = f"{value.__module__}.{value.__qualname__}"
+        self.cells = _around(value)
+        held = (value.__dict__, value.__defaults__, value.__kwdefaults__)
+        self.inside = [*(content for _, content, _ in self.cells), *held]
+
+    def put_back(self) -> None:
+        for cell, held, _ in self.cells:
+            if cell.cell_contents is not held:
+                cell.cell_contents = held
+
+    def lend(self, copies: Mapping[int, Any]) -> None:
+        for cell, held, _ in self.cells:
+            cell.cell_contents = copies.get(id(held), held)
+
+    def label(self, inside: Any) -> str:
+        return next((f".{name}" for _, held, name in self.cells if held is inside), "")
+
+
+def _around(function: types.FunctionType) -> list[tuple[types.CellType, Any, str]]:
+    """Return the variables around a function that have a value, each with the value and its name."""
+    held = []
+    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+        with contextlib.suppress(ValueError):
+            held.append((cell, cell.cell_contents, name))
+    return held
+
+
+class OfModule(Content):
+    """The variables of a module of code that a forward may come to; some are set by the forward first."""
+
+    __slots__ = ("names", "root")
+
+    def __init__(self, value: _Globals):
+        super().__init__(value)
+        self.root = str(value.get("__name__"))
+        self.names: dict[str, Any] = {}
+
+    def note(self, name: str) -> Any:
+        """Note one more variable, and return what it holds, or None."""
+        if name in self.names or (name not in self.value and hasattr(builtins, name)):
+            return None
+        held = self.names[name] = self.value.get(name, _NONE)
+        return None if held is _NONE else held
+
+    def put_back(self) -> None:
+        for name, held in self.names.items():
+            now = self.value.get(name, _NONE)
+            if now is held or isinstance(now, types.ModuleType):  # which a forward has imported
+                continue
+            if held is _NONE:
+                del self.value[name]
+            else:
+                self.value[name] = held
+
+    def lend(self, copies: Mapping[int, Any]) -> None:
+        for name, held in self.names.items():
+            if id(held) in copies:
+                self.value[name] = copies[id(held)]
+
+    def label(self, inside: Any) -> str:
+        return next((f".{name}" for name, held in self.names.items() if held is inside), "")
+
+
+class Code:
+    """The code that a forward may come to, found by the names that code mentions.
+
+    It is the code of the modules' classes, and all that is not installed as a package: a library does not
+    keep its state in variables. A method may be called once some code mentions its name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.mentioned = {"forward"}
+        self._waiting: dict[str, list[types.FunctionType | _Globals]] = {}
+        self._modules: set[int] = set()
+        classes = {kind for module in model.modules() for kind in type(module).__mro__}
+        self._is_followed = {kind.__module__: is_of_a_user(kind.__module__) for kind in classes}
+
+    def follows(self, home: Any) -> bool:
+        """Return True if variables of a module of code are noted."""
+        if home not in self._is_followed:
+            file = getattr(sys.modules.get(home), "__file__", None) or ""
+            is_installed = "site-packages" in file or "dist-packages" in file
+            self._is_followed[home] = is_of_a_user(home) and not is_installed
+        return self._is_followed[home]
+
+    def add_method(self, name: str, function: types.FunctionType) -> bool:
+        """Return True if the method may be called already; else mention() does once its name is mentioned."""
+        is_called_by_python = name[:2] == "__" and name not in _OF_ANOTHER_TIME
+        if name in self.mentioned or is_called_by_python:
+            return True
+        self._waiting.setdefault(name, []).append(function)
+        return False
+
+    def add_module(self, module: types.ModuleType) -> list[tuple[_Globals, str]]:
+        """Return the variables of a module that are mentioned already."""
+        if id(module) in self._modules or not self.follows(module.__name__):
+            return []
+        self._modules.add(id(module))
+        for name in vars(module).keys() - self.mentioned:
+            self._waiting.setdefault(name, []).append(vars(module))
+        return [(vars(module), name) for name in vars(module).keys() & self.mentioned]
+
+    def mention(self, function: types.FunctionType) -> list[types.FunctionType | tuple[_Globals, str]]:
+        """Return what a function may read and call: variables of modules, and methods."""
+        found: list[Any] = []
+        if not self.follows(home_of(function)):
+            return found
+        for name in _names_in(function.__code__):
+            found.append((function.__globals__, name))
+            if name in _OF_ANOTHER_TIME:  # of the class that a forward names, or of the next one after it
+                continue
+            if name not in self.mentioned:
+                self.mentioned.add(name)
+                waiting = self._waiting.pop(name, ())
+                found += ((each, name) if isinstance(each, dict) else each for each in waiting)
+        return found
+
+
+@functools.lru_cache(maxsize=10_000)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return all names that code mentions, as those of variables and attributes, or in strings."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(_names_in(constant))
+        elif isinstance(constant, str) and constant.isidentifier():
+            names[constant] = None
+    return tuple(names)

@@ -1,0 +1,296 @@
+"""The state of objects of Python's library and of numpy that are written in C."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import mmap
+import queue
+import random
+import sys
+import types
+import warnings
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from te_transform.graph.content import Content, are_the_same
+
+
+class _State(Content):
+    """An object with functions to read its whole state, and to write it."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, value: Any):
+        super().__init__(value)
+        with contextlib.suppress(ValueError):  # as one that is closed
+            self.state = self.read()
+
+    def read(self) -> Any:
+        """Return a copy of the state."""
+        raise NotImplementedError
+
+    def write(self) -> None:
+        """Set the object to the state."""
+        raise NotImplementedError
+
+    def is_as_it_was(self) -> bool:
+        """Return True if the state is what it was."""
+        return self.read() == self.state
+
+    def put_back(self) -> None:
+        if hasattr(self, "state") and not self.is_as_it_was():
+            self.write()
+
+
+class OfBytes(_State):
+    """The items of a bytearray, an array of Python, or a mapped file."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        return self.value[:]
+
+    def is_as_it_was(self) -> bool:
+        return bytes(self.value) == bytes(self.state)  # items that are NaN equal nothing
+
+    def write(self) -> None:
+        self.value[:] = self.state
+
+
+class OfView(_State):
+    """The memory that a memoryview is of."""
+
+    __slots__ = ()
+
+    def __init__(self, value: memoryview):
+        super().__init__(value)
+        with contextlib.suppress(ValueError):
+            self.inside = [value.obj]
+
+    def read(self) -> Any:
+        return None if self.value.readonly or not self.value.c_contiguous else self.value.tobytes()
+
+    def write(self) -> None:
+        self.value.cast("B")[:] = self.state
+
+
+class OfBuffer(_State):
+    """The text or the bytes of a file in memory, and where it stands."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        return self.value.__getstate__()
+
+    def write(self) -> None:
+        self.value.__setstate__(self.state)
+
+
+class OfFile(_State):
+    """The place at which a file is read."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        return self.value.tell()
+
+    def write(self) -> None:
+        self.value.seek(self.state)
+
+
+class OfQueue(_State):
+    """The items of a queue.SimpleQueue, which can only be taken out."""
+
+    __slots__ = ()
+
+    def __init__(self, value: queue.SimpleQueue):
+        super().__init__(value)
+        self.inside = self.state
+
+    def read(self) -> Any:
+        items = self._taken_out()
+        for item in items:
+            self.value.put(item)
+        return items
+
+    def _taken_out(self) -> list[Any]:
+        items = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                items.append(self.value.get_nowait())
+        return items
+
+    def is_as_it_was(self) -> bool:
+        return are_the_same(self.read(), self.state)
+
+    def write(self) -> None:
+        self._taken_out()
+        for item in self.state:
+            self.value.put(item)
+
+
+class OfCTypes(_State):
+    """The memory of a value, an array or a structure of ctypes."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        if isinstance(self.value, ctypes._SimpleCData):
+            return self.value.value
+        return ctypes.string_at(ctypes.addressof(self.value), ctypes.sizeof(self.value))
+
+    def write(self) -> None:
+        if isinstance(self.value, ctypes._SimpleCData):
+            self.value.value = self.state
+        else:
+            ctypes.memmove(ctypes.addressof(self.value), self.state, len(self.state))
+
+
+class OfRandom(Content):
+    """The state of a random number generator."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, value: Any):
+        super().__init__(value)
+        if isinstance(value, torch.Generator):
+            self.state = value.get_state()
+        elif isinstance(value, random.Random):
+            self.state = value.getstate()
+        elif hasattr(value, "set_state"):  # numpy's RandomState
+            self.state = value.get_state(legacy=False)
+        else:  # numpy's Generator, or what is in one
+            self.state = getattr(value, "bit_generator", value).state
+
+    def put_back(self) -> None:
+        if isinstance(self.value, random.Random):
+            self.value.setstate(self.state)
+        elif hasattr(self.value, "set_state"):
+            self.value.set_state(self.state)
+        else:
+            getattr(self.value, "bit_generator", self.value).state = self.state
+
+
+class OfArray(Content):
+    """The numbers of an array of numpy, which may be objects too."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, value: Any):
+        super().__init__(value)
+        self.numbers = self._plain().copy()
+        self.inside = self.numbers.flat if value.dtype.hasobject else ()
+
+    def _plain(self) -> Any:
+        return self.value.view(sys.modules["numpy"].ndarray)  # a masked one hides numbers
+
+    def put_back(self) -> None:
+        if self.value.shape != self.numbers.shape:
+            self.value.resize(self.numbers.shape, refcheck=False)
+        if self._plain().tobytes() != self.numbers.tobytes():
+            self._plain()[...] = self.numbers
+
+
+class Copied(Content):
+    """An iterator or a hash, which can be copied and not set back: a forward is lent the copy."""
+
+    __slots__ = ("copy",)
+
+    def __init__(self, value: Any):
+        super().__init__(value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.copy = _copy_of(value)
+
+
+def copied(value: Any) -> Content:
+    """Return the copy of an iterator or a hash, or the reason why there is none."""
+    try:
+        return Copied(value)
+    except Exception as error:
+        return Unsaved(value, f"which cannot be copied ({type(error).__name__}: {error})")
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a copy that shares what it iterates over, and has iterators inside of its own."""
+    if hasattr(value, "hexdigest"):
+        return value.copy()
+    if not isinstance(value, Iterator):
+        return value
+    make, arguments, *state = value.__reduce__()
+    made = make(*map(_copy_of, arguments))
+    if state and state[0] is not None:
+        parts = state[0]  # lists are those that the iterator fills, as itertools.cycle() does
+        made.__setstate__(tuple(map(_copy_of_state, parts)) if isinstance(parts, tuple) else parts)
+    return made
+
+
+def _copy_of_state(part: Any) -> Any:
+    return [*part] if type(part) is list else _copy_of(part)
+
+
+class Unsaved(Content):
+    """State that nothing can put back."""
+
+    __slots__ = ("why",)
+
+    def __init__(self, value: Any, why: str = "which cannot be copied"):
+        super().__init__(value)
+        self.why = why
+
+
+_OUTSIDE = "which has state outside of this process"
+_HANDLES = (
+    "multiprocessing.queues", "multiprocessing.connection", "multiprocessing.managers", "socket", "sqlite3",
+)  # fmt: skip
+
+
+def _of_handle(value: Any) -> Content:
+    return Unsaved(value, _OUTSIDE)
+
+
+def _of_file(value: io.IOBase) -> Content | None:
+    streams = sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__
+    if value.closed or any(value is stream for stream in streams):
+        return None
+    with contextlib.suppress(OSError):
+        if value.readable() and value.seekable() and not value.writable():
+            return OfFile(value)
+    return Unsaved(value, _OUTSIDE)
+
+
+def _of_random(value: random.Random) -> Content | None:
+    return None if isinstance(value, random.SystemRandom) else OfRandom(value)
+
+
+_KINDS: tuple[tuple[tuple[type, ...], Callable[[Any], Content | None]], ...] = (
+    ((bytearray, array, mmap.mmap), OfBytes),
+    ((memoryview,), OfView),
+    ((io.BytesIO, io.StringIO), OfBuffer),
+    ((io.IOBase,), _of_file),
+    ((queue.SimpleQueue,), OfQueue),
+    ((ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union), OfCTypes),
+    ((torch.Generator,), OfRandom),
+    ((random.Random,), _of_random),
+    ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), Unsaved),
+)
+
+
+def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
+    """Return what notes the state of objects of a class that is written in C, or None if there is none."""
+    if kind.__module__ in _HANDLES:
+        return _of_handle
+    found = next((content for kinds, content in _KINDS if issubclass(kind, kinds)), None)
+    if found is None and (numpy := sys.modules.get("numpy")) is not None:
+        generators = numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator
+        found = OfRandom if issubclass(kind, generators) else None
+        found = OfArray if issubclass(kind, numpy.ndarray) else found
+    is_in_c = kind.__module__.partition(".")[0] in ("builtins", "itertools", "_csv", "torch")
+    if found is None and ((is_in_c and hasattr(kind, "__next__")) or hasattr(kind, "hexdigest")):
+        found = copied
+    return found
