@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 import te_transform
-from tests.attacks import Block, Pair, X, call, named, with_input_gradient
+from tests.attacks import Attends, Block, Pair, X, call, named, with_input_gradient
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
@@ -371,3 +371,75 @@ def test_an_owner_keeps_parameters_of_its_own() -> None:
     assert [*pair.converted.state_dict()] == [*pair.original.state_dict()]
     pair.agree(call)
     assert [*te_transform.revert(pair.converted).state_dict()] == [*pair.original.state_dict()]
+
+
+# Memory that something else holds
+
+
+HOLD: dict[str, Callable[[nn.Module], Any]] = {
+    "its storage": lambda layer: layer.weight.untyped_storage(),
+    "a typed storage": lambda layer: torch.TypedStorage(
+        wrap_storage=layer.weight.untyped_storage(), dtype=torch.float32, _internal=True
+    ),
+    "a tensor of its data": lambda layer: layer.weight.data,
+    "a view": lambda layer: layer.weight.view(-1),
+    "the memory of an array": lambda layer: memoryview(layer.weight.detach().numpy()),
+    "an export": lambda layer: torch.utils.dlpack.to_dlpack(layer.weight),
+    "a state dict": lambda layer: layer.state_dict(),
+    "another module": lambda layer: nn.Parameter(layer.weight.data),
+}
+
+
+def flat_buffer(layer: nn.Module) -> Tensor:
+    flat = layer.weight.detach().flatten()
+    layer.weight.data = flat.view_as(layer.weight)
+    return flat
+
+
+def imported(layer: nn.Module) -> Any:
+    array = layer.weight.detach().clone().numpy()
+    layer.weight.data = torch.from_numpy(array)
+    return array
+
+
+def array_of_the_parameter(layer: nn.Module) -> Any:
+    weight = layer.weight
+    return weight.detach().numpy() if weight.requires_grad else weight.numpy()
+
+
+HOLD |= {
+    "an array": array_of_the_parameter,
+    "a flat buffer": flat_buffer,
+    "an array that it came from": imported,
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", HOLD)
+def test_memory_that_something_else_holds_is_not_left(name: str, frozen: bool) -> None:
+    model = seeded(Attends).requires_grad_(not frozen)
+    projections = model.attention.q_proj, model.attention.k_proj, model.attention.v_proj
+    held = HOLD[name](projections[0])
+    places = [layer.weight.data_ptr() for layer in projections]
+    expected = model(X).detach()
+    te_transform.convert(model, X, inplace=True)
+    assert [layer.weight.data_ptr() for layer in projections] == places
+    torch.testing.assert_close(model(X), expected)
+    assert [layer.weight.data_ptr() for layer in projections] == places
+    assert held is not None
+    (note,) = (note for note in te_transform.report(model).notes if "memory of their own" in note)
+    assert "got attention.q_proj.weight" in note
+
+
+def test_what_was_held_before_and_what_optimizers_hold_may_be_moved() -> None:
+    model = seeded(Attends)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    model.attention.q_proj.weight.untyped_storage(), model.state_dict(), model.attention.q_proj.weight.data
+    te_transform.convert(model, X, inplace=True)
+    places = [getattr(model.attention, f"{name}_proj").weight.data_ptr() for name in "qkv"]
+    assert places[2] - places[1] == places[1] - places[0] == 4 * WIDTH * WIDTH
+    assert not any("memory of their own" in note for note in te_transform.report(model).notes)
+    before = model(X)
+    optimizer.step()
+    assert not torch.equal(model(X), before)

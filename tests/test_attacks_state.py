@@ -1,7 +1,10 @@
 """State that a forward keeps: convert() advances none of it, and each call advances it once."""
 
+import copy
+import itertools
 import random
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 import te_transform
 from tests.attacks import Attends, Pair, X, each, odd
 from tests.models.tiny import WIDTH
+from tests.zoo import seeded
 
 
 def counting(self: Any, x: Tensor) -> Tensor:
@@ -140,3 +144,73 @@ def test_a_cache_is_filled_as_the_original_fills_it(kind: type) -> None:
         return [torch.cat(outputs, 1), held]
 
     Pair.of(Cached).agree(by_parts)
+
+
+class CopiesAtRandom(Attends):
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        torch.rand(1), random.random(), numpy.random.rand()
+        made = memo[id(self)] = CopiesAtRandom()
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+def test_a_copy_moves_no_random_state() -> None:
+    model = seeded(CopiesAtRandom)
+    states = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
+    te_transform.convert(model, X)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), str(numpy.random.get_state()))
+
+
+SCALE: ContextVar[float] = ContextVar("SCALE")
+
+
+class Reads(Attends):
+    """Its answer depends on all that it has kept since its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.deep = SimpleNamespace(a={"b": [SimpleNamespace(c={"n": torch.zeros(1)})]})
+        self.steps = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        SCALE.set(SCALE.get(0.0) + 1.0)
+        self.deep.a["b"][0].c["n"].add_(1)
+        return super().forward(x) * self.deep.a["b"][0].c["n"] * (SCALE.get() + next(self.steps))
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_converted_model_answers_as_if_it_had_never_been_called(inplace: bool) -> None:
+    model = seeded(Reads)
+    converted = te_transform.convert(copy.deepcopy(model), X, inplace=inplace)
+    assert SCALE.get(None) is None
+    for _ in range(2):
+        expected, found = (copy_context().run(each, X) for each in (model, converted))
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_conversion_that_fails_leaves_state_as_it_was() -> None:
+    def fails(self: Any, x: Tensor) -> Tensor:
+        self.deep.a.b.c.d.e.f[0] += 1
+        return self.mlp(x) + torch.ones(WIDTH + 1)
+
+    deep: Any = [0]
+    for name in "fedcba":
+        deep = SimpleNamespace(**{name: deep})
+    model = odd(fails, deep=deep)
+    with pytest.raises(te_transform.TraceError):
+        te_transform.convert(model, X, inplace=True)
+    assert model.odd.deep.a.b.c.d.e.f == [0]
+
+
+def test_state_that_cannot_be_saved_is_reported() -> None:
+    def draws(self: Any, x: Tensor) -> Tensor:
+        return self.mlp(x) * next(self.source["a"])
+
+    model = odd(draws)
+    model.odd.source = {"a": (float(number) for number in range(9))}
+    notes = te_transform.report(te_transform.convert(model, X, inplace=True)).notes
+    (note,) = (note for note in notes if "generator" in note)
+    assert note.startswith("odd.source['a'] is a generator, which cannot be copied: if the forward")
+    with pytest.raises(te_transform.ModelError, match=r"odd\.source\['a'\] is a generator"):
+        te_transform.convert(te_transform.revert(model), X)

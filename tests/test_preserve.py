@@ -2,13 +2,25 @@
 
 import argparse
 import contextlib
+import ctypes
 import functools
+import hashlib
+import io
+import itertools
+import logging
+import mmap
 import random
+import threading
 import warnings
 from array import array
-from collections import ChainMap, Counter, OrderedDict, UserDict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
+from multiprocessing import Value
+from pathlib import Path
+from queue import Queue, SimpleQueue
 from types import SimpleNamespace
+from unittest.mock import Mock
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy
 import pytest
@@ -298,3 +310,202 @@ def test_bits_are_compared_and_not_numbers() -> None:
     assert same_bits(turns.conj(), turns.conj().resolve_conj())  # of which one is a view
     assert same_bits(turns.conj().imag, -turns.imag)
     assert not same_bits(turns.conj(), turns)
+
+
+# Objects of Python's library and of numpy
+
+
+class Recent(OrderedDict):
+    """A dictionary that counts what is set, and forgets."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.sets = getattr(self, "sets", 0) + 1
+        super().__setitem__(key, value)
+        if len(self) > 2:
+            self.popitem(last=False)
+
+
+class Silent(dict):
+    def update(self, *args: object) -> None:
+        raise NotImplementedError
+
+
+class Point(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_double))
+
+
+KEY = Counts()
+
+# What makes an object, what a forward does to it, and what shows it.
+LIBRARY: dict[str, tuple[Callable, Callable, Callable]] = {
+    "a queue": (Queue, lambda q: q.put(1), lambda q: (q.qsize(), q.unfinished_tasks)),
+    "a simple queue": (SimpleQueue, lambda q: q.put(1), lambda q: q.qsize()),
+    "bytes in memory": (
+        lambda: io.BytesIO(b"abc"),
+        lambda f: f.write(b"x"),
+        lambda f: (f.getvalue(), f.tell()),
+    ),
+    "text in memory": (
+        lambda: io.StringIO("abc"),
+        lambda f: f.write("x"),
+        lambda f: (f.getvalue(), f.tell()),
+    ),
+    "a file": (lambda: open(__file__), lambda f: f.readline(), lambda f: f.tell()),  # noqa: SIM115
+    "a mapped file": (lambda: mmap.mmap(-1, 4), lambda m: m.write(b"x"), lambda m: m[:]),
+    "values of a thread": (threading.local, lambda x: setattr(x, "n", 1), lambda x: dict(vars(x))),
+    "an event": (threading.Event, lambda event: event.set(), lambda event: event.is_set()),
+    "weak keys": (WeakKeyDictionary, lambda d: d.__setitem__(KEY, 1), lambda d: dict(d)),
+    "weak keys that go": (lambda: WeakKeyDictionary({KEY: 1}), lambda d: d.pop(KEY), lambda d: dict(d)),
+    "weak values": (WeakValueDictionary, lambda d: d.__setitem__(1, KEY), lambda d: dict(d)),
+    "a weak set": (WeakSet, lambda s: s.add(KEY), lambda s: list(s)),
+    "a value of C": (ctypes.c_int, lambda c: setattr(c, "value", 5), lambda c: c.value),
+    "an array of C": (lambda: (ctypes.c_int * 2)(), lambda c: c.__setitem__(0, 5), lambda c: list(c)),
+    "a structure of C": (Point, lambda c: setattr(c, "y", 5.0), lambda c: (c.x, c.y)),
+    "a value of processes": (lambda: Value("i", 0), lambda v: setattr(v, "value", 5), lambda v: v.value),
+    "an order": (lambda: OrderedDict(a=1, b=2), lambda d: d.move_to_end("a"), lambda d: list(d)),
+    "what is dropped": (
+        lambda: deque([1, 2], maxlen=2),
+        lambda d: d.append(3),
+        lambda d: (list(d), d.maxlen),
+    ),
+    "a factory": (
+        lambda: defaultdict(list),
+        lambda d: (d["a"], setattr(d, "default_factory", int)),
+        lambda d: (dict(d), d.default_factory),
+    ),
+    "a dictionary that forgets": (
+        lambda: Recent(a=1, b=2),
+        lambda d: d.__setitem__("c", 3),
+        lambda d: (dict(d), d.sets),
+    ),
+    "a dictionary without update()": (Silent, lambda d: d.__setitem__("a", 1), lambda d: dict(d)),
+    "a view of memory": (
+        lambda: memoryview(bytearray(b"abc")),
+        lambda m: m.__setitem__(0, 1),
+        lambda m: m.tobytes(),
+    ),
+    "a count": (itertools.count, next, repr),
+    "a list's iterator": (lambda: iter([1, 2]), next, lambda it: it.__length_hint__()),
+    "a cycle": (lambda: itertools.cycle([1, 2]), next, lambda it: [*it.__reduce__()[2][0]]),
+    "a hash": (hashlib.sha256, lambda h: h.update(b"x"), lambda h: h.hexdigest()),
+    "a mock": (Mock, lambda mock: mock(1), lambda mock: mock.call_count),
+    "a method of a list": (lambda: [].append, lambda push: push(1), lambda push: list(push.__self__)),
+    "a RandomState": (
+        lambda: numpy.random.RandomState(0),
+        lambda r: r.normal(),
+        lambda r: str(r.get_state(legacy=False)),
+    ),
+    "numpy's Generator": (
+        numpy.random.default_rng,
+        lambda r: r.normal(),
+        lambda r: str(r.bit_generator.state),
+    ),
+    "a masked array": (
+        lambda: numpy.ma.array([1.0, 2.0], mask=[False, True]),
+        lambda a: a.__setitem__(1, 5.0),
+        lambda a: (a.data.tolist(), a.mask.tolist()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_objects_of_libraries_are_put_back(name: str) -> None:
+    make, write, read = LIBRARY[name]
+    model = nn.Linear(2, 2)
+    model.held = value = make()
+    before = read(value)
+    with preserved(model) as noted:
+        write(model.held)
+        assert read(model.held) != before
+    assert not noted.unsaved()
+    assert model.held is value
+    assert read(value) == before
+
+
+def test_what_lies_deep_is_put_back() -> None:
+    model = nn.Linear(2, 2)
+    model.first = last = SimpleNamespace(calls=0, next=None)
+    for _ in range(2000):
+        last.next = last = SimpleNamespace(calls=0, next=None)
+    with preserved(model):
+        last.calls = 1
+    assert last.calls == 0
+
+
+CALLS, SEEN, STEPS = 0, [], itertools.count()
+
+
+def count_for_the_module() -> int:
+    global CALLS, NEW
+    CALLS += 1
+    NEW = CALLS
+    SEEN.append(CALLS)
+    return next(STEPS)
+
+
+class CountsForTheModule(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.count()
+
+    def count(self) -> int:
+        return count_for_the_module()
+
+
+def test_variables_of_the_module_of_code_are_put_back() -> None:
+    model, steps = CountsForTheModule(2, 2), STEPS
+    with preserved(model):
+        model(torch.ones(1, 2))
+        assert (CALLS, NEW, SEEN) == (1, 1, [1])
+    assert (CALLS, "NEW" in globals(), SEEN, STEPS is steps, repr(STEPS)) == (0, False, [], True, "count(0)")
+
+
+class Backward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x).sum().backward()
+        return super().forward(x)
+
+
+def test_gradients_that_a_forward_adds_to_are_put_back() -> None:
+    model = Backward(2, 2)
+    model(torch.ones(1, 2))
+    grad = model.weight.grad
+    before = grad.clone()
+    with preserved(model):
+        model(torch.ones(1, 2))
+        assert not torch.equal(grad, before)
+    assert model.weight.grad is grad
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda weight: weight.data.mul_(2), lambda weight: setattr(weight, "data", 2 * weight.data)],
+    ids=["written", "given other memory"],
+)
+def test_parameters_that_are_written_through_data_are_put_back(write: Callable[[Tensor], object]) -> None:
+    model = nn.Linear(2, 2)
+    before, place = model.weight.detach().clone(), model.weight.data_ptr()
+    with preserved(model):
+        write(model.weight)
+    assert torch.equal(model.weight, before)
+    assert model.weight.data_ptr() == place
+
+
+def test_what_a_refused_forward_has_written_is_put_back() -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="writes into its own"), preserved(model):
+        model.weight.mul_(2)
+    assert torch.equal(model.weight, before)
+
+
+def test_what_cannot_be_put_back_is_named_with_its_path(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].source = {"a": [(number for number in range(3))]}
+    model.pair, model.lock, model.log = (itertools.count(),), threading.Lock(), logging.getLogger("a")
+    with open(tmp_path / "log", "w") as model.file, preserved(model) as noted:
+        assert sorted(noted.unsaved()) == [
+            "0.source['a'][0] is a generator, which cannot be copied",
+            "file is a TextIOWrapper, which has state outside of this process",
+            "pair[0] is a count, which a tuple holds",
+        ]
