@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from te_transform.backends.quantized import exact, is_quantized
 from te_transform.graph.contents import same_bits
+from te_transform.graph.nodes import dtype_name
 from te_transform.verify.compare import Row
 
-_STATE = "state_dict"
+STATE = "state_dict"
+_NAMES = 5  # listed of those that differ
 _E4M3 = 2**-4  # the largest relative error of rounding to it
 
 
@@ -19,15 +21,15 @@ def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
     """A row for each difference, and one that counts."""
     own, theirs, held = model.state_dict(), converted.state_dict(), _held(converted) - _held(model)
     if list(own) != list(theirs):
-        changed = sorted(own.keys() ^ theirs.keys()) or "in order"
-        yield Row(_STATE, "names", False, reason=f"differ, {changed}")
+        changed = sorted(own.keys() ^ theirs.keys())
+        more = f" and {len(changed) - _NAMES} more" if len(changed) > _NAMES else ""
+        yield Row(STATE, "names", False, reason=f"differ, {changed[:_NAMES] or 'in order'}{more}")
     for name in [name for name in own if name in theirs]:
         if name in held:
             yield _rounded(name, own[name], exact(theirs[name]))
         elif not _same(own[name], theirs[name]):
-            reason = "is not bitwise the original's: load it there if it was trained since"
-            yield Row(_STATE, name, False, reason=reason)
-    yield Row(_STATE, f"{len(own)} entries", True)
+            yield Row(STATE, name, False, reason=_difference(own[name], theirs[name]))
+    yield Row(STATE, f"{len(own)} entries", True)
 
 
 def _held(model: nn.Module) -> set[str]:
@@ -38,7 +40,19 @@ def _held(model: nn.Module) -> set[str]:
 def _rounded(name: str, own: Tensor, theirs: Tensor) -> Row:
     """A weight that is held in FP8 alone may be off by the rounding of E4M3, 3 bits of mantissa."""
     error = float((theirs.double() - own.double()).norm() / own.double().norm().clamp(min=1e-300))
-    return Row(_STATE, name, error <= _E4M3, error, allowed=_E4M3, dtype="FP8")
+    return Row(STATE, name, error <= _E4M3, error, allowed=_E4M3, dtype="FP8")
+
+
+def _difference(own: Any, theirs: Any) -> str:
+    """Return why two entries are not the same; another dtype of the same weights is no other weight."""
+    are_tensors = isinstance(own, Tensor) and isinstance(theirs, Tensor)
+    if are_tensors and own.shape != theirs.shape:
+        return f"is {list(theirs.shape)}, the original's is {list(own.shape)}: compare models of one size"
+    if are_tensors and own.dtype != theirs.dtype:
+        is_cast = same_bits(own.to(theirs.dtype), theirs) or same_bits(own, theirs.to(own.dtype))
+        dtypes = f"is {dtype_name(theirs.dtype)}, the original's is {dtype_name(own.dtype)}"
+        return f"{dtypes}{'' if is_cast else ', of other numbers'}: cast both models to one dtype"
+    return "holds other values than the original's: load it there if it was trained since"
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from te_transform.verify.compare import Row
+from te_transform.verify.states import STATE
 
 _WIDTH = 110  # columns of str(verification)
-_WORST = 5  # gradients shown of each set of inputs
+_WORST = 5  # gradients shown of each set of inputs, and entries of state dicts
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,10 +40,13 @@ class Verification:
 
     @property
     def title(self) -> str:
-        failed = sum(not row.ok for row in self.rows)
+        failed = [row for row in self.rows if not row.ok]
         if not failed:
             return f"{self.model}: verified, {len(self.rows)} comparisons"
-        return f"{self.model}: NOT the same, {failed} of {len(self.rows)} comparisons failed"
+        if failed[0].inputs == STATE:
+            more = f" ({len(failed)} entries of the state dicts differ)" if len(failed) > 1 else ""
+            return f"{self.model}: NOT the same, {failed[0]}{more}"
+        return f"{self.model}: NOT the same, {len(failed)} of {len(self.rows)} comparisons failed"
 
     def __rich__(self) -> Group:
         columns = ("inputs", "compared", "converted", "original", "allowed", "")
@@ -75,6 +79,8 @@ def _lines(inputs: str, rows: list[Row]) -> Iterator[tuple[str, ...]]:
     """A line for each output, for the worst gradients and whatever else failed, and one that counts."""
     gradients = sorted((row for row in rows if row.name.startswith("gradient")), key=lambda row: -row.times)
     others = [row for row in rows if not row.name.startswith("gradient")]
+    if inputs == STATE:
+        others = [*others[:-1][:_WORST], others[-1]]
     for number, row in enumerate(others + gradients[:_WORST]):
         errors = (row.converted, row.original, row.allowed)
         numbers = [f"{error:.1e}" for error in errors] if row.dtype else [""] * 3

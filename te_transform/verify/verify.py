@@ -37,7 +37,8 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
     random values, another batch size and length, and a left-padded batch where the model takes an
     attention_mask. All that is fused runs so, at any size; on the example inputs in training also as outside
     of verify(), where few tokens run as they were captured. compare.py says what passes; a model in FP8 is
-    measured by how exact FP8 can be. The state dicts have to agree bitwise. After a failure, subsets of the
+    measured by how exact FP8 can be. The state dicts have to agree bitwise: if they differ, nothing runs, and
+    the result names the entries. After a failure, subsets of the
     sites are run to find those that cause it. What torch.compile and CUDA graphs make of the model is not
     looked at. Needs the memory of `model` in fp64 and of its gradients.
 
@@ -54,8 +55,10 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
     _check(model, converted)
     duel = _Duel(model, converted, Recipes(converted))
     samples = as_inputs(model, example_inputs)
+    states = tuple(compare_states(model, converted))
+    if not all(row.ok for row in states):
+        return Verification(type(model).__name__, states, recipes=duel.recipes.kinds)
     sets = list(variations(model, samples))
-    states = list(compare_states(model, converted))
     with preserved(model), preserved(converted):
         _uncompile(model)
         _uncompile(converted)
