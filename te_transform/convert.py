@@ -25,7 +25,6 @@ from te_transform.plan.options import OptionError, Options, check_skip
 from te_transform.quantize import dequantize_weights
 from te_transform.reporting import reported
 from te_transform.runtime import timing
-from te_transform.runtime.blocks import is_deep
 from te_transform.runtime.calibrate import calibrate
 from te_transform.runtime.classes import give_classes_back
 from te_transform.runtime.console import in_a_line, progress
@@ -123,7 +122,7 @@ def _convert(
     made: nn.Module, original: nn.Module | None, options: Options, samples: Sequence[Inputs]
 ) -> nn.Module:
     """Convert `made` itself, which may be a copy of an original; what is raised leaves it as it was."""
-    converted = Converted(options, is_deep(made), check_sites if options.verify else None)
+    converted = Converted(options, check_sites if options.verify else None)
     try:
         _capture_and_report(made, original, converted, samples)
         return made
@@ -139,7 +138,7 @@ def _capture_and_report(
     seen, why = Seen(), None
     try:
         seen = first_calls(made, converted, samples, original)
-        if converted.in_pieces:  # which only a first call can show
+        if converted.by_block:  # which only a first call can show
             seen = first_calls(made, converted, samples, original)
     except TraceError as error:
         why = fails_captured(made, samples, original, error)
@@ -152,10 +151,8 @@ def _capture_and_report(
         seen.groups.clear()
     seen.outputs.clear()
     options = converted.options
-    is_later = not (seen.graphs or options.as_it_is)  # as where dynamo was switched off for this while
-    if is_later or (converted.by_block and not converted.in_pieces):
+    if not (seen.graphs or options.as_it_is):  # dynamo was switched off meanwhile, for example
         converted.whole = []
-    converted.capture_blocks(made, one_by_one=converted.in_pieces)
     if options.as_it_is:
         give_classes_back(made)
     converted.report = reported(made, converted, seen, samples[0])

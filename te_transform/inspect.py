@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from te_transform.graph.capture import on_fake_tensors, ways_to_call
+from te_transform.graph.capture import ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.passes import PIPELINE
@@ -21,7 +21,6 @@ from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.report.report import Report
 from te_transform.reporting import reported
 from te_transform.runtime import timing
-from te_transform.runtime.blocks import is_deep
 from te_transform.runtime.converted import Converted, enter, leave
 from te_transform.runtime.first_calls import Seen, raises_captured, watched
 from te_transform.runtime.timing import Timing
@@ -38,14 +37,13 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
         ModelError, InputError, OptionError, TraceError: as convert() does.
     """
     asked, sample = _asked(model, example_inputs, options)
-    if asked.compile != "auto":
-        planned, seen = _planned(model, asked, sample)
-        found = reported(model, planned, seen, sample)
-        told = _predicted_call(list(seen.plans()), asked, found.precision, model.training, planned.by_block)
+    is_auto = asked.compile == "auto"
+    planned, seen = _planned(model, replace(asked, compile=False) if is_auto else asked, sample)
+    found, plans = reported(model, planned, seen, sample), list(seen.plans())
+    if not is_auto:
+        told = _predicted_call(plans, asked, found.precision, model.training)
         return replace(found, notes=(*found.notes, *told))
-    planned, seen = _planned(model, replace(asked, compile=False), sample, whole=True)
-    found = reported(model, planned, seen, sample)
-    timings = _predicted(list(seen.plans()), asked.ways(planning=True), found.precision, model.training)
+    timings = _predicted(plans, asked.ways(planning=True), found.precision, model.training)
     best = timing.fastest(timings)
     notes = found.notes if best is None or cost.NOTE in found.notes else (*found.notes, cost.NOTE)
     return replace(found, timings=tuple(timings), chosen="" if best is None else best.name, notes=notes)
@@ -56,7 +54,6 @@ def _predicted_call(
     options: Options,
     precision: PrecisionPlan | None,
     training: bool,
-    by_block: bool,
 ) -> Iterator[str]:
     """What a call takes as these options ask for, in a sentence, or why that cannot be told."""
     why = cost.unknown(plans, options)
@@ -65,10 +62,9 @@ def _predicted_call(
     elif why is None:
         fused = cost.seconds_of(plans, options, precision, training)
         before = cost.seconds_of(plans, replace(options, as_it_is=True), None, training)
-        what = "the blocks of a call are" if by_block else "a call is"
         mode = "forward and backward" if training else "forward"
         taken, unfused = timing.duration(fused), timing.duration(before)
-        yield f"{what} predicted to take {taken} on an H100, {unfused} unfused ({mode})"
+        yield f"a call is predicted to take {taken} on an H100, {unfused} unfused ({mode})"
 
 
 def _predicted(
@@ -92,7 +88,7 @@ def plans_of(
 ) -> tuple[list[tuple[str, Plan]], PrecisionPlan | None]:
     """What inspect() plans for each captured graph of the whole forward, and what runs in FP8."""
     asked, sample = _asked(model, example_inputs, options)
-    planned, seen = _planned(model, asked, sample, whole=True)
+    planned, seen = _planned(model, asked, sample)
     return list(seen.plans()), reported(model, planned, seen, sample).precision
 
 
@@ -103,16 +99,10 @@ def _asked(model: nn.Module, example_inputs: Any, options: dict[str, Any]) -> tu
     return asked, as_inputs(model, example_inputs)[0]
 
 
-def _planned(
-    model: nn.Module, options: Options, sample: Inputs, whole: bool = False
-) -> tuple[Converted, Seen]:
-    """Capture the forward without memory if that is possible; block by block if it is deep, and not wanted
-    `whole`."""
-    # what lies between blocks, or anywhere, may look at values, which fake tensors lack
-    ways = [(True, on_fake_tensors)] * (is_deep(model) and not whole)
-    ways += [(False, tensors) for tensors in ways_to_call(model)]
-    for by_block, tensors in ways:
-        planned = Converted(options, by_block=by_block)
+def _planned(model: nn.Module, options: Options, sample: Inputs) -> tuple[Converted, Seen]:
+    """Capture the forward, without memory unless the forward branches on values."""
+    for tensors in ways_to_call(model):
+        planned = Converted(options)
         try:
             return planned, _dry_call(model, planned, sample, tensors)
         except TraceError as error:
@@ -132,7 +122,7 @@ def _dry_call(model: nn.Module, planned: Converted, sample: Inputs, tensors: Cal
             with tensors(model, sample) as (args, kwargs):
                 seen.name_parameters(model)
                 model.train()(*args, **kwargs)
-                if planned.in_pieces:  # which only a first call can show
+                if planned.by_block:  # which only a first call can show
                     model(*args, **kwargs)
         except Exception as error:
             raise TraceError.of(model, sample, error) from error

@@ -20,7 +20,6 @@ from te_transform.runtime.first_calls import Seen
 from te_transform.runtime.trials import TOLD
 
 _SET_ON_MODEL = f"{SET_ON_MODEL}it runs as it is, with parts that are captured"
-_LATER = "what is around the blocks is captured in the first call, and in te_transform.report() from then on"
 
 
 def report(converted: nn.Module) -> Report:
@@ -45,8 +44,6 @@ def report(converted: nn.Module) -> Report:
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
     plain += Counter({TOLD: found.trials.own_calls})
     later = [note for note in found.failures if note not in told]
-    shows_blocks = found.whole is not None and not found.in_pieces and len(found.report.before.nodes) > 0
-    later += [_LATER] * shows_blocks
     if found.parallel is not None:
         later += divided(found.parallel.places, found.parallel.ranks.count)
     # sizes that vary may break what the examples' did not
@@ -56,7 +53,7 @@ def report(converted: nn.Module) -> Report:
 
 
 def _report_of_whole(model: nn.Module, converted: Converted) -> Report:
-    """What the first call of a deep model has shown, whose report was of its blocks until then.
+    """Return the report of the first call, if the conversion captured nothing or chose another backend.
 
     The memory of a step stays what was predicted for the example inputs, in training mode.
     """
@@ -80,8 +77,7 @@ def reported(model: nn.Module, converted: Converted, seen: Seen, sample: Inputs)
     precision = None
     if options.recipe is not None:
         # graphs of what is around blocks are the model's, and not all of it
-        whole = not converted.in_pieces
-        others = products_around(model, [path for path, _ in plans if path or whole])
+        others = products_around(model, [path for path, _ in plans if path or not converted.by_block])
         precision = assign(plans, options.recipe, options.backend, others)
     if plans and "forward" in vars(model) and not converted.entered:
         converted.failures += [_SET_ON_MODEL] * (_SET_ON_MODEL not in converted.failures)

@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_transform
-from te_transform.runtime import blocks
 from tests import attacks
 from tests.attacks import Act, Attends, Pair, X, call, named, with_input_gradient
 from tests.models.tiny import Tiny
@@ -272,11 +271,7 @@ class Backbone(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("deep", [pytest.param(1, marks=pytest.mark.integration), 8])
-def test_a_forward_that_is_set_is_named_where_parts_are_captured(
-    deep: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "DEEP", deep)
+def test_a_forward_that_is_set_is_named_where_parts_are_captured() -> None:
     said = "a forward is set on the model itself, as accelerate's prepare() sets one"
 
     def notes(forward: Callable[..., Tensor]) -> list[list[str]]:

@@ -26,7 +26,6 @@ from te_transform.backends import joined
 from te_transform.graph import capture
 from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
-from te_transform.runtime import blocks
 from te_transform.runtime.converted import Converted, converted_of
 from tests.attacks import Block, Pair, X, call, odd, with_input_gradient
 from tests.conversions import calls, logged
@@ -35,7 +34,6 @@ from tests.zoo import seeded
 
 front_door = import_module("te_transform.convert")  # the package's `convert` is the function
 backend = front_door.te_transform
-DEEP = 2  # blocks, of more than which a model is deep where the fixture is used
 
 LONGER = torch.randn(3, 7, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -52,11 +50,6 @@ def graphs(model: nn.Module) -> int:
 
 
 # Whole, or block by block
-
-
-@pytest.fixture
-def deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "DEEP", DEEP)
 
 
 def test_a_model_is_one_graph_for_training_and_one_for_evaluation() -> None:
@@ -100,24 +93,21 @@ def test_a_norm_whose_sizes_are_asked_for_is_fused_at_sizes_that_vary() -> None:
     assert graphs(pair.converted) == 2
 
 
-@pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.integration)])
-def test_the_blocks_of_a_deep_model_share_a_graph_for_its_report(verify: bool) -> None:
-    pair = Pair.of(seeded(Tiny, DEEP + 1), verify=verify)
-    report = te_transform.report(pair.converted)
-    assert report.counts["merge_siblings"] == report.counts["layernorm_mlp"] == DEEP + 1
-    assert any("share a graph" in sentence for sentence in report.breaks)
+def test_a_deep_model_is_captured_once_and_its_report_stays(verify: bool) -> None:
+    layers = 9
+    pair = Pair.of(seeded(Tiny, layers), verify=verify)
+    planned, report = te_transform.inspect(pair.original, X), te_transform.report(pair.converted)
+    assert report.counts["merge_siblings"] == report.counts["layernorm_mlp"] == layers
+    assert not report.breaks
     other = (copy.deepcopy if verify else lambda model: pickle.loads(pickle.dumps(model)))(pair.converted)
-    assert linears(pair.converted, X) == 6 * (DEEP + 1) + 1  # captured whole, with the head
+    assert linears(pair.converted, X) == 6 * layers + 1  # with the head
+    assert graphs(pair.converted) == 1
     pair.agree(with_input_gradient)
     other(X)
-    for model in (pair.converted, other):
-        whole = te_transform.report(model)
-        assert whole.counts == {**report.counts, "layernorm_linear": report.counts["layernorm_linear"] + 1}
-        assert not whole.breaks
-        assert len(whole.to_networkx()) > 2 * len(report.to_networkx())
-        assert not any("from then on" in note for note in whole.notes)
-    assert any("from then on" in note for note in report.notes)
+    for found in (planned, te_transform.report(pair.converted), te_transform.report(other)):
+        assert found.counts == report.counts
+        assert [site.path for site in found.sites] == [site.path for site in report.sites]
 
 
 def assert_laid(model: nn.Module) -> None:
@@ -126,9 +116,8 @@ def assert_laid(model: nn.Module) -> None:
         assert [w.data_ptr() + w.nbytes for w in weights[:2]] == [w.data_ptr() for w in weights[1:]]
 
 
-@pytest.mark.usefixtures("deep")
 def test_parameters_of_a_deep_model_lie_next_to_each_other() -> None:
-    assert_laid(te_transform.convert(seeded(Tiny, DEEP + 1), X, verify=False))
+    assert_laid(te_transform.convert(seeded(Tiny, 9), X, verify=False))
 
 
 class InPieces(Tiny):
@@ -753,8 +742,7 @@ def test_code_that_raises_in_a_subclass_runs_as_it_is(verify: bool) -> None:
         te_transform.convert(model, X[..., 1:])
 
 
-@pytest.mark.usefixtures("deep")
-@pytest.mark.parametrize("layers", [2, pytest.param(DEEP + 1, marks=pytest.mark.integration)])
+@pytest.mark.parametrize("layers", [2, pytest.param(9, marks=pytest.mark.integration)])
 def test_an_encoder_hands_back_zeros_for_padding_as_where_it_is_not_traced(layers: int) -> None:
     """In evaluation alone, where it makes nested tensors; in training it is fused."""
 

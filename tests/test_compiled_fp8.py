@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends import fp8, plain
 from te_transform.backends.joined import state_of
-from te_transform.runtime import blocks, regions
+from te_transform.runtime import regions
 from tests import stand_in, test_compiled
 from tests.attacks import Attends, Block
 from tests.conversions import ALL, gradients, run
@@ -184,10 +184,7 @@ def test_products_within_a_transform_run_in_their_own_dtype(te: ModuleType) -> N
 @pytest.mark.parametrize(
     "build", [*(pytest.param(build, marks=pytest.mark.integration) for build in (Shared, Repeated)), PostNorm]
 )
-def test_products_that_share_a_state_or_a_graph(
-    te: ModuleType, build: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "DEEP", 2)
+def test_products_that_share_a_state_or_a_graph(te: ModuleType, build: type[nn.Module]) -> None:
     pair = of_module(build)
     for _ in range(4):
         pair.hold(trained)

@@ -110,7 +110,6 @@ STEPS: dict[str, ModuleType] = {
     "check_model": converting,
     "check_skip": converting,
     "as_inputs": converting,
-    "is_deep": converting,
     "_capture_and_report": converting,
     "enter": converting,
     "first_calls": converting,

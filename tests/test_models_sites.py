@@ -1,12 +1,19 @@
 """What is fused in real models, and what is not and why: every site and every sentence."""
 
+from typing import Any
+
+import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import te_transform
 from te_transform.report.places import gather
 from te_transform.report.report import Report
 from tests.conversions import ALIKE, ALL, IN_BF16, as_built, each, in_bf16, same_bits
-from tests.zoo import CASES, zero_dropout
+from tests.models.tiny import WIDTH, Tiny
+from tests.packages import LLAMA_IDS
+from tests.zoo import CASES, seeded, zero_dropout
 
 # The sentences
 
@@ -138,3 +145,63 @@ def test_a_dropout_set_to_0_is_all_that_its_reason_asks_for(name: str) -> None:
     report = te_transform.inspect(zero_dropout(CASES[name].build()), CASES[name].sample())
     assert report.counts["layernorm_mlp"] == WITHOUT_DROPOUT[name]
     assert "layernorm_mlp" not in {rule for rule, *_ in refused(report)}
+
+
+class Lm(Tiny):
+    """More layers than eight, a head, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(x).flatten(0, 1), labels.flatten())
+
+
+DEEP = {
+    "as it is": {},
+    "unverified, a loss in chunks": {"chunked_loss": True, "verify": False},
+    "compiled": {"compile": True, "verify": False},
+    "skipped": {"skip": "blocks.3.*", "verify": False},
+}
+
+
+LATER = ("compiled", "skipped")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.integration] * (name in LATER))
+        for name, options in DEEP.items()
+    ],
+)
+def test_deep_models_have_the_same_sites_before_and_after_the_first_call(options: dict[str, Any]) -> None:
+    model, batch = seeded(Lm), (torch.randn(2, 4, WIDTH), torch.zeros(2, 4, dtype=torch.int64))
+    planned = te_transform.inspect(model, batch, **options)
+    converted = te_transform.convert(model, batch, inplace=True, **options)
+    made = te_transform.report(converted)
+    if "compile" not in options:
+        converted(*batch).backward()
+    for found in (made, te_transform.report(converted)):
+        found.expect(**planned.counts)
+        assert [(site.rule, site.path, site.status) for site in found.sites] == [
+            (site.rule, site.path, site.status) for site in planned.sites
+        ]
+    assert planned.counts["layernorm_mlp"] == 9 - ("skip" in options)
+    assert planned.counts["chunked_loss"] == ("chunked_loss" in options)
+
+
+def test_predicting_times_changes_no_sites() -> None:
+    batch = torch.randn(2, 4, WIDTH), torch.zeros(2, 4, dtype=torch.int64)
+    planned, timed = (te_transform.inspect(seeded(Lm), batch, compile=way) for way in (False, "auto"))
+    assert timed.sites == planned.sites
+
+
+@pytest.mark.integration
+def test_a_deep_llama_has_the_same_sites_before_and_after_the_first_call() -> None:
+    model = CASES["llama"].build(num_hidden_layers=9)
+    batch = {"input_ids": LLAMA_IDS[:2], "labels": LLAMA_IDS[:2]}
+    planned, converted = te_transform.inspect(model, batch), te_transform.convert(model, batch)
+    converted(**batch).loss.backward()
+    assert te_transform.report(converted).sites == planned.sites
+    assert planned.counts["attention"] == planned.counts["layernorm_mlp"] == 9

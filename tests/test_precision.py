@@ -18,7 +18,6 @@ import te_transform
 from te_transform import PrecisionPlan
 from te_transform.backends.joined import state_of
 from te_transform.backends.running import is_evaluating
-from te_transform.runtime import blocks
 from te_transform.runtime.precision import Precision
 from tests import stand_in, test_compiled
 from tests.ranks import WIDTH, Block
@@ -347,11 +346,8 @@ def test_models_that_share_weights_have_a_recipe_each() -> None:
         assert distance(step(one)[0], expected) < 0.01
 
 
-# two are captured one by one where that is deep, and the head in the first call
-@pytest.mark.parametrize("deep", [1, pytest.param(8, marks=pytest.mark.integration)])
-def test_the_head_stays_out_unless_a_plan_has_it_in(deep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_stays_out_unless_a_plan_has_it_in() -> None:
     model = net(blocks=2)
-    monkeypatch.setattr(blocks, "DEEP", deep)
     for recipe, inside in (("fp8-current", False), (PrecisionPlan("fp8-current", {"head": None}), True)):
         fused = converted(recipe, copy.deepcopy(model))
         answer(fused)

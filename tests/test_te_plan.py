@@ -32,7 +32,6 @@ from te_transform.plan.match import Site, plan
 from te_transform.plan.options import Options
 from te_transform.report.places import gather
 from te_transform.report.report import Report
-from te_transform.runtime import blocks
 from te_transform.runtime.converted import converted_of
 from tests import stand_in
 from tests.attacks import Attends
@@ -642,17 +641,3 @@ def test_weights_in_float32_are_for_fp8_under_autocast(around: bool) -> None:
         report = te_transform.inspect(seeded(Attends), OF_ATTENDS, backend="te", recipe="fp8-current")
     assert None in report.precision.sites.values()
     assert any("under torch.autocast alone" in note for note in report.notes) != around
-
-
-def test_what_blocks_are_given_is_no_reason_before_the_whole_is_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of blocks that are planned by themselves: in calls of the whole their cosines are there."""
-    case = CASES["llama"]
-    monkeypatch.setattr(blocks, "DEEP", 0)
-    model = case.build(num_hidden_layers=2)
-    by_block = te_transform.inspect(model, case.sample(), backend="te")
-    assert any("share a graph" in note for note in by_block.breaks)
-    assert "rotary" not in {site.rule for site in by_block.sites}
-    monkeypatch.undo()
-    assert te_transform.inspect(model, case.sample(), backend="te").counts["rotary"] > 0

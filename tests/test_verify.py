@@ -26,6 +26,7 @@ from te_transform.runtime.converted import converted_of
 from te_transform.verify import compare as comparing
 from te_transform.verify import judged
 from te_transform.verify.bisect import bisect_failures
+from te_transform.verify.check import MOST_ALIKE, _Pair
 from te_transform.verify.compare import Contenders, compare, judge
 from te_transform.verify.judged import Judged
 from te_transform.verify.replay import Run, Subject, in_double, run
@@ -308,6 +309,68 @@ def test_a_changed_weight_is_found() -> None:
     assert [row.name for row in states] == ["blocks.0.attention.v_proj.weight"]
     assert "load it there if it was trained since" in states[0].reason
     assert not result.guilty  # no site is: the row names the weight
+
+
+def named(model: nn.Module) -> nn.Module:
+    model.register_buffer("more", torch.ones(2))
+    return model
+
+
+def enlarged(model: nn.Module) -> nn.Module:
+    model.head = nn.Linear(WIDTH, WIDTH + 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: Tiny(1), "blocks.0.attention.q_proj.weight holds other values than the original's"),
+        (lambda model: Tiny(2), "names differ, ['blocks.1.attention.k_proj.bias', "),
+        (named, "names differ, ['more']"),
+        (enlarged, f"head.weight is [{WIDTH + 2}, {WIDTH}], the original's is [{WIDTH}, {WIDTH}]"),
+        (lambda model: model.bfloat16(), "is bfloat16, the original's is float32: cast both models to one"),
+        (lambda model: Tiny(1).bfloat16(), "is bfloat16, the original's is float32, of other numbers: cast"),
+    ],
+)
+def test_models_with_other_weights_are_told_apart_without_a_call(
+    change: Callable[[nn.Module], nn.Module], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny()
+    other = change(copy.deepcopy(model))
+    converted = te_transform.convert(other, X.to(other.head.weight.dtype), verify=False)
+    monkeypatch.setattr(Tiny, "forward", lambda self, x: pytest.fail("the model was called"))
+
+    result = verify(model, converted, X)
+
+    assert not result
+    assert not result.guilty
+    assert result.title.startswith("Tiny: NOT the same, ")
+    assert any(said in f"{row}" for row in result.rows)
+    assert len(str(result).splitlines()) < 40
+
+
+def test_equal_sites_stand_for_each_other_beyond_the_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Site] = []
+    wrong = _Pair.wrong
+    monkeypatch.setattr(_Pair, "wrong", lambda pair, held: checked.append(pair.site) or wrong(pair, held))
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(12)))
+    model[11][1].bias = None  # another site than the rest
+
+    converted = te_transform.convert(model, X, passes=[layernorm_linear.RULE])
+    assert len(checked) == 1 + MOST_ALIKE + 1  # the first reads what no gradient flows through
+    assert len(sites(converted)) == 12
+    assert all(site.deviations for site in sites(converted))
+
+    converted = te_transform.convert(model, X, passes=[layernorm_linear_with(eps=1e4)])
+    assert len(rolled_back(converted)) == 12
+    assert torch.equal(converted(X), model(X))
+
+
+@pytest.mark.parametrize("layer", [3, 9])
+def test_a_site_that_is_built_otherwise_is_checked_by_itself(layer: int) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(12)))
+    rule = layernorm_linear_with(eps=1e4, path=f"{layer}.0")
+    assert len(rolled_back(te_transform.convert(model, X, passes=[rule]))) == 1
 
 
 @pytest.mark.usefixtures("as_given")

@@ -64,11 +64,11 @@ class Mask(GraphOp):
     def __init__(self, make: fx.GraphModule, stored: Sequence[bool], beside_sinks: bool = False):
         super().__init__()
         self.make, self.stored, self.beside_sinks = make, tuple(stored), beside_sinks
-        self.answers: dict[tuple, Answer] = {}
+        self._answers: dict[tuple, Answer] = {}
         # a forward that is captured in pieces makes the same mask in many of them
         alike = beside_sinks, _operations(make.graph)
-        self.looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[alike]
-        self.last: tuple[list[Tensor], Answer] | None = None  # what was made of model tensors on the CPU
+        self._looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[alike]
+        self._last: tuple[list[Tensor], Answer] | None = None  # what was made of model tensors on the CPU
 
     def forward(self, *arguments: Any) -> Tensor | Banded | Seeing | str:
         """The mask, as a band or one under which every query sees a key where it is that; "causal" or "full"
@@ -88,13 +88,13 @@ class Mask(GraphOp):
         keys = tuple(_key(*each) for each in zip(arguments, self.stored, strict=True))
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
         alone = len(data) == 1 and not data[0].is_inference()
-        known = self.looked.get(data[0]) if alone else None
+        known = self._looked.get(data[0]) if alone else None
         if known is not None and known.is_of(data[0], keys):
             return known.answer, None
         stamp = Stamp.of(data[0]) if alone else None  # as it was looked at, whoever writes to it meanwhile
         answer, made = self._find(data, keys, arguments)
         if stamp is not None:
-            self.looked[data[0]] = _Looked(stamp, keys, _held(data[0]), answer)
+            self._looked[data[0]] = _Looked(stamp, keys, _held(data[0]), answer)
         return answer, made
 
     def _find(
@@ -102,24 +102,24 @@ class Mask(GraphOp):
     ) -> tuple[Answer, Tensor | None]:
         values = [_only_value(tensor) for tensor in data]
         key = (keys, *values)
-        if None not in values and key in self.answers:
-            return self.answers[key], None
+        if None not in values and key in self._answers:
+            return self._answers[key], None
         mask, *hidden = self.make.forward(*arguments)
         answer = what_is(mask, *hidden, beside_sinks=self.beside_sinks)
         if None not in values:
-            if len(self.answers) >= _FEW:
-                self.answers.clear()
-            self.answers[key] = answer
+            if len(self._answers) >= _FEW:
+                self._answers.clear()
+            self._answers[key] = answer
         return answer, mask
 
     def _compared(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor]:
         """What the mask is now that it has been made: model tensors may be written to through .data, which no
         stamp shows, and may be much larger than the part of them that a call reads."""
         made = self.make.forward(*arguments)
-        last = self.last  # which another thread may change
+        last = self._last  # which another thread may change
         if last is None or not all(map(_holds, made, last[0])):
             answer = what_is(*made, beside_sinks=self.beside_sinks)
-            last = self.last = [tensor.detach().clone() for tensor in made], answer
+            last = self._last = [tensor.detach().clone() for tensor in made], answer
         return last[1], made[0]
 
 

@@ -149,9 +149,9 @@ def _instead_of(sample: Any) -> str:
 
 
 def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
-    """A recorded key/value cache would grow at every replay."""
+    """Switch off a key/value cache that the config asks for: the calls of a training have none."""
     wants_cache = getattr(getattr(model, "config", None), "use_cache", None)
-    if wants_cache is None or "use_cache" in inputs.kwargs or not _takes(model, "use_cache"):
+    if not wants_cache or "use_cache" in inputs.kwargs or not _takes(model, "use_cache"):
         return inputs
     return replace(inputs, kwargs={**inputs.kwargs, "use_cache": False})
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from te_transform.backends import plain
 from te_transform.canonicalize import canonicalize
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import argument, is_model_tensor, path_of, value
+from te_transform.graph.nodes import argument, path_of, value
 from te_transform.graph.pattern import Match, Miss, Siblings, find
 from te_transform.plan.options import Options
 from te_transform.plan.refusals import missed, refusals, rolled_back, shared
@@ -128,14 +128,10 @@ class Plan:
                 self.outcomes[index] = replace(self.outcomes[index], status="refused", reasons=told)
 
 
-def plan(
-    captured: fx.GraphModule, options: Options, is_part: bool = False, modules: tuple[str, ...] = ("",)
-) -> Plan:
+def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = ("",)) -> Plan:
     """Run the rules, in order, over the canonical copy of a captured graph.
 
     Args:
-        is_part: whether the graph is a part of one that is captured later, so that what it is given from
-            outside is no reason yet: a block, to which the model gives cosines and sines.
         modules: the paths, in the model, of those whose forward the graph is: of blocks that share it.
     """
     canonical = canonicalize(captured.graph)
@@ -148,8 +144,6 @@ def plan(
             taken = any(node._erased for node in match.nodes)  # in part, by a match before
             if not taken:
                 made.outcomes += _apply(rule, match, made, options)
-        if is_part:
-            misses = [miss for miss in misses if not _is_given(miss.found)]
         made.outcomes += _near_misses(rule, misses, made)
     _keep_merged(made, options)
     return made
@@ -272,8 +266,3 @@ def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
             weights = _weights(miss.nodes)
             outcomes.append(Outcome(rule.name, where, "refused", told, weights, inside=inside))
     return outcomes
-
-
-def _is_given(found: Any) -> bool:
-    """Whether it comes from outside of the graph, and is none of the model's tensors."""
-    return isinstance(found, fx.Node) and found.op == "placeholder" and not is_model_tensor(found)

@@ -7,20 +7,10 @@ from torch import nn
 from te_transform.plan.options import skipped_by
 from te_transform.runtime.classes import made_of
 
-# The number of blocks from which on a model is planned and checked block by block: one captured graph serves
-# all of them, while a capture of the whole takes 0.2 s a block. What runs later is captured whole, at its
-# first call.
-DEEP = 8
-
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of a transformer: what stands in the outermost lists of modules of one class."""
     return [*{id(block): block for block in _blocks(model).values()}.values()]
-
-
-def is_deep(model: nn.Module) -> bool:
-    """Whether it is planned and checked block by block."""
-    return len(blocks(model)) > DEEP
 
 
 def parts(model: nn.Module) -> list[nn.Module]:

@@ -96,9 +96,8 @@ class Converted:
     """
 
     options: Options
-    by_block: bool = False
     checker: Checker | None = None
-    in_pieces: bool = False  # whether it has to be by block: where FSDP or checkpoints cut the forward
+    by_block: bool = False  # True if FSDP or checkpoints cut the forward: blocks are captured one by one
     is_around: bool = False  # whether what is around the blocks then, a head and a loss, is captured as well
     recomputes: set[_Mode] = field(default_factory=set)  # with checkpoints in what is captured as one
     nests: bool = False  # whether it makes nested tensors in evaluation where it is not traced
@@ -116,7 +115,7 @@ class Converted:
     original: bool = False
     dry: bool = False
     report: Any = None  # of the room to the right
-    # graphs of the first call of the whole, where the report is of blocks, or of nothing; else None
+    # graphs of the next call, [] until then, if the report has to be made of that call; else None
     whole: list[CapturedGraph] | None = None
     precision: Precision | None = None
     parallel: Parallel | None = None
@@ -145,7 +144,6 @@ class Converted:
             elif self.is_around:  # a checkpoint is around a head too, which runs as the user's own code then
                 self.is_around = False
             else:
-                self.in_pieces = True
                 self.capture_blocks(model)
             raise SkipFrame(why)
         if (why := _why_uncaptured(captured)) is not None:
@@ -165,7 +163,7 @@ class Converted:
     def _fused(self, captured: fx.GraphModule, modules: tuple[str, ...] = ("",)) -> Callable[..., Any]:
         try:
             self._choose_backend()
-            made = plan(captured, self.options, self.by_block and not self.in_pieces, modules)
+            made = plan(captured, self.options, modules)
             if self.options.recipe is not None:
                 put_in_recipe(made, self.options)
             graph = CapturedGraph(made, self)
@@ -397,22 +395,19 @@ class Converted:
             self.methods.clear()
         first = self.first_block()
         if is_sharded(first):
-            self.by_block = self.in_pieces = True
+            self.by_block = True
         if self.by_block and first is not None and CONVERTED not in vars(first):
             self.capture_blocks(model)
 
-    def capture_blocks(self, model: nn.Module, one_by_one: bool = True) -> None:
-        """Capture the blocks of `model` one by one, or the whole of it."""
-        was_around, self.by_block = self.is_around, one_by_one
-        self.is_around = one_by_one and self.in_pieces and are_held_by_parts(model)
+    def capture_blocks(self, model: nn.Module) -> None:
+        """Capture the blocks of `model` one by one from now on."""
+        was_around, self.by_block = self.is_around, True
+        self.is_around = are_held_by_parts(model)
         if self.is_around != was_around:  # what was captured has the parts in it, or has not
             self.runs.pop(type(model), None)
-        skipped = skipped_inside(model, self.options.skip) if one_by_one else {}
+        skipped = skipped_inside(model, self.options.skip)
         for block in blocks(model):
-            if one_by_one:
-                swap_class(block, Place(self, Role.BLOCK, skipped.get(id(block), frozenset())))
-            else:
-                restore_class(block)
+            swap_class(block, Place(self, Role.BLOCK, skipped.get(id(block), frozenset())))
 
     def divide(self, parallel: Parallel | None) -> None:
         """Run on shards of the parameters from now on, or, with None, on whole ones."""
@@ -444,34 +439,33 @@ class Converted:
             self.failures.append(sole_owners_needed(names))
 
     def __deepcopy__(self, memo: dict) -> Converted:
-        twin = memo[id(self)] = Converted(self.options, self.by_block, self.checker, self.in_pieces)
+        twin = memo[id(self)] = Converted(self.options, self.checker, self.by_block)
         twin.is_around, twin.report = self.is_around, self.report
         twin.parallel = copy.deepcopy(self.parallel, memo)
         twin.precision, twin.whole = copy.deepcopy(self.precision, memo), self._no_graphs()
         return twin
 
     def __reduce__(self) -> tuple:
-        cuts = self.by_block, self.in_pieces, self.is_around
+        cuts = self.by_block, self.is_around
         held = self.options, cuts, self.checker, self.report, self.precision
         if self.parallel is not None:
             return self.parallel.__reduce__()
         return _restored, (*held, self._no_graphs())
 
     def _no_graphs(self) -> list[CapturedGraph] | None:
-        """What a copy has of the first call of the whole, which it captures itself."""
+        """Return [] if a copy has to make its report of its own next call, else None."""
         return None if self.whole is None else []
 
 
 def _restored(
     options: Options,
-    cuts: tuple[bool, bool, bool],
+    cuts: tuple[bool, bool],
     checker: Checker | None,
     report: Any,
     precision: Precision | None,
     whole: list[CapturedGraph] | None,
 ) -> Converted:
-    by_block, in_pieces, is_around = cuts
-    made = Converted(options, by_block, checker, in_pieces, is_around, report=report, precision=precision)
+    made = Converted(options, checker, *cuts, report=report, precision=precision)
     made.whole = whole
     return made
 
@@ -534,8 +528,6 @@ def enter(model: nn.Module, converted: Converted) -> None:
     for part in parts(model):
         with suppress(ModelError):  # it runs as it is where it is called by itself
             swap_class(part, Place(converted, Role.PART))
-    if converted.by_block:
-        converted.capture_blocks(model)
 
 
 def leave(model: nn.Module) -> None:

@@ -19,9 +19,8 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from te_transform.backends.joined import joined_anew
 from te_transform.graph import edit
@@ -35,6 +34,7 @@ from te_transform.graph.nodes import (
     value,
     writes,
 )
+from te_transform.graph.structure import structure
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ FEWEST = 24  # layers from which on a graph is compiled layer by layer
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
-_PLAIN = (int, float, str, type(None), torch.dtype)
 
 
 @dataclass(eq=False)
@@ -192,7 +191,7 @@ def _compile(pieces: Sequence[_Piece], values: dict[fx.Node, Any], compile: Comp
     values = {node: _faked(fake, held) for node, held in values.items()}
     for piece in pieces:
         given = [values[node] for node in piece.inputs]
-        key = _structure(piece.module), tuple(map(_kind, given))
+        key = structure(piece.module), tuple(map(_kind, given))
         if key not in made:
             made[key] = compile(piece.module, [as_leaf(each) for each in given])
         piece.run = made[key]
@@ -215,33 +214,3 @@ def _kind(held: Any) -> Any:
     if not isinstance(held, Tensor):
         return held
     return held.shape, held.stride(), held.dtype, held.device, held.requires_grad, held.storage_offset()
-
-
-def _structure(module: fx.GraphModule) -> tuple:
-    """What the operations of two pieces have in common if they are equal."""
-    numbers = {node: number for number, node in enumerate(module.graph.nodes)}
-
-    def told(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return "node", numbers[argument]
-        return type(argument), repr(argument)
-
-    return tuple(
-        (
-            node.op,
-            _target(module, node),
-            repr(fx.node.map_aggregate((node.args, dict(node.kwargs)), told)),
-        )
-        for node in module.graph.nodes
-    )
-
-
-def _target(module: fx.GraphModule, node: fx.Node) -> Any:
-    if node.op == "placeholder":
-        return None
-    if node.op != "call_module":
-        return id(getattr(module, node.target)) if node.op == "get_attr" else node.target
-    found: nn.Module = module.get_submodule(node.target)
-    settings = {k: v for k, v in vars(found).items() if k[0] != "_" and k not in ("training", "plain_calls")}
-    known = all(isinstance(each, _PLAIN) for each in tree_leaves(settings))
-    return (type(found), repr(settings)) if known else id(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,8 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.nodes import name_in_model, path_of, value
+from te_transform.graph.nodes import is_parameter, name_in_model, path_of, value
 from te_transform.graph.preserve import same_random
+from te_transform.graph.structure import structure
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.rule import Deviation
 from te_transform.runtime.captured import CapturedGraph
@@ -32,15 +34,15 @@ def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, st
     Forward and gradients, dropout off, against fp64 (see compare.py). The captured graph runs once, without
     gradients, and each site is checked when its turn comes: needs the memory of one site in fp64, or, where
     there is less, in its own dtype with random rounding, which is its measure then. A graph on
-    fake tensors, or on the meta device, is not checked. Layers that share a graph differ in values alone, of
-    which the rewriting knows nothing: one layer's stand for all (verify() compares every layer).
+    fake tensors, or on the meta device, is not checked. Equal sites differ in values alone, of which the
+    rewriting knows nothing: the first MOST_ALIKE of them stand for all (verify() compares every layer).
 
     Args:
         graph: only read.
         arguments: of the call; they are left as they are.
 
     Returns:
-        What is wrong with each site that is; all sites keep their deviations.
+        What is wrong with each wrong site; all sites keep their deviations, or those of an equal site.
     """
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if not graph.plan.sites or any(is_fake(tensor) or tensor.is_meta for tensor in tensors):
@@ -49,7 +51,13 @@ def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, st
         walk = _Walk(graph.plan)
         with torch.no_grad():
             walk.run(*map(_own, arguments))
+            walk.let_stand_for_all()
     return walk.wrong
+
+
+_LAYER = r"(?:\w+\.)*\d+\."  # what comes before a name in a layer; reasons have no paths
+# Equal sites that are checked, as a model has one of each in every layer. A check takes as long as 20 calls.
+MOST_ALIKE = 8
 
 
 @contextmanager
@@ -99,6 +107,15 @@ class _Pair:
         """Whether nothing is replaced: in plain PyTorch a linear by itself is what was captured."""
         return all(node.op != "call_module" for node in self.fused.graph.nodes)
 
+    @property
+    def key(self) -> tuple:
+        """What equal sites have in common: the operations, before and after, and the kinds of inputs.
+
+        Inputs that are neither parameters nor trained have to be the same: values of masks choose kernels.
+        """
+        inputs = ((_kind(n), "" if is_parameter(n) or _is_trained(n) else n.name) for n in self.inputs)
+        return structure(self.fused), structure(self.reference), tuple(inputs)
+
     def wrong(self, held: dict[str, Any]) -> str | None:
         """What is wrong with the site on these values of captured nodes, which are given by name: its worst
         number, or what running it raised."""
@@ -114,15 +131,18 @@ class _Pair:
             Deviation(row.name, row.converted, row.original, row.allowed) for row in rows if row.dtype
         )
         failed = [row for row in rows if not row.ok]
-        return str(max(failed, key=lambda row: row.times)) if failed else None
+        if not failed:
+            return None
+        worst = max(failed, key=lambda row: row.times)
+        return str(replace(worst, name=re.sub(_LAYER, "", worst.name)))
 
     def _given(self, held: dict[str, Any]) -> Inputs:
         """The site's inputs but for its parameters; those require a gradient that do so in the model."""
         given = []
         for node in self.inputs:
             if not isinstance(held[node.name], nn.Parameter):
-                trained = isinstance(value(node), Tensor) and value(node).requires_grad
-                given.append(held[node.name].detach().requires_grad_() if trained else held[node.name])
+                is_trained = _is_trained(node)
+                given.append(held[node.name].detach().requires_grad_() if is_trained else held[node.name])
         return Inputs(tuple(given))
 
     def _contenders(self, held: dict[str, Any]) -> Contenders:
@@ -148,6 +168,17 @@ class _Pair:
         return Subject(call, lambda: names, partial(in_double, module) if double else nullcontext)
 
 
+def _is_trained(node: fx.Node) -> bool:
+    return isinstance(value(node), Tensor) and value(node).requires_grad
+
+
+def _kind(node: fx.Node) -> Any:
+    held = value(node)
+    if not isinstance(held, Tensor):
+        return repr(held)
+    return str(held.shape), str(held.stride()), held.dtype, held.device, held.requires_grad
+
+
 def _distinct(outputs: tuple[fx.Node, ...]) -> list[str]:
     """What to call the outputs: by the modules that make them, if that tells them apart."""
     paths = [path_of(node) for node in outputs] if len(outputs) > 1 else [""]
@@ -166,13 +197,18 @@ class _Walk(fx.Interpreter):
         self.wrong: dict[Site, str] = {}
         self.held: dict[str, Any] = {}
         self.due: dict[fx.Node, list[_Pair]] = defaultdict(list)
+        self.alike: dict[tuple, list[Site]] = defaultdict(list)
         for site in plan.sites:
             try:
                 pair = _Pair.of(plan, site)
             except Exception as error:
                 self.wrong[site] = f"alone it could not be built, {type(error).__name__}: {error}"
                 continue
-            if not pair.is_same:
+            if pair.is_same:
+                continue
+            alike = self.alike[pair.key]
+            alike.append(site)
+            if len(alike) <= MOST_ALIKE:
                 self.due[max(pair.outputs)].append(pair)
         self.waiting = Counter(node.name for pairs in self.due.values() for p in pairs for node in p.inputs)
 
@@ -185,6 +221,15 @@ class _Walk(fx.Interpreter):
                 self.wrong[pair.site] = reason
             self._drop(pair)
         return result
+
+    def let_stand_for_all(self) -> None:
+        """Give sites that were not checked the results of equal sites that were."""
+        for alike in self.alike.values():
+            checked, others = alike[:MOST_ALIKE], alike[MOST_ALIKE:]
+            wrong = next((site for site in checked if site in self.wrong), checked[0])
+            for site in others:
+                site.deviations = wrong.deviations
+                self.wrong |= {site: self.wrong[wrong]} if wrong in self.wrong else {}
 
     def _drop(self, pair: _Pair) -> None:
         """Let go of the values that no later site reads."""
