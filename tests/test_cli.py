@@ -131,7 +131,7 @@ def test_inspect_a_config(capsys: pytest.CaptureFixture[str], folder: Path) -> N
     page = folder / "page.html"
     assert main(["inspect", "llama", "--recipe", "fp8-delayed", "--html", str(page)]) == 0
     told, errors = capsys.readouterr()
-    assert "layernorm_mlp         12   model.layers.{0..11}.mlp  x12" in told
+    assert "layernorm_mlp         12       12   model.layers.{0..11}.mlp  x12" in told
     assert "note: in fp8-delayed: " in told
     assert "input_ids=int64[2, 32], labels=int64[2, 32]" in told  # as many as there are positions for
     assert errors == ""

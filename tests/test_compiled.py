@@ -314,7 +314,7 @@ def test_what_fails_in_pieces_is_compiled_whole(
     def fail(module: fx.GraphModule) -> None:
         raise NotImplementedError("no")
 
-    monkeypatch.setattr(regions, "_structure", fail)
+    monkeypatch.setattr(regions, "structure", fail)
     pair = compiled_pair(Layers)
     pair.agree()
     assert len(compilations) == 1

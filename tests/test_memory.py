@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 import te_transform
-from te_transform.plan.memory import Memory
+from te_transform.plan.memory import Memory, room
 from tests.conversions import ALL, DISTINCT, PLANNED_LATER, each, planned
 from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
@@ -112,6 +112,26 @@ def test_every_model_has_a_prediction(name: str) -> None:
     assert str(large).startswith("10,239 MiB at the most beside 10.0 GiB of weights: ")
 
 
+def test_the_figures_add_up_and_a_model_that_does_not_fit_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Memory("x", weights=30 * MIB, gradients=30 * MIB, kept=50 * MIB, peak=70 * MIB)
+    assert found.total == (30 + 70 + 2 * 30) * MIB
+    assert str(found).startswith(
+        "70 MiB at the most beside 30 MiB of weights: 30 MiB of gradients and 40 MiB of activations and "
+        "buffers; 50 MiB are kept for the backward, before there are gradients; 160 MiB in all with weights "
+        "and 60 MiB of AdamW's state"
+    )
+    with torch.device("meta"):
+        large = nn.Linear(2**17, 2**17)  # 64 GiB
+    assert not [*room(large.eval(), found)]
+    step = replace(found, weights=64 * 2**30)
+    assert not [*room(large, step)]
+    assert "does not fit" not in "".join(room(large.train(), found))
+    (said,) = room(large, replace(found, gradients=64 * 2**30))
+    assert "a training step with AdamW does not fit a GPU of 80 GiB, it takes 128.1 GiB" in said
+    (said,) = room(large.double(), None)
+    assert said.startswith("the model does not fit a GPU of 80 GiB, its weights take 128.0 GiB: divide it")
+
+
 def test_plain_pytorch_has_none() -> None:
     report = te_transform.inspect(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), torch.randn(4, 64))
     assert report.memory is None
@@ -119,7 +139,7 @@ def test_plain_pytorch_has_none() -> None:
 
 
 class Stack(nn.Module):
-    """Blocks enough to be captured block by block, `width` wide."""
+    """Blocks, `width` wide."""
 
     def __init__(self, blocks: int, width: int):
         super().__init__()

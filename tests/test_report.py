@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.graph.capture import capture
@@ -165,23 +166,52 @@ def test_prints_collapsed_tables_and_notes() -> None:
     assert text.splitlines() == [
         "GPT: 47 sites fused, 3 sites refused",
         "",
-        "rule               fused   where",
-        "────────────────────────────────────────────────────────────────",
-        "layernorm_mlp         22   model.layers.{0..21}.mlp  x22",
-        "layernorm_linear      25   lm_head  x1",
-        "                           model.layers.{0..23}.attn.c_attn  x24",
-        "",
-        "rule            refused   where, and why not",
+        "rule               fused   active   refused   where, and why not",
         "──────────────────────────────────────────────────────────────────────────────────────────────────────────────",
-        "layernorm_mlp         2   model.layers.{22,23}.mlp  x2",
-        "                            - the activation is the exact (erf) GELU, LayerNormMLP has tanh: allow",
-        "                            approximate=True",
-        f"{' ' * 28}- {SHAPE}",
-        "linear                1   (the model itself)  x1",
-        f"{' ' * 28}- {SHAPE}",
+        "layernorm_mlp         22       22             model.layers.{0..21}.mlp  x22",
+        "layernorm_linear      25       25             lm_head  x1",
+        "                                              model.layers.{0..23}.attn.c_attn  x24",
+        "layernorm_mlp                             2   model.layers.{22,23}.mlp  x2",
+        f"{' ' * 48}- {GELU.partition(' tanh')[0]}",
+        "                                                tanh: allow approximate=True",
+        f"{' ' * 48}- {SHAPE.removesuffix(' trained is needed')}",
+        "                                                trained is needed",
+        "linear                                    1   (the model itself)  x1",
+        f"{' ' * 48}- {SHAPE.removesuffix(' trained is needed')}",
+        "                                                trained is needed",
         "",
         "note: backend 'torch', because [te] is not installed",
     ]
+
+
+def test_says_which_fused_sites_are_not_active_and_why() -> None:
+    small = "a call of 64 tokens, fused products gain from 1,491 on (width 4096)"
+    idle = [replace(site, inactive=small) for site in fused("linear", "h.0.fc", "h.1.fc")]
+    found = report(*idle, *fused("attention", "h.0.attn", "h.1.attn"), *fused("linear", "h.2.fc"))
+    assert found.title == "GPT: 5 sites fused (3 active in this call), 0 sites refused"
+    assert found.counts == {"linear": 3, "attention": 2}
+    lines = [line.split() for line in str(found).splitlines()]
+    assert ["linear", "2", "0", "h.{0,1}.fc", "x2"] in lines
+    assert ["-", *small.split()] in lines
+    assert ["linear", "1", "1", "h.2.fc", "x1"] in lines
+    assert ["attention", "2", "2", "h.{0,1}.attn", "x2"] in lines
+    assert small in parsed(found._repr_html_().partition("<details>")[0])
+
+
+def test_refusals_of_deep_models_are_grouped_whatever_parameters_they_name() -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.packed = nn.LayerNorm(8), nn.Parameter(torch.randn(2, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + nn.functional.linear(self.norm(x), self.packed[0])
+
+    model = nn.Sequential(*(Viewed() for _ in range(12)))
+    found = gather(te_transform.inspect(model, torch.randn(2, 3, 8)).refused)
+    assert all(places.lines == ["{0..11}  x12"] for places in found)
+    reasons = [why for places in found for why in places.reasons]
+    assert any("a view of the parameter packed, a whole one is needed" in why for why in reasons)
 
 
 def test_prints_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,7 +623,7 @@ def test_equal_blocks_are_one() -> None:
 
 
 class Stack(nn.Module):
-    """Of so many layers that they are planned one by one, and share a graph."""
+    """Layers under checkpoints, which are captured one by one, and share a graph."""
 
     def __init__(self):
         super().__init__()
@@ -603,7 +633,7 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False)
         return x
 
 

@@ -189,7 +189,7 @@ def without_attention(
             f"{lengths[0]} queries and {lengths[1]} keys in what may become a CUDA graph, cuDNN's kernels "
             f"need multiples of {PLANNED_LENGTHS} there"
         )
-    return _too_small_attention(query, key, mask is not None)
+    return too_small_attention(query, key, mask is not None)
 
 
 def without_band(
@@ -211,7 +211,7 @@ def without_band(
         return "a window over other keys than its queries' own"
     if band.documents and not _is_right_packed(query, key, value):
         return f"gradients of documents with heads wider than {MOST_PACKED_WIDTH}"
-    return _too_small_attention(query, key, in_window or band.padded or bool(band.documents))
+    return too_small_attention(query, key, in_window or band.padded or bool(band.documents))
 
 
 def gains_packed(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -272,7 +272,12 @@ def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> str | None
     return None
 
 
-def _too_small_attention(query: Tensor, key: Tensor, has_mask: bool) -> str | None:
+def too_small_attention(query: Tensor, key: Tensor, has_mask: bool, in_graphs: bool = False) -> str | None:
+    """Return why attention of these sizes gains nothing in kernels, or None.
+
+    Args:
+        in_graphs: True if the call will run as a CUDA graph.
+    """
     least, work = MIN_ATTENTION_LENGTH, MIN_ATTENTION_WORK
     if has_mask:
         least, work = MIN_MASKED_ATTENTION_LENGTH, MIN_MASKED_ATTENTION_WORK
@@ -280,7 +285,7 @@ def _too_small_attention(query: Tensor, key: Tensor, has_mask: bool) -> str | No
         return None
     if min(query.shape[2], key.shape[2]) < least:
         return f"attention over less than {least} tokens"
-    if compiling.get() or replayed or is_large(query.shape, key.shape[2], work):
+    if compiling.get() or replayed or in_graphs or is_large(query.shape, key.shape[2], work):
         return None  # such a graph takes no more of the CPU for these kernels than for others
     return "attention too small to be faster"
 

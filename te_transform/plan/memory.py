@@ -8,7 +8,7 @@ fc1, the activation, in FP8 at one byte a number, and an FP8 weight twice, as it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,7 @@ from te_transform.plan.match import Plan, Site
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import stored_in
 
+_EIGHTY_GIB = 80 * 2**30
 _KEEP_NOTHING = {torch.add, torch.sub, torch.neg, torch.cat, ops.cast, ops.rope}
 
 
@@ -41,7 +42,8 @@ class Memory:
     """Bytes of a step forward and backward, in training mode, at the sizes of the example inputs.
 
     `kept` is what autograd holds at the end of the forward, `peak` the most there is at any time beside
-    the weights, gradients with it. Allocators take a little more.
+    the weights, gradients with it. `optimizer` is the state of AdamW, two numbers for each trained one.
+    Allocators take a little more.
     """
 
     inputs: str
@@ -50,17 +52,41 @@ class Memory:
     kept: int
     peak: int
 
+    @property
+    def optimizer(self) -> int:
+        return 2 * self.gradients
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.peak + self.optimizer
+
     def __str__(self) -> str:
         weights, gradients, kept, peak = map(_told, (self.weights, self.gradients, self.kept, self.peak))
+        others, optimizer, total = map(_told, (self.peak - self.gradients, self.optimizer, self.total))
         return (
-            f"{peak} at the most beside {weights} of weights: {kept} kept for the backward, {gradients} of "
-            f"gradients ({self.inputs})"
+            f"{peak} at the most beside {weights} of weights: {gradients} of gradients and {others} of "
+            f"activations and buffers; {kept} are kept for the backward, before there are gradients; {total} "
+            f"in all with weights and {optimizer} of AdamW's state ({self.inputs})"
         )
 
 
 def _told(size: int) -> str:
     """Bytes in MiB, of ten GiB on in those: what a GPU has is told in them."""
     return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
+
+
+def room(model: nn.Module, step: Memory | None) -> Iterator[str]:
+    """Yield a sentence if the model does not fit one GPU: the machine's, or one of 80 GiB."""
+    size, name = _EIGHTY_GIB, "a GPU of 80 GiB"
+    if torch.cuda.is_available():
+        size = torch.cuda.get_device_properties(0).total_memory
+        name = f"this machine's GPU of {_told(size)}"
+    divide = "divide it among several, by te_transform.parallelize() or fully_shard()"
+    weights = sum(map(_size, model.parameters()))
+    if weights > size:
+        yield f"the model does not fit {name}, its weights take {_told(weights)}: {divide}"
+    elif step is not None and model.training and step.total > size:
+        yield f"a training step with AdamW does not fit {name}, it takes {_told(step.total)}: {divide}"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from te_transform.graph.pattern import Match, Miss, Pattern
 from te_transform.plan.options import skipped_by
 from te_transform.plan.rule import Operation, Rule
 
+_NUMBERED = r"_\d+(?=_|$)"  # in the name of an input, as of a layer's cache
 WEIGHTED = tuple(op.__name__ for op in (ops.linear, *ops.NORMS))
 
 
@@ -73,8 +75,8 @@ def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
     held = value(source)
     if is_matrix and (whole := _viewed(source)) is not None:
         yield (
-            f"{what} is a view of the parameter {name_in_model(whole)}, a whole one is needed: store it "
-            "as a parameter of its own"
+            f"{what} is a view of the parameter {_own_name(name_in_model(whole))}, a whole one is needed: "
+            "store it as a parameter of its own"
         )
     elif is_matrix and _is_cast(source):
         dtype = dtype_name(held.dtype)
@@ -200,14 +202,19 @@ def _wanted(pattern: Pattern) -> str:
     return "a part of a linear's columns" if ops.columns in pattern.roots else str(pattern)
 
 
+def _own_name(name: str) -> str:
+    """Return the name of a parameter in its module: with a path, reasons of equal layers would differ."""
+    return next((part for part in reversed(name.split(".")) if not part.isdecimal()), name)
+
+
 def _named(found: Any) -> str:
     if not isinstance(found, fx.Node):
         return repr(found)
     if found.target is ops.columns:
         return "a part of a linear's columns"
     if is_model_tensor(found):
-        return f"the parameter {name_in_model(found)}"
-    return f"the input {found.name}" if found.op == "placeholder" else called(found)
+        return f"the parameter {_own_name(name_in_model(found))}"
+    return f"the input {re.sub(_NUMBERED, '_*', found.name)}" if found.op == "placeholder" else called(found)
 
 
 def cut(operations: Collection[fx.Node]) -> Iterator[str]:

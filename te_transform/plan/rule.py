@@ -86,7 +86,8 @@ class Outcome:
     Where they can be predicted, `seconds` is what its operations take of an H100's time in a call, as the
     model has them, and `fused_seconds` what they take fused; `kept` is how many bytes the fused op keeps for
     its backward. `precision` says, where there is a recipe, whether its products run in it, and why not.
-    `deviations` are those of the fused op on the values of the first call, where it was checked.
+    `deviations` are those of the fused op on the values of the first call, where it was checked. `inactive`
+    says why a fused place runs as it was captured in a call of the example's sizes, "" if it does not.
     """
 
     rule: str
@@ -100,6 +101,7 @@ class Outcome:
     precision: str = field(default="", compare=False)
     deviations: tuple[Deviation, ...] = field(default=(), compare=False)
     inside: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # the captured operations
+    inactive: str = field(default="", compare=False)
 
     @property
     def saved(self) -> float:

@@ -15,6 +15,7 @@ from te_transform.graph.edit import snapshot
 from te_transform.graph.nodes import value
 from te_transform.graph.pattern import spelled_as, targets_of, within
 from te_transform.plan import cost, memory
+from te_transform.plan.active import why_inactive
 from te_transform.plan.assign import path_below, product_paths
 from te_transform.plan.match import Plan
 from te_transform.plan.options import Options
@@ -65,13 +66,15 @@ def compose(
     inside = None if wide else precision
     predicted = inputs and has_kernels and not compiled
     found = [tuple(_told(path, plan, options, inside, model.training)) for path, plan in plans]
+    outcomes = tuple(_outcomes(found, {path for path, _ in model.named_modules()}))
     priced = any(outcome.seconds is not None for told in found for outcome in told)
+    step = memory.predict(plans, model.parameters(), inputs, inside) if predicted else None
     parts = tuple(_parts(plans))  # with the numbers of their places, which are told by now
     largest = max(parts, key=lambda part: len(part.after.nodes), default=Part((), fx.Graph(), fx.Graph()))
     captured = [(path, plan.captured) for path, plan in plans]
     return Report(
         type(model).__name__,
-        tuple(_outcomes(found, {path for path, _ in model.named_modules()})),
+        outcomes,
         largest.before,
         largest.after,
         (
@@ -82,16 +85,30 @@ def compose(
             *([_WIDE] if wide else ()),
             *([_EXPERTS] if precision is not None and _has_experts(plans) else ()),
             *([cost.NOTE] if priced else ()),
+            *_gains(outcomes, compiled),
+            *memory.room(model, step),
             *_never(plans, options.passes),
             *notes,
         ),
         tuple(explain_graphs(captured, reasons, "forward" in vars(model))),
         precision,
-        memory=memory.predict(plans, model.parameters(), inputs, inside) if predicted else None,
+        memory=step,
         options=options.asked(),
         inputs=inputs,
         parts=parts,
     )
+
+
+def _gains(outcomes: Sequence[Outcome], compiled: bool) -> Iterator[str]:
+    """Yield a sentence if nothing of the model gains from its conversion."""
+    fused = [outcome for outcome in outcomes if outcome.status == "fused"]
+    if outcomes and not fused:
+        yield "nothing is fused, the model runs as captured: the table has the reasons"
+    elif fused and not compiled and all(outcome.inactive for outcome in fused):
+        yield (
+            "nothing gains in a call of these sizes, the model runs as captured: larger example inputs, "
+            "compile=True or a recipe may change that"
+        )
 
 
 def _parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
@@ -137,7 +154,9 @@ def _told(
     products = product_paths(plan)
     keeps = options.backend.HAS_KERNELS and training and not options.compile
     kept = memory.kept(path, plan, precision) if keeps else {}
-    for (_, site), outcome in zip(plan.places(), priced, strict=True):
+    inactive = why_inactive(path, plan, options, precision)
+    for (_, site), outcome, why in zip(plan.places(), priced, inactive, strict=True):
+        outcome = replace(outcome, inactive=why)
         if site is not None:
             name = products.get(site)
             held = "" if precision is None or name is None else precision.told(path_below(path, name))

@@ -108,7 +108,8 @@ def summary(
 ) -> str:
     """What the report is about, the tables and the notes, as a piece of HTML."""
     told = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in about.items() if text)
-    tables = [_table("fused", ("rule", "fused", "where"), fused)] if fused else []
+    why = ("why not",) * any(places.reasons for places in fused)
+    tables = [_table("fused", ("rule", "fused", "active", "where", *why), fused)] if fused else []
     tables += [_table("refused", ("rule", "refused", "where", "why not"), refused)] if refused else []
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     head = [f"<h1>{escape(title)}</h1>", f"<dl>{told}</dl>"]
@@ -134,13 +135,15 @@ def _broken(path: str) -> str:
 def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
     """With what the places save, or cost, of a call's time, if that is predicted of any."""
     priced = "saves" if name == "fused" else "costs"
-    head = (*head[:2], *[priced] * any(places.saved for places in rows), *head[2:])
-    numbers = (name, priced)
+    place = head.index("where")
+    head = (*head[:place], *[priced] * any(places.saved for places in rows), *head[place:])
+    numbers = (name, "active", priced)
     named = (f"<th{' class=count' * (text in numbers)}>{text}</th>" for text in head)
     lines = [f'<table class="{name}">', f"<tr>{''.join(named)}</tr>"]
     for places in rows:
         where = "<br>".join(f"<code>{_broken(path)}</code> x{count}" for path, count in places.patterns)
         cells = f'<td>{escape(places.rule)}</td><td class="count">{places.count}</td>'
+        cells += f'<td class="count">{places.active}</td>' if "active" in head else ""
         if priced in head:
             cells += f'<td class="count">{duration(places.saved) if places.saved else ""}</td>'
         why = "".join(f"<li>{escape(reason)}</li>" for reason in places.reasons)

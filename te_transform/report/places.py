@@ -12,17 +12,26 @@ from te_transform.plan.rule import Outcome
 
 @dataclass(frozen=True)
 class Places:
-    """Outcomes of one rule for the same reasons: patterns of their paths, and how many each stands for."""
+    """Outcomes of one rule for the same reasons: patterns of their paths, and how many each stands for.
+
+    `reasons` say why places are refused, or why fused ones are not active in a call of the example's sizes.
+    """
 
     rule: str
     reasons: tuple[str, ...]
     patterns: tuple[tuple[str, int], ...]
     weights: int = 0  # numbers in the weights of all these places
     saved: float = 0.0  # predicted seconds of a call that fusing them saves, or would save
+    is_fused: bool = False
 
     @property
     def count(self) -> int:
         return sum(count for _, count in self.patterns)
+
+    @property
+    def active(self) -> int:
+        """The number of places that run fused in a call of the example's sizes."""
+        return self.count if self.is_fused and not self.reasons else 0
 
     @property
     def lines(self) -> list[str]:
@@ -33,7 +42,8 @@ def gather(outcomes: Iterable[Outcome]) -> list[Places]:
     """Outcomes by rule and reasons, both in the order they first came."""
     alike: dict[str, dict[tuple[str, ...], list[Outcome]]] = {}
     for outcome in outcomes:
-        alike.setdefault(outcome.rule, {}).setdefault(outcome.reasons, []).append(outcome)
+        why = outcome.reasons or (outcome.inactive,) * bool(outcome.inactive)
+        alike.setdefault(outcome.rule, {}).setdefault(why, []).append(outcome)
     return [
         Places(
             rule,
@@ -41,6 +51,7 @@ def gather(outcomes: Iterable[Outcome]) -> list[Places]:
             collapse(o.path for o in found),
             sum(o.weights for o in found),
             sum(o.saved for o in found),
+            found[0].status == "fused",
         )
         for rule, by_reasons in alike.items()
         for why, found in by_reasons.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -121,7 +121,9 @@ class Report:
         if not self.sites:
             return f"{self.model}: nothing was fused and nothing refused, no rule found a place in this model"
         fused, refused = (f"{n} site{'' if n == 1 else 's'}" for n in (len(self.fused), len(self.refused)))
-        return f"{self.model}: {fused} fused, {refused} refused"
+        active = sum(not site.inactive for site in self.fused)
+        told = "" if active == len(self.fused) else f" ({active} active in this call)"
+        return f"{self.model}: {fused} fused{told}, {refused} refused"
 
     def all_notes(self) -> tuple[str, ...]:
         """The notes, and what is to be said of precision and of calls in plain PyTorch, in sentences."""
@@ -135,9 +137,8 @@ class Report:
         return tuple(f"{each}{', chosen' if each.name == self.chosen else ''}" for each in self.timings)
 
     def __rich__(self) -> Group:
-        refused = most_valuable_first(gather(self.refused))
-        tables = [_table("fused", "green", gather(self.fused)), _table("refused", "yellow", refused)]
-        shown = [part for table in tables if table.row_count for part in (Text(), table)]
+        rows = [*gather(self.fused), *most_valuable_first(gather(self.refused))]
+        shown = [Text(), _table(rows)] if rows else []
         notes = [Text(f"note: {note}") for note in self.all_notes()]
         return Group(Text(self.title, style="bold"), *shown, *([Text(), *notes] if notes else []))
 
@@ -229,18 +230,24 @@ def _precise(plan: PrecisionPlan) -> Iterator[str]:
         yield told if why is None else f"not {told}, because {why}"
 
 
-def _table(status: str, style: str, gathered: Iterable[Places]) -> Table:
+def _table(rows: Sequence[Places]) -> Table:
+    """Return the table of fused and refused places: how many are fused, how many active, and why not."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    refused = [places for places in rows if not places.is_fused]
+    priced = any(places.saved for places in refused)
     table.add_column("rule", overflow="fold")
-    table.add_column(status, justify="right", no_wrap=True)
-    gathered = list(gathered)
-    if priced := status == "refused" and any(places.saved for places in gathered):
-        table.add_column("costs", justify="right", no_wrap=True)
-    table.add_column("where" if status == "fused" else "where, and why not", overflow="fold")
-    for places in gathered:
+    for name in ("fused", "active", *["refused"] * bool(refused), *["costs"] * priced):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("where, and why not", overflow="fold")
+    for places in rows:
+        style = "yellow" if not places.is_fused else "green" if places.active else "cyan"
         # Text, not str: brackets in a shape are not markup
         reasons = [Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in places.reasons]
         cell = Group(Text("\n".join(places.lines), overflow="fold"), *reasons)
-        costs = [Text(duration(places.saved) if places.saved else "")] * priced
-        table.add_row(Text(places.rule, style=style), Text(str(places.count)), *costs, cell)
+        if places.is_fused:
+            counts = [str(places.count), str(places.active)]
+        else:
+            counts = ["", "", str(places.count), *[duration(places.saved) if places.saved else ""] * priced]
+        counts += [""] * (len(table.columns) - 2 - len(counts))
+        table.add_row(Text(places.rule, style=style), *map(Text, counts), cell)
     return table

@@ -1,0 +1,127 @@
+"""Find the sites that run as they were captured in a call of the example's sizes, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import fx
+
+from te_transform.backends import limits, plain
+from te_transform.backends.chunked_loss import ChunkedLoss
+from te_transform.graph.nodes import numel_of, shape_of, value
+from te_transform.plan.assign import path_below, product_paths
+from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
+from te_transform.plan.precision_plan import PrecisionPlan
+
+AS_FAST = "in 16 bits and uncompiled, fused products are faster in gated MLPs alone"
+_ALONE = "in plain PyTorch, a linear by itself stays as it is"
+_COMPILED = "left to the compiler, which fuses it by itself"
+_BY_COMPILER = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEntropy, ChunkedLoss)
+
+
+def why_inactive(path: str, plan: Plan, options: Options, precision: PrecisionPlan | None) -> Iterator[str]:
+    """Yield why each outcome of the plan is not active, "" if it is, or is no fused one.
+
+    Runtime decides by the same limits, see runtime/few_tokens.py and the ops of the backends. Sizes that are
+    not known before the call leave a site active.
+
+    Args:
+        path: of the captured module.
+        precision: what runs in FP8, None if nothing does.
+    """
+    names = product_paths(plan)
+    in_fp8 = {
+        site
+        for site, name in names.items()
+        if precision is not None and precision.sites.get(path_below(path, name), "") is None
+    }
+    small_calls = precision is not None and precision.small_calls
+    reasons = dict(
+        _compiled(plan, in_fp8) if options.compile else _uncompiled(plan, options, in_fp8, small_calls)
+    )
+    # linears that were merged for another site go with it
+    absorbed = {rule: why for site, why in reasons.items() for rule in site.rules[:-1]}
+    for outcome, site in plan.places():
+        is_fused, rule = outcome.status == "fused", (outcome.rule, outcome.path)
+        yield reasons.get(site, "") if site else absorbed.get(rule, "") if is_fused else ""
+
+
+def _compiled(plan: Plan, in_fp8: set[Site]) -> Iterator[tuple[Site, str]]:
+    for site in plan.sites:
+        if isinstance(site.fused, _BY_COMPILER) and site not in in_fp8:
+            yield site, _COMPILED
+
+
+def _uncompiled(
+    plan: Plan, options: Options, in_fp8: set[Site], small_calls: bool
+) -> Iterator[tuple[Site, str]]:
+    has_kernels, in_graphs = options.backend.HAS_KERNELS, options.in_cuda_graphs
+    products = [site for site in plan.sites if site.is_product]
+    gaining = [site for site in products if in_graphs or site in in_fp8 or site.fused.gains]
+    small = {site: _too_small(site, site in in_fp8, in_graphs) for site in gaining}
+    small |= dict.fromkeys(in_fp8, None) if small_calls else {}
+    few = next(iter(small.values()), AS_FAST) if products and None not in small.values() else None
+    for site in plan.sites:
+        if type(site.fused) is plain.Linear and not has_kernels and len(site.weights[0]) == 1:
+            why = _ALONE
+        elif few and not limits.at_any_size and (site in products or _goes_with(site, small)):
+            why = few
+        elif site in products and has_kernels:
+            why = small.get(site, None if limits.at_any_size else AS_FAST)
+        elif site in products:
+            why = None
+        else:
+            why = _too_small_for_kernel(site, in_graphs, has_kernels)
+        if why:
+            yield site, why
+
+
+def _goes_with(site: Site, gaining: dict[Site, str | None]) -> bool:
+    """Return True if a rotation runs as captured because the products of its graph do."""
+    return isinstance(site.fused, plain.Rotary) and any(each.fused.gains for each in gaining)
+
+
+def _too_small(site: Site, in_fp8: bool, in_graphs: bool) -> str | None:
+    rows = math.prod(shape_of(site.node.args[0])[:-1])
+    return _few_rows(rows, min(shape_of(site.weights[0][0])), in_fp8, in_graphs)
+
+
+def _few_rows(
+    rows: int, width: int, in_fp8: bool = False, in_graphs: bool = False, what: str = "fused products gain"
+) -> str | None:
+    least = limits.break_even_rows(width, in_fp8, in_graphs)
+    if limits.at_any_size or not isinstance(rows, int) or rows >= least:
+        return None
+    return f"a call of {rows:,} tokens, {'FP8 gains' if in_fp8 else what} from {least:,} on (width {width})"
+
+
+def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str | None:
+    """Return why a call without products is too small for its kernel, or None."""
+    first, *others = site.node.args
+    if limits.at_any_size:
+        return None
+    if isinstance(site.fused, plain.PaddedLinear):
+        tokens, least = math.prod(shape_of(first)[:-1]), limits.MIN_PADDED_TOKENS
+        is_few = isinstance(tokens, int) and tokens < least
+        return f"a call of {tokens:,} tokens, padding gains from {least} on" if is_few else None
+    if not has_kernels:
+        return None
+    if isinstance(site.fused, plain.Rotary) and len(shape_of(first)) == 4:
+        batch, heads, length, width = shape_of(first)
+        return _few_rows(batch * length, heads * width, what="TE's rotary kernel gains")
+    if isinstance(site.fused, plain.DotProductAttention):
+        return _small_attention(first, others, in_graphs)
+    is_loss = isinstance(site.fused, plain.CrossEntropy) and not in_graphs
+    if is_loss and isinstance(numel_of(first), int) and numel_of(first) < limits.MIN_LOGITS:
+        return f"{numel_of(first):,} logits, TE's kernel gains from {limits.MIN_LOGITS:,.0f} on"
+    return None
+
+
+def _small_attention(query: fx.Node, others: list, in_graphs: bool) -> str | None:
+    key, mask = value(others[0]), others[2]
+    sizes = (*value(query).shape, *key.shape)
+    if len(sizes) != 8 or not all(isinstance(size, int) for size in sizes):
+        return None
+    return limits.too_small_attention(value(query), key, mask is not None, in_graphs)
