@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends.joined import known_as
+from te_transform.runtime.writes import unwritten
 
 Run = Callable[..., Sequence[Any]]
 
@@ -76,19 +77,9 @@ def unexpanded(tensor: Tensor) -> Tensor:
 def as_it_was(arguments: Sequence[Any], writes: Sequence[int]) -> Iterator[None]:
     """Put back what is written to meanwhile, and the states of random generators."""
     device = next(a.device for a in arguments if isinstance(a, Tensor))
-    tensors = [arguments[place] for place in writes]
-    before = [tensor.detach().clone() for tensor in tensors]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            put_back(tensors, before)
-
-
-def put_back(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    for tensor, was in zip(tensors, before, strict=True):
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
-            tensor.copy_(was)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), unwritten() as noted:
+        noted.note([arguments[place] for place in writes])
+        yield
 
 
 def random_state(device: torch.device) -> Tensor:

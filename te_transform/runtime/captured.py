@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, fx, nn
 
 from te_transform.backends.collectives import Ranks
 from te_transform.backends.tracing import transformed
-from te_transform.canonicalize import written
 from te_transform.graph.nodes import name_in_model
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
@@ -20,6 +18,7 @@ from te_transform.runtime.compiled import CompiledGraph
 from te_transform.runtime.few_tokens import FewTokens
 from te_transform.runtime.lower import Apart, lower
 from te_transform.runtime.modes import is_dispatch_mode_on, put_back
+from te_transform.runtime.writes import unwritten
 
 
 class Owner(Protocol):
@@ -39,25 +38,6 @@ class Owner(Protocol):
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
         """What is wrong with sites of the graph on the values of its first call."""
-
-
-@contextmanager
-def unwritten(captured: fx.GraphModule, arguments: Sequence[Any]) -> Iterator[None]:
-    """Put back what running a graph writes into its arguments, and the states of its random generators: for
-    runs that only find out what there is."""
-    placeholders = (node for node in captured.graph.nodes if node.op == "placeholder")
-    seen = written(captured.graph)
-    tensors = [a for n, a in zip(placeholders, arguments, strict=True) if n in seen and isinstance(a, Tensor)]
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    generators = [(g, g.get_state()) for g in arguments if isinstance(g, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in generators:
-            generator.set_state(state)
-        for tensor, was in before:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
-                tensor.copy_(was)
 
 
 class Calls(NamedTuple):
@@ -97,7 +77,7 @@ class CapturedGraph:
         if owner.watch is not None:
             owner.watch(self, arguments)
             run = self.plan.captured.forward if owner.dry else self.run
-            with unwritten(self.plan.captured, arguments), put_back():
+            with put_back():
                 return run(*arguments)
         with put_back() as in_modes:
             if transformed():
@@ -128,7 +108,8 @@ class CapturedGraph:
         """Take back the sites that are wrong on the values of this call."""
         self.unchecked = False
         self.plan.forget_tensors()
-        with unwritten(self.plan.captured, arguments):
+        with unwritten() as writes:
+            writes.note_graph(self.plan.captured, arguments)
             wrong = self.owner.check(self, arguments)
         if wrong:
             self.plan.roll_back(wrong)

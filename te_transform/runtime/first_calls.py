@@ -23,6 +23,7 @@ from te_transform.runtime.classes import own_classes
 from te_transform.runtime.console import in_a_line, progress
 from te_transform.runtime.converted import Converted
 from te_transform.runtime.distances import distance, rounding
+from te_transform.runtime.writes import unwritten
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ def first_calls(
             )
 
     with (
-        watched(converted, model, check_own) as seen,
         preserved(model, original) as before,
+        watched(converted, model, check_own) as seen,
         torch.set_grad_enabled(_is_trainable(model)),
     ):
         for why in map(_UNSAVED.format, before.unsaved()):
@@ -171,7 +172,8 @@ def _difference(one: Tensor, other: Tensor) -> float:
 def watched(
     converted: Converted, model: nn.Module, see: Callable[[Sequence[Any]], None] = lambda arguments: None
 ) -> Iterator[Seen]:
-    """What is captured, and called, meanwhile.
+    """What is captured, and called, meanwhile. What graphs write stays until the end, for the code around
+    them reads it.
 
     Nothing runs fused: parameters do not lie next to each other yet, and a backward would keep the copies of
     all that are joined.
@@ -181,15 +183,17 @@ def watched(
 
     def watch(graph: CapturedGraph, arguments: Sequence[Any]) -> None:
         see(arguments)
+        writes.note_graph(graph.captured, arguments)
         seen.graphs[graph.path_in(seen.names, arguments), graph] = None
         if not graph.few_tokens.takes_any_number:
             seen.groups |= dict.fromkeys(graph.groups(arguments))
 
-    converted.watch, converted.dry = watch, True
-    try:
-        yield seen
-    finally:
-        converted.watch, converted.dry = None, False
+    with unwritten() as writes:
+        converted.watch, converted.dry = watch, True
+        try:
+            yield seen
+        finally:
+            converted.watch, converted.dry = None, False
 
 
 def call(model: nn.Module, sample: Inputs) -> Any:

@@ -21,12 +21,12 @@ from te_transform.runtime.again import (
     autocast_now,
     call_on_views,
     gradients_of,
-    put_back,
     random_state,
     set_random_state,
     unexpanded,
 )
 from te_transform.runtime.cuda_graphs import Graphs, casting_anew
+from te_transform.runtime.writes import Writes
 
 MOST_CHANGES = 2  # of which outputs get gradients, each of which is recorded anew
 
@@ -266,7 +266,8 @@ class Replay(torch.autograd.Function):
         graphs = kind.graphs
         ctx.set_materialize_grads(False)
         ctx.kind, ctx.graphs, ctx.arguments = kind, graphs, arguments
-        ctx.function, ctx.before = function, [arguments[place].clone() for place in function.writes]
+        ctx.function, ctx.before = function, Writes()
+        ctx.before.note([arguments[place] for place in function.writes])
         ctx.forward = Forward()
         kind.waiting = weakref.ref(ctx.forward)
         ctx.random, ctx.autocast = random_state(trained[0].device), autocast_now(trained[0].device.type)
@@ -319,7 +320,7 @@ def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor
     recorded, writes = torch.is_grad_enabled(), ctx.function.writes
     with as_it_was(ctx.arguments, writes), torch.enable_grad():
         set_random_state(ctx.arguments[ctx.kind.trained[0]].device, ctx.random)
-        put_back([ctx.arguments[place] for place in writes], ctx.before)
+        ctx.before.undo()
         with torch.autocast(**ctx.autocast):
             outputs, trained = call_on_views(ctx.function.run, ctx.arguments, ctx.kind.trained)
         pairs = [

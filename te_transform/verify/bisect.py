@@ -11,6 +11,7 @@ from torch import nn
 from te_transform.plan.match import Site
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.converted import Converted, converted_of
+from te_transform.runtime.writes import unwritten
 
 
 def bisect_failures(suspects: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:
@@ -33,13 +34,19 @@ def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None
     """Run all that is fused in each captured graph, and tell `see` of its calls, with their arguments; if it
     is None, run them as outside of verify()."""
     before = [(converted, converted.watch) for converted in conversions(model)]
-    try:
-        for converted, _ in before:
-            converted.watch = see
-        yield
-    finally:
-        for converted, watch in before:
-            converted.watch = watch
+    with unwritten() as writes:
+
+        def watch(graph: CapturedGraph, arguments: Sequence[Any]) -> None:
+            writes.note_graph(graph.captured, arguments)
+            see(graph, arguments)
+
+        try:
+            for converted, _ in before:
+                converted.watch = None if see is None else watch
+            yield
+        finally:
+            for converted, was in before:
+                converted.watch = was
 
 
 class Called:

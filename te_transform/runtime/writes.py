@@ -1,0 +1,80 @@
+"""Undo writes to memory once a call has ended that only finds out what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import is_fake
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from te_transform.canonicalize import written
+
+
+class Writes:
+    """The content of memory before graphs wrote to it.
+
+    Storages are copied rather than tensors: views, expanded tensors and inference tensors then need no rules
+    of their own, and no version counter changes. Storages are held weakly, so activations are freed as usual.
+    """
+
+    def __init__(self) -> None:
+        self.storages: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+        self.generators: dict[torch.Generator, Tensor] = {}
+
+    def note_graph(self, captured: fx.GraphModule, arguments: Sequence[Any]) -> None:
+        """Copy what running a graph changes among its arguments, unless that was copied before."""
+        placeholders = (node for node in captured.graph.nodes if node.op == "placeholder")
+        seen = written(captured.graph)
+        self.note([a for n, a in zip(placeholders, arguments, strict=True) if n in seen])
+        for generator in arguments:
+            if isinstance(generator, torch.Generator):
+                self.generators.setdefault(generator, generator.get_state())
+
+    def note(self, arguments: Sequence[Any]) -> None:
+        """Copy the storages of tensors, unless they were copied before."""
+        dead = [key for key, (held, _) in self.storages.items() if held.expired()]
+        for key in dead:
+            del self.storages[key]
+        with _disable_current_modes():
+            for storage in (each for argument in arguments for each in _storages(argument)):
+                if storage._cdata not in self.storages:
+                    self.storages[storage._cdata] = StorageWeakRef(storage), storage.clone()
+
+    def undo(self) -> None:
+        """Restore the content of the storages that are still alive, and the states of random generators."""
+        for generator, state in self.generators.items():
+            generator.set_state(state)
+        with _disable_current_modes():
+            for held, before in self.storages.values():
+                storage = torch.UntypedStorage._new_with_weak_ptr(held.cdata)
+                if storage is not None and storage.nbytes() == before.nbytes():  # FSDP frees what it gathers
+                    storage.copy_(before)
+
+
+def _storages(argument: Any) -> Iterator[torch.UntypedStorage]:
+    """Return the storages that hold a tensor's numbers; fake and meta tensors have none."""
+    if not isinstance(argument, Tensor) or is_fake(argument) or argument.is_meta:
+        return
+    while torch._C._functorch.is_functorch_wrapped_tensor(argument):
+        argument = torch._C._functorch.get_unwrapped(argument)
+    if is_traceable_wrapper_subclass(argument):
+        names, _ = argument.__tensor_flatten__()
+        for name in names:
+            yield from _storages(getattr(argument, name))
+    elif argument.layout is torch.strided:  # no captured graph writes to a sparse tensor
+        yield argument.untyped_storage()
+
+
+@contextmanager
+def unwritten() -> Iterator[Writes]:
+    """Undo, in the end, what is written to all that is noted meanwhile."""
+    writes = Writes()
+    try:
+        yield writes
+    finally:
+        writes.undo()
