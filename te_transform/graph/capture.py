@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_map_only
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.questions import guard_questions
 from te_transform.graph.recompiles import Recompiles, module_of
+from te_transform.graph.traceable import traceable_forms
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def _our_capture(settings: Mapping[str, Any]) -> Iterator[None]:
     token = _ours.set(True)
     try:
         patched = torch._dynamo.config.patch({**SETTINGS, **_left_out(), **settings})
-        with compile_lock, patched, guard_questions():
+        with compile_lock, patched, guard_questions(), traceable_forms():
             yield
     finally:
         _ours.reset(token)

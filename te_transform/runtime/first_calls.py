@@ -77,7 +77,8 @@ def first_calls(
                 converted.failures.append(why)
         for sample in progress(samples, "capturing"):
             outputs = call(model.train(), sample)
-            seen.outputs = seen.outputs or _tensors(outputs)
+            if not seen.outputs:  # copies, for what graphs wrote is undone in the end
+                seen.outputs = [tensor.clone() for tensor in _tensors(outputs)]
             del outputs  # with what its backward would read
     return seen
 
