@@ -5,11 +5,9 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends.scales import Amax
 from te_transform.graph.inputs import Inputs
 from te_transform.runtime.calibrate import calibrate
 from te_transform.runtime.products import Products

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo import symbolic_convert, trace_rules
+from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.misc import DebuggingVariable
 from torch.nn.modules import transformer
 
+_ASKS = (
+    "nn.TransformerEncoder and Decoder ask the values of a mask whether it is causal, which these layers or "
+    "this mask's dtype depend on; pass is_causal, or tgt_is_causal to a decoder"
+)
 _STACKS = ("TransformerEncoder.forward", "TransformerDecoder.forward")
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _METHODS = ("forward", "_sa_block", "_mha_block", "_ff_block")  # of a layer, as far as it has them
@@ -43,38 +47,44 @@ def traceable_forms() -> Iterator[None]:
 class _CausalMask(UserFunctionVariable):
     """The question of nn.TransformerEncoder and Decoder whether a mask is causal, asked of its values.
 
-    The answer is a hint for the layers, which leave out the mask then. PyTorch's own layers compute the same
-    with the mask, so they get no hint. Other layers may do something else: the question ends the graph there.
+    The answer is a hint for the layers, which may leave out the mask then. PyTorch's own layers compute the
+    same with the mask, so they get no hint. Where that is not certain, the question ends the graph.
     """
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        mask, is_causal, *_ = (*args, None, None)
-        is_asked = isinstance(is_causal, ConstantVariable) and is_causal.value is None
-        is_mask = isinstance(mask, TensorVariable) and (mask.dtype is torch.bool or mask.dtype.is_floating_point)
-        if is_asked and is_mask and len(args) == 3 and _are_layers_of_pytorch(tx):
+        given = [variable.realize() for variable in args]
+        if len(given) == 3 and _constant(given[1], 0) is None and _is_only_a_hint(tx, given[0]):
             return ConstantVariable.create(False)
-        return super().call_function(tx, args, kwargs)
+        with suppress(Unsupported):
+            return super().call_function(tx, args, kwargs)
+        unimplemented(gb_type=_ASKS, context="", explanation="", hints=[])
 
 
-def _are_layers_of_pytorch(tx: Any) -> bool:
-    """Return whether the function being traced hands the hint to PyTorch's own layers, and to nobody else."""
-    code = tx.f_code
+def _is_only_a_hint(tx: Any, mask: Any) -> bool:
+    """Return whether the stack being traced computes the same with a mask and no hint, gradients included."""
+    code, local = tx.f_code, tx.symbolic_locals
     if code.co_filename != transformer.__file__ or code.co_qualname not in _STACKS:
         return False
-    stack = getattr(tx.symbolic_locals.get("self"), "value", None)
-    return isinstance(stack, nn.Module) and all(map(_is_of_pytorch, getattr(stack, "layers", (None,))))
+    stack, x = local["self"].realize(), (local.get("src") or local["tgt"]).realize()
+    if not (isinstance(mask, TensorVariable) and isinstance(x, TensorVariable)) or mask.requires_grad:
+        return False
+    fits = mask.device == x.device and mask.dtype in (torch.bool, torch.float32, x.dtype)
+    return fits and all(map(_is_of_pytorch, stack.value.layers))
 
 
 def _is_of_pytorch(layer: Any) -> bool:
     kind = next((kind for kind in _LAYERS if isinstance(layer, kind)), None)
     if kind is None or not _runs(layer, kind, *_METHODS):
         return False
-    attentions = [part for part in layer.children() if isinstance(part, nn.MultiheadAttention)]
-    return bool(attentions) and all(_runs(part, nn.MultiheadAttention, "forward") for part in attentions)
+    attention = layer.self_attn
+    if not isinstance(attention, nn.MultiheadAttention):
+        return False
+    is_own = _runs(attention, nn.MultiheadAttention, "forward")
+    return is_own and attention.bias_k is None and not attention.add_zero_attn  # else a hint hides other keys
 
 
 def _runs(module: nn.Module, kind: type, *methods: str) -> bool:
-    """Return whether these methods are those of the class, and no hook sees keyword arguments."""
+    """Return whether these methods of a module are those of the class, and no hook sees keyword arguments."""
     hooks = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs
     own = (getattr(kind, name, None) for name in methods)
     now = (inspect.unwrap(getattr(type(module), name, len)) for name in methods)
@@ -93,16 +103,16 @@ class _Warning(DebuggingVariable):
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         named = [kwargs[name] for name in ("message", "category")[len(args) :] if name in kwargs]
         said = [*args[:2], *named]
-        is_plain = [isinstance(value, kind) for value, kind in zip(map(_constant, said), (str, type), strict=False)]
+        is_plain = map(isinstance, map(_constant, said), (str, type))
         if not (said and all(is_plain) and self.source):
             return SkipFunctionVariable(self.value, source=self.source).call_function(tx, args, kwargs)
         tx.output.root_tx.debug_locals.append((self, said))
         return ConstantVariable.create(None)
 
 
-def _constant(value: Any) -> Any:
-    """Return what a variable of dynamo stands for, or None if only the call knows."""
-    return value.as_python_constant() if value.is_python_constant() else None
+def _constant(variable: Any, unknown: Any = None) -> Any:
+    """Return the value that a variable of dynamo has in each call, if there is one."""
+    return variable.as_python_constant() if variable.is_python_constant() else unknown
 
 
 def _compared(less: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,8 +121,8 @@ def _compared(less: Callable[..., Any]) -> Callable[..., Any]:
 
     def compare(tx: Any, args: Any, kwargs: Any) -> Any:
         number, bound = args
-        is_bound = isinstance(bound, ConstantVariable) and isinstance(bound.value, (int, float))
-        if is_bound and bound.value <= 0 and not math.isnan(bound.value) and _is_drawn(number):
+        value = _constant(bound.realize())
+        if isinstance(value, (int, float)) and value <= 0 and _is_drawn(number.realize()):
             return ConstantVariable.create(False)
         return less(tx, args, kwargs)
 

@@ -6,8 +6,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from te_transform.backends.collectives import Ranks
 from te_transform.backends.tracing import transformed
