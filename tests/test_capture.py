@@ -125,7 +125,7 @@ class InPieces(Tiny):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            if torch.rand([]) < 0:
+            if torch.rand([]) > 1:
                 continue
             x = block(x)
         return self.head(self.norm(x))

@@ -565,7 +565,7 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if torch.rand([]) < 0:
+            if torch.rand([]) > 1:
                 continue
             x = layer(x)
         return x
@@ -577,7 +577,7 @@ def test_says_which_code_kept_dynamo_from_capturing_more() -> None:
     if torch.__version__ < (2, 13):  # where dynamo does not say which line it was
         code = "dynamo does not capture a piece of the forward (Data-dependent branching)"
     else:
-        code = f'test_report.py:{line} has "if torch.rand([]) < 0:", which dynamo does not capture'
+        code = f'test_report.py:{line} has "if torch.rand([]) > 1:", which dynamo does not capture'
         code += " (Data-dependent branching)"
     assert report.breaks == (
         "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest",

@@ -55,8 +55,9 @@ class _CausalMask(UserFunctionVariable):
         given = [variable.realize() for variable in args]
         if len(given) == 3 and _constant(given[1], 0) is None and _is_only_a_hint(tx, given[0]):
             return ConstantVariable.create(False)
+        traced = super().call_function
         with suppress(Unsupported):
-            return super().call_function(tx, args, kwargs)
+            return traced(tx, args, kwargs)
         unimplemented(gb_type=_ASKS, context="", explanation="", hints=[])
 
 
@@ -105,7 +106,8 @@ class _Warning(DebuggingVariable):
         said = [*args[:2], *named]
         is_plain = map(isinstance, map(_constant, said), (str, type))
         if not (said and all(is_plain) and self.source):
-            return SkipFunctionVariable(self.value, source=self.source).call_function(tx, args, kwargs)
+            ends_the_graph = SkipFunctionVariable(self.value, source=self.source).call_function
+            return ends_the_graph(tx, args, kwargs)
         tx.output.root_tx.debug_locals.append((self, said))
         return ConstantVariable.create(None)
 
