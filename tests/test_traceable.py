@@ -15,6 +15,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 import te_transform
 from te_transform.graph.traceable import traceable_forms
+from te_transform.report.explain import explain_reason
 from tests.attacks import Block
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded
@@ -270,6 +271,11 @@ def test_layers_that_are_never_left_out_are_one_graph() -> None:
     assert_close(drawn(fused.eval()), drawn(model.eval()))
 
 
+def test_the_report_says_what_to_set_where_layers_are_left_out() -> None:
+    said = explain_reason('File "/modeling_opt.py", line 375, in forward, code: if dropout < self.layerdrop:')
+    assert said.endswith("it runs as it is; set layerdrop to 0 in the model's config")
+
+
 @pytest.mark.parametrize(
     "draw",
     [
@@ -294,12 +300,13 @@ def test_speech_is_masked_as_by_the_model() -> None:
         num_feat_extract_layers=2, conv_dim=[8, 8], conv_stride=[4, 2], conv_kernel=[8, 4],
     )  # fmt: skip
     model = seeded(Wav2Vec2Model, config)
-    counts = [
-        te_transform.report(converted(copy.deepcopy(model), torch.randn(2, 300), verify=verify)).counts
+    reports = [
+        te_transform.report(converted(copy.deepcopy(model), torch.randn(2, 300), verify=verify))
         for verify in (True, False)
     ]
-    assert counts[0] == counts[1]
-    assert counts[0]["merge_siblings"] == 1
+    assert reports[0].counts == reports[1].counts
+    assert reports[0].counts["merge_siblings"] == 1
+    assert any("; set apply_spec_augment=False" in why for why in reports[0].breaks)
 
 
 def test_compilers_of_others_see_pytorchs_own() -> None:

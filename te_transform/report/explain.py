@@ -22,6 +22,12 @@ SET_ON_MODEL = (
     "a forward is set on the model itself, as accelerate's prepare() sets one for mixed precision, and that "
     "of its class is needed (convert first, then prepare): "
 )
+# what to do about lines of transformers, by words of theirs
+_ADVICE = {
+    "layerdrop": "set layerdrop to 0 in the model's config",
+    "np.random.rand": "set apply_spec_augment=False if nothing is to be masked",
+    "hidden_states.requires_grad": "call freeze_feature_encoder() if the convolutions are not trained",
+}
 _CODE = re.compile(r'File "([^"]+)", line (\d+), in \S+, code: (.+)')
 
 
@@ -76,7 +82,9 @@ def explain_reason(reason: str) -> str:
 
 def _sentence(file: str, line: int | str, code: str, title: str) -> str:
     why = f" ({title})" if title else ""
-    return f'{Path(file).name}:{line} has "{code}", which dynamo does not capture{why}: it runs as it is'
+    where = f'{Path(file).name}:{line} has "{code}", which dynamo does not capture{why}'
+    advice = next((f"; {what}" for words, what in _ADVICE.items() if words in code), "")
+    return f"{where}: it runs as it is{advice}"
 
 
 def _title(reason: str) -> str:
