@@ -1,6 +1,6 @@
 """norm, linear, activation (or gated activation), linear: LayerNormMLP."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 
 from te_transform.graph import ops
 from te_transform.graph.pattern import Call, Linear, Norm, OneOf, Pattern, Var
+from te_transform.graph.pointwise import Pointwise, leads_elsewhere
 from te_transform.passes import layernorm_linear
 from te_transform.plan.rule import Operation, Rule
 
@@ -27,33 +28,34 @@ def activated(fc1: Pattern) -> OneOf:
     )
 
 
-_HIDDEN = activated(Linear(Norm(Var("x")), role="fc1"))
-_DROPPED = OneOf(_HIDDEN, Call(ops.dropout, _HIDDEN, role="dropout"))
+_FC1 = Linear(Norm(Var("x")), role="fc1")
+_HIDDEN, _OTHER = activated(_FC1), Pointwise(_FC1, role="functions")
+
+
+def _dropped(hidden: Pattern) -> Call:
+    return Call(ops.dropout, hidden, role="dropout")
+
+
+_DROPPED = OneOf(_HIDDEN, _dropped(_HIDDEN), _dropped(_OTHER), _OTHER)
 
 
 def refuse(
     backend,
     approximate: bool,
     fc1: Operation,
-    activation: Operation,
     fc2: Operation,
-    gated: str,
+    activation: Operation | None = None,
+    gated: str = "no",
     half: int = 0,
     end: int = 0,
+    functions: tuple[str, ...] = (),
     dropout: Operation | None = None,
 ) -> Iterator[str]:
-    """Every reason why this MLP is none that LayerNormMLP computes."""
-    known = _activations(backend, gated)
-    if activation.op == "gelu" and gated != "no" and not approximate:
-        yield (
-            "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation behind a gate: "
-            "allow approximate=True, in float32 with verify=False"
-        )
-    elif activation.op != "gelu" and activation.op not in known:
-        yield (
-            f"the activation is {activation.op}, LayerNormMLP has {', '.join(sorted(known))}: no kernel has "
-            "others"
-        )
+    """Yield every reason why LayerNormMLP does not compute this MLP."""
+    if activation is None:
+        yield from _of_functions(backend, fc1, fc2, functions)
+    else:
+        yield from _of_activation(backend, approximate, activation, gated)
     if gated not in backend.GATES:
         yield (
             f"the {gated} of the first linear's outputs is activated, LayerNormMLP activates the "
@@ -65,6 +67,43 @@ def refuse(
             "gate as beside it: no kernel has others"
         )
     yield from _of_shapes(fc1, fc2, dropout)
+
+
+def _of_activation(backend, approximate: bool, activation: Operation, gated: str) -> Iterator[str]:
+    known = _activations(backend, gated)
+    if activation.op == "gelu" and gated != "no" and not approximate:
+        yield (
+            "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation behind a gate: "
+            "allow approximate=True, in float32 with verify=False"
+        )
+    elif activation.op != "gelu" and activation.op not in known:
+        yield from _unknown(activation.op, known)
+
+
+def _of_functions(backend, fc1: Operation, fc2: Operation, functions: tuple[str, ...]) -> Iterator[str]:
+    """Yield what LayerNormMLP has instead of functions that are no single activation of its own."""
+    inner = fc2.weight.shape[1]
+    known = _activations(backend, "no" if "mul" not in functions or fc1.width == inner else "first half")
+    others = [name for name in functions if name not in ("cast", "mul", *known)]
+    if others:
+        alone = {*functions} <= {others[0], "mul"}
+        yield from _unknown(others[0] if alone else f"made of {', '.join(functions)}", known)
+    if "cast" in functions:
+        yield (
+            "the activation is computed in another dtype than the first linear, LayerNormMLP has one for "
+            "both: leave out the casts"
+        )
+    elif not others and not leads_elsewhere(fc1.node, fc2.node):
+        yield (
+            f"{', '.join(functions)} stand between the two linears, LayerNormMLP has one activation there, "
+            "or one half activated times the other: no kernel has others"
+        )
+
+
+def _unknown(activation: str, known: Iterable[str]) -> Iterator[str]:
+    yield (
+        f"the activation is {activation}, LayerNormMLP has {', '.join(sorted(known))}: no kernel has others"
+    )
 
 
 def _of_shapes(fc1: Operation, fc2: Operation, dropout: Operation | None) -> Iterator[str]:

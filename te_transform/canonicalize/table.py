@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -200,6 +201,26 @@ def _elementwise(function: Callable) -> Callable:
     return lambda input, inplace=False: (function, (input,))
 
 
+def _activation(function: Callable) -> Callable:
+    """The call of an activation as a new value, all of its arguments but `inplace` by position."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments.pop("inplace")
+        return function, bound.args
+
+    call.__signature__ = signature = inspect.signature(function)
+    return call
+
+
+def _hardtanh(input: fx.Node, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> tuple:
+    """nn.ReLU6 is written as a hardtanh."""
+    if (min_val, max_val) == (0, 6):
+        return F.relu6, (input,)
+    return F.hardtanh, (input, min_val, max_val)
+
+
 def _along_one(function: Callable) -> Callable:
     return lambda input, dim, keepdim=False: (
         (function, (input, back(input, dim), keepdim)) if type(dim) is int else None
@@ -210,6 +231,9 @@ def _comparison(function: Callable) -> Callable:
     return lambda input, other: (function, (input, other)) if is_tensor_node(input) else None
 
 
+_ACTIVATIONS = (
+    F.celu, F.elu, F.hardsigmoid, F.hardswish, F.leaky_relu, F.mish, F.relu6, F.selu,
+)  # fmt: skip
 _UNARY = ("neg", "sqrt", "rsqrt", "square", "reciprocal", "tanh", "erf", "exp", "cos", "sin", "logical_not")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
@@ -307,6 +331,8 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "normalize": lambda input, p=2.0, dim=1, eps=1e-12: (F.normalize, (input, p, back(input, dim), eps)),
     "scaled_dot_product_attention": _sdpa,
     "cross_entropy": _cross_entropy,
+    "hardtanh": _hardtanh,
+    **{function.__name__: _activation(function) for function in _ACTIVATIONS},
     **{name: _elementwise(getattr(torch, name)) for name in _UNARY},
     **{name: _comparison(getattr(torch, name)) for name in _COMPARISONS},
 }

@@ -53,7 +53,8 @@ class Miss:
 Misses = list[Miss] | None  # None: nobody asks why
 
 
-def _note(misses: Misses, so_far: Match, found: Any, wanted: Pattern) -> None:
+def note(misses: Misses, so_far: Match, found: Any, wanted: Pattern) -> None:
+    """Append a miss to `misses`, if somebody asks why."""
     if misses is not None:
         misses.append(Miss(so_far.nodes, found, wanted))
 
@@ -88,7 +89,7 @@ class Var(Pattern):
         if bound is not None:
             yield bound
         else:
-            _note(misses, so_far, value, self)
+            note(misses, so_far, value, self)
 
 
 class Call(Pattern):
@@ -110,7 +111,7 @@ class Call(Pattern):
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         called = isinstance(value, fx.Node) and value.op == "call_function" and value.target in self.targets
         if not called or value.kwargs:
-            _note(misses, so_far, value, self)
+            note(misses, so_far, value, self)
             return
         here = replace(so_far, nodes=(*so_far.nodes, value))
         here = here.bind(self.role, value) if self.role else here
@@ -138,7 +139,7 @@ class Is(Pattern):
         if not isinstance(value, (fx.Node, torch.SymInt)) and value == self.constant:
             yield so_far
         else:
-            _note(misses, so_far, value, self)
+            note(misses, so_far, value, self)
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Near(Pattern):
         if type(value) in (int, float) and abs(value - self.constant) <= self.tolerance * abs(self.constant):
             yield so_far
         else:
-            _note(misses, so_far, value, self)
+            note(misses, so_far, value, self)
 
 
 class AnyOrder(Pattern):
@@ -190,7 +191,7 @@ class Each(Pattern):
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         if not isinstance(value, (list, tuple)) or len(value) != len(self.items):
-            _note(misses, so_far, value, self)
+            note(misses, so_far, value, self)
             return
         partial = [so_far]
         for pattern, item in zip(self.items, value, strict=True):

@@ -21,7 +21,7 @@ from te_transform.graph.nodes import (
     same_shape,
     value,
 )
-from te_transform.graph.pattern import Match, Miss, Pattern
+from te_transform.graph.pattern import Match, Miss, Pattern, Siblings
 from te_transform.plan.options import skipped_by
 from te_transform.plan.rule import Operation, Rule
 
@@ -137,7 +137,7 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
     inputs = (read for node in own for read in node.all_input_nodes if read not in own)
     last = max(inputs, default=match.root)
     handed_out, sharing = ({bound.get(role) for role in names} for names in (rule.hands_out, rule.shares))
-    for node in () if any(isinstance(found, tuple) for found in bound.values()) else match.nodes[1:]:
+    for node in () if isinstance(rule.pattern, Siblings) else match.nodes[1:]:
         others = [user for user in node.users if user not in own]
         if node in handed_out:
             others = [user for user in others if user.op != "output"]
@@ -155,6 +155,8 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
                 f"the output of the {called(node)} is also read by {', '.join(read)}, before all is there "
                 "that the fused module reads: let that come after the linear"
             )
+        elif read and node.target is ops.linear and all(user.target is ops.columns for user in others):
+            yield from _of_columns(node)
         elif read:
             yield (
                 f"the output of the {called(node)} is also read by {', '.join(read)}, the fused module "
@@ -174,8 +176,8 @@ def readers(users: Iterable[fx.Node]) -> list[str]:
 
 
 def missed(miss: Miss) -> Iterator[str]:
-    """Why a place that has most of a rule's pattern is none of its matches; nothing where a linear was merged
-    with others, as the gate of what attention returns is with its queries."""
+    """Yield why a place that has most of a rule's pattern is none of its matches; nothing where a linear was
+    merged with others, as the gate of what attention returns is with its queries."""
     reading = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
     reads = (reading or miss.nodes)[-1]
     if reads.target is not ops.columns:
@@ -184,6 +186,17 @@ def missed(miss: Miss) -> Iterator[str]:
             "compute it so, where the mathematics allows"
         )
     elif _is_linear_of_its_own(reads):
+        yield from _of_columns(reads)
+
+
+def _of_columns(product: fx.Node) -> Iterator[str]:
+    """Yield what an MLP needs whose first linear has columns that something else reads."""
+    if "merged" in product.meta:
+        yield (
+            "the first linear is one product with others that read the same norm, LayerNormMLP needs one of "
+            "its own: give the MLP a norm of its own, where training allows"
+        )
+    else:
         yield (
             "the columns of the linear are read otherwise than as a gate and what is beside it, a linear of "
             "these alone is needed: give the MLP one, and a norm of its own, where training allows"

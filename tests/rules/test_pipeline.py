@@ -261,13 +261,14 @@ def test_a_change_of_the_mode_is_moved_out_of_the_way(forward: Any, count: int) 
 
 def test_most_of_a_pattern_says_what_stood_in_its_way() -> None:
     def forward(model: nn.Module, x: Tensor) -> Tensor:
-        gate, rest = model.fc1(model.norm(x)).split([FFN, FFN], -1)
-        return model.fc2(F.silu(gate) * torch.tanh(rest))
+        gate, _ = model.fc1(model.norm(x)).split([FFN, FFN], -1)
+        return model.fc2(F.silu(gate) * torch.tanh(model.other(x)))
 
     make = written(
         forward,
         norm=lambda: nn.LayerNorm(H),
         fc1=tables.linear(H, 2 * FFN),
+        other=tables.linear(H, FFN),
         fc2=tables.linear(FFN, H),
     )
     assert reasons(sites(make), "layernorm_mlp") == {

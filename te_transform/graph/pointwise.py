@@ -1,0 +1,95 @@
+"""The pattern of functions that are computed number by number, whatever their names are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_transform.graph import ops
+from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, may_be_view
+from te_transform.graph.pattern import Match, Misses, Pattern, note
+
+_OWN = (*ops.ACTIVATIONS, ops.cast, ops.dropout)
+# Functions that PyTorch composes of pointwise ones, which have no operator with that tag.
+_COMPOSED = frozenset({"hardswish", "logsigmoid", "log_sigmoid", "prelu", "softsign", "tanhshrink"})
+
+
+class Pointwise(Pattern):
+    """A value computed, number by number, from a value that `inner` matches, from parts of it and from the
+    model's tensors.
+
+    `role` is bound to the names of the functions, in the order of the graph.
+    """
+
+    def __init__(self, inner: Pattern, role: str):
+        self.inner, self.role = inner, role
+        self.depth = 1 + inner.depth
+
+    def __repr__(self) -> str:
+        return "a pointwise function"
+
+    def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
+        nodes, source = _computed(value)
+        names = tuple(dict.fromkeys(called(node) for node in reversed(nodes) if not may_be_view(node)))
+        here = so_far.bind(self.role, names) if any(map(_bends, nodes)) else None
+        if source is None or here is None:
+            note(misses, so_far, value, self)
+            return
+        yield from self.inner.match(source, replace(here, nodes=(*here.nodes, *nodes)), misses)
+
+
+def _computed(root: Any) -> tuple[list[fx.Node], fx.Node | None]:
+    """The pointwise calls and views that compute `root`, root first, and the one value that they start from;
+    None if there are several."""
+    inside: set[fx.Node] = set()
+    sources: set[fx.Node] = set()
+    waiting = [root] if isinstance(root, fx.Node) else []
+    while waiting:
+        node = waiting.pop()
+        if node in inside or is_model_tensor(node) or not is_tensor_node(node):
+            continue
+        if is_pointwise(node) or may_be_view(node):
+            inside.add(node)
+            waiting += node.all_input_nodes
+        else:
+            sources.add(node)
+    return sorted(inside, reverse=True), sources.pop() if len(sources) == 1 else None
+
+
+def leads_elsewhere(node: fx.Node, end: fx.Node) -> bool:
+    """Return whether something else than `end` reads the node, or a pointwise function or view of it."""
+    waiting = [*node.users]
+    while waiting:
+        user = waiting.pop()
+        if not (user is end or is_pointwise(user) or may_be_view(user)):
+            return True
+        waiting += () if user is end else user.users
+    return False
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Return whether the node computes each number of its result from the numbers at the same place."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    return node.target in _OWN or _is_tagged(called(node).strip("_"))
+
+
+@cache
+def _is_tagged(name: str) -> bool:
+    """Return whether PyTorch says so of its operator of this name."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
+    return name in _COMPOSED or any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def _bends(node: fx.Node) -> bool:
+    """Return whether the node computes more than a view, a cast, a dropout or a multiple, as LoRA does."""
+    if may_be_view(node) or node.target in (ops.cast, ops.dropout, torch.neg):
+        return False
+    tensors = sum(is_tensor_node(argument) for argument in node.args)
+    return node.target not in (torch.mul, torch.div) or tensors > 1
