@@ -95,8 +95,8 @@ def _of_functions(backend, fc1: Operation, fc2: Operation, functions: tuple[str,
         )
     elif not others and not leads_elsewhere(fc1.node, fc2.node):
         yield (
-            f"{', '.join(functions)} stand between the two linears, LayerNormMLP has one activation there, "
-            "or one half activated times the other: no kernel has others"
+            f"the first linear's outputs go through {', '.join(functions)} before the second, LayerNormMLP "
+            "has one activation of all, or of one half, times the other: no kernel has others"
         )
 
 

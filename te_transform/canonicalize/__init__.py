@@ -17,19 +17,19 @@ from te_transform.canonicalize.noise import drop_noise
 from te_transform.canonicalize.norms import NORMS
 from te_transform.canonicalize.op import write
 from te_transform.canonicalize.products import spell_products
-from te_transform.canonicalize.rotary import ROTARY
+from te_transform.canonicalize.rotary import ROTARY, WIDE_ROTARY, join_halves
 from te_transform.canonicalize.shared import share_angles, share_norms
 from te_transform.canonicalize.sizes import read_sizes_early
 from te_transform.canonicalize.softmax import SOFTMAXES
-from te_transform.canonicalize.spelling import spell, spell_pieces
+from te_transform.canonicalize.spelling import spell, spell_indices, spell_pieces
 from te_transform.canonicalize.turned import leave_unturned
 from te_transform.graph import edit, nodes
 
 __all__ = ["canonicalize", "written"]
 
 _SPELLINGS = (
-    LINEARS, BIASES, FLATTENED, NORMS, TURNED, ACTIVATIONS, ROTARY, ATTENTION, GROUPED_QUERIES, EXPERTS,
-    LOSSES,
+    LINEARS, BIASES, FLATTENED, NORMS, TURNED, ACTIVATIONS, ROTARY, WIDE_ROTARY, ATTENTION, GROUPED_QUERIES,
+    EXPERTS, LOSSES,
 )  # fmt: skip
 
 
@@ -53,12 +53,14 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     cuts = barriers(canonical)
     edit.number_regions(canonical, lambda node: node in cuts or nodes.changes_state(node))
     spell(canonical, must_stay(canonical))
+    spell_indices(canonical)
     spell_pieces(canonical)
     spell_products(canonical)
     spell_routing(canonical)
     spell_functions(canonical, graph.owning_module, canonicalize)
     drop_noise(canonical)
     share_angles(canonical)
+    join_halves(canonical)
     write(canonical, SOFTMAXES)
     leave_unturned(canonical)
     for spellings in _SPELLINGS:

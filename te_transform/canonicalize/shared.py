@@ -6,6 +6,7 @@ where it calls the norm once. Angles whose cosines and sines are taken of two eq
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,7 @@ from te_transform.graph.nodes import is_parameter
 
 _OF_ANGLES = (
     torch.cat, torch.mul, torch.div, torch.matmul, torch.transpose, torch.reshape, torch.unsqueeze,
-    torch.Tensor.expand, ops.cast,
+    torch.Tensor.expand, ops.cast, operator.getitem,
 )  # fmt: skip
 
 

@@ -39,6 +39,36 @@ def spell_pieces(graph: fx.Graph) -> None:
                 edit.set_target(node, *call)
 
 
+def spell_indices(graph: fx.Graph) -> None:
+    """Rewrite an index that makes several dimensions of one, as x[None, :n, None], as what it takes and an
+    unsqueeze for each of them."""
+    for node in [node for node in graph.nodes if node.target is operator.getitem]:
+        x, index = node.args
+        parts = index if isinstance(index, tuple) else ()
+        plain = all(part is None or part is Ellipsis or isinstance(part, slice) for part in parts)
+        if plain and None in parts and nodes.is_tensor_node(x):
+            _unsqueeze(graph, node, x, parts)
+
+
+def _unsqueeze(graph: fx.Graph, node: fx.Node, x: fx.Node, parts: tuple) -> None:
+    rest = tuple(part for part in parts if part is not None)
+    if any(isinstance(part, slice) and part != slice(None) for part in rest):
+        x = edit.insert(graph, [node], operator.getitem, (x, rest))
+    behind = nodes.shape_of(node)
+    dims = [at for at, part in enumerate(_spread(parts, len(behind))) if part is None]
+    for at in dims[:-1]:
+        x = edit.insert(graph, [node], torch.unsqueeze, (x, at - len(nodes.shape_of(x)) - 1))
+    edit.set_target(node, torch.unsqueeze, (x, dims[-1] - len(behind)))
+
+
+def _spread(parts: tuple, rank: int) -> list[Any]:
+    """An index with a slice for each dimension that `...`, or nothing, stands for."""
+    if Ellipsis not in parts:
+        parts = (*parts, Ellipsis)
+    at = parts.index(Ellipsis)
+    return [*parts[:at], *[slice(None)] * (rank + 1 - len(parts)), *parts[at + 1 :]]
+
+
 def _is_tensor_call(node: fx.Node) -> bool:
     """Whether the node computes a tensor, or several, from one: not a size from sizes."""
     held = nodes.value(node)

@@ -150,10 +150,15 @@ def zero_hidden(query: Tensor, rows: Tensor) -> Tensor:
     return query.masked_fill(rows, 0)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021), rotate-half form: x cos + [-x2, x1] sin."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def rope(x: Tensor, cos: Tensor, sin: Tensor, wide: bool = False) -> Tensor:
+    """Rotary position embedding (Su et al. 2021), rotate-half form: x cos + [-x2, x1] sin.
+
+    If `wide`, x is cast to fp32 for it, and what comes out to the dtype of x.
+    """
+    turned = x.float() if wide else x
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned.to(x.dtype) if wide else turned
 
 
 def cross_entropy(

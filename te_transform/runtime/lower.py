@@ -289,7 +289,7 @@ class _Lowering:
             # All layers have the same mask, which is made, and looked at, once; floating ones in each mode.
             is_hiding = is_tensor_node(node) and dtype_of(node) is torch.bool
             read = fx.map_arg(args, self._first_view)
-            key = (node.target, read, tuple(kwargs.items()), None if is_hiding else node.meta["region"])
+            key = (node.target, str(read), tuple(kwargs.items()), None if is_hiding else node.meta["region"])
             shared = is_tensor_node(node) and not is_random(node) and not self._reads_written(args)
             if shared and key in self.shared:
                 return self.shared[key]

@@ -78,12 +78,80 @@ def with_ones(model: Written, x: Tensor) -> Tensor:
     return turned(x, turns.cos()[None].to(x.dtype)[None], turns.sin()[None].to(x.dtype)[None])
 
 
+def heads_last(model: Written, x: Tensor) -> Tensor:
+    """Of as many tokens as there are heads."""
+    x = x[:, :, :HEADS].transpose(1, 2)
+    turns = angles(model, x.transpose(1, 2))[None]
+    return turned(x, turns.cos().to(x.dtype).unsqueeze(2), turns.sin().to(x.dtype).unsqueeze(2))
+
+
+def indexed(model: Written, x: Tensor) -> Tensor:
+    """Angles with two dimensions of one, which cosines and sines index each for themselves."""
+    turns = angles(model, x)
+    return turned(x, turns[None, None].cos().to(x.dtype), turns[None, None, :, :].sin().to(x.dtype))
+
+
+def indexed_behind(model: Written, x: Tensor) -> Tensor:
+    turns = torch.cat([angles(model, x)] * 2)
+    n = x.shape[-2]
+    return turned(x, turns[:n].cos()[None, None].to(x.dtype), turns[:n].sin().to(x.dtype)[None, None])
+
+
+def taken_of_part(model: Written, x: Tensor) -> Tensor:
+    turns, n = torch.cat([angles(model, x)] * 2), x.shape[-2]
+    return turned(x, turns[None, :n].cos().to(x.dtype)[0], turns[None, :n].sin().to(x.dtype)[0])
+
+
+def half(model: Written, x: Tensor) -> Tensor:
+    """[length, half of the width]"""
+    return torch.outer(torch.arange(x.shape[-2], dtype=torch.float32), model.frequencies)
+
+
+def halves(model: Written, x: Tensor) -> Tensor:
+    """As flash-attn's and Gemma's own code, which turn each half by itself."""
+    turns = half(model, x)
+    cos, sin = turns.cos().to(x.dtype), turns.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def modded(model: Written, x: Tensor) -> Tensor:
+    """As modded-nanogpt and nanochat, which turn the other way, [batch, length, heads, width] in fp32."""
+    turns = half(model, x)[None, :, None, :]
+    cos, sin = turns.cos(), turns.sin()
+    first, second = x.transpose(1, 2).float().chunk(2, -1)
+    rotated = torch.cat((first * cos + second * sin, first * (-sin) + second * cos), -1)
+    return rotated.type_as(x).transpose(1, 2)
+
+
+def negated(model: Written, x: Tensor) -> Tensor:
+    """The sums in another order, by a factor."""
+    turns = half(model, x)[None]
+    cos, sin = (part[:, None].to(x.dtype) for part in (turns.cos() * 1.5, turns.sin() * 1.5))
+    first, second = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
+    return torch.cat((-(second * sin) + cos * first, sin * first + second * cos), -1)
+
+
+def partial(model: Written, x: Tensor) -> Tensor:
+    """As GPT-NeoX, Phi and GLM, whose last columns stay as they are."""
+    turns = torch.outer(torch.arange(x.shape[-2], dtype=torch.float32), model.frequencies[::2])
+    turns = turns.repeat(1, 2)[None]
+    cos, sin = turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1)
+    return torch.cat((turned(x[..., : WIDTH // 2], cos, sin), x[..., WIDTH // 2 :]), -1)
+
+
+def in_fp32_throughout(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)[None]
+    return turned(x.float(), turns.cos().unsqueeze(1), turns.sin().unsqueeze(1)).to(x.dtype)
+
+
 def frequencies() -> nn.Buffer:
     return nn.Buffer(10000.0 ** -torch.linspace(0, 1, WIDTH // 2))
 
 
 def of(function) -> Make:
-    return written(function, frequencies=frequencies)
+    tables = {name: lambda: nn.Buffer(torch.rand(9, WIDTH)) for name in ("cos", "sin")}
+    return written(function, frequencies=frequencies, **tables)
 
 
 def model_of(make: Make) -> Make:
@@ -98,6 +166,14 @@ FUSES = {
     "of angles for all rows": (of(without_heads), 1),
     "of angles for all rows, with ones in front": (of(with_ones), 1),
     "by a factor, as in YaRN": (of(yarn), 1),
+    "heads last": (of(heads_last), 1),
+    "indexed in front of cosines and sines": (of(indexed), 1),
+    "indexed behind cosines and sines": (of(indexed_behind), 1),
+    "half by half": (of(halves), 1),
+    "half by half, the other way, in fp32": (of(modded), 1),
+    "half by half, by a factor": (of(negated), 1),
+    "in fp32 by cosines in fp32": (of(in_fp32_throughout), 1),
+    "the first columns alone": (of(partial), 1),
 }
 
 
@@ -108,8 +184,17 @@ def test_fuses(name: str, te: ModuleType) -> None:
     model[0].frequencies.data = frequencies().data
     converted = te_transform.convert(model, Q, backend="te")
     te_transform.report(converted).expect(rotary=times)
-    found, expected = converted(Q), model(Q)
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    with limits.at_any_size:  # as where the kernel runs
+        found = outputs_and_gradients(converted, Q)
+    torch.testing.assert_close(found, outputs_and_gradients(model, Q), atol=0.02, rtol=0.02)
+
+
+def outputs_and_gradients(model: nn.Module, q: Tensor) -> list[Tensor]:
+    """What the model returns, and the gradients of its input and its weight."""
+    q = q.detach().requires_grad_()
+    out = model(q)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad(out, (q, model[1].weight), weights)]
 
 
 def flat(model: Written, x: Tensor) -> Tensor:
@@ -121,13 +206,6 @@ def each_head(model: Written, x: Tensor) -> Tensor:
     """By angles of its own, which only look like those of a batch."""
     turns = torch.stack([angles(model, x), 2 * angles(model, x)])
     return turned(x, turns.cos().to(x.dtype), turns.sin().to(x.dtype))
-
-
-def heads_last(model: Written, x: Tensor) -> Tensor:
-    """Of as many tokens as there are heads."""
-    x = x[:, :, :HEADS].transpose(1, 2)
-    turns = angles(model, x)[None]
-    return turned(x, turns.cos().to(x.dtype).unsqueeze(2), turns.sin().to(x.dtype).unsqueeze(2))
 
 
 def in_fp32(model: Written, x: Tensor) -> Tensor:
@@ -155,17 +233,116 @@ def shapes(turned: list[int], by: list[int]) -> str:
     )
 
 
+def stored(model: Written, x: Tensor) -> Tensor:
+    """As modded-nanogpt and nanochat, whose cosines and sines are buffers."""
+    cos, sin = (part[None, : x.shape[-2], None, : WIDTH // 2] for part in (model.cos, model.sin))
+    first, second = x.transpose(1, 2).chunk(2, -1)
+    return torch.cat((first * cos + second * sin, first * (-sin) + second * cos), 3).transpose(1, 2)
+
+
+def looked_up(model: Written, x: Tensor) -> Tensor:
+    """As in older versions of transformers."""
+    positions = torch.arange(x.shape[-2])[None]
+    return turned(x, model.cos[positions].unsqueeze(1), model.sin[positions].unsqueeze(1))
+
+
+def stacked(model: Written, x: Tensor) -> Tensor:
+    both = torch.stack((angles(model, x).cos(), angles(model, x).sin())).to(x.dtype)
+    return turned(x, both[0], both[1])
+
+
+def cut_behind(model: Written, x: Tensor) -> Tensor:
+    turns, n = torch.cat([angles(model, x)] * 2)[None], x.shape[-2]
+    return turned(x, turns.cos()[:, :n].to(x.dtype).unsqueeze(1), turns.sin()[:, :n].to(x.dtype).unsqueeze(1))
+
+
+def cut_in_front(model: Written, x: Tensor) -> Tensor:
+    turns = torch.cat([angles(model, x)] * 2)[None, : x.shape[-2]]
+    return turned(x, turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1))
+
+
+def by_two_factors(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)[None]
+    cos, sin = turns.cos()[:, None] * 1.5, turns.sin()[:, None] * 1.2
+    return turned(x, cos.to(x.dtype), sin.to(x.dtype))
+
+
+def with_a_dimension_more(model: Written, x: Tensor) -> Tensor:
+    return llama(model, x[:, :1])[:, 0]
+
+
 ANOTHER_DTYPE = (
     "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter: cast "
     "cosines and sines to it"
 )
+STORED = (
+    "the cosines and sines are stored, the kernel computes them from angles: store the angles, in float32, "
+    "and take cos and sin of them in the forward"
+)
+
+
+def behind(names: str) -> str:
+    return (
+        f"the cosines and sines go through {names} before the rotation, the kernel computes them from "
+        "angles, with one factor for both: do that with the angles, before cos and sin"
+    )
+
+
 REFUSES = {
+    "stored": (of(stored), STORED),
+    "stored, looked up by positions": (of(looked_up), STORED),
+    "stacked": (
+        of(stacked),
+        "the cosines come from stack, the sines from stack, the kernel computes them from angles: take "
+        "torch.cos and torch.sin of the angles",
+    ),
+    "cut behind cosines and sines": (of(cut_behind), behind("getitem")),
+    "by two factors": (of(by_two_factors), behind("mul")),
+    "of two tensors": (
+        of(of_two),
+        "cosines and sines are taken of two tensors, the kernel turns by one: assign the angles to one "
+        "variable, and take cos and sin of it",
+    ),
+    "written to in between": (
+        of(written_to),
+        "the angles are written to in place, the kernel reads them where the rotation is: let the write make "
+        "a new tensor",
+    ),
     "three dimensions": (of(flat), shapes([2, 5, 8], [1, 5, 8])),
     "each head in its own way": (of(each_head), shapes([2, 2, 5, 8], [2, 5, 8])),
-    "heads last": (of(heads_last), shapes([2, 2, 2, 8], [1, 2, 8])),
     "narrower cosines": (of(in_fp32), ANOTHER_DTYPE),
     "wider cosines": (of(by_wide_cosines), ANOTHER_DTYPE),
 }
+
+
+def of_stored_angles(model: Written, x: Tensor) -> Tensor:
+    cos, sin = (f(model.frequencies[None, : x.shape[-2], None]).to(x.dtype) for f in (torch.cos, torch.sin))
+    first, second = x.transpose(1, 2).chunk(2, -1)
+    return torch.cat((first * cos + second * sin, first * (-sin) + second * cos), 3).transpose(1, 2)
+
+
+def written_anew(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)[None]
+    rotated = turned(x, turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1))
+    return rotated + (turns * 2).sum().to(x.dtype)
+
+
+FOLLOWED = {  # what the sentences advise
+    "store the angles": written(of_stored_angles, frequencies=lambda: nn.Buffer(torch.rand(9, WIDTH // 2))),
+    "take torch.cos and torch.sin of the angles": of(without_heads),
+    "do that with the angles": of(cut_in_front),
+    "assign the angles to one variable": of(llama),
+    "let the write make a new tensor": of(written_anew),
+    "lay them out so": of(with_a_dimension_more),
+    "cast cosines and sines to it": of(in_fp32_throughout),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_advised_is_fused(name: str, te: ModuleType) -> None:
+    converted = te_transform.convert(seeded(model_of(FOLLOWED[name])).float(), Q.float(), backend="te")
+    te_transform.report(converted).expect(rotary=1)
+    assert not te_transform.report(converted).refused
 
 
 @pytest.mark.parametrize("name", REFUSES)

@@ -17,16 +17,25 @@ class Rotary(FusedOp):
 
     Args:
         factor: that cosines and sines are multiplied by, as in YaRN (Peng et al. 2023).
+        wide: True if x is turned in fp32 and rounded once.
+        length_first: True if x is [batch, length, heads, width].
     """
 
-    def __init__(self, factor: float = 1.0):
+    def __init__(self, factor: float = 1.0, wide: bool = False, length_first: bool = False):
         super().__init__()
-        self.factor = factor
+        self.factor, self.wide, self.length_first = factor, wide, length_first
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [batch, heads, length, width], angles [length, width], with a batch or 1 in front or without, in
-        fp32 -> as x."""
-        return ops.rope(x, *_cos_and_sin(angles, self.factor, x.dtype))
+        """x [batch, heads, length, width], or its heads and length the other way round; angles [length,
+        width], with a batch or 1 in front or without, in fp32 -> as x."""
+        if self.length_first:
+            return self.turn(x.transpose(1, 2), angles).transpose(1, 2)
+        return self.turn(x, angles)
+
+    def turn(self, x: Tensor, angles: Tensor) -> Tensor:
+        """x [batch, heads, length, width] -> as x."""
+        dtype = torch.float32 if self.wide else x.dtype
+        return ops.rope(x, *_cos_and_sin(angles, self.factor, dtype), self.wide)
 
 
 def _cos_and_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,15 +14,14 @@ from te_transform.backends.twice import differentiable_twice
 class Rotary(plain.Rotary):
     """Rotary position embedding in one kernel, from the angles themselves."""
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [batch, heads, length, width], angles [length, width], with a batch or 1 in front or without, in
-        fp32 -> as x."""
+    def turn(self, x: Tensor, angles: Tensor) -> Tensor:
+        """x [batch, heads, length, width] -> as x."""
         if traced():
-            return super().forward(x, angles)
+            return super().turn(x, angles)
         if why := without_rotary(x, angles):
             self.plain_calls[f"the rotation, {why}"] += 1
-            return super().forward(x, angles)
-        return differentiable_twice(self._rotated, super().forward, (x, angles), linear=True)
+            return super().turn(x, angles)
+        return differentiable_twice(self._rotated, super().turn, (x, angles), linear=True)
 
     def _rotated(self, x: Tensor, angles: Tensor) -> Tensor:
         columns = angles.reshape(-1, 1, 1, angles.shape[-1])
