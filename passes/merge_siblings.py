@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from te_transform.graph import ops
 from te_transform.graph.nodes import is_parameter, value
 from te_transform.graph.pattern import Siblings
-from te_transform.plan.rule import Operation, Rule
+from te_transform.plan.rule import Operation, Rule, reshaped, stored_in
 
 ROWS = 16  # what FP8 kernels take a multiple of
 
@@ -35,7 +35,13 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
             "the linear's bias is computed at every call, a parameter is needed: compute it once and store "
             "it, where training allows"
         )
-    if any(linear.sources("weight") != (linear.node.args[1],) for linear in linears):
+    weights = [linear.node.args[1] for linear in linears]
+    if any(weight.target is not torch.t and reshaped(weight) is not weight for weight in weights):
+        yield (
+            "a weight is a view of a parameter in another shape, rows that lie below each other are needed: "
+            "store it as [outputs, inputs], as nn.Linear does"
+        )
+    if any(stored_in(weight) != (weight,) and weight.target is torch.t for weight in weights):
         yield (
             "a weight is stored transposed, rows that lie below each other are needed: store it as "
             "[outputs, inputs], as nn.Linear does"

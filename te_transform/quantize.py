@@ -108,12 +108,15 @@ def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], str | 
                 group = weight.parameters()
                 if group and not any(id(p) in seen or is_quantized(p) for p in group):
                     seen |= set(map(id, group))
-                    yield group, _why_unreadable(weight.transposed, kernel.scales_by_blocks)
+                    is_matrix = all(p.dim() == 2 for p in group)
+                    yield group, _why_unreadable(weight.transposed, is_matrix, kernel.scales_by_blocks)
 
 
-def _why_unreadable(transposed: bool, scales_by_blocks: bool) -> str | None:
+def _why_unreadable(transposed: bool, is_matrix: bool, scales_by_blocks: bool) -> str | None:
     if scales_by_blocks:
         return "its recipe has a scale for each block, weights are held with one scale: use 'fp8-current'"
+    if not is_matrix:
+        return "it is stored in another shape, TE's kernels read rows of outputs"
     return "it is stored transposed, TE's kernels read rows of outputs" if transposed else None
 
 

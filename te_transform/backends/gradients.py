@@ -27,6 +27,8 @@ class _Sum:
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter that got a gradient, with its sum."""
         stored = self.buffer.t() if self.transposed else self.buffer
+        if len(self.parameters) == 1:  # which may have another shape
+            stored = stored.reshape(self.parameters[0].shape)
         sums = stored.split([len(parameter) for parameter in self.parameters])
         for number, (parameter, part) in enumerate(zip(self.parameters, sums, strict=True)):
             if any(not used or used[number] for used in self.used):
@@ -43,7 +45,8 @@ class Gradients:
     def of(self, weight: Tensor) -> Tensor:
         """The buffer for a call's weight [out, in]: one parameter, its transpose, or several joined ones."""
         parameters, transposed = parameters_of(weight), Source.of(weight).transposed
-        key = transposed, *map(id, parameters)  # a tied parameter may be read both ways
+        # a tied parameter may be read both ways, or in several shapes
+        key = transposed, weight.shape, *map(id, parameters)
         if key not in self.sums:
             buffer = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
             self.sums[key] = _Sum(parameters, buffer, transposed)

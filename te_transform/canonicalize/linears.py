@@ -17,7 +17,7 @@ from te_transform.graph.nodes import dtype_of, is_model_tensor, is_tensor_node, 
 from te_transform.graph.pattern import Call, Linear, Match, Norm, Var
 
 # F.multi_head_attention_forward splits one parameter into three
-_PARTS = (torch.t, torch.chunk, torch.split, torch.unbind, operator.getitem, ops.columns)
+_PARTS = (torch.t, torch.reshape, torch.chunk, torch.split, torch.unbind, operator.getitem, ops.columns)
 
 
 def _is_parameter(rank: int) -> Callable[[Any], bool]:

@@ -104,7 +104,7 @@ def _odd(nodes: Iterable[fx.Node], plan: Plan, way: Way, pads: bool = False) -> 
 
 
 def _rows_and_width(site: Site) -> tuple[float, int]:
-    x, weight = site.node.args[0], site.weights[0][0]
+    x, weight = site.node.args[0], site.node.args[site.fused.PRODUCTS[0]]
     return numbers_in(x) / sizes_of(x)[-1], min(sizes_of(weight))
 
 

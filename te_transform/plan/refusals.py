@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -17,13 +18,12 @@ from te_transform.graph.nodes import (
     is_model_tensor,
     is_parameter,
     may_be_view,
-    name_in_model,
     same_shape,
     value,
 )
 from te_transform.graph.pattern import Match, Miss, Pattern, Siblings
 from te_transform.plan.options import skipped_by
-from te_transform.plan.rule import Operation, Rule
+from te_transform.plan.rule import Operation, Rule, reshaped
 
 _NUMBERED = r"_\d+(?=_|$)"  # in the name of an input, as of a layer's cache
 WEIGHTED = tuple(op.__name__ for op in (ops.linear, *ops.NORMS))
@@ -75,8 +75,8 @@ def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
     held = value(source)
     if is_matrix and (whole := _viewed(source)) is not None:
         yield (
-            f"{what} is a view of the parameter {_own_name(name_in_model(whole))}, a whole one is needed: "
-            "store it as a parameter of its own"
+            f"{what} {list(held.shape)} is a view of a parameter {list(value(whole).shape)}, a whole one is "
+            "needed: store it as a parameter of its own"
         )
     elif is_matrix and _is_cast(source):
         dtype = dtype_name(held.dtype)
@@ -102,8 +102,12 @@ def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
 
 
 def _is_cast(weight: Any) -> bool:
-    """Whether a weight is a parameter in another dtype."""
-    return isinstance(weight, fx.Node) and weight.target is ops.cast and is_parameter(weight.args[0])
+    """Return whether a weight is a parameter in another dtype, and in another shape or not."""
+    while isinstance(weight, fx.Node) and weight.target in (torch.reshape, torch.t):
+        weight = weight.args[0]
+    return (
+        isinstance(weight, fx.Node) and weight.target is ops.cast and is_parameter(reshaped(weight.args[0]))
+    )
 
 
 def _viewed(weight: Any) -> fx.Node | None:
@@ -215,18 +219,13 @@ def _wanted(pattern: Pattern) -> str:
     return "a part of a linear's columns" if ops.columns in pattern.roots else str(pattern)
 
 
-def _own_name(name: str) -> str:
-    """Return the name of a parameter in its module: with a path, reasons of equal layers would differ."""
-    return next((part for part in reversed(name.split(".")) if not part.isdecimal()), name)
-
-
 def _named(found: Any) -> str:
     if not isinstance(found, fx.Node):
         return repr(found)
     if found.target is ops.columns:
         return "a part of a linear's columns"
     if is_model_tensor(found):
-        return f"the parameter {_own_name(name_in_model(found))}"
+        return f"a tensor of the model {list(value(found).shape)}"
     return f"the input {re.sub(_NUMBERED, '_*', found.name)}" if found.op == "placeholder" else called(found)
 
 

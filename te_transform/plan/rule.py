@@ -164,7 +164,7 @@ class Operation:
 
 
 def stored_in(found: Any) -> tuple[Any, ...]:
-    """The nodes of the model's tensors that make a weight, looking through ops.join and torch.t."""
+    """The nodes of the model's tensors that make a weight, looking through ops.join, torch.t and reshapes."""
     if found is None:
         return ()
     if isinstance(found, fx.Node) and found.target is ops.join:
@@ -172,7 +172,18 @@ def stored_in(found: Any) -> tuple[Any, ...]:
         return tuple(part for argument in held for part in stored_in(argument))
     if isinstance(found, fx.Node) and found.target is torch.t and is_model_tensor(found.args[0]):
         return (found.args[0],)
-    return (found,)
+    return (reshaped(found),)
+
+
+_RESHAPES = (torch.reshape, torch.unsqueeze, torch.squeeze, "squeeze")
+
+
+def reshaped(weight: Any) -> Any:
+    """Return the tensor of the model that a node has all numbers of, in their order, or else the node."""
+    whole = weight
+    while isinstance(whole, fx.Node) and whole.target in _RESHAPES:
+        whole = whole.args[0]
+    return whole if is_model_tensor(whole) and value(whole).is_contiguous() else weight
 
 
 def roles(match: Match) -> dict[str, Any]:

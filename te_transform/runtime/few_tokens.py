@@ -78,7 +78,7 @@ class FewTokens:
         self.work = {
             Work(
                 _expression(math.prod(shape_of(site.node.args[0])[:-1])),
-                min(shape_of(site.weights[0][0])),
+                min(shape_of(site.node.args[site.fused.PRODUCTS[0]])),
                 site.fused.gains,
             )
             for site in self.products

@@ -51,7 +51,8 @@ class Products(GraphMode):
         parameter = self._wanted(weight)
         if parameter is None:
             return compute()
-        transposed = (weight.stride() == parameter.stride()) == (func is not F.linear)
+        as_stored = weight.stride() == parameter.stride() or (parameter.dim() != 2 and weight.is_contiguous())
+        transposed = as_stored == (func is not F.linear)
         by_rows = weight if func is F.linear else weight.t()
         return self.callback(parameter, transposed, x, by_rows, bias, compute)
 

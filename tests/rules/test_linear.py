@@ -1,5 +1,7 @@
 """Whatever linear is left: in plain PyTorch it stays what it was, in a recipe its product runs in FP8."""
 
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,12 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import remove_parametrizations
 
 import te_transform
-from tests.rules.tables import H, X, fused, linear, reasons, sequential, written
+from te_transform.backends import limits
+from tests import stand_in
+from tests.rules.tables import H, Make, X, fused, linear, reasons, sequential, written
+from tests.zoo import seeded
+
+te = stand_in.te  # a fixture
 
 
 class Conv1D(nn.Module):
@@ -22,7 +29,18 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.view(-1, H), self.weight).view(*x.shape[:-1], 8)
 
 
+def banked(function) -> Make:
+    """A model with the weights of three linears in one parameter, as modded-nanogpt has q, k and v."""
+    return written(function, bank=lambda: nn.Parameter(torch.randn(3, H, H)))
+
+
 FUSES = {
+    "a bank that is flattened": banked(lambda m, x: F.linear(x, m.bank.flatten(end_dim=1))),
+    "a bank in another view": banked(lambda m, x: F.linear(x, m.bank.view(-1, H).type_as(x))),
+    "a product with a bank": banked(lambda m, x: x @ m.bank.reshape(3 * H, H).T),
+    "a parameter of another shape": written(
+        lambda m, x: F.linear(x, m.inner.weight.squeeze(-1)), inner=lambda: nn.Conv1d(H, H, 1)
+    ),
     "a Linear": sequential(linear(), nn.Tanh),
     "without a bias": sequential(linear(bias=False), nn.Tanh),
     "a product": written(lambda m, x: x @ m.inner.weight.T + m.inner.bias, inner=linear()),
@@ -42,6 +60,33 @@ def test_fuses(name: str) -> None:
 
 def test_one_called_twice_is_two_products() -> None:
     assert fused(written(lambda m, x: m.inner(m.inner(x)), inner=linear())).counts == {"linear": 2}
+
+
+def test_a_bank_runs_in_a_recipe_as_a_linear_does(te: ModuleType) -> None:
+    bank = seeded(banked(lambda m, x: torch.tanh(F.linear(x, m.bank.flatten(end_dim=1))))).bfloat16()
+    whole = nn.Parameter(bank.bank.detach().flatten(end_dim=1).clone())
+    plain = written(lambda m, x: torch.tanh(F.linear(x, m.whole)), whole=lambda: whole)()
+    x, found = torch.randn(16, H, dtype=torch.bfloat16), []
+    for model in (bank, plain):
+        converted = te_transform.convert(model, x, backend="te", recipe="fp8-delayed")
+        te_transform.report(converted).expect(linear=1)
+        with limits.at_any_size:
+            for _ in range(2):  # the first call has no scales yet
+                out = converted(x)
+                out.sum().backward()
+        found.append((out, next(converted.parameters()).grad.view(3 * H, H)))
+    assert torch.equal(*(out for out, _ in found))
+    assert torch.equal(*(grad for _, grad in found))
+
+
+def test_gradients_of_a_bank_are_summed_up_in_its_shape(te: ModuleType) -> None:
+    model = seeded(banked(lambda m, x: torch.tanh(F.linear(x, m.bank.flatten(end_dim=1)))))
+    converted, x = te_transform.convert(model, X, backend="te"), X.flatten(0, 1)
+    with limits.at_any_size, te_transform.accumulate(converted, steps=2):
+        for _ in range(2):
+            converted(x).sum().backward()
+    (2 * model(x).sum()).backward()
+    torch.testing.assert_close(converted.bank.grad, model.bank.grad)
 
 
 class Int8(nn.Module):
@@ -88,13 +133,22 @@ REFUSES = {
     ),
     "rows of a parameter": (
         written(lambda m, x: F.linear(x, m.inner.weight.chunk(2)[1]), inner=linear()),
-        "the linear's weight is a view of the parameter inner.weight, a whole one is needed: store it as a "
+        "the linear's weight [8, 16] is a view of a parameter [16, 16], a whole one is needed: store it as a "
         "parameter of its own",
     ),
-    "a parameter of another shape": (
-        written(lambda m, x: F.linear(x, m.inner.weight.squeeze(-1)), inner=lambda: nn.Conv1d(H, H, 1)),
-        "the linear's weight is a view of the parameter inner.weight, a whole one is needed: store it as a "
-        "parameter of its own",
+    "a part of a bank": (
+        banked(lambda m, x: F.linear(x, m.bank[:2].flatten(end_dim=1))),
+        "the linear's weight [32, 16] is a view of a parameter [3, 16, 16], a whole one is needed: store it "
+        "as a parameter of its own",
+    ),
+    "one of a bank": (
+        banked(lambda m, x: F.linear(x, m.bank[1])),
+        "the linear's weight [16, 16] is a view of a parameter [3, 16, 16], a whole one is needed: store it "
+        "as a parameter of its own",
+    ),
+    "a bank that is cast": (
+        banked(lambda m, x: F.linear(x.double(), m.bank.double().flatten(end_dim=1))),
+        "the linear's weight is cast to float64 at every call, a parameter is needed: store it in float64",
     ),
     "int8": (
         Int8,
@@ -129,6 +183,10 @@ FOLLOWED = {  # what the sentences advise
         1,
     ),
     "store it as an nn.Parameter": (untrained, 2),
+    "store it as a parameter of its own": (
+        written(lambda m, x: F.linear(x, m.whole), whole=lambda: nn.Parameter(torch.randn(8, H))),
+        1,
+    ),
 }
 
 
