@@ -1,6 +1,7 @@
 """norm, linear, activation, linear becomes LayerNormMLP, with a gate or without."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -199,12 +200,122 @@ REFUSES: dict[str, tuple[Make, str]] = {
 }
 
 
+NAMED = {  # an activation that no kernel has, and what it is called
+    "F.mish": (F.mish, "mish"),
+    "nn.Mish": (nn.Mish(), "mish"),
+    "torch.tanh": (torch.tanh, "tanh"),
+    "F.elu in place": (partial(F.elu, inplace=True), "elu"),
+    "nn.Hardswish": (nn.Hardswish(), "hardswish"),
+    "F.softplus": (F.softplus, "softplus"),
+    "torch.selu": (torch.selu, "selu"),
+    "nn.ReLU6 in place": (nn.ReLU6(inplace=True), "relu6"),
+    "a leaky relu by position": (lambda x: F.leaky_relu(x, 0.1, True), "leaky_relu"),
+    "nn.PReLU": (nn.PReLU(), "prelu"),
+    "no activation by name": (torch.sin, "sin"),
+    "written out": (lambda x: F.softplus(x).tanh() * x, "made of softplus, tanh, mul"),
+    "two in a row": (lambda x: F.gelu(x).clamp(-1, 1), "made of gelu, clamp"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_activation_that_no_kernel_has_is_named(name: str) -> None:
+    act, called = NAMED[name]
+    report = fused(mlp(act))
+    report.expect(layernorm_mlp=0, layernorm_linear=1, linear=1)
+    assert reasons(report, "layernorm_mlp") == {
+        f"the activation is {called}, LayerNormMLP has gelu, gelu_tanh, quick_gelu, relu, silu, "
+        "squared_relu: no kernel has others"
+    }
+
+
+def beside(act: Act) -> Make:
+    """Attention and an MLP that read one norm; its first linear is merged with q, k and v."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        y = model.norm(x)
+        q, k, v = (part(y)[:, None] for part in (model.q, model.k, model.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        return x + attended + model.down(act(model.up(y)))
+
+    linears = {name: linear(bias=False) for name in ("q", "k", "v")}
+    linears |= {"up": linear(H, FFN, bias=False), "down": linear(FFN, H, bias=False)}
+    return written(forward, norm=rms_norm, **linears)
+
+
+def with_two_norms(model: nn.Module, x: Tensor) -> Tensor:
+    y = model.norm(x)
+    q, k, v = (part(y)[:, None] for part in (model.q, model.k, model.v))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+    return x + attended + model.down(squared_relu(model.up(model.other(x))))
+
+
+LEAVE_CASTS = (
+    "the activation is computed in another dtype than the first linear, LayerNormMLP has one for both: leave "
+    "out the casts"
+)
+MERGED = (
+    "the first linear is one product with others that read the same norm, LayerNormMLP needs one of its own: "
+    "give the MLP a norm of its own, where training allows"
+)
+OTHERWISE = (
+    "the first linear's outputs go through silu, mul before the second, LayerNormMLP has one activation of "
+    "all, or of one half, times the other: no kernel has others"
+)
+UNLIKE_ANY = {
+    "mish behind a gate": (
+        gated(F.mish),
+        "the activation is mish, LayerNormMLP has gelu_tanh, quick_gelu, relu, sigmoid, silu, "
+        "squared_relu: no kernel has others",
+    ),
+    "merged with q, k and v": (beside(squared_relu), MERGED),
+    "in another dtype": (mlp(lambda x: F.silu(x.double()).to(x.dtype)), LEAVE_CASTS),
+    "every other column": (
+        mlp(lambda x: F.silu(x[..., ::2]) * x[..., 1::2], widths=(2 * FFN, FFN)),
+        OTHERWISE,
+    ),
+    "twice the gate": (mlp(lambda x: F.silu(x) * x), OTHERWISE),
+    "half of the columns alone": (
+        mlp(lambda x: F.silu(x[..., :FFN]), widths=(2 * FFN, FFN)),
+        OTHERWISE.replace("silu, mul", "silu"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE_ANY)
+def test_what_stands_between_the_linears_is_told(name: str) -> None:
+    make, sentence = UNLIKE_ANY[name]
+    report = fused(make)
+    report.expect(layernorm_mlp=0)
+    assert reasons(report, "layernorm_mlp") == {sentence}
+
+
+NO_ACTIVATION = {
+    "nothing, as in LoRA": mlp(lambda x: x * 2),
+    "a softmax": mlp(lambda x: x.softmax(-1)),
+    "a norm": mlp(lambda x: F.layer_norm(x, (FFN,))),
+}
+
+
+@pytest.mark.parametrize("name", NO_ACTIVATION)
+def test_two_linears_without_an_activation_are_no_mlp(name: str) -> None:
+    assert not reasons(sites(NO_ACTIVATION[name]), "layernorm_mlp")
+
+
 def two_linears(model: nn.Module, x: Tensor) -> Tensor:
     x = model.norm(x)
     return model.fc2(model.first(x) * F.silu(model.second(x)))
 
 
 FOLLOWED = {  # what the sentences advise
+    "leave out the casts": mlp(F.silu),
+    "give the MLP a norm of its own": written(
+        with_two_norms,
+        norm=rms_norm,
+        other=rms_norm,
+        up=linear(H, FFN, bias=False),
+        down=linear(FFN, H, bias=False),
+        **{name: linear(bias=False) for name in ("q", "k", "v")},
+    ),
     "set it to 0": lambda: mlp(F.relu, p=0.0)().train(),
     "give the other one too": mlp(F.relu, biases=(True, True)),
     "make it two linears": written(

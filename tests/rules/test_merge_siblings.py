@@ -157,6 +157,10 @@ def transposed(model: Written, x: Tensor) -> Tensor:
     return F.linear(x, model.q.weight.t()) + model.k(x)
 
 
+def flattened(model: Written, x: Tensor) -> Tensor:
+    return F.linear(x, model.bank.flatten(end_dim=1)).chunk(2, -1)[0] + model.k(x)
+
+
 def scaled(model: Written, x: Tensor) -> Tensor:
     return F.linear(x, model.q.weight * 2) + model.k(x)
 
@@ -183,6 +187,11 @@ REFUSES = {
         written(transposed, q=linear(bias=False), k=linear(bias=False)),
         "a weight is stored transposed, rows that lie below each other are needed: store it as [outputs, "
         "inputs], as nn.Linear does",
+    ),
+    "a parameter of another shape": (
+        written(flattened, bank=lambda: nn.Parameter(torch.randn(2, H, H)), k=linear(bias=False)),
+        "a weight is a view of a parameter in another shape, rows that lie below each other are needed: "
+        "store it as [outputs, inputs], as nn.Linear does",
     ),
     "computed": (
         written(scaled, q=linear(bias=False), k=linear(bias=False)),
