@@ -537,6 +537,68 @@ def test_not_rope() -> None:
         assert ops.rope not in targets(canonical(spelling, QUERY, cos, sin))
 
 
+def _halves(combine):
+    """A rotation of each half by itself: `combine(first, second, cos, sin)` returns both."""
+    return lambda m, x, cos, sin: torch.cat(combine(*x.chunk(2, -1), cos, sin), -1)
+
+
+HALVES = {
+    "plus": lambda a, b, cos, sin: (a * cos - b * sin, b * cos + a * sin),
+    "minus": lambda a, b, cos, sin: (a * cos + b * sin, a * (-sin) + b * cos),
+    "any order": lambda a, b, cos, sin: (-(sin * b) + cos * a, sin * a - (-b) * cos),
+    "a sine of minus the angle": lambda a, b, cos, sin: (
+        cos.cos() * a - b * (-cos).sin(),
+        b * cos.cos() + a * (-cos).sin(),
+    ),
+    "a cosine in the place of the sine": lambda a, b, cos, sin: (
+        a * sin.cos() + b * cos.cos(),
+        b * sin.cos() - a * cos.cos(),
+    ),
+    "of angles that are written to": lambda a, b, cos, sin: (
+        (angles := cos * 2),
+        (cosines := angles.cos()),
+        (sines := angles.sin()),
+        angles.mul_(2),
+        (a * cosines + b * sines, b * cosines - a * sines),
+    )[-1],
+}
+
+
+@pytest.mark.parametrize("combine", HALVES.values(), ids=HALVES)
+def test_rope_half_by_half(combine) -> None:
+    cos, sin = torch.randn(2, 1, 1, LENGTH, WIDTH // 2)
+    assert ops.rope in targets(canonical(_halves(combine), QUERY, cos, sin))
+
+
+NOT_HALVES = {
+    "a reflection": lambda a, b, cos, sin: (a * cos + b * sin, b * cos + a * sin),
+    "minus both": lambda a, b, cos, sin: (-(a * cos - b * sin), -(b * cos + a * sin)),
+    "halves that are swapped": lambda a, b, cos, sin: (b * cos - a * sin, a * cos + b * sin),
+    "two cosines": lambda a, b, cos, sin: (a * cos - b * sin, b * (cos + 1) + a * sin),
+    "one half twice": lambda a, b, cos, sin: (a * cos - a * sin, b * cos + b * sin),
+    "a bias": lambda a, b, cos, sin: (a * cos - b * sin + 1, b * cos + a * sin),
+    "a summand more": lambda a, b, cos, sin: (a * cos - b * sin + a * sin, b * cos + a * sin),
+}
+
+
+@pytest.mark.parametrize("combine", NOT_HALVES.values(), ids=NOT_HALVES)
+def test_not_rope_half_by_half(combine) -> None:
+    cos, sin = torch.randn(2, 1, 1, LENGTH, WIDTH // 2)
+    assert ops.rope not in targets(canonical(_halves(combine), QUERY, cos, sin))
+
+
+def test_an_index_of_several_nones_is_an_unsqueeze_for_each() -> None:
+    for index in (
+        lambda x: x[None, None],
+        lambda x: x[None, :, None],
+        lambda x: x[None, ..., None, :],
+        lambda x: x[None, :3, None, 2:4],
+        lambda x: x[..., None, None],
+    ):
+        graph = canonical(lambda m, x, index=index: index(x) * 2, torch.randn(5, 8))
+        assert torch.unsqueeze in targets(graph)
+
+
 # Noise and writes in place
 
 

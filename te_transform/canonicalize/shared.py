@@ -18,7 +18,7 @@ from te_transform.graph.nodes import is_parameter
 
 _OF_ANGLES = (
     torch.cat, torch.mul, torch.div, torch.matmul, torch.transpose, torch.reshape, torch.unsqueeze,
-    torch.Tensor.expand, ops.cast, operator.getitem,
+    torch.Tensor.expand, torch.neg, ops.cast, operator.getitem,
 )  # fmt: skip
 
 
@@ -28,10 +28,13 @@ def share_angles(graph: fx.Graph) -> None:
 
 
 def _made_into_angles(graph: fx.Graph) -> set[fx.Node]:
-    """The calls that compute what cosines and sines are taken of, as far as any two of them are the same."""
+    """Return cosines and sines, and the calls that compute what they are taken of, as far as any two of these
+    may be the same."""
     angles: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        of = node.target in (torch.cos, torch.sin) or node in angles
+        turns = node.target in (torch.cos, torch.sin)
+        of = turns or node in angles
+        angles.update([node] if turns else [])
         angles.update(
             read for read in node.all_input_nodes if of and read.target in _OF_ANGLES and not read.kwargs
         )
