@@ -107,6 +107,10 @@ HANDED_OUT = (
     "nothing else read them, as with need_weights=False or output_attentions=False"
 )
 
+MERGED = (
+    "the first linear is one product with others that read the same norm, LayerNormMLP needs one of its own: "
+    "give the MLP a norm of its own, where training allows"
+)
 REFUSED = {
     "t5": {
         ("attention", BIAS): [
@@ -118,6 +122,7 @@ REFUSED = {
             "decoder.block.0.layer.2.DenseReluDense  x1",
         ],
     },
+    "falcon": {("layernorm_mlp", MERGED): ["transformer.h.{0,1}  x2"]},
     "torch_encoder_pre": {("layernorm_mlp", DROPPED): ["layers.{0,1}  x2"]},
     "torch_mha_bare": {("attention", HANDED_OUT): ["(the model itself)  x1"]},
 }
