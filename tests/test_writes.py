@@ -1,5 +1,6 @@
 """Writes of a captured graph to memory that other graphs, or the code around them, read."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -59,22 +60,32 @@ class Helped(Block):
         with torch.no_grad():  # torch.sin(out=) takes no tensor that needs a gradient
             h = x + 1.0
             self.help(h)
-        SEEN.append(h.clone())
+        record(h)
         return super().forward(h + x)
 
 
-SEEN: list[Tensor] = []
+@functools.cache
+def seen() -> list[Tensor]:
+    """What the forward saw, in a cache: convert() puts back the state that it can reach."""
+    return []
+
+
+@torch._dynamo.disable
+def record(h: Tensor) -> None:
+    seen().append(h.clone())
+
+
 WRITES = (by_mask, by_index, by_out, in_a_view, as_a_whole, by_scatter)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_what_a_graph_writes_stays_until_the_conversions_call_has_ended(write: Write) -> None:
-    SEEN.clear()
+    seen().clear()
     pair = Pair.of(Helped(write), X, "layernorm_mlp", verify=True)
     expected = X + 1.0
     write(expected)
-    assert SEEN
-    assert all(torch.equal(h, expected) for h in SEEN)
+    assert seen()
+    assert all(torch.equal(h, expected) for h in seen())
     assert not any("other numbers" in note for note in te_transform.report(pair.converted).notes)
     pair.agree(with_input_gradient)
 
