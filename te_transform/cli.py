@@ -33,7 +33,9 @@ from te_transform.explain import explanation
 from te_transform.graph.inputs import BATCH, InputError, Inputs, TraceError, invent
 from te_transform.graph.nodes import dtype_name
 from te_transform.inspect import inspect
-from te_transform.load import LoadError, imported, inputs_of, load, quantized_by
+from te_transform.config_file import LoadError, read_config
+from te_transform.load import imported, inputs_of, load
+from te_transform.pretrained import config_of
 from te_transform.passes import PIPELINE
 from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import OptionError
@@ -214,7 +216,7 @@ def _inspect(asked: argparse.Namespace) -> int:
         model, inputs = _loaded(asked, on_meta=False)
         with _printing_aside(), status("capturing with weights, which the forward branches on"):
             report = inspect(model, inputs, **options)
-    report = replace(report, notes=(*report.notes, *_of_quantized(model)))
+    report = replace(report, notes=(*report.notes, *_notes_of(asked, model)))
     _write(asked, report, report)
     try:
         report.expect(**expected)
@@ -224,12 +226,17 @@ def _inspect(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _of_quantized(model: nn.Module) -> Iterator[str]:
-    if how := quantized_by(getattr(model, "config", None)):
+def _notes_of(asked: argparse.Namespace, model: nn.Module) -> Iterator[str]:
+    """Yield what a config says, and the model was not built by."""
+    if not Path(asked.model).exists():
+        return
+    told = read_config(config_of(Path(asked.model)), asked.trust_remote_code)
+    yield from told.notes()
+    if told.quantized:
         dtype = dtype_name(next(model.parameters()).dtype)
         yield (
-            f"the config says that the weights are quantized ({how}), the plan is that of the model with its "
-            f"weights in {dtype}: dequantize them before the conversion"
+            f"the config says that the weights are quantized ({told.quantized}), the plan is that of the "
+            f"model with its weights in {dtype}: dequantize them before the conversion"
         )
 
 

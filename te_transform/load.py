@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_transform.config_file import LoadError
 from te_transform.graph.inputs import Inputs
+from te_transform.pretrained import from_config
 from te_transform.runtime.console import in_a_line
-
-
-class LoadError(ValueError):
-    """There is no such model or input, or it cannot be built."""
 
 
 def load(
@@ -45,7 +40,7 @@ def load(
     """
     path = Path(name)
     if path.exists():
-        return _from_config(path, on_meta, dtype, layers, trust_remote_code)
+        return from_config(path, on_meta, dtype, layers, trust_remote_code)
     if not all(name.partition(":")):
         raise LoadError(
             f"there is no file or folder {name!r}, and nothing is downloaded: a folder with a config.json, a "
@@ -141,158 +136,3 @@ def _called(factory: Any, name: str, on_meta: bool) -> Any:
         raise LoadError(
             f"{name!r} failed ({in_a_line(error)}), a factory that can be called without arguments is needed"
         ) from error
-
-
-def _from_config(
-    path: Path, on_meta: bool, dtype: torch.dtype | None, layers: int | None, trust_remote_code: bool
-) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise LoadError(f"{path} is read by transformers: pip install transformers") from error
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise LoadError(
-            f"{path} has no config.json, a folder with one, a config file, or package.module:factory is "
-            "needed"
-        )
-    told = _told(file, trust_remote_code)
-    try:
-        # by its folder, in which code is looked for; from elsewhere nothing is loaded
-        home = file.parent if file.name == "config.json" else file
-        config = transformers.AutoConfig.from_pretrained(
-            home, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-        if layers is not None:
-            _set_layers(config, layers)
-        kind = _class_of(config, told.get("auto_map"))
-        own: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        weights = _weights_in(path) if not on_meta and layers is None else None
-        if weights is not None:
-            own["trust_remote_code"] = trust_remote_code
-            return _with_weights(path, kind, config, **weights, **own)
-        with torch.device("meta") if on_meta else nullcontext():
-            return _built(kind, config, trust_remote_code, own)
-    except LoadError:
-        raise
-    except UnpicklingError as error:
-        raise LoadError(
-            f"{path} has weights that are more than tensors, to read them would run code: safetensors are "
-            "needed"
-        ) from error
-    except Exception as error:
-        said = " ".join(str(error).partition("\n\n")[0].split())  # transformers goes on in paragraphs
-        raise LoadError(
-            f"{file} gives no model ({type(error).__name__}: {said}): a config that transformers "
-            f"{transformers.__version__} builds a model of is needed, or package.module:factory"
-        ) from error
-
-
-def _told(file: Path, trust_remote_code: bool) -> dict[str, Any]:
-    """What a config says, if no code has to be run for it that is not trusted."""
-    try:
-        told = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise LoadError(
-            f"{file} is no JSON ({error}), a config is needed: code is named as package.module:factory"
-        ) from error
-    if not isinstance(told, dict):
-        raise LoadError(f"{file} has a {type(told).__name__}, the object of a config is needed")
-    if "auto_map" in told and not trust_remote_code:
-        raise LoadError(
-            f"{file} names Python code of its own ({_names(told['auto_map'])}), which would be run: pass "
-            f"--trust-remote-code if you trust it{_or_without(told)}"
-        )
-    return told
-
-
-def _with_weights(path: Path, kind: Any, config: Any, **how: Any) -> nn.Module:
-    import transformers
-
-    if method := quantized_by(config):
-        raise LoadError(
-            f"{path} has weights that are quantized ({method}), floating point ones are needed: save the "
-            "dequantized model, or give the config.json alone, for random weights"
-        )
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()
-    return kind.from_pretrained(path, config=config, local_files_only=True, **how)
-
-
-def quantized_by(config: Any) -> str:
-    """The method that a config of transformers says its weights are quantized by; "" where it says none."""
-    told = getattr(config, "quantization_config", None)
-    told = told if isinstance(told, dict) or told is None else vars(told)
-    return str(told.get("quant_method", "by no named method")) if told else ""
-
-
-def _weights_in(path: Path) -> dict[str, bool] | None:
-    """How those beside a config are read: safetensors, else files of torch.save(), of tensors alone."""
-    if any(path.glob("*.safetensors")):
-        return {"use_safetensors": True}
-    return {"use_safetensors": False, "weights_only": True} if any(path.glob("pytorch_model*.bin")) else None
-
-
-def _names(code: Any) -> str:
-    return ", ".join(sorted(code)) if isinstance(code, dict) else repr(code)
-
-
-def _or_without(told: dict[str, Any]) -> str:
-    """What else may be done where transformers has the kind of model itself, as it has most by now."""
-    import transformers
-
-    kind = told.get("model_type")
-    named = told.get("architectures") or ["AutoModel"]
-    known = isinstance(kind, str) and kind in transformers.CONFIG_MAPPING
-    if not known or not isinstance(named, list) or not hasattr(transformers, str(named[0])):
-        return ""
-    return f", or give a config without auto_map: transformers has {kind} itself"
-
-
-def _class_of(config: Any, code: Any) -> Any:
-    """The class that a config names, or what transformers makes of it where it names none; where it names
-    code, the one of transformers' that loads that class from there."""
-    import transformers
-
-    name = (config.architectures or ["AutoModel"])[0]
-    if isinstance(code, dict):
-        loading = [auto for auto in code if auto.startswith("AutoModel") and hasattr(transformers, auto)]
-        fitting = [auto for auto in loading if str(code[auto]).endswith(f".{name}")]
-        return getattr(transformers, [*fitting, *loading, "AutoModel"][0])
-    if not hasattr(transformers, name):
-        raise LoadError(
-            f"the config names the class {name}, which transformers {transformers.__version__} does not "
-            "have: the name of one that it has is needed under architectures, or a newer transformers"
-        )
-    kind = getattr(transformers, name)
-    if not (hasattr(kind, "_from_config") or hasattr(kind, "from_config")):
-        raise LoadError(f"the config names {name} under architectures, the class of a model is needed there")
-    return kind
-
-
-def _built(kind: Any, config: Any, trust_remote_code: bool, own: dict[str, Any]) -> nn.Module:
-    if hasattr(kind, "_from_config"):
-        return kind._from_config(config, **own)
-    return kind.from_config(config, trust_remote_code=trust_remote_code, **own)
-
-
-def _set_layers(config: Any, layers: int) -> None:
-    text = config.get_text_config()
-    if not hasattr(text, "num_hidden_layers"):
-        raise LoadError(f"a {type(config).__name__} has no number of layers to set")
-    if layers > text.num_hidden_layers:
-        raise LoadError(
-            f"the config has {text.num_hidden_layers} layers, {layers} are asked for: as many or fewer are "
-            "needed, or another config"
-        )
-    try:
-        text.num_hidden_layers = layers
-    except NotImplementedError as error:  # there are several numbers
-        raise LoadError(
-            f"a {type(config).__name__} has no one number of layers to set ({error}): edit the config"
-        ) from error
-    for name in ("decoder_layers", "num_decoder_layers"):
-        if hasattr(text, name):
-            setattr(text, name, layers)
-    if vars(text).get("layer_types"):  # else it follows from the number
-        text.layer_types = text.layer_types[:layers]

@@ -1,0 +1,213 @@
+"""Read the config.json of a model: only entries that cannot name code, a file or a repository."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+_ATTENTION = ("eager", "sdpa", "flex_attention")  # every other implementation may load a kernel of the hub
+_EXPERTS = ("eager", "batched_mm", "grouped_mm")
+_CHOICES = {
+    "attn_implementation": _ATTENTION,
+    "_attn_implementation": _ATTENTION,
+    "experts_implementation": _EXPERTS,
+    "_experts_implementation": _EXPERTS,
+}
+_NUMBERS_ONLY = ("model_args", "detectron2_config_args")  # arguments for functions of timm and detectron2
+_ANY_TEXT = ("id2label", "label2id")  # names of classes
+# entries that transformers reads for many configs, though they are not fields of the class
+_LEGACY = {"torch_dtype", "rope_scaling", "layer_types", "per_layer_config", "model_type"}
+_PLACE = re.compile(r"[\w.~][/:\\]|[/:\\][\w.~]")  # part of a path, of a URL or of a repository's name
+
+
+class LoadError(ValueError):
+    """A model or an input does not exist or cannot be built."""
+
+
+@dataclass
+class ConfigFile:
+    """The entries of a config.json that are read.
+
+    `unread` has the paths of entries that are not read; `quantized` has the method by which the config says
+    that weights are quantized, or "".
+    """
+
+    file: Path
+    entries: dict[str, Any] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+    quantized: str = ""
+
+    def notes(self) -> Iterator[str]:
+        """Return a sentence on the entries that are not read, if there are any."""
+        if self.unread:
+            yield (
+                f"{self.file.name} has entries that are not read, because they could name code or files "
+                f"({', '.join(self.unread)}): pass --trust-remote-code to read them"
+            )
+
+
+def read_config(file: Path, trust_remote_code: bool = False) -> ConfigFile:
+    """Read a config; read all of it if `trust_remote_code`.
+
+    Raises:
+        LoadError: the file is not a config, or an entry names code.
+    """
+    told = _json(file)
+    if trust_remote_code:
+        return ConfigFile(file, told, quantized=_method(told.get("quantization_config")))
+    if "pretrained_cfg" in told:  # as timm writes it
+        told.setdefault("model_type", "timm_wrapper")
+    found = ConfigFile(file)
+    found.entries = dict(_read(found, told, "", _class_of(told), set()))
+    return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        told = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise LoadError(
+            f"{file} is no JSON ({error}), a config is needed: code is named as package.module:factory"
+        ) from error
+    if not isinstance(told, dict):
+        raise LoadError(f"{file} has a {type(told).__name__}, the object of a config is needed")
+    return told
+
+
+def _read(
+    found: ConfigFile, told: dict[str, Any], path: str, kind: Any, known: set[str] | None
+) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a config that are read.
+
+    Args:
+        known: names to read besides those of the class; None if all names are known.
+    """
+    known = None if known is None else known | _LEGACY | _names_of(kind)
+    for name, value in told.items():
+        at = f"{path}.{name}" if path else name
+        if name == "auto_map":
+            _refuse_code(found.file, value, told)
+        elif name == "quantization_config":
+            found.quantized = found.quantized or _method(value)
+        elif _is_numbers(value):
+            yield name, value
+        elif name in _CHOICES or name.endswith("dtype") or name in _NUMBERS_ONLY or name == "backbone":
+            _check_text(found.file, at, name, value, kind)
+            yield name, value
+        elif name in ("name_or_path", "_name_or_path", "_commit_hash"):
+            continue  # records of the origin
+        elif known is not None and name not in known:
+            found.unread.append(at)
+        elif isinstance(value, dict) and name not in _ANY_TEXT:
+            part = _class_of(value) or _part_of(kind, name)
+            yield name, dict(_read(found, value, at, part, None if part is None else set()))
+        else:
+            _check_places(found.file, at, value if name not in _ANY_TEXT else ())
+            yield name, value
+
+
+def _refuse_code(file: Path, code: Any, told: dict[str, Any]) -> None:
+    if code:
+        names = ", ".join(sorted(code)) if isinstance(code, dict) else repr(code)
+        raise LoadError(
+            f"{file} names Python code of its own ({names}), which would be run: pass --trust-remote-code if "
+            f"you trust it{_or_without(told)}"
+        )
+
+
+def _or_without(told: dict[str, Any]) -> str:
+    """Return the alternative if transformers has a class for the model, as it does for most by now."""
+    import transformers
+
+    named = told.get("architectures") or ["AutoModel"]
+    if _class_of(told) is None or not isinstance(named, list) or not hasattr(transformers, str(named[0])):
+        return ""
+    return f", or give a config without auto_map: transformers has {told['model_type']} itself"
+
+
+def _check_text(file: Path, at: str, name: str, value: Any, kind: Any) -> None:
+    """Check an entry that transformers turns into a function, a dtype or a model.
+
+    Raises:
+        LoadError: the entry has a value that could name code or a repository.
+    """
+    for text in _texts(value):
+        if name in _CHOICES:
+            is_right, needed = text in _CHOICES[name], f"one of {', '.join(_CHOICES[name])}"
+        elif name.endswith("dtype"):
+            is_right, needed = _is_dtype(text), "the name of a torch.dtype, such as bfloat16"
+        elif name == "backbone":  # else it is looked up at the hub
+            is_right = getattr(kind, "model_type", "") == "timm_backbone" and not _PLACE.search(text)
+            needed = "a backbone_config in its place"
+        else:
+            is_right, needed = False, "numbers alone"
+        if not is_right:
+            raise LoadError(f"{_expected(file, at, needed, text)}")
+
+
+def _check_places(file: Path, at: str, value: Any) -> None:
+    for text in _texts(value):
+        if _PLACE.search(text):
+            raise LoadError(f"{_expected(file, at, 'a name without path or repository', text)}")
+
+
+def _expected(file: Path, at: str, needed: str, text: str) -> str:
+    return (
+        f"expected {needed} for {at} in {file}, got {text!r}; change it, or pass --trust-remote-code if you "
+        "trust it"
+    )
+
+
+def _is_numbers(value: Any) -> bool:
+    """Check that a value is made of numbers, flags and nulls, which name nothing."""
+    if isinstance(value, list):
+        return all(map(_is_numbers, value))
+    return not value or isinstance(value, (bool, int, float))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
+
+
+def _is_dtype(name: str) -> bool:
+    import torch
+
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def _method(quantization: Any) -> str:
+    """Return the method of a quantization_config; "" if the entry is empty."""
+    named = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return str(named or "by no named method") if quantization else ""
+
+
+def _class_of(told: dict[str, Any]) -> Any:
+    """Return the class of transformers for a config, None if there is none."""
+    from transformers import CONFIG_MAPPING
+
+    kind = told.get("model_type")
+    return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+
+
+def _part_of(kind: Any, name: str) -> Any:
+    """Return the class of the config that a config has under a name, None if the class is not known."""
+    part = getattr(kind, "sub_configs", {}).get(name)
+    return part if hasattr(part, "__dataclass_fields__") else None
+
+
+def _names_of(kind: Any) -> set[str]:
+    """Return the entries that a config class reads: fields, and what its __post_init__ asks for by name."""
+    if kind is None:
+        return set()
+    names = {each.name for each in fields(kind)} | set(kind.attribute_map) | set(kind.sub_configs)
+    code = getattr(inspect.unwrap(kind.__post_init__), "__code__", None)
+    return names | {each for each in getattr(code, "co_consts", ()) if isinstance(each, str)}

@@ -1,0 +1,191 @@
+"""Build a model of transformers from its config.json, and from the weights beside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_transform.config_file import ConfigFile, LoadError, read_config
+
+_WEIGHTS = "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json"
+
+
+def from_config(
+    path: Path, on_meta: bool, dtype: torch.dtype | None, layers: int | None, trust_remote_code: bool
+) -> nn.Module:
+    """Build the model of a folder with a config.json, or of a config; load() has the arguments.
+
+    Raises:
+        LoadError: what was given, what is needed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise LoadError(f"{path} is read by transformers: pip install transformers") from error
+    file = config_of(path)
+    told = read_config(file, trust_remote_code)
+    weights = _weights_in(path) if not on_meta and layers is None else None
+    if weights is not None:
+        _check_weights(path, told)
+    home = _as_it_lies(file) if trust_remote_code else _copied(path, told, weights is not None)
+    try:
+        with home as folder:
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+            config.name_or_path = str(path)
+            if layers is not None:
+                _set_layers(config, layers)
+            kind = _class_of(config, told.entries.get("auto_map"))
+            own: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+            if weights is not None:
+                own["trust_remote_code"] = trust_remote_code
+                return _with_weights(folder, path, kind, config, **weights, **own)
+            with torch.device("meta") if on_meta else nullcontext():
+                return _built(kind, config, trust_remote_code, own)
+    except LoadError:
+        raise
+    except UnpicklingError as error:
+        raise LoadError(
+            f"{path} has weights that are more than tensors, to read them would run code: safetensors are "
+            "needed"
+        ) from error
+    except Exception as error:
+        said = " ".join(str(error).partition("\n\n")[0].split())  # transformers goes on in paragraphs
+        raise LoadError(
+            f"{file} gives no model ({type(error).__name__}: {said}): a config that transformers "
+            f"{transformers.__version__} builds a model of is needed, or package.module:factory"
+        ) from error
+
+
+def config_of(path: Path) -> Path:
+    """Return the config.json of a folder, or the file itself.
+
+    Raises:
+        LoadError: the folder has none.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise LoadError(
+            f"{path} has no config.json, a folder with one, a config file, or package.module:factory is "
+            "needed"
+        )
+    return file
+
+
+@contextmanager
+def _as_it_lies(file: Path) -> Iterator[Path]:
+    """Yield what transformers reads if it may run the code that lies beside a config."""
+    yield file.parent if file.name == "config.json" else file
+
+
+@contextmanager
+def _copied(path: Path, told: ConfigFile, with_weights: bool) -> Iterator[Path]:
+    """Yield a folder that has nothing but the entries of a config that are read, and the weights; what the
+    config selects by default cannot reach the hub either."""
+    from huggingface_hub import constants
+
+    was_offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        with TemporaryDirectory() as folder:
+            home = Path(folder)
+            (home / "config.json").write_text(json.dumps(told.entries), "utf-8")
+            for pattern in _WEIGHTS if with_weights else ():
+                for file in path.glob(pattern):
+                    (home / file.name).symlink_to(file.resolve())
+            yield home
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+
+
+def _check_weights(path: Path, told: ConfigFile) -> None:
+    """Check that the weights in a folder are those of a whole model in floating point.
+
+    Raises:
+        LoadError: what the folder has.
+    """
+    if told.quantized:
+        raise LoadError(
+            f"{path} has weights that are quantized ({told.quantized}), floating point ones are needed: save "
+            "the dequantized model, or give the config.json alone, for random weights"
+        )
+    if (path / "adapter_config.json").exists():
+        raise LoadError(
+            f"expected the weights of a whole model in {path}, got an adapter (adapter_config.json); merge "
+            "it into its base model and save that, or load both in package.module:factory"
+        )
+
+
+def _with_weights(folder: Path, path: Path, kind: Any, config: Any, **how: Any) -> nn.Module:
+    import transformers
+
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    model = kind.from_pretrained(folder, config=config, local_files_only=True, **how)
+    model.name_or_path = model.config.name_or_path = str(path)
+    return model
+
+
+def _weights_in(path: Path) -> dict[str, bool] | None:
+    """How those beside a config are read: safetensors, else files of torch.save(), of tensors alone."""
+    if any(path.glob("*.safetensors")):
+        return {"use_safetensors": True}
+    return {"use_safetensors": False, "weights_only": True} if any(path.glob("pytorch_model*.bin")) else None
+
+
+def _class_of(config: Any, code: Any) -> Any:
+    """The class that a config names, or what transformers makes of it where it names none; where it names
+    code, the one of transformers' that loads that class from there."""
+    import transformers
+
+    name = (config.architectures or ["AutoModel"])[0]
+    if isinstance(code, dict):
+        loading = [auto for auto in code if auto.startswith("AutoModel") and hasattr(transformers, auto)]
+        fitting = [auto for auto in loading if str(code[auto]).endswith(f".{name}")]
+        return getattr(transformers, [*fitting, *loading, "AutoModel"][0])
+    if not hasattr(transformers, name):
+        raise LoadError(
+            f"the config names the class {name}, which transformers {transformers.__version__} does not "
+            "have: the name of one that it has is needed under architectures, or a newer transformers"
+        )
+    kind = getattr(transformers, name)
+    if not (hasattr(kind, "_from_config") or hasattr(kind, "from_config")):
+        raise LoadError(f"the config names {name} under architectures, the class of a model is needed there")
+    return kind
+
+
+def _built(kind: Any, config: Any, trust_remote_code: bool, own: dict[str, Any]) -> nn.Module:
+    if hasattr(kind, "_from_config"):
+        return kind._from_config(config, **own)
+    return kind.from_config(config, trust_remote_code=trust_remote_code, **own)
+
+
+def _set_layers(config: Any, layers: int) -> None:
+    text = config.get_text_config()
+    if not hasattr(text, "num_hidden_layers"):
+        raise LoadError(f"a {type(config).__name__} has no number of layers to set")
+    if layers > text.num_hidden_layers:
+        raise LoadError(
+            f"the config has {text.num_hidden_layers} layers, {layers} are asked for: as many or fewer are "
+            "needed, or another config"
+        )
+    try:
+        text.num_hidden_layers = layers
+    except NotImplementedError as error:  # there are several numbers
+        raise LoadError(
+            f"a {type(config).__name__} has no one number of layers to set ({error}): edit the config"
+        ) from error
+    for name in ("decoder_layers", "num_decoder_layers"):
+        if hasattr(text, name):
+            setattr(text, name, layers)
+    if vars(text).get("layer_types"):  # else it follows from the number
+        text.layer_types = text.layer_types[:layers]
