@@ -197,7 +197,12 @@ READ: dict[str, tuple[dict[str, Any], Callable[[Any], Any], Any]] = {
     ),
     "another class for layers of several kinds": (
         LLAMA
-        | {"rope_theta": 1e4, "model_type": "mistral", "layer_types": ["full_attention"], "architectures": ["MinistralModel"]},
+        | {
+            "head_dim": 16,
+            "model_type": "mistral",
+            "layer_types": ["full_attention"],
+            "architectures": ["MinistralModel"],
+        },
         lambda c: c.model_type,
         "ministral",
     ),
