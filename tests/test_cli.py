@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,10 @@ from torch import nn
 
 import te_transform
 from te_transform.cli import main
+from te_transform.explain import explanation
 from te_transform.load import LoadError, load
 from te_transform.passes import PIPELINE
+from te_transform.plan.rule import Rule
 from te_transform.runtime import timing
 from tests import test_compiled
 
@@ -255,7 +258,7 @@ def test_a_recipe_that_has_no_emulation_is_said(
     def cannot(*_: Any) -> None:
         raise ValueError("there is no emulation of this recipe")
 
-    monkeypatch.setattr("te_transform.cli.verify", cannot)
+    monkeypatch.setattr("te_transform.commands.verify", cannot)
     assert main(["verify", "models_of_mine:two", "--length", "4"]) == 2
     assert capsys.readouterr().err == "te-transform: there is no emulation of this recipe\n"
 
@@ -294,7 +297,7 @@ def test_what_is_not_the_same_fails(
         found.register_forward_hook(lambda module, args, out: out * 1.01)
         return found
 
-    monkeypatch.setattr("te_transform.cli.convert", scaled)
+    monkeypatch.setattr("te_transform.commands.convert", scaled)
     assert main(["verify", "models_of_mine:two", "--length", "4"]) == 1
     assert "NOT the same" in capsys.readouterr().out
 
@@ -435,6 +438,33 @@ def test_says_that_weights_are_quantized(capsys: pytest.CaptureFixture[str], fol
             "llama has weights that are quantized (fp8), floating point ones are needed"
             in capsys.readouterr().err
         )
+
+
+LIGHT = (["--help"], ["inspect", "--help"], ["explain"], ["explain", "attention"], ["models", "bert"], [])
+
+
+def test_what_needs_no_model_does_not_import_torch() -> None:
+    """Torch takes seconds to import: in a process that has not imported it, after each such command."""
+    code = (
+        "import sys, te_transform\nfrom contextlib import suppress\nfrom te_transform.cli import main\n"
+        f"for command in {LIGHT!r}:\n    with suppress(SystemExit):\n        main(command)\n"
+        "    assert not {'torch', 'transformers', 'networkx'} & {*sys.modules}, command\n"
+        "from te_transform import Report, convert, inspect\nassert 'torch' in sys.modules\n"
+        "import te_transform.report.report\nassert callable(te_transform.report)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert "usage: te-transform inspect" in ran.stdout
+
+
+@pytest.mark.parametrize("rule", PIPELINE, ids=lambda rule: rule.name)
+def test_what_explain_prints_is_what_the_code_says(rule: Rule, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", rule.name]) == 0
+    written = capsys.readouterr().out.rstrip("\n")
+    told = "\n".join(explanation(rule))
+    if not torch.__version__.startswith("2.13"):  # in whose words the page has the examples
+        written, told = (text.partition("\nbefore\n")[0] for text in (written, told))
+    assert written == told, "run docs/explained.py"
 
 
 @pytest.mark.parametrize("rule", [rule.name for rule in PIPELINE])
