@@ -19,6 +19,7 @@ from te_transform.backends.joined import state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.running import forget_weights
 from te_transform.backends.tracing import in_backward
+from te_transform.graph.keywords import suggests
 from te_transform.plan.model import check_module
 from te_transform.runtime.converted import is_divided
 
@@ -49,6 +50,7 @@ class Accumulation:
         return {name: _reason(parameter) for name, parameter in self.parameters.items() if name not in fused}
 
 
+@suggests
 @contextlib.contextmanager
 def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32) -> Iterator[Accumulation]:
     """Accumulate the gradients of `steps` forward and backward passes; afterwards they are in `.grad`.

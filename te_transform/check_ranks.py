@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_transform.graph.keywords import suggests
 from te_transform.plan.options import Options
 from te_transform.reporting import report
 from te_transform.runtime.converted import converted_of
@@ -21,6 +22,7 @@ class RanksError(RuntimeError):
     """The processes of a group have not made the same model; the message names them."""
 
 
+@suggests
 def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any = None) -> None:
     """Raise in every process of the group unless all have converted the same model in the same way.
 

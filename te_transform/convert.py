@@ -15,12 +15,14 @@ import torch
 from torch import fx, nn
 
 from te_transform.backends.joined import lay
+from te_transform.backends.quantized import is_quantized
 from te_transform.graph.contents import noted
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
+from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, same_random
 from te_transform.passes import PIPELINE
 from te_transform.plan.assign import products_in
-from te_transform.plan.model import ModelError, check_model, check_module
+from te_transform.plan.model import CONVERTED, ModelError, check_model, check_module
 from te_transform.plan.options import OptionError, Options, check_skip
 from te_transform.quantize import dequantize_weights
 from te_transform.reporting import reported
@@ -37,6 +39,7 @@ from te_transform.verify.check import check_sites
 log = logging.getLogger(__name__)
 
 
+@suggests
 @one_at_a_time
 def convert(
     model: nn.Module,
@@ -235,9 +238,16 @@ def revert(converted: nn.Module) -> nn.Module:
     where parallelize() has divided them: then parameters are gathered, on all ranks of the mesh at once.
 
     Raises:
-        ModelError: `converted` is no module.
+        ModelError: `converted` is not converted.
     """
     check_module(converted, "revert")
+    if not any(CONVERTED in vars(module) for module in converted.modules()) and not any(
+        map(is_quantized, converted.parameters())
+    ):
+        raise ModelError(
+            f"expected a converted model, got an unconverted {type(converted).__name__}; pass what "
+            "te_transform.convert() returned, which is a copy unless inplace=True"
+        )
     dequantize_weights(converted)
     leave(converted)
     return converted

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from te_transform.config_file import LoadError
 from te_transform.graph.inputs import Inputs
 from te_transform.pretrained import from_config
-from te_transform.runtime.console import in_a_line
+from te_transform.runtime.console import in_a_line, raised_at
 
 
 def load(
@@ -31,7 +31,7 @@ def load(
         name: "package.module:factory", what is called without arguments and returns the model; a folder with
             a config.json of transformers, whose weights are read if there are any; or such a file.
         on_meta: build it in no memory, without weights. A factory that cannot be run so is run as it is.
-        dtype: of a transformers model; None: what its config says.
+        dtype: of the weights; None: as the config says, or the factory makes them.
         layers: how many a transformers model has; None: what its config says.
         trust_remote_code: run Python code that lies beside the config.
 
@@ -46,9 +46,11 @@ def load(
             f"there is no file or folder {name!r}, and nothing is downloaded: a folder with a config.json, a "
             "config file, or package.module:factory is needed"
         )
-    if layers is not None or dtype is not None:
-        raise LoadError("a number of layers and a dtype are for configs: let the factory build them")
-    return _from_factory(name, on_meta)
+    if layers is not None:
+        raise LoadError(
+            "--layers are for configs, got package.module:factory; let the factory build as many layers"
+        )
+    return _from_factory(name, on_meta).to(dtype)
 
 
 def inputs_of(told: Sequence[str], device: torch.device) -> Inputs:
@@ -107,8 +109,8 @@ def imported(name: str) -> Any:
             found = getattr(found, attribute)
     except (Exception, SystemExit) as error:  # a file of Python does what it likes while it is imported
         raise LoadError(
-            f"{name!r} cannot be imported ({type(error).__name__}: {error}): package.module:factory is "
-            "needed, the module as import names it"
+            f"{name!r} cannot be imported ({type(error).__name__}: {error}){raised_at(error)}: "
+            "package.module:factory is needed, the module as import names it"
         ) from error
     return found
 
@@ -134,5 +136,6 @@ def _called(factory: Any, name: str, on_meta: bool) -> Any:
         return factory()
     except (Exception, SystemExit) as error:
         raise LoadError(
-            f"{name!r} failed ({in_a_line(error)}), a factory that can be called without arguments is needed"
+            f"{name!r} failed ({in_a_line(error)}){raised_at(error)}, a factory that can be called without "
+            "arguments is needed"
         ) from error

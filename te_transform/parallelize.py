@@ -19,6 +19,7 @@ from te_transform.backends.collectives import Ranks, Shards
 from te_transform.canonicalize import canonicalize
 from te_transform.graph.capture import capture, ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
+from te_transform.graph.keywords import suggests
 from te_transform.graph.names import name_as_in
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
@@ -31,6 +32,7 @@ from te_transform.runtime.parallel import Parallel, ParallelError
 from te_transform.runtime.precision import Precision
 
 
+@suggests
 def parallelize(
     converted: nn.Module,
     mesh: DeviceMesh,

@@ -10,6 +10,7 @@ from torch import fx, nn
 from te_transform.graph.capture import capture, on_fake_tensors
 from te_transform.graph.edit import name_model_tensors
 from te_transform.graph.inputs import TraceError, as_inputs
+from te_transform.graph.keywords import suggests
 from te_transform.graph.names import name_as_in
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.plan.model import ModelError, check_module, is_compiled
@@ -17,6 +18,7 @@ from te_transform.plan.options import OptionError
 from te_transform.runtime.converted import is_divided
 
 
+@suggests
 @one_at_a_time
 def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -> fx.GraphModule:
     """The torch-level graph of one forward of `model`, to read or to run.

@@ -552,7 +552,42 @@ def test_a_misspelled_option_is_named():
     known = "backend, passes, recipe, skip, approximate, pad_vocabulary, chunked_loss, compile, graphs"
     with pytest.raises(OptionError) as raised:
         te_transform.inspect(tiny(), X, recpie="fp8-delayed")
-    assert str(raised.value) == f"there is no option 'recpie', one of {known}, inplace, verify is needed"
+    needed = f"there is no option 'recpie', one of {known}, inplace, verify is needed"
+    assert str(raised.value) == f"{needed}; did you mean 'recipe'?"
+
+
+MISSPELLED = {
+    "convert": (te_transform.convert, {"verfy": True}, "; did you mean 'verify'?"),
+    "parallelize": (te_transform.parallelize, {"meshes": None}, "; did you mean 'mesh'?"),
+    "verify": (te_transform.verify, {"example_input": X}, "; did you mean 'example_inputs'?"),
+    "trace": (te_transform.trace, {"trian": False}, "; did you mean 'train'?"),
+    "accumulate": (te_transform.accumulate, {"step": 2}, "; did you mean 'steps'?"),
+    "check_ranks": (te_transform.check_ranks, {"groups": None}, "; did you mean 'group'?"),
+    "unlike all": (te_transform.convert, {"zzz": 1}, ""),
+}
+
+
+@pytest.mark.parametrize("name", MISSPELLED)
+def test_a_misspelled_argument_gets_a_suggestion(name: str):
+    function, arguments, suggestion = MISSPELLED[name]
+    (unknown,) = arguments
+    with pytest.raises(TypeError) as raised:
+        function(tiny(), **arguments)
+    said = f"{function.__name__}() got an unexpected keyword argument {unknown!r}{suggestion}"
+    assert str(raised.value) == said
+
+
+def test_a_model_that_is_not_converted_is_not_reverted():
+    model = tiny()
+    why = "expected a converted model, got an unconverted (Tiny|Sequential); pass what te_transform.convert"
+    with untouched(model), pytest.raises(ModelError, match=why):
+        te_transform.revert(model)
+    converted = te_transform.convert(model, X, verify=False)
+    wrapper = nn.Sequential(converted)
+    te_transform.revert(wrapper)
+    for reverted in (wrapper, converted):
+        with pytest.raises(ModelError, match=why):
+            te_transform.revert(reverted)
 
 
 def test_what_raises_in_the_captured_forward_is_said_without_the_graph():

@@ -10,6 +10,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -133,9 +134,24 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
     assert (built.returncode, built.stderr) == (0, "")
-    interface = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    interface = (tmp_path / "api.html").read_text(encoding="utf-8")
     shown = {name.rpartition(".")[2] for name in re.findall(r'id="(te_transform\.[\w.]+)"', interface)}
     assert set(te_transform.__all__) - {"PIPELINE"} <= shown
+    assert (tmp_path / "search/search_index.js").exists()
+    for page in tmp_path.glob("*.html"):
+        _works_from_disk(page)
+
+
+def _works_from_disk(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    loaded = re.findall(r'<(?:script|link rel="stylesheet")[^>]* (?:src|href)="?([^" >]+)', text)
+    followed = re.findall(r'<a [^>]*href="?([^" >#]+)', text)
+    assert any("iframe-worker" in file for file in loaded), "the search needs it"
+    for file in (*loaded, *followed):
+        is_ours = not file.startswith(("https://", "http://"))
+        assert is_ours or file in followed, f"{page.name} loads {file}"
+        if is_ours and page.name != "404.html":  # which a server shows at any path
+            assert (page.parent / unquote(file)).is_file(), f"{page.name} leads to {file}"
 
 
 @pytest.mark.parametrize(

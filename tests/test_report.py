@@ -255,13 +255,13 @@ def test_rich_shows_brackets_as_they_are() -> None:
 
 
 def test_expect_is_silent_when_it_holds() -> None:
-    report(*FULL).expect(layernorm_mlp=22, layernorm_linear=25, linear=0, no_such_rule=0)
+    report(*FULL).expect(layernorm_mlp=22, layernorm_linear=25, linear=0, attention=0)
     report().expect()
 
 
 def test_expect_shows_the_difference() -> None:
     with pytest.raises(ExpectationError) as failure:
-        report(*FULL).expect(layernorm_mlp=24, layernorm_linear=25, linear=1, layernorm_mpl=24)
+        report(*FULL).expect(layernorm_mlp=24, layernorm_linear=25, linear=1, attention=24)
     assert isinstance(failure.value, AssertionError)
     assert str(failure.value).splitlines() == [
         "GPT was not fused as expected",
@@ -273,12 +273,22 @@ def test_expect_shows_the_difference() -> None:
         "  linear: expected 1, found 0",
         "    refused: (the model itself)  x1",
         f"      {SHAPE}",
-        "  layernorm_mpl: expected 24, found 0",
-        "    no place resembles its pattern, or no such rule was run "
+        "  attention: expected 24, found 0",
+        "    no place resembles its pattern, or the rule was not run "
         "(in this report: layernorm_mlp, layernorm_linear, linear)",
     ]
     with pytest.raises(ExpectationError, match=r"\(in this report: none\)"):
         report().expect(linear=1)
+
+
+def test_expect_refuses_what_is_no_rule() -> None:
+    for some in (report(*FULL), report()):
+        with pytest.raises(TypeError, match=r"got 'layernorm_mpl', .*; did you mean 'layernorm_mlp'\?"):
+            some.expect(layernorm_mpl=0)
+    with pytest.raises(TypeError, match=r"got 'zzz', one of layernorm_mlp, .*, cross_entropy is needed$"):
+        report(*FULL).expect(zzz=0)
+    report(rules=("mine",)).expect(mine=0)
+    report(*fused("of_mine", "fc")).expect(of_mine=1)
 
 
 class _Balanced(HTMLParser):

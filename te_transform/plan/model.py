@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_transform.plan.quantized_modules import quantized_modules
+
 CONVERTED = "_te_transform"  # in the __dict__ of each module that knows of its conversion
 
 
@@ -53,6 +55,11 @@ def check_model(model: Any, function: str) -> None:
     if getattr(model.forward, "__func__", None) is nn.Module.forward:
         raise ModelError(f"{kind} has no forward, it cannot be called: pass the model that calls its parts")
     if next(model.parameters(), None) is None:
+        if quantized := quantized_modules(model):
+            raise ModelError(
+                f"expected floating point weights, got a {kind} with quantized ones "
+                f"({', '.join(quantized)}); dequantize them first"
+            )
         raise ModelError(f"{kind} has no parameters, there is nothing to convert: pass a model with weights")
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from te_transform.backends import Backend, choose
 from te_transform.backends.limits import cuda_graphs
 from te_transform.graph import ops
+from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.pattern import Pattern, Siblings, targets_of, within
 from te_transform.plan.precision_plan import RECIPES, PrecisionPlan
 from te_transform.plan.rule import Rule
@@ -113,7 +114,10 @@ class Options:
         inside = "backend_reason", "as_it_is", "is_auto"
         known = [name for name in cls.__dataclass_fields__ if name not in inside]
         if unknown := [name for name in flags if name not in known]:
-            raise OptionError(f"there is no option {unknown[0]!r}, one of {', '.join(known)} is needed")
+            raise OptionError(
+                f"there is no option {unknown[0]!r}, one of {', '.join(known)} is needed"
+                f"{did_you_mean(unknown[0], known)}"
+            )
         if backend not in ("auto", "te", "torch"):
             raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
         mode, graphs = flags.get("compile", False), flags.get("graphs", False)

@@ -20,9 +20,11 @@ from te_transform.plan.assign import path_below, product_paths
 from te_transform.plan.match import Plan
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.plan.quantized_modules import quantized_modules
 from te_transform.plan.rule import Outcome, Rule
 from te_transform.report.drawing import Part
 from te_transform.report.explain import explain_graphs
+from te_transform.report.places import listed
 from te_transform.report.report import Report
 
 _COMPILED = (
@@ -88,6 +90,8 @@ def compose(
             *_gains(outcomes, compiled),
             *memory.room(model, step),
             *_never(plans, options.passes),
+            *_quantized(model),
+            *_nothing(plans, by_size or compiled),
             *notes,
         ),
         tuple(explain_graphs(captured, reasons, "forward" in vars(model))),
@@ -96,6 +100,7 @@ def compose(
         options=options.asked(),
         inputs=inputs,
         parts=parts,
+        rules=tuple(rule.name for rule in options.passes),
     )
 
 
@@ -131,6 +136,29 @@ def _never(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator
                 f"nothing resembles the pattern of the rule {rule.name!r}, which has {target.__name__} as it "
                 f"is written in models: write ops.{twin.__name__}, what te_transform.rules has for it"
             )
+
+
+def _quantized(model: nn.Module) -> Iterator[str]:
+    """Name the modules whose weights are quantized."""
+    for what, paths in quantized_modules(model).items():
+        yield (
+            f"weights are quantized ({what}) in {listed(paths)}: their products are not fused, dequantize "
+            "the weights before convert() to have them fused"
+        )
+
+
+def _nothing(plans: Sequence[tuple[str, Plan]], is_faster: bool) -> Iterator[str]:
+    """Say that a model gains nothing, and why; `is_faster`: single products are, in kernels or compiled."""
+    sites = [site for _, plan in plans for site in plan.sites]
+    if plans and not sites:
+        refused = any(plan.outcomes for _, plan in plans)
+        yield (
+            "nothing fused: each place that resembles the pattern of a rule is refused, see its reasons"
+            if refused
+            else "nothing fused: no operations of the model resemble the pattern of a rule"
+        )
+    elif sites and not is_faster and all(type(site.fused) is plain.Linear for site in sites):
+        yield "nothing gains: only single products are fused, and this backend runs them as the model does"
 
 
 def _has_experts(plans: Sequence[tuple[str, Plan]]) -> bool:

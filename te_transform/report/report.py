@@ -17,7 +17,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
+from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.nodes import called, name_in_model, path_of
+from te_transform.passes import PIPELINE
 from te_transform.plan.memory import Memory
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 Which = Literal["before", "after"]
 
+_CATALOGUE = tuple(rule.name for rule in PIPELINE)
 _WIDTH = 110  # columns of str(report)
 
 
@@ -65,6 +68,7 @@ class Report:
     options: tuple[str, ...] = ()
     inputs: str = ""
     parts: tuple[Part, ...] = ()
+    rules: tuple[str, ...] = ()  # the names of those that were run
 
     def __deepcopy__(self, memo: dict) -> Report:
         return self  # frozen: copies of a converted model share it
@@ -93,9 +97,15 @@ class Report:
 
         Raises:
             ExpectationError: for each rule that differs, what was expected, what found, and the reasons.
-            TypeError: what is expected is no number of places.
+            TypeError: a rule has a name that is not known, or what is expected is no number of places.
         """
+        known = dict.fromkeys((*self.rules, *(site.rule for site in self.sites), *_CATALOGUE))
         for rule, expected in counts.items():
+            if rule not in known:
+                raise TypeError(
+                    f"expected the name of a rule, got {rule!r}, one of {', '.join(known)} is needed"
+                    f"{did_you_mean(rule, known)}"
+                )
             if not isinstance(expected, int):
                 raise TypeError(f"{rule} is expected {expected!r} times, a whole number is needed")
         found = self.counts
@@ -109,7 +119,7 @@ class Report:
         own = [site for site in self.sites if site.rule == rule]
         if not own:
             rules = ", ".join(dict.fromkeys(site.rule for site in self.sites)) or "none"
-            yield f"    no place resembles its pattern, or no such rule was run (in this report: {rules})"
+            yield f"    no place resembles its pattern, or the rule was not run (in this report: {rules})"
         for status in ("fused", "refused"):
             for places in gather(site for site in own if site.status == status):
                 yield from (f"    {status}: {line}" for line in places.lines)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
 T = TypeVar("T")
+# this package, the standard library, installed packages, and code that is in no file
+_INSTALLED = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), *_INSTALLED, "<")
 
 
 def progress(items: Collection[T], doing: str) -> Iterator[T]:
@@ -22,6 +29,17 @@ def progress(items: Collection[T], doing: str) -> Iterator[T]:
 def in_a_line(error: BaseException) -> str:
     """The class of an error, and the first line of what it says."""
     return ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+
+
+def raised_at(error: BaseException) -> str:
+    """Return " at FILE:LINE" for the line of the user's code that raised an error, "" if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" at {error.filename}:{error.lineno}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    for file, line in reversed(frames):
+        if not file.startswith(_NOT_THE_USERS):
+            return f" at {os.path.relpath(file)}:{line}"
+    return ""
 
 
 def status(doing: str) -> AbstractContextManager[Any]:

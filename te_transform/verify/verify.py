@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_transform.backends.limits import at_any_size
 from te_transform.graph.inputs import Inputs, as_inputs
+from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, preserved, same_buffers
 from te_transform.plan.model import wrapped_by
 from te_transform.runtime.console import progress
@@ -29,6 +30,7 @@ from te_transform.verify.variations import EXAMPLE, Variation, only_hides, varia
 from te_transform.verify.verification import Verification
 
 
+@suggests
 @one_at_a_time
 def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -> Verification:
     """Compare `converted` with `model`, forward and each gradient, against the original's arithmetic in fp64.

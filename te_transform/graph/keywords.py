@@ -1,0 +1,34 @@
+"""Suggest the name that a misspelled one stands for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean '...'?" for the known name that is most like this one, "" if none is."""
+    similar = get_close_matches(name, [*known], n=1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def suggests(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function; an argument with a misspelled name raises a TypeError that has the right name."""
+    parameters = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if unknown := next((name for name in kwargs if name not in parameters), None):
+            raise TypeError(
+                f"{function.__name__}() got an unexpected keyword argument {unknown!r}"
+                f"{did_you_mean(unknown, parameters)}"
+            )
+        return function(*args, **kwargs)
+
+    return run

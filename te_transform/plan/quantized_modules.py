@@ -1,0 +1,46 @@
+"""Find the modules of a model whose weights are quantized by another package, which no rule can fuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from te_transform.backends.quantized import Quantized
+
+_WORDS = ("linear", "quant")  # in the names of such classes and of their modules
+_WIDE = (torch.int64, torch.bool)  # of indices and masks
+
+
+def quantized_modules(model: nn.Module) -> dict[str, list[str]]:
+    """Return the paths of modules with quantized weights, by what the weights are and the class."""
+    found: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if held := next(_quantized(module), None):
+            found.setdefault(f"{held} of {type(module).__name__}", []).append(path)
+    return found
+
+
+def _quantized(module: nn.Module) -> Iterator[str]:
+    """Yield what the quantized tensors of a module are."""
+    if type(module).__module__.startswith("torch.ao.nn.") and callable(getattr(module, "weight", None)):
+        yield "packed weights"  # which a method unpacks
+    named = f"{type(module).__module__}.{type(module).__name__}".lower()
+    is_product = isinstance(module, nn.Linear) or any(word in named for word in _WORDS)
+    for tensor in chain(module._parameters.values(), module._buffers.values()):
+        if isinstance(tensor, Tensor) and is_product and tensor.dim() >= 2 and (what := _what(tensor)):
+            yield what
+
+
+def _what(tensor: Tensor) -> str:
+    """Return what a quantized tensor is, "" for another one."""
+    if is_traceable_wrapper_subclass(tensor):
+        package = type(tensor).__module__.partition(".")[0]
+        is_known = package in ("torchao", "optimum", "bitsandbytes") and not isinstance(tensor, Quantized)
+        return type(tensor).__name__ if is_known else ""
+    dtype = tensor.dtype
+    narrow = dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
+    return str(dtype).removeprefix("torch.") * (narrow and dtype not in _WIDE)
