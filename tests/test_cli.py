@@ -378,6 +378,23 @@ def test_a_forward_that_branches_on_values_is_inspected_with_weights(
     assert "1 site fused" in told
 
 
+def test_a_factory_has_the_dtype_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "models_of_mine:two", "--length", "4", "--dtype", "bfloat16"]) == 0
+    assert "(bfloat16[2, 4, 16])" in capsys.readouterr().out
+    assert next(load("models_of_mine:two", dtype=torch.float16).parameters()).dtype is torch.float16
+
+
+def test_the_command_line_plans_what_inspect_plans(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert main(["inspect", "llama", "--layers", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    report = te_transform.inspect(load("llama", on_meta=True, layers=1))
+    assert told["fused"].items() >= report.counts.items()
+    assert report.options[0] == "backend='torch'" or torch.cuda.is_available()
+    assert [note for note in told["notes"] if note.startswith("backend ")] == [
+        note for note in report.notes if note.startswith("backend ")
+    ]
+
+
 def test_weights_beside_a_config_are_read(folder: Path) -> None:
     model = load("llama")
     model.save_pretrained(folder / "llama")
@@ -566,6 +583,22 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no function": (lambda folder: ["math:pi"], "'math:pi' gave a float, a torch.nn.Module is needed"),
     "a file of Python": (lambda folder: ["models_of_mine.py:two"], "needed, the module as import names it"),
     "a factory that fails": (lambda folder: ["models_of_mine:fails"], "RuntimeError: no weights here"),
+    "the line of a factory that fails": (
+        lambda folder: ["models_of_mine:fails"],
+        "'models_of_mine:fails' failed (RuntimeError: no weights here) at models_of_mine.py:51, a factory ",
+    ),
+    "the line of a module that fails": (
+        lambda folder: [python(folder, "failing", "x = 1\nraise ValueError('no')")],
+        "cannot be imported (ValueError: no) at failing.py:2: package.module:factory is needed",
+    ),
+    "the line of a mistake in a module": (
+        lambda folder: [python(folder, "mistaken", "x = 1\nx = = 2")],
+        "mistaken.py:2: package.module:factory is needed",
+    ),
+    "the line that calls a library": (
+        lambda folder: [python(folder, "calling", "import json\n\ndef two():\n    return json.loads('{')")],
+        "at calling.py:4, a factory",
+    ),
     "a factory of arguments": (
         lambda folder: ["models_of_mine:of_width"],
         "a factory that can be called without arguments is needed",

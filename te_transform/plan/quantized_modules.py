@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends.quantized import Quantized
 
-_WORDS = ("linear", "quant")  # in the names of such classes and of their modules
+_WORDS = ("linear", "quant")  # in the names of such classes
 _WIDE = (torch.int64, torch.bool)  # of indices and masks
 
 
@@ -28,7 +28,7 @@ def _quantized(module: nn.Module) -> Iterator[str]:
     """Yield what the quantized tensors of a module are."""
     if type(module).__module__.startswith("torch.ao.nn.") and callable(getattr(module, "weight", None)):
         yield "packed weights"  # which a method unpacks
-    named = f"{type(module).__module__}.{type(module).__name__}".lower()
+    named = type(module).__name__.lower()
     is_product = isinstance(module, nn.Linear) or any(word in named for word in _WORDS)
     for tensor in chain(module._parameters.values(), module._buffers.values()):
         if isinstance(tensor, Tensor) and is_product and tensor.dim() >= 2 and (what := _what(tensor)):
