@@ -20,7 +20,7 @@ from te_transform.backends import BackendError
 from te_transform.config_file import LoadError, read_config
 from te_transform.convert import convert
 from te_transform.explain import explanation
-from te_transform.graph.inputs import InputError, Inputs, TraceError, invent
+from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, positions
 from te_transform.graph.nodes import dtype_name
 from te_transform.inspect import inspect
 from te_transform.load import imported, inputs_of, load
@@ -36,8 +36,6 @@ from te_transform.runtime import timing
 from te_transform.runtime.console import in_a_line, status
 from te_transform.verify.verify import verify
 
-# how many tokens a row may have: the names that configs of transformers have for it
-_POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # whose labels are their ids
 BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, PrecisionError, TraceError)
 
@@ -155,7 +153,7 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
             )
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return model, inputs_of(asked.input, device)
-    inputs = _invented(model, asked.batch or asked.usual_batch, _length(model, asked))
+    inputs = _invented(model, asked.batch or asked.usual_batch, _length(model, asked), bool(asked.length))
     is_language_model = type(model).__name__.endswith(_LANGUAGE_MODELS) and "input_ids" in inputs.kwargs
     if is_language_model and not asked.inference:
         inputs = replace(inputs, kwargs={**inputs.kwargs, "labels": inputs.kwargs["input_ids"]})
@@ -165,11 +163,7 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
 def _length(model: nn.Module, asked: argparse.Namespace) -> int:
     """The tokens of a row: as many as are asked for; else the usual number, or those that there are positions
     for, which a config of images and text has in its text's."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    said = [(getattr(each, name, None), name) for each in (config, text) for name in _POSITIONS]
-    # XLNet's config has -1 where there is no limit
-    allowed, name = min(((n, name) for n, name in said if n and n > 0), default=(sys.maxsize, ""))
+    allowed, name = positions(model)
     if asked.length and asked.length > allowed:
         raise OptionError(
             f"--length is {asked.length}, the configuration allows {allowed} ({name}): pass at most that, or "
@@ -178,9 +172,9 @@ def _length(model: nn.Module, asked: argparse.Namespace) -> int:
     return asked.length or min(asked.usual_length, int(allowed))
 
 
-def _invented(model: nn.Module, batch: int, length: int) -> Inputs:
+def _invented(model: nn.Module, batch: int, length: int, exactly: bool) -> Inputs:
     try:
-        return invent(model, batch, length)
+        return invent(model, batch, length, exactly)
     except (RuntimeError, TypeError) as error:
         raise OptionError(
             f"--batch {batch} and --length {length} make no inputs ({in_a_line(error)}), smaller numbers are "

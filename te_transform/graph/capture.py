@@ -19,19 +19,17 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
 
+from te_transform.graph.fake import faked
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.questions import guard_questions
 from te_transform.graph.recompiles import Recompiles, module_of
@@ -320,16 +318,5 @@ def on_fake_tensors(model: nn.Module, inputs: Inputs) -> Iterator[tuple[tuple, d
     A forward then computes shapes and dtypes, in no time and no memory. A model on the meta device is taken
     for one on the CPU.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return mode.from_tensor(tensor, static_shapes=True)
-        with mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-    tensors = {name: fake(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
-    arguments = tree_map_only(Tensor, fake, inputs.clone())
-    with _reparametrize_module(model, tensors, tie_weights=True), mode:
+    with faked(model, inputs.clone()) as arguments:
         yield arguments

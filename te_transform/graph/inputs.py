@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.graph.preserve import preserved
+from te_transform.graph.tables import out_of_range
 
 BATCH, LENGTH = 2, 8  # small, different from each other and from 1: a size then names its dimension
 _ASK = "pass example_inputs=(tensor, ...) or example_inputs={'name': tensor, ...}"
@@ -156,18 +158,84 @@ def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
     return replace(inputs, kwargs={**inputs.kwargs, "use_cache": False})
 
 
-def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Inputs:
+def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH, exactly: bool = False) -> Inputs:
     """Inputs for a model whose modules say what it reads: token ids, images, features or a wave; always the
-    same ones, of so many rows of so many tokens.
+    same ones, of so many rows of so many tokens. Rows have fewer tokens if the model has no positions for so
+    many, unless `exactly`.
 
     Where that leaves more than one possibility, the model is run to see which it takes.
 
     Raises:
         InputError: nothing in the model says what its forward takes, or it fails on all that could be.
     """
+    tables = sorted({m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}, reverse=True)
+    length = length if exactly else min(length, positions(model)[0])
+    shorter = sorted({*tables, *(length >> times for times in range(1, 32))} - {0}, reverse=True)
+    lengths = [length, *(each for each in shorter if each < length and not exactly)]
+    first: Inputs | Exception | None = None
+    for tokens, most in itertools.product(lengths, tables or [0]):
+        try:
+            inputs = _invented(model, batch, tokens, most)
+        except InputError as error:
+            first = first or error
+            continue
+        moved = _on_its_device(model, inputs)
+        may_not = _may_not_fit(model, inputs, tokens)
+        error = out_of_range(model, *moved.clone(), _tensors(inputs)) if may_not else None
+        if error is None:
+            return moved
+        if exactly:
+            raise InputError(
+                f"expected at most as many tokens as {type(model).__name__} has positions for, got {length} "
+                f"({type(error).__name__}: {error}); pass fewer"
+            )
+        first = first or moved
+    if isinstance(first, Inputs):  # no number of tokens is right: let the caller say what the model raises
+        return first
+    raise first
+
+
+def positions(model: nn.Module) -> tuple[int, str]:
+    """Return how many tokens a row may have by the config of a model, and the name of the config's entry."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    said = [(getattr(each, name, None), name) for each in (config, text) for name in _POSITIONS]
+    # XLNet's config has -1 where there is no limit
+    return min(((n, name) for n, name in said if isinstance(n, int) and n > 0), default=(sys.maxsize, ""))
+
+
+def _may_not_fit(model: nn.Module, inputs: Inputs, length: int) -> bool:
+    """Check whether a table of the model may have fewer rows than there are ids or positions."""
+    ids = [int(tensor.max()) for tensor in _tensors(inputs) if not tensor.is_floating_point()]
+    needed = max(2 * length, *ids, 0)  # some models count positions from 2 on
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            sizes = [module.num_embeddings]
+        elif type(module).__module__.startswith("torch.nn."):
+            continue
+        else:
+            own = (*module._parameters.values(), *module._buffers.values())
+            sizes = [size for tensor in own if tensor is not None for size in tensor.shape[:-1] if size > 1]
+        if any(size <= needed for size in sizes):
+            return True
+    return False
+
+
+def _tensors(inputs: Inputs) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def _on_its_device(model: nn.Module, inputs: Inputs) -> Inputs:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (inputs.args, inputs.kwargs))
+    return replace(inputs, args=args, kwargs=kwargs)
+
+
+def _invented(model: nn.Module, batch: int, length: int, most: int) -> Inputs:
+    """Invent inputs of so many tokens, with ids below `most`."""
     with torch.random.fork_rng(devices=[]):  # they are drawn on the CPU
         torch.random.default_generator.manual_seed(0)
-        candidates = _candidates(model, batch, length)
+        candidates = _candidates(model, batch, length, most)
     errors: dict[str, list[str]] = {}
     for inputs in candidates:
         if len(candidates) == 1 or (error := _error_of(model, inputs)) is None:
@@ -180,9 +248,9 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Inputs
     )
 
 
-def _candidates(model: nn.Module, batch: int, length: int) -> list[Inputs]:
+def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[Inputs]:
     if hasattr(model, "main_input_name") and hasattr(getattr(model, "config", None), "get_text_config"):
-        return _for_hugging_face(model, batch, length)
+        return _for_hugging_face(model, batch, length, most)
     required = [
         p
         for p in inspect.signature(model.forward).parameters.values()
@@ -198,7 +266,7 @@ def _candidates(model: nn.Module, batch: int, length: int) -> list[Inputs]:
     first_of_each = {isinstance(module, nn.Embedding): module for module in reversed(readers)}
     first_of_each = sorted(first_of_each.values(), key=readers.index)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    read = [_read_by(module, like, batch, length) for module in first_of_each]
+    read = [_read_by(module, like, batch, length, most) for module in first_of_each]
     is_of_words = isinstance(readers[0], nn.Embedding) and not any(isinstance(m, nn.Conv2d) for m in readers)
     if len(required) == 1 and not is_of_words:  # what reads patches of an image does not say so
         read += [torch.randn(batch, _channels(readers), side, side).to(like) for side in _SIDES]
@@ -208,7 +276,7 @@ def _candidates(model: nn.Module, batch: int, length: int) -> list[Inputs]:
 
 def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
     """What the model raises on these inputs, its first line."""
-    args, kwargs = inputs.clone()
+    args, kwargs = _on_its_device(model, inputs).clone()
     try:
         with preserved(model), torch.no_grad():
             model(*args, **kwargs)
@@ -218,6 +286,10 @@ def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
 
 
 _READERS = (nn.Embedding, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention)
+# how many tokens a row may have: the names that configs have for it
+_POSITIONS = (
+    "max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "n_positions",
+)  # fmt: skip
 _SIDES = (16, 32, 64, 224, 256)  # of images, in pixels
 _MOST_ARGUMENTS = 3  # more are too many to try what each of them is
 _SAMPLES = 8000  # of a wave: half a second
@@ -227,9 +299,9 @@ def _channels(readers: list[nn.Module]) -> int:
     return next((module.in_channels for module in readers if isinstance(module, nn.Conv2d)), 3)
 
 
-def _read_by(module: nn.Module, like: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+def _read_by(module: nn.Module, like: torch.Tensor, batch: int, length: int, most: int) -> torch.Tensor:
     if isinstance(module, nn.Embedding):
-        return torch.randint(module.num_embeddings, (batch, length)).to(like.device)
+        return torch.randint(min(module.num_embeddings, most), (batch, length))
     if isinstance(module, nn.Conv2d):
         side = 4 * max(module.kernel_size)
         return torch.randn(batch, module.in_channels, side, side).to(like)
@@ -242,11 +314,11 @@ def _read_by(module: nn.Module, like: torch.Tensor, batch: int, length: int) -> 
     return torch.randn(batch, length, *width).to(like)
 
 
-def _for_hugging_face(model: nn.Module, batch: int, length: int) -> list[Inputs]:
+def _for_hugging_face(model: nn.Module, batch: int, length: int, most: int) -> list[Inputs]:
     config, name = model.config, model.main_input_name
     like = next(p for p in model.parameters() if p.is_floating_point())
-    vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
-    ids = torch.randint(vocabulary, (batch, length)).to(like.device) if vocabulary else None
+    vocabulary = min(getattr(config.get_text_config(), "vocab_size", 0) or 0, most or sys.maxsize)
+    ids = torch.randint(vocabulary, (batch, length)) if vocabulary else None
     if name == "input_ids" and ids is not None:
         read = [ids]
     elif name in _FLOATS:

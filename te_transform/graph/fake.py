@@ -1,0 +1,35 @@
+"""Run a model on fake tensors, in no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
+
+
+@contextmanager
+def faked(model: nn.Module, arguments: Any) -> Iterator[Any]:
+    """Yield the arguments as fake tensors, for a model whose parameters and buffers are fake too meanwhile.
+
+    A forward then computes shapes and dtypes, in no time and no memory. A model on the meta device is taken
+    for one on the CPU.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return mode.from_tensor(tensor, static_shapes=True)
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    tensors = {name: fake(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    arguments = tree_map_only(Tensor, fake, arguments)
+    with _reparametrize_module(model, tensors, tie_weights=True), mode:
+        yield arguments
