@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import te_transform
 from te_transform.cli import main
@@ -157,6 +158,26 @@ def test_inputs_of_a_model_of_transformers_lie_in_its_tables(name: str) -> None:
     assert ids.max() < 20
     assert ids.shape[1] <= getattr(model.config, "max_position_embeddings", 8)
     assert te_transform.inspect(model).fused
+
+
+class Fails(Types):
+    """Fails on fake tensors, of whatever number, as products by groups do in float32."""
+
+    runs = 0
+
+    def places(self, ids: Tensor) -> Tensor:
+        if isinstance(ids, FakeTensor):
+            type(self).runs += 1
+            raise RuntimeError("expected bfloat16")
+        return super().places(ids)
+
+
+@pytest.mark.parametrize("exactly", [False, True])
+def test_a_failure_that_the_number_of_tokens_does_not_change_is_left_to_the_caller(exactly: bool) -> None:
+    Fails.runs = 0
+    (ids,) = invent(Fails(), exactly=exactly).args
+    assert ids.shape == (2, 8)
+    assert Fails.runs == 2
 
 
 FACTORY = """

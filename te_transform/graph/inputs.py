@@ -172,27 +172,30 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH, exactly: 
     length = length if exactly else min(length, positions(model)[0])
     shorter = sorted({*tables, *(length >> times for times in range(1, 32))} - {0}, reverse=True)
     lengths = [length, *(each for each in shorter if each < length and not exactly)]
-    first: Inputs | Exception | None = None
+    first: Inputs | None = None
+    failed: Exception | None = None
+    wrong: Exception | None = None
     for tokens, most in itertools.product(lengths, tables or [0]):
         try:
             inputs = _invented(model, batch, tokens, most)
         except InputError as error:
-            first = first or error
+            failed = failed or error
             continue
-        moved = _on_its_device(model, inputs)
-        may_not = _may_not_fit(model, inputs, tokens)
-        error = out_of_range(model, *moved.clone(), _tensors(inputs)) if may_not else None
+        error = _refused(model, inputs) if _may_not_fit(model, inputs, tokens) else None
         if error is None:
-            return moved
-        if exactly:
-            raise InputError(
-                f"expected at most as many tokens as {type(model).__name__} has positions for, got {length} "
-                f"({type(error).__name__}: {error}); pass fewer"
-            )
-        first = first or moved
-    if isinstance(first, Inputs):  # no number of tokens is right: let the caller say what the model raises
-        return first
-    raise first
+            return _on_its_device(model, inputs)
+        first, wrong = first or _on_its_device(model, inputs), wrong or error
+        if not isinstance(error, IndexError) and _refuses_one_token(model, batch, most):
+            wrong = None
+            break
+    if exactly and wrong is not None:
+        raise InputError(
+            f"expected at most as many tokens as {type(model).__name__} has positions for, got {length} "
+            f"({type(wrong).__name__}: {wrong}); pass fewer"
+        )
+    if first is None:
+        raise failed
+    return first  # no number of tokens is right: the caller says what the model raises
 
 
 def positions(model: nn.Module) -> tuple[int, str]:
@@ -219,6 +222,18 @@ def _may_not_fit(model: nn.Module, inputs: Inputs, length: int) -> bool:
         if any(size <= needed for size in sizes):
             return True
     return False
+
+
+def _refused(model: nn.Module, inputs: Inputs) -> Exception | None:
+    return out_of_range(model, *_on_its_device(model, inputs).clone(), _tensors(inputs))
+
+
+def _refuses_one_token(model: nn.Module, batch: int, most: int) -> bool:
+    """Check whether the model fails on any number of tokens."""
+    try:
+        return _refused(model, _invented(model, batch, 1, most)) is not None
+    except InputError:
+        return True
 
 
 def _tensors(inputs: Inputs) -> list[torch.Tensor]:
