@@ -163,21 +163,16 @@ def test_inputs_of_a_model_of_transformers_lie_in_its_tables(name: str) -> None:
 class Fails(Types):
     """Fails on fake tensors, of whatever number, as products by groups do in float32."""
 
-    runs = 0
-
     def places(self, ids: Tensor) -> Tensor:
         if isinstance(ids, FakeTensor):
-            type(self).runs += 1
             raise RuntimeError("expected bfloat16")
         return super().places(ids)
 
 
 @pytest.mark.parametrize("exactly", [False, True])
 def test_a_failure_that_the_number_of_tokens_does_not_change_is_left_to_the_caller(exactly: bool) -> None:
-    Fails.runs = 0
     (ids,) = invent(Fails(), exactly=exactly).args
     assert ids.shape == (2, 8)
-    assert Fails.runs == 2
 
 
 FACTORY = """
