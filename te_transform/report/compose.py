@@ -87,11 +87,10 @@ def compose(
             *([_WIDE] if wide else ()),
             *([_EXPERTS] if precision is not None and _has_experts(plans) else ()),
             *([cost.NOTE] if priced else ()),
-            *_gains(outcomes, compiled),
             *memory.room(model, step),
             *_never(plans, options.passes),
             *_quantized(model),
-            *_nothing(plans, by_size or compiled),
+            *_nothing(plans, outcomes, by_size or compiled),
             *notes,
         ),
         tuple(explain_graphs(captured, reasons, "forward" in vars(model))),
@@ -102,18 +101,6 @@ def compose(
         parts=parts,
         rules=tuple(rule.name for rule in options.passes),
     )
-
-
-def _gains(outcomes: Sequence[Outcome], compiled: bool) -> Iterator[str]:
-    """Yield a sentence if nothing of the model gains from its conversion."""
-    fused = [outcome for outcome in outcomes if outcome.status == "fused"]
-    if outcomes and not fused:
-        yield "nothing is fused, the model runs as captured: the table has the reasons"
-    elif fused and not compiled and all(outcome.inactive for outcome in fused):
-        yield (
-            "nothing gains in a call of these sizes, the model runs as captured: larger example inputs, "
-            "compile=True or a recipe may change that"
-        )
 
 
 def _parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
@@ -147,15 +134,22 @@ def _quantized(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _nothing(plans: Sequence[tuple[str, Plan]], is_faster: bool) -> Iterator[str]:
+def _nothing(
+    plans: Sequence[tuple[str, Plan]], outcomes: Sequence[Outcome], is_faster: bool
+) -> Iterator[str]:
     """Say that a model gains nothing, and why; `is_faster`: single products are, in kernels or compiled."""
     sites = [site for _, plan in plans for site in plan.sites]
+    fused = [outcome for outcome in outcomes if outcome.status == "fused"]
     if plans and not sites:
-        refused = any(plan.outcomes for _, plan in plans)
         yield (
             "nothing fused: each place that resembles the pattern of a rule is refused, see its reasons"
-            if refused
+            if any(plan.outcomes for _, plan in plans)
             else "nothing fused: no operations of the model resemble the pattern of a rule"
+        )
+    elif fused and all(outcome.inactive for outcome in fused):
+        yield (
+            "nothing gains in a call of these sizes, the model runs as captured: larger example inputs, "
+            "compile=True or a recipe may change that"
         )
     elif sites and not is_faster and all(type(site.fused) is plain.Linear for site in sites):
         yield "nothing gains: only single products are fused, and this backend runs them as the model does"
