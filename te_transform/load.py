@@ -86,7 +86,10 @@ def _tensor(told: str, device: torch.device) -> Tensor:
         raise LoadError(f"an input is {told!r}, for instance 2x16:int64:1000 is needed")
     sizes = [int(size) for size in sizes]
     try:
-        drawn = torch.randn(sizes) if kind.is_floating_point else torch.randint(int(high or 2), sizes)
+        if kind.is_floating_point:
+            drawn = torch.randn(sizes, dtype=torch.float32, device="cpu")
+        else:
+            drawn = torch.randint(int(high or 2), sizes, dtype=torch.int64, device="cpu")
         return drawn.to(device, kind)
     except (RuntimeError, TypeError) as error:  # no memory for it, or no such number
         raise LoadError(

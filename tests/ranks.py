@@ -91,10 +91,10 @@ class Net(nn.Module):
         return self.head(x).float().square().mean()
 
 
-def net() -> nn.Module:
+def net(blocks: int = 2) -> nn.Module:
     """In bf16, the same at each call."""
     torch.manual_seed(0)
-    return Net().to(torch.bfloat16)
+    return Net(blocks).to(torch.bfloat16)
 
 
 def inputs(step: int, rank: int = 0) -> Tensor:

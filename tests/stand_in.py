@@ -119,7 +119,8 @@ class Scales:
     """A state of delayed scaling, as TE's: row 0 of the history is the step that runs."""
 
     def __init__(self, count: int, forward: bool, length: int):
-        self.scale, self.amax_history, self.forward = torch.ones(count), torch.zeros(length, count), forward
+        self.scale, self.forward = torch.ones(count, dtype=torch.float32, device="cpu"), forward
+        self.amax_history = torch.zeros(length, count, dtype=torch.float32, device="cpu")
 
     def rounded(self, x: Tensor, index: int) -> Tensor:
         self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], x.detach().abs().amax())
@@ -467,8 +468,8 @@ def _sequences(
             queries, keys = (number, slice(count_q)), (number, slice(count_kv))
         if not attn_mask_type.startswith("padding"):
             assert (count_q, count_kv) == (len(q[number]), len(k[number]))
-        row, column = torch.arange(count_q).unsqueeze(-1), torch.arange(count_kv)
-        hides = torch.zeros(count_q, count_kv, dtype=torch.bool)
+        row, column = (torch.arange(count, device=q.device) for count in (count_q, count_kv))
+        row, hides = row.unsqueeze(-1), torch.zeros(count_q, count_kv, dtype=torch.bool, device=q.device)
         if attn_mask_type.endswith("causal"):
             hides = hides | (column > row)
         if before >= 0:
@@ -488,7 +489,8 @@ def _attended(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, q: Tensor, k: Tensor, v: Tensor, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """The attention, and the logarithms of its sums: [batch, heads, length, 1], packed [rows, heads, 1]."""
-    out, sums = q.new_zeros(*q.shape[:-1], v.shape[-1]), torch.zeros(*q.shape[:-1], 1)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    sums = q.new_zeros(*q.shape[:-1], 1, dtype=torch.float32)
     for queries, keys, scores in _sequences(cu_seqlens_q, cu_seqlens_kv, q, k, **how):
         weights = torch.ops.aten._safe_softmax(scores, -1)
         out[queries] = (weights @ _of_heads(v[keys], q.shape[-2])).transpose(0, 1).to(q.dtype)

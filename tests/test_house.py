@@ -19,6 +19,13 @@ EDITS = {
 }  # fmt: skip
 NODE = {"args", "kwargs", "op", "target"}
 
+# Functions of torch that make a tensor of the default dtype, on the default device, unless they are told.
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace",
+    "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros",
+}  # fmt: skip
+
 
 @cache
 def modules() -> dict[str, Path]:
@@ -155,3 +162,29 @@ def length(function: ast.FunctionDef) -> int:
     """The lines of a function's body, without those of its docstring."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("name", modules())
+def test_tensors_have_a_dtype_and_a_device(name: str) -> None:
+    """Except in the examples of rules, which are models as users write them."""
+    wrong = [line for line in factories(tree(name)) if line not in lines_of_examples(name)]
+    assert not wrong, f"{modules()[name]}:{wrong[0]} makes a tensor, pass dtype= and device="
+
+
+def factories(body: ast.AST) -> Iterator[int]:
+    """Yield the lines of the calls that leave the dtype or the device to the defaults of the process."""
+    for node in ast.walk(body):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            made = is_named(node.func.value, {"torch"}) and node.func.attr in FACTORIES
+            if made and not {"dtype", "device"} <= {keyword.arg for keyword in node.keywords}:
+                yield node.lineno
+
+
+def lines_of_examples(name: str) -> set[int]:
+    """Return the lines of a rule's example: a class Example, a function example(), an argument example=."""
+    found = set()
+    for node in ast.walk(tree(name)):
+        of_class = isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name.lower() == "example"
+        if of_class or (isinstance(node, ast.keyword) and node.arg == "example"):
+            found.update(range(node.lineno, node.end_lineno + 1))
+    return found

@@ -69,7 +69,7 @@ def banded(mask: Tensor, band: Band) -> Banded:
     keep, ends = kept(mask), None
     if band.documents:
         begun = _begins(keep).flatten().cumsum(0)
-        numbers = torch.arange(1, band.documents + 1, device=mask.device)
+        numbers = torch.arange(1, band.documents + 1, dtype=torch.int64, device=mask.device)
         ends = F.pad(torch.searchsorted(begun, numbers, out_int32=True), (0, 1), value=len(begun))
     elif band.padded:
         ends = F.pad(_lengths(keep).cumsum(0, dtype=torch.int32), (1, 0))
@@ -99,7 +99,7 @@ def within(band: Band, ends: Tensor | None, queries: int, keys: int, device: tor
 
 def within_documents(ends: Tensor, batch: int, length: int) -> Tensor:
     """The boolean mask [batch, 1, length, length] of documents that lie one behind the other."""
-    places = torch.arange(batch * length, device=ends.device)
+    places = torch.arange(batch * length, dtype=torch.int64, device=ends.device)
     own = torch.bucketize(places, ends, right=True).view(batch, 1, length, 1)
     return own == own.mT
 
@@ -137,7 +137,7 @@ def _documents(keep: Tensor, band: Tensor) -> list[Tensor]:
     """Of what a mask keeps, and a band that has it all: whether it is that within documents, how many there
     are, the length of the longest, and that of the longest which is seen."""
     begins, own = _begins(keep), sees_itself(keep)
-    places = torch.arange(begins.numel(), device=keep.device).view_as(begins)
+    places = torch.arange(begins.numel(), dtype=torch.int64, device=keep.device).view_as(begins)
     starts = torch.where(begins, places, 0).flatten().cummax(0).values.view_as(begins)
     # what is blind neither sees nor is seen: its documents have a number that no query's has
     seen, seeing = torch.where(own, starts, -1), torch.where(own, starts, -2)
@@ -182,4 +182,5 @@ def _lengths(keep: Tensor) -> Tensor:
 
 
 def _places(queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.arange(queries, device=device).unsqueeze(-1), torch.arange(keys, device=device)
+    query, key = (torch.arange(size, dtype=torch.int64, device=device) for size in (queries, keys))
+    return query.unsqueeze(-1), key

@@ -387,7 +387,7 @@ class OwnRandom(GraphOp):
             self.common = seed, drawn + 4
             generator.manual_seed(self._seed(seed + drawn))
         else:
-            seed = int(torch.randint(2**62, ()).item())
+            seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu").item())
             self.common = (generator.get_state(),)
             generator.manual_seed(self._seed(seed))
         return x

@@ -90,7 +90,7 @@ class Shared:
         A scale is the smaller the larger the values are that it is made of, so that the smallest scale of all
         processes is the one of the largest values.
         """
-        table = torch.full((self.size,), -torch.inf, device=self.places.device)
+        table = torch.full((self.size,), -torch.inf, dtype=torch.float32, device=self.places.device)
         values = torch.cat([table[:0], *self.scales, *(amax.view(1) for amax in self.amaxes)])
         values[: self.count].neg_()
         maximum(table.scatter_reduce_(0, self.places, values, "amax"))
@@ -129,9 +129,9 @@ def template(names: Iterable[str], length: int) -> dict[str, Row]:
     """
     return {
         name: {
-            "scale": torch.full((5,), torch.inf),
-            "amax_history": torch.zeros(length, 5),
-            "seen": torch.full((3,), -torch.inf),
+            "scale": torch.full((5,), torch.inf, dtype=torch.float32, device="cpu"),
+            "amax_history": torch.zeros(length, 5, dtype=torch.float32, device="cpu"),
+            "seen": torch.full((3,), -torch.inf, dtype=torch.float32, device="cpu"),
         }
         for name in names
     }

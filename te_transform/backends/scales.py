@@ -87,7 +87,7 @@ def _note_gradient(amax: Amax, grad: Tensor) -> None:
     amax.grad = _larger(amax.grad, grad)
 
 
-_NOTHING = torch.zeros(())
+_NOTHING = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def _larger(amax: Tensor | None, seen: Tensor) -> Tensor:

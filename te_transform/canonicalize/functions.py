@@ -13,9 +13,9 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_tensor_node
 
 _APPLY = torch.ops.higher_order.autograd_function_apply
-_LARGE = torch.logspace(1, 4, 13, dtype=torch.float64)
-_SAMPLES = torch.cat((-_LARGE.flip(0), torch.linspace(-6, 6, 97, dtype=torch.float64), _LARGE))
-_GRADIENTS = torch.linspace(1, 2, len(_SAMPLES), dtype=torch.float64)
+_LARGE = torch.logspace(1, 4, 13, dtype=torch.float64, device="cpu")
+_SAMPLES = torch.cat((-_LARGE.flip(0), torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu"), _LARGE))
+_GRADIENTS = torch.linspace(1, 2, len(_SAMPLES), dtype=torch.float64, device="cpu")
 _SCALES = (1.0, 1e-30, -1e30)  # by which a backward that rounds or clips its gradient shows
 _CLOSE = 1e-5  # the constants of such functions are written down in seven digits
 

@@ -252,6 +252,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "true_divide": _quotient,
     "rdiv": lambda input, other: (operator.truediv, (other, input)),
     "rtruediv": lambda input, other: (operator.truediv, (other, input)),
+    "floor_divide": lambda input, other: (operator.floordiv, (input, other)),
     "pow": lambda input, exponent: (torch.pow, (input, exponent)),
     "rpow": lambda input, base: (torch.pow, (base, input)),
     "matmul": lambda input, other: (torch.matmul, (input, other)),

@@ -43,5 +43,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if tensor.is_quantized:  # whose bits PyTorch compares without an end
         if tensor.qscheme() is torch.per_channel_affine:
             return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-        return [tensor.int_repr(), torch.tensor([tensor.q_scale(), tensor.q_zero_point()])]
+        scale = [tensor.q_scale(), tensor.q_zero_point()]
+        return [tensor.int_repr(), torch.tensor(scale, dtype=torch.float64, device="cpu")]
     return [tensor]

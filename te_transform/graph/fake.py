@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ def faked(model: nn.Module, arguments: Any) -> Iterator[Any]:
         if not tensor.is_meta:
             return mode.from_tensor(tensor, static_shapes=True)
         with mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     tensors = {name: fake(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     arguments = tree_map_only(Tensor, fake, arguments)
-    with _reparametrize_module(model, tensors, tie_weights=True), mode:
+    # where the default device is meta as well, what a forward makes is on the CPU like the model
+    own = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
+    with _reparametrize_module(model, tensors, tie_weights=True), mode, own:
         yield arguments

@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -280,11 +280,12 @@ def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[In
         )
     first_of_each = {isinstance(module, nn.Embedding): module for module in reversed(readers)}
     first_of_each = sorted(first_of_each.values(), key=readers.index)
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    floats = (p for p in model.parameters() if p.is_floating_point())
+    like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
     read = [_read_by(module, like, batch, length, most) for module in first_of_each]
     is_of_words = isinstance(readers[0], nn.Embedding) and not any(isinstance(m, nn.Conv2d) for m in readers)
     if len(required) == 1 and not is_of_words:  # what reads patches of an image does not say so
-        read += [torch.randn(batch, _channels(readers), side, side).to(like) for side in _SIDES]
+        read += [_normal((batch, _channels(readers), side, side), like) for side in _SIDES]
     several = itertools.product(read, repeat=len(required))
     return [Inputs(values) for values in sorted(several, key=lambda values: len(set(map(id, values))))]
 
@@ -316,28 +317,38 @@ def _channels(readers: list[nn.Module]) -> int:
 
 def _read_by(module: nn.Module, like: torch.Tensor, batch: int, length: int, most: int) -> torch.Tensor:
     if isinstance(module, nn.Embedding):
-        return torch.randint(min(module.num_embeddings, most), (batch, length))
+        return _ids(min(module.num_embeddings, most), (batch, length), like)
     if isinstance(module, nn.Conv2d):
         side = 4 * max(module.kernel_size)
-        return torch.randn(batch, module.in_channels, side, side).to(like)
+        return _normal((batch, module.in_channels, side, side), like)
     if isinstance(module, nn.Linear):
         width = (module.in_features,)
     elif isinstance(module, nn.MultiheadAttention):
         width = (module.embed_dim,)
     else:
         width = tuple(module.normalized_shape)
-    return torch.randn(batch, length, *width).to(like)
+    return _normal((batch, length, *width), like)
+
+
+def _normal(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return random floats in the dtype and on the device of `like`, the same on every device."""
+    return torch.randn(sizes, dtype=torch.float32, device="cpu").to(like)
+
+
+def _ids(count: int, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return random ids below `count` on the device of `like`."""
+    return torch.randint(count, sizes, dtype=torch.int64, device="cpu").to(like.device)
 
 
 def _for_hugging_face(model: nn.Module, batch: int, length: int, most: int) -> list[Inputs]:
     config, name = model.config, model.main_input_name
     like = next(p for p in model.parameters() if p.is_floating_point())
     vocabulary = min(getattr(config.get_text_config(), "vocab_size", 0) or 0, most or sys.maxsize)
-    ids = torch.randint(vocabulary, (batch, length)) if vocabulary else None
+    ids = _ids(vocabulary, (batch, length), like) if vocabulary else None
     if name == "input_ids" and ids is not None:
         read = [ids]
     elif name in _FLOATS:
-        read = [torch.randn(batch, *shape).to(like) for shape in _FLOATS[name](config)]
+        read = [_normal((batch, *shape), like) for shape in _FLOATS[name](config)]
     else:
         raise InputError(
             f"no example inputs were given and none can be invented for {type(model).__name__} (its main "

@@ -274,7 +274,8 @@ class Replay(torch.autograd.Function):
         ctx.read = _noted([arguments[place] for place in graphs.read])
         outputs = graphs.forward(arguments)
         ctx.watched = _noted([arguments[place] for place in graphs.watched])
-        ctx.save_for_backward(torch.empty(0))  # which autograd frees after a backward that is the last
+        # autograd frees a saved tensor after the last backward
+        ctx.save_for_backward(torch.empty(0, dtype=torch.float32, device="cpu"))
         ctx.mark_non_differentiable(*(outputs[number] for number in graphs.without))
         return tuple(outputs)
 

@@ -93,7 +93,8 @@ def _number_of(out: Any) -> Tensor:
     if loss is not None:
         return loss
     leaves = [leaf for leaf in tree_leaves(_plain(out)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return sum((leaf.float().square().mean() for leaf in leaves), torch.zeros(()))
+    start = torch.zeros((), dtype=torch.float32, device="cpu")
+    return sum((leaf.float().square().mean() for leaf in leaves), start)
 
 
 def _plain(out: Any) -> Any:

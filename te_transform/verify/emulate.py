@@ -58,7 +58,8 @@ class Quantizer:
         scale = scale / (2 * torch.frexp(scale).mantissa) if self.powers else scale
         if self.generator is None:
             return scale
-        return scale * torch.exp2(-torch.rand(1, generator=self.generator)).to(scale.device)
+        drawn = torch.rand(1, generator=self.generator, dtype=torch.float32, device="cpu")
+        return scale * torch.exp2(-drawn).to(scale.device)
 
     def turned(self, x: Tensor) -> Tensor:
         """As for the transpose of x: blocks of columns x rows."""

@@ -67,8 +67,8 @@ def _parameters(model: nn.Module) -> set[str]:
 def _left_padded(ids: Tensor) -> Tensor:
     """[batch, length] of 0 and 1, 0 where there is padding: a third of the first row, less in each below."""
     batch, length = ids.shape
-    missing = torch.arange(batch, 0, -1, device=ids.device) * length // (3 * batch)
-    return (torch.arange(length, device=ids.device) >= missing[:, None]).long()
+    missing = torch.arange(batch, 0, -1, dtype=torch.int64, device=ids.device) * length // (3 * batch)
+    return (torch.arange(length, dtype=torch.int64, device=ids.device) >= missing[:, None]).long()
 
 
 def _sizes(inputs: Inputs) -> tuple[int | None, int | None]:
@@ -108,8 +108,8 @@ def _varied(inputs: Inputs, generator: torch.Generator, sizes: Sequence[_Size] =
                 if tensor.shape[dim] == size.found and dim != features
             ]  # fmt: skip
             for dim, size in changes:
-                index = torch.arange(size.wanted, device=tensor.device).clamp(max=size.found - 1)
-                tensor = tensor.index_select(dim, index)
+                index = torch.arange(size.wanted, dtype=torch.int64, device=tensor.device)
+                tensor = tensor.index_select(dim, index.clamp(max=size.found - 1))
             made[key] = tensor if mask else _fresh(tensor, generator)
         return made[key]
 
@@ -130,7 +130,7 @@ def only_hides(tensor: Tensor) -> bool:
 def _fresh(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Other values of the same kind: normal ones of the same mean and scale, or integers that are there."""
     if tensor.is_floating_point():
-        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu").to(tensor)
         return noise * tensor.std() + tensor.mean()
-    picked = torch.randint(tensor.numel(), tensor.shape, generator=generator).to(tensor.device)
-    return tensor.flatten()[picked] if not tensor.is_complex() else tensor
+    picked = torch.randint(tensor.numel(), tensor.shape, generator=generator, dtype=torch.int64, device="cpu")
+    return tensor.flatten()[picked.to(tensor.device)] if not tensor.is_complex() else tensor

@@ -79,7 +79,7 @@ def routed(experts: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     """
     chosen, order = experts.flatten().sort()
     places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
+    places[order] = torch.arange(len(order), dtype=torch.int64, device=order.device)
     numbers = torch.arange(groups, device=chosen.device, dtype=chosen.dtype)
     return order, places, chosen, torch.searchsorted(chosen, numbers, right=True, out_int32=True)
 
