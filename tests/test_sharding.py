@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_transform.backends.collectives import Ranks, Shards, Way, moved
@@ -177,3 +178,35 @@ def test_in_place_writes_are_not_put_on_shards() -> None:
     (captured,) = capture(Writing(), (torch.randn(4, 8),), dynamic=False)
     up = lay_out(canonicalize(captured.module.graph), 2).places[0]
     assert up.reasons == ("the model writes in place to them, values that stay are needed",)
+
+
+class Heads(nn.Module):
+    """A block and a head, with the reshapes that models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv, self.out = nn.Embedding(12, 8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, (batch, length) = self.table(ids), ids.shape
+        q, k, v = (t.reshape(batch, length, 2, 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        mixed = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        x = x + self.out(mixed.reshape(batch, 2, length, 4).transpose(1, 2).reshape(batch, length, 8))
+        hidden = torch.relu(self.up(x)).reshape(batch * length, 16)
+        x = x + self.down(hidden).reshape(batch, length, 8)
+        return F.cross_entropy(self.head(x).reshape(-1, 12), ids.reshape(-1), reduction="sum")
+
+
+def test_empty_batches_and_sequences() -> None:
+    """With the shards that parameters got from an example that was not empty."""
+    model = Heads().double()
+    (example,) = capture(model, (torch.arange(12).view(2, 6),), dynamic=False)
+    layout = lay_out(canonicalize(example.module.graph), 2)
+    shards = {node.name: held for node, held in layout.shards.items()}
+    assert len(shards) == 9
+    for batch, length in ((0, 6), (2, 0), (0, 0), (1, 1)):
+        ids = torch.arange(batch * length).view(batch, length)
+        (captured,) = capture(model, (ids,), dynamic=False)
+        nodes = [node for node in captured.module.graph.nodes if node.name in shards]
+        check(captured, replace(layout, shards={node: shards[node.name] for node in nodes}), 2)

@@ -21,6 +21,7 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import argument, called, is_tensor_node, shape_of, value
 
 Held = Mapping[fx.Node, Shards]  # the values that are sharded, each of a tuple of tensors alike
+_LARGE = 1_000_003  # a prime that is no size of a tensor
 
 
 class Refusal(Exception):
@@ -193,6 +194,8 @@ def _reshape(node: fx.Node, held: Held, ranks: int) -> Step:
 
 def _reshaped(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, ranks: int) -> Shards:
     """The shards of a tensor of the shape `after`, that was one of the shape `before`."""
+    is_empty = [size == 0 for size in after]
+    before, after = _without_zeros(before, after)
     at = len(before) + shards.dim
     old, new = next((old, new) for old, new in _groups(before, after) if at in old)
     sizes = [size for size in (after[i] for i in new) if size != 1]
@@ -219,8 +222,25 @@ def _reshaped(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, r
             raise Refusal(
                 f"a dimension of {size // repeats} is to be divided, a number that {ranks} ranks divide is "
                 "needed", indivisible=True)  # fmt: skip
-        return Shards(i - len(after), (size // repeats,) * repeats, shards.copies)
+        parts = (0,) if is_empty[i] else (size // repeats,) * repeats
+        return Shards(i - len(after), parts, shards.copies)
     raise Refusal("a reshape mixes shards, one that keeps them apart is needed")
+
+
+def _without_zeros(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return both shapes with large sizes in place of zeros: a zero hides which dimensions belong together.
+
+    The same reshape of a larger batch has such sizes. Both shapes hold equally many numbers afterwards.
+    """
+    zeros = max(shape.count(0) for shape in (before, after))
+    sizes = [_LARGE ** 2**number for number in range(zeros)]
+    rests = [math.prod(size for size in shape if size) for shape in (before, after)]
+    total, found = math.lcm(*rests) * math.prod(sizes), []
+    for shape, rest in zip((before, after), rests, strict=True):
+        first = sizes[: shape.count(0) - 1]
+        filled = iter([*first, total // (rest * math.prod(first))])
+        found.append(tuple(size or next(filled) for size in shape))
+    return tuple(found)
 
 
 def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
