@@ -17,7 +17,7 @@ from te_transform.backends.limits import as_autocast, whole_logits
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import reduced
 from te_transform.backends.quantized import is_quantized
-from te_transform.backends.tracing import transformed
+from te_transform.backends.tracing import check_index, transformed
 from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
 from te_transform.graph.bound import F
@@ -94,7 +94,7 @@ class _Losses(torch.autograd.Function):
         rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
         counted = flat != ignore_index
         known = ~counted | ((flat >= 0) & (flat < len(weight)))
-        torch._assert_async(known.all(), f"a target is no word of the {len(weight)} that there are")
+        check_index(known.all(), f"a target is no word of the {len(weight)} that there are")
         wide = torch.promote_types(x.dtype, torch.float32)
         # the largest logits, the logarithm of the sum of all exponentials relative to them, which would be
         # rounded away in one number with them, and the logits of the targets

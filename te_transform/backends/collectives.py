@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_transform.backends.op import GraphOp
 from te_transform.backends.plain import reduced
-from te_transform.backends.tracing import compiling
+from te_transform.backends.tracing import check_index, compiling
 from te_transform.graph.bound import F
 
 # What functional collectives call; its Python wrappers have other names in PyTorch 2.13 than before.
@@ -315,7 +315,7 @@ class ShardedEmbedding(GraphOp):
         """ids [...], weight [own rows, width] -> [..., width].
 
         Raises:
-            RuntimeError: an id is in no rank's rows.
+            IndexError: an id is in no rank's rows.
         """
         own, outside = _own_rows(ids, self.shards, self.ranks, "id")
         start, stop = self.shards.bounds(self.ranks.own, self.ranks.count)[0]
@@ -327,7 +327,7 @@ class ShardedEmbedding(GraphOp):
 def _own_rows(ids: Tensor, shards: Shards, ranks: Ranks, what: str) -> tuple[Tensor, Tensor]:
     """The ids as numbers of this rank's rows, the first for those of other ranks; and which are of others."""
     is_known = ((ids >= 0) & (ids < shards.size)).all()
-    torch._assert_async(is_known, f"{what}s from 0 to {shards.size - 1} are needed, there is another")
+    check_index(is_known, f"{what}s from 0 to {shards.size - 1} are needed, there is another")
     start, stop = shards.bounds(ranks.own, ranks.count)[0]
     outside = (ids < start) | (ids >= stop)
     return (ids - start).masked_fill(outside, 0).long(), outside
@@ -350,7 +350,7 @@ class ShardedCrossEntropy(GraphOp):
         """logits [..., own classes], targets [...]; returns what ops.cross_entropy does, on each rank.
 
         Raises:
-            RuntimeError: a target is no class, and not `ignore_index`.
+            IndexError: a target is no class, and not `ignore_index`.
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         counts = targets != ignore_index

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 compiling: ContextVar[bool] = ContextVar("compiling", default=False)
@@ -15,6 +17,20 @@ def traced() -> bool:
     """Whether a compiler, a tracer or a function transform runs the call: they understand plain PyTorch
     best."""
     return compiling.get() or torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+
+
+def check_index(is_known: Tensor, message: str) -> None:
+    """Raise what PyTorch raises for an id or a target out of range.
+
+    That is an IndexError on the CPU. A GPU is not waited for: the assertion fails there, some time later.
+
+    Raises:
+        IndexError: `is_known` is false.
+    """
+    if is_known.device.type != "cpu" or traced() or is_fake(is_known):
+        torch._assert_async(is_known, message)
+    elif not is_known:
+        raise IndexError(message)
 
 
 def recorded() -> bool:

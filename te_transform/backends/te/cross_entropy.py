@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_transform.backends import plain
 from te_transform.backends.limits import without_cross_entropy
-from te_transform.backends.tracing import traced
+from te_transform.backends.tracing import check_index, traced
 from te_transform.graph import ops
 
 
@@ -28,8 +28,9 @@ class CrossEntropy(plain.CrossEntropy):
             self.plain_calls[f"the loss, {why}"] += 1
             return super().forward(logits, targets, ignore_index, reduction, dtype)
         counted = targets != ignore_index
-        # the kernel would read past the logits: an assertion as PyTorch has one, which waits for nothing
-        torch._assert_async((~counted | ((targets >= 0) & (targets < logits.shape[-1]))).all())
+        # the kernel would read past the logits
+        known = ~counted | ((targets >= 0) & (targets < logits.shape[-1]))
+        check_index(known.all(), f"a target is no word of the {logits.shape[-1]} that there are")
         losses = _CrossEntropy.apply(logits, targets, ignore_index)
         return plain.reduced(losses, counted, reduction, dtype)
 
