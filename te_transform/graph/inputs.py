@@ -317,7 +317,7 @@ def _channels(readers: list[nn.Module]) -> int:
 
 def _read_by(module: nn.Module, like: torch.Tensor, batch: int, length: int, most: int) -> torch.Tensor:
     if isinstance(module, nn.Embedding):
-        return _ids(min(module.num_embeddings, most), (batch, length), like)
+        return _ids(min(module.num_embeddings, most), (batch, length))
     if isinstance(module, nn.Conv2d):
         side = 4 * max(module.kernel_size)
         return _normal((batch, module.in_channels, side, side), like)
@@ -335,16 +335,16 @@ def _normal(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.randn(sizes, dtype=torch.float32, device="cpu").to(like)
 
 
-def _ids(count: int, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return random ids below `count` on the device of `like`."""
-    return torch.randint(count, sizes, dtype=torch.int64, device="cpu").to(like.device)
+def _ids(count: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Return random ids below `count`."""
+    return torch.randint(count, sizes, dtype=torch.int64, device="cpu")
 
 
 def _for_hugging_face(model: nn.Module, batch: int, length: int, most: int) -> list[Inputs]:
     config, name = model.config, model.main_input_name
     like = next(p for p in model.parameters() if p.is_floating_point())
     vocabulary = min(getattr(config.get_text_config(), "vocab_size", 0) or 0, most or sys.maxsize)
-    ids = _ids(vocabulary, (batch, length), like) if vocabulary else None
+    ids = _ids(vocabulary, (batch, length)) if vocabulary else None
     if name == "input_ids" and ids is not None:
         read = [ids]
     elif name in _FLOATS:
