@@ -11,7 +11,10 @@ from te_transform.graph.pattern import Call, OneOf
 from te_transform.plan import scores
 from te_transform.plan.rule import Operation, Rule
 
-_ARGUMENTS = ("query", "key", "value", "mask", "dropout_p", "is_causal", "scale", "enable_gqa", "sinks")
+_ARGUMENTS = (
+    "query", "key", "value", "mask", "dropout_p", "is_causal", "scale", "enable_gqa", "sinks", "fill",
+    "hidden",
+)  # fmt: skip
 
 
 def refuse(

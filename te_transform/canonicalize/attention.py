@@ -124,12 +124,13 @@ def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     masks = _mask(lift, query, found)
     if masks is None:
         return None
-    query, mask = masks
+    query, mask, *filled = masks
     wide_scores = dtype_of(found["scores"]).itemsize > dtype_of(query).itemsize
     if sinks is not None:
         sinks = lift.insert(torch.reshape, (sinks, shape_of(query)[1:2]))
     how = (found.get("dropout_p", 0.0), False, _scale(found), grouped, wide_scores)
-    arguments = (query, key, value, mask, *how, *(() if sinks is None else (sinks,)))
+    rest = (sinks, *filled) if filled else () if sinks is None else (sinks,)
+    arguments = (query, key, value, mask, *how, *rest)
     if len(shape_of(root)) == 4:
         return ops.sdpa, arguments
     same_width = same_shape(shape_of(query)[-1:], shape_of(value)[-1:])
@@ -280,8 +281,9 @@ class _Lift:
         return x.args[0] if negated else self.insert(torch.logical_not, (x,), like=x)
 
 
-def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
-    """The query and the mask of the op; None where the mask is none that it has."""
+def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple | None:
+    """Return the query and the mask of the op, with the fill and the hidden keys where scores were filled;
+    None if the op has no such mask."""
     added = [found[name] for name in ("bias", "mask", "later") if name in found]
     if not all(dtype_of(node) in (dtype_of(query), torch.float32) and shape_of(node) for node in added):
         return None
@@ -297,7 +299,7 @@ def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, 
             return None
         condition = lift(condition, found["masked"])
         if "later" in found:
-            return query, _filled_and_added(lift, condition, fill, bias, found)
+            return _filled_and_added(lift, query, condition, fill, bias, found)
         return _filled(lift, query, condition, fill, bias, found)
     mask = bias
     if "mask" in found:
@@ -309,32 +311,31 @@ def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple[fx.Node, 
 
 def _filled(
     lift: _Lift, query: fx.Node, condition: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
-) -> tuple[fx.Node, fx.Node]:
-    if fill == -math.inf:
-        keep = condition if "kept" in found else lift.negate(condition)
-        if bias is None:
-            return query, keep
-        return query, lift.insert(torch.masked_fill, (bias, lift.negate(keep), -math.inf))
-    # a finite fill leaves a row that is hidden everywhere uniform, where -inf would leave it NaN
+) -> tuple:
+    if bias is None and fill == -math.inf:
+        return query, condition if "kept" in found else lift.negate(condition)
     hidden = lift.negate(condition) if "kept" in found else condition
+    if bias is not None and ABSORBS >= fill >= torch.finfo(dtype_of(bias)).min:
+        return query, lift.insert(torch.where, (hidden, fill, bias)), None, hidden
+    if bias is not None:
+        return query, lift.insert(torch.masked_fill, (bias, hidden, -math.inf)), fill, hidden
+    # a finite fill leaves a row that is hidden everywhere uniform, where -inf would leave it NaN
     rows = lift.insert(ops.hidden_rows, (hidden,))
     query = lift.insert(ops.zero_hidden, (query, rows), like=query)
-    if bias is None:
-        return query, lift.insert(ops.kept, (hidden, rows), like=hidden)
-    fill = lift.insert(ops.row_fill, (rows, dtype_of(bias)))
-    return query, lift.insert(torch.where, (hidden, fill, bias))
+    return query, lift.insert(ops.kept, (hidden, rows), like=hidden), fill, None
 
 
 def _filled_and_added(
-    lift: _Lift, condition: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
-) -> fx.Node:
+    lift: _Lift, query: fx.Node, condition: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
+) -> tuple:
     """A fill with a mask added to it and to the scores, as GPT-Neo's padding is to its causal one."""
     later = lift(found["later"], found["added"])
     if dtype_of(later).itemsize < torch.float32.itemsize:  # which has no room for the fill
         later = lift.insert(ops.cast, (later, torch.float32))
     kept = later if bias is None else lift.insert(torch.add, (later, bias))
-    pair = kept, lift.insert(torch.add, (later, fill))
-    return lift.insert(torch.where, (condition, *(pair if "kept" in found else pair[::-1])))
+    hidden = lift.negate(condition) if "kept" in found else condition
+    mask = lift.insert(torch.where, (hidden, lift.insert(torch.add, (later, fill)), kept))
+    return query, mask, None, hidden
 
 
 def _constant(fill: Any) -> float | None:

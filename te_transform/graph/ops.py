@@ -100,19 +100,46 @@ def sdpa(
     enable_gqa: bool = False,
     wide_scores: bool = False,
     sinks: Tensor | None = None,
+    fill: float | None = None,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale + mask) v over [..., heads, length, width]; PyTorch's mask: True or 0 is kept.
 
     scale None is 1 / sqrt(width). With enable_gqa, each key/value head serves a run of query heads.
     `wide_scores` says that the model computes scores in fp32 of queries in 16 bits; here they always are.
     `sinks` [heads] are a score more for each query, whose probability goes nowhere (Xiao et al. 2023).
+    `fill` and `hidden` say which finite score hidden keys have, see filled().
     """
+    if fill is not None or hidden is not None:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        key, value = (_for_each_head(part, query) if enable_gqa else part for part in (key, value))
+        products = query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        weights = filled(products, mask, fill, hidden).softmax(-1)
+        weights = F.dropout(weights, dropout_p) if dropout_p else weights
+        return weights.to(value.dtype) @ value
     if sinks is not None:  # as the score of a key more, whose values are zero
         key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
         mask, is_causal = _with_sinks(sinks, query, key, mask, is_causal), False
     return F.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _for_each_head(part: Tensor, query: Tensor) -> Tensor:
+    return part.repeat_interleave(query.shape[-3] // part.shape[-3], -3)
+
+
+def filled(scores: Tensor, mask: Tensor | None, fill: float | None, hidden: Tensor | None) -> Tensor:
+    """Return scores under a mask, in which hidden keys have a finite score: `fill`, or None: the mask's own.
+
+    `hidden` None: the boolean mask says which keys are hidden. Such scores count where no other is larger.
+    """
+    if mask is not None and mask.dtype is torch.bool:
+        return scores.masked_fill(~mask, fill)
+    found = scores if mask is None else scores + mask
+    if hidden is None:
+        return found
+    return torch.where(hidden, mask if fill is None else fill, found).to(found.dtype)
 
 
 def _with_sinks(sinks: Tensor, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -138,11 +165,6 @@ def hidden_rows(hidden: Tensor) -> Tensor:
 def kept(hidden: Tensor, rows: Tensor) -> Tensor:
     """What a mask filled with a finite number keeps: what it does not hide, and hidden_rows()."""
     return ~hidden | rows
-
-
-def row_fill(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a finite fill comes to beside a bias: nothing in hidden_rows(), which are uniform, else -inf."""
-    return torch.where(rows, 0.0, -torch.inf).to(dtype)
 
 
 def zero_hidden(query: Tensor, rows: Tensor) -> Tensor:

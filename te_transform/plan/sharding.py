@@ -163,7 +163,8 @@ def _sdpa(node: fx.Node, held: Held, ranks: int) -> Step:
                       whole=whole)  # fmt: skip
     if any(shards.dim not in (-3, -4) or len(shards.parts) > 1 for shards in found):
         raise Refusal("attention is sharded otherwise than by heads, whole heads are needed")
-    if found[1] != found[2] or held.get(mask, found[0]) != found[0]:
+    of_masks = [held.get(x, found[0]) for x in (mask, argument(node, "hidden"))]
+    if found[1] != found[2] or of_masks != [found[0]] * 2:
         raise Refusal("query, keys and mask are in different shards, the same ones are needed")
     pick = ()
     if (of_keys := found[1]).copies > 1:
@@ -171,8 +172,9 @@ def _sdpa(node: fx.Node, held: Held, ranks: int) -> Step:
         pick = (key, value_) if of_keys.size == found[0].size else ()
         if found[0].copies > 1 or not (pick or of_keys.size == of_keys.shares(ranks)):
             raise Refusal("ranks have copies of several heads of keys, of one head each are needed")
-    same = isinstance(mask, fx.Node) and _size(mask, found[0].dim) == found[0].size > 1
-    share = {mask: found[0]} if same and mask not in held else {}
+    masks = [x for x in (mask, argument(node, "hidden")) if isinstance(x, fx.Node)]
+    same = [x for x in masks if x not in held and _size(x, found[0].dim) == found[0].size > 1]
+    share = dict.fromkeys(same, found[0])
     if (sinks := argument(node, "sinks")) is not None:
         share[sinks] = replace(found[0], dim=-1)
     return Step(found[0], share=share, pick=pick)
@@ -233,7 +235,7 @@ def _without_zeros(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
     The same reshape of a larger batch has such sizes. Both shapes hold equally many numbers afterwards.
     """
     zeros = max(shape.count(0) for shape in (before, after))
-    sizes = [_LARGE ** 2**number for number in range(zeros)]
+    sizes = [_LARGE**2**number for number in range(zeros)]
     rests = [math.prod(size for size in shape if size) for shape in (before, after)]
     total, found = math.lcm(*rests) * math.prod(sizes), []
     for shape, rest in zip((before, after), rests, strict=True):

@@ -325,7 +325,8 @@ class _Lowering:
             query, hidden = query.args
         # A single query sees other keys at each step of a generation: each look would wait for the GPU.
         is_one = same_shape(shape_of(query)[-2:-1], (1,))
-        if isinstance(mask, fx.Node) and not is_one and _is_asked_for(site, value(mask)):
+        is_asked = isinstance(mask, fx.Node) and (args[10] is not None or _is_asked_for(site, value(mask)))
+        if is_asked and not is_one:
             mask = self._proved(mask, hidden, at, sinks is not None)
         return (query, *args[1:3], mask, *args[4:], hidden)
 

@@ -14,11 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from te_transform.backends import limits
 from te_transform.backends.bands import Banded, Seeing, tensor_of
 from te_transform.backends.op import FusedOp
-from te_transform.backends.tracing import compiling, transformed
+from te_transform.backends.tracing import compiling, traced, transformed
 from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 
+LOW = -1e8  # no model has scores as low: beside any of them a key with this one has no share
+GAP = 104  # exp(-GAP) is zero in fp32
 Given = Tensor | Banded | Seeing | None
 Mask = Given | Literal["causal", "full"]
 
@@ -48,6 +50,8 @@ class DotProductAttention(FusedOp):
         scale: float | None = None,
         enable_gqa: bool = False,
         sinks: Tensor | None = None,
+        fill: float | None = None,
+        filled: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
         """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added; sinks
@@ -57,8 +61,9 @@ class DotProductAttention(FusedOp):
         "causal", and one of numbers that leaves every query a key is Seeing. `hidden` are the rows that a
         mask of finite numbers hides everywhere: they stay uniform, and there are none where the mask is known
         to be a band. Of what was written out, rows that a mask of -inf hides everywhere are NaN, as a softmax
-        makes them.
+        makes them. `fill` and `filled` say which finite score hidden keys have, see ops.filled().
         """
+        is_known = isinstance(mask, (str, Banded, Seeing))
         if isinstance(mask, str):
             mask, is_causal = None, is_causal or mask == "causal"
         elif hidden is not None and not isinstance(mask, Banded):
@@ -67,6 +72,9 @@ class DotProductAttention(FusedOp):
         rest = (mask, dropout_p, is_causal, scale, enable_gqa)
         if sinks is not None:
             return self.beside_sinks(query, key, value, sinks, given, *rest[1:])
+        if _counts(query, key, scale, fill, filled, is_known):
+            how = {"wide_scores": self.wide_scores, "fill": fill, "filled": filled}
+            return _written_out(query, key, value, *rest, **how)
         # Where there are no queries or no keys, PyTorch's attention gives a mask no gradient, and NaN to all
         # batches. Where a mask of finite numbers hides a whole row, the gradients of its fused kernels are
         # wrong (torch 2.13): the log-sum-exp that they normalize by has the number of keys rounded away.
@@ -132,6 +140,31 @@ def _runs_apart(query: Tensor, given: Given) -> bool:
     cast = limits.autocast_dtype(query)
     is_other = mask.dtype is not (cast or query.dtype) and (mask.is_cuda or cast is not None)
     return is_other or (torch.is_grad_enabled() and not isinstance(given, Seeing))
+
+
+def _counts(
+    query: Tensor, key: Tensor, scale: float | None, fill: float | None, filled: Tensor | None, is_known: bool
+) -> bool:
+    """Return True if a score that hidden keys were filled with may be no smaller than all others of a query.
+
+    `is_known` says of the mask that every query sees a key under it, whose score is larger than a low fill.
+    """
+    if filled is None:
+        return fill is not None and fill > LOW and _may_reach(query, key, scale, fill)
+    if fill in (None, -torch.inf):  # the mask has it, and the forward in kernels is right
+        return not is_known and torch.is_grad_enabled()
+    return not is_known or fill > LOW
+
+
+def _may_reach(query: Tensor, key: Tensor, scale: float | None, fill: float) -> bool:
+    """Return True if scores may be as low as a fill, which is known on the CPU alone: a GPU is not waited
+    for."""
+    if query.device.type != "cpu" or traced() or not query.numel() * key.numel():
+        return False
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    with torch.no_grad():
+        lengths = [part.float().square().sum(-1).amax().sqrt() for part in (query, key)]
+        return not bool(lengths[0] * lengths[1] * factor < -fill - GAP)
 
 
 def _may_be_blind(mask: Given) -> bool:
@@ -251,6 +284,8 @@ def _written_out(
     enable_gqa: bool = False,
     wide_scores: bool = False,
     sinks: Tensor | None = None,
+    fill: float | None = None,
+    filled: Tensor | None = None,
 ) -> Tensor:
     """The attention in operations that have every derivative, and those of a derivative forward: the softmax
     that PyTorch's own attention calls has no backward of the latter (torch 2.13)."""
@@ -263,7 +298,9 @@ def _written_out(
     scores = (query.float() @ key.float().mT) if wide_scores else query @ key.mT
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is None or mask.dtype is torch.bool:
+    if fill is not None or filled is not None:
+        scores = ops.filled(scores * factor, mask, fill, filled)
+    elif mask is None or mask.dtype is torch.bool:
         scores = scores * factor
         # beside a sink of -inf, too, a row that sees nothing is a number
         fill = -torch.inf if sinks is None else torch.finfo(scores.dtype).min
