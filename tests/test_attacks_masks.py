@@ -194,6 +194,74 @@ HIDDEN: dict[str, tuple[Callable[..., Any], Tensor]] = {
 }
 
 
+Step = tuple[str, str, float]  # how scores are masked, where, and by which number
+
+
+def hides(where: str, padding: Tensor) -> Tensor:
+    """Return what is hidden of scores [batch, 1, queries, keys], as a boolean mask."""
+    places = torch.arange(padding.shape[1])
+    ahead, padded = places > places[:, None], ~padding
+    each = {"ahead": ahead, "itself": places >= places[:, None], "keys": padded[:, None, None]}
+    return each[where] if where in each else padded[:, None, :, None] | each["keys"]
+
+
+def by_steps(steps: tuple[Step, ...], size: float) -> type[Attention]:
+    """Attention whose scores, times `size`, are masked several times."""
+
+    def forward(self: Any, x: Tensor, padding: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        scores = q @ k.mT * (SIZE**-0.5 * size)
+        for how, where, fill in steps:
+            hidden = hides(where, padding)
+            fill = torch.finfo(x.dtype).min if fill == MINIMUM else fill
+            if how == "add":
+                scores = scores + torch.zeros(hidden.shape, dtype=x.dtype).masked_fill(hidden, fill)
+            else:
+                scores = (
+                    scores.masked_fill(hidden, fill) if how == "fill" else torch.where(~hidden, scores, fill)
+                )
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    return type("Attention", (Attention,), {"forward": forward, "scores": added})
+
+
+TWICE: dict[str, tuple[tuple[Step, ...], float]] = {
+    "padding, then a higher fill": ((("add", "keys", MINIMUM), ("fill", "ahead", -1e9)), 1.0),
+    "padding, then -1e4": ((("add", "keys", MINIMUM), ("where", "ahead", -1e4)), 1.0),
+    "padding, then a lower fill": ((("add", "keys", -1e9), ("fill", "ahead", MINIMUM)), 1.0),
+    "equal fills": ((("add", "keys", MINIMUM), ("where", "ahead", MINIMUM)), 1.0),
+    "equal small fills": ((("add", "both", -3e4), ("fill", "ahead", -3e4)), 1.0),
+    "a fill, then padding": ((("fill", "ahead", MINIMUM), ("add", "keys", -1e9)), 1.0),
+    "a fill, then a lower one": ((("where", "ahead", MINIMUM / 2), ("add", "both", MINIMUM)), 1.0),
+    "-inf added, then a fill": ((("add", "keys", NEGATIVE), ("fill", "ahead", -1e9)), 1.0),
+    "a fill, then -inf": ((("add", "keys", -1e4), ("fill", "keys", NEGATIVE)), 1.0),
+    "no query sees itself": ((("add", "both", -1e5), ("where", "itself", -65504.0)), 1.0),
+    "scores as low as the fill": ((("fill", "ahead", -1e4),), 1e5),
+    "scores as low as both": ((("add", "keys", -1e4), ("fill", "ahead", -1e4)), 1e5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TWICE)
+def test_masks_that_meet_in_padded_batches(name: str, dtype: torch.dtype) -> None:
+    """The first call has no padding; later ones have it before, behind, within, and throughout a sequence."""
+    model = seeded(by_steps(*TWICE[name])).to(dtype)
+    x = torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
+    some = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 0, 1], [0] * 6]).bool()
+    converted = te_transform.convert(model, (x, torch.ones_like(some)), verify=False)
+    assert te_transform.report(converted).counts["attention"] == 1
+    for padding in (torch.ones_like(some), some):
+        found, expected = ([], [])
+        for each, into in ((converted, found), (model, expected)):
+            with torch.no_grad():
+                into.append(each(x, padding))
+            leaf = x.clone().requires_grad_()
+            into.append(each(leaf, padding))
+            into += torch.autograd.grad(into[-1].float().square().sum(), leaf)
+        tolerance = 1e-4 if dtype is torch.float32 else 0.05
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
 @pytest.mark.parametrize("nothing", ["no rows", "no keys"])
 def test_attention_over_nothing(nothing: str) -> None:
     """Its learned bias has a gradient of zeros, and a NaN in one row stays in that row."""

@@ -7,6 +7,8 @@ no others. Positional arguments only, so that one operation has one form in a gr
 from __future__ import annotations
 
 import itertools
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,6 +167,20 @@ def hidden_rows(hidden: Tensor) -> Tensor:
 def kept(hidden: Tensor, rows: Tensor) -> Tensor:
     """What a mask filled with a finite number keeps: what it does not hide, and hidden_rows()."""
     return ~hidden | rows
+
+
+def _row_fill(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(rows, 0.0, -torch.inf).to(dtype)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "row_fill":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    said = (
+        "no canonical graph calls ops.row_fill() any more: read the arguments fill and hidden of ops.sdpa()"
+    )
+    warnings.warn(said, DeprecationWarning, stacklevel=2)
+    return _row_fill
 
 
 def zero_hidden(query: Tensor, rows: Tensor) -> Tensor:
