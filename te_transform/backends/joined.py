@@ -459,10 +459,9 @@ def held_elsewhere(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_ours(parameter: Tensor) -> bool:
-    """Return True if the memory is that of a buffer of ours, and no array reads it.
+    """Return True if the memory is that of a buffer of ours.
 
-    An array of numpy can read a parameter without holding its storage only if the parameter needs no
-    gradient.
+    An array of numpy that reads such a parameter while it needs no gradient is not noticed.
     """
     group = state_of(parameter).group
-    return group is not None and group.has_memory_of(parameter) and parameter.requires_grad
+    return group is not None and group.has_memory_of(parameter)

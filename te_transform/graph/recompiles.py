@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.guards import get_guard_fail_reason_helper
+from torch._dynamo.guards import DeletedGuardManagerWrapper, get_guard_fail_reason_helper
 from torch._dynamo.types import ConvertFrameReturn, DynamoFrameType
 
 MOST_CAPTURES = 3  # of a module, for different values of one expression
@@ -50,6 +50,7 @@ class Recompiles:
         guards = [
             guard
             for entry in _debug_get_cache_entry_list(frame.f_code)
+            if not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
             if self._is_of(str(entry.compile_id), module)
             if (guard := _FailedGuard.of(entry, frame)).is_of_value
         ]

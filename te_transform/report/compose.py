@@ -146,13 +146,13 @@ def _nothing(
             if any(plan.outcomes for _, plan in plans)
             else "nothing fused: no operations of the model resemble the pattern of a rule"
         )
+    elif sites and not is_faster and all(type(site.fused) is plain.Linear for site in sites):
+        yield "nothing gains: only single products are fused, and this backend runs them as the model does"
     elif fused and all(outcome.inactive for outcome in fused):
         yield (
             "nothing gains in a call of these sizes, the model runs as captured: larger example inputs, "
             "compile=True or a recipe may change that"
         )
-    elif sites and not is_faster and all(type(site.fused) is plain.Linear for site in sites):
-        yield "nothing gains: only single products are fused, and this backend runs them as the model does"
 
 
 def _has_experts(plans: Sequence[tuple[str, Plan]]) -> bool:

@@ -323,7 +323,8 @@ def test_a_mask_goes_where_nobody_sees_it_alone(mask) -> None:
     model = seeded(lambda: Masked(mask))
     x, none = torch.randn(6, 8), torch.zeros(6, dtype=torch.bool)
     converted = te_transform.convert(model, (x, none), backend="torch")
-    assert te_transform.report(converted).notes == ("backend 'torch', as asked",)
+    notes = te_transform.report(converted).notes
+    assert [note for note in notes if "nothing gains" not in note] == ["backend 'torch', as asked"]
     for given in (none, torch.arange(6) % 2 == 0):
         found, wanted = (_masked(each, x, given) for each in (converted, model))
         for one, other in zip(found, wanted, strict=True):
