@@ -25,7 +25,7 @@ from torch._dynamo.source import GlobalStateSource, is_from_skip_guard_source
 from torch._dynamo.variables import SetVariable, dicts, functions, misc
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.base import VariableTracker
-from torch._guards import Guard, TracingContext
+from torch._guards import Guard, Source, TracingContext
 
 Ask = Callable[[Any], Hashable]  # a question to an object: the answer is compared with ==
 
@@ -55,18 +55,27 @@ def guard_questions() -> Iterator[None]:
 def _guard(variable: VariableTracker, ask: Ask) -> None:
     """Guard that `ask` gives the same answer for the object behind `variable`, if a guard can reach it."""
     if variable.source is not None:
-        _install(variable.source.make_guard(functools.partial(_same_answer, ask=ask)))
+        _install(variable.source, _same_answer, ask)
 
 
 def _guard_process(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     ask = functools.partial(_process_says, function=function, arguments=arguments)
-    _install(GlobalStateSource().make_guard(functools.partial(_same_answer_of_process, ask=ask)))
+    _install(GlobalStateSource(), _same_answer_of_process, ask)
 
 
-def _install(guard: Guard) -> None:
-    """Add a guard, also of what is reached through a module of Python's own, as os.environ is: dynamo's
-    install_guard() leaves those out."""
-    TracingContext.get().guards_context.dynamo_guards.add(guard)
+def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
+    """Add a guard, once for each question.
+
+    The object may be reached through a module of Python's own, as os.environ is: dynamo's install_guard()
+    leaves such guards out.
+    """
+    installed = TracingContext.get().guards_context.dynamo_guards
+    asked = vars(installed).setdefault("_te_transform_asked", set())
+    values = getattr(ask, "keywords", {}).values()
+    question = source.name, getattr(ask, "func", ask), *((type(value), value) for value in values)
+    if question not in asked:
+        asked.add(question)
+        installed.add(source.make_guard(functools.partial(build, ask=ask)))
 
 
 def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
