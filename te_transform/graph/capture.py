@@ -81,7 +81,7 @@ def capture(
     leaves: Callable[[], bool] = lambda: False,
     dynamic: bool | None = None,
     reasons: dict[str, None] | None = None,
-    tell: Callable[[str], None] = lambda why: None,
+    tell: Callable[[str], None] | None = None,
 ) -> Callable[..., Any]:
     """`forward`, run through the callables that `backend` makes of its graphs.
 
@@ -94,7 +94,7 @@ def capture(
         dynamic: as torch.compile's: with False each size has a graph of its own.
         reasons: is told what dynamo says of code that it does not capture.
         tell: called with the reason when a call runs the user's own code because of a value that changes at
-            each call.
+            each call; None: such calls are captured too.
 
     Returns:
         A function, whose `turned_off` is true once dynamo has given up on code that it was to trace: such
@@ -119,7 +119,6 @@ def capture(
         if times[key] >= MOST_TRACED:
             return _left(key, times)
         if (settings := recompiles.settings(frame)) is None:
-            run.turned_off = True
             return _AS_IT_IS
         times[key] += 1
         before, run.turned_off = run.turned_off, True  # which it stays where tracing raises

@@ -37,8 +37,8 @@ _DYNAMIC = {"allow_unspec_int_on_nn_module": True}
 class Recompiles:
     """The captures of one forward, and the values that calls failed on which found no graph."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self.tell = tell  # called with the reason of a refusal
+    def __init__(self, tell: Callable[[str], None] | None) -> None:
+        self.tell = tell  # called with the reason of a refusal; None: nothing is refused
         # the module that each capture was made for, by the id of the capture
         self.modules: dict[str, weakref.ref[nn.Module] | None] = {}
         # the last hooks without a graph, and how many calls had them
@@ -46,6 +46,8 @@ class Recompiles:
 
     def settings(self, frame: DynamoFrameType) -> Mapping[str, Any] | None:
         """Return the settings to capture a call with, or None if it runs the user's own code."""
+        if self.tell is None:
+            return {}
         module = module_of(frame)
         guards = [
             guard

@@ -318,7 +318,8 @@ class Converted:
                 lambda: kind in held().leaving,
                 dynamic,
                 None if is_around else self.reasons,
-                lambda why: held().tell(why),
+                # a divided model would run the user's code on stand-ins first
+                None if self.parallel is not None else lambda why: held().tell(why),
             )
         return self.runs[kind]
 
