@@ -80,7 +80,7 @@ def reported(model: nn.Module, converted: Converted, seen: Seen, sample: Inputs)
         others = products_around(model, [path for path, _ in plans if path or not converted.by_block])
         precision = assign(plans, options.recipe, options.backend, others)
     if plans and "forward" in vars(model) and not converted.entered:
-        converted.failures += [_SET_ON_MODEL] * (_SET_ON_MODEL not in converted.failures)
+        converted.tell(_SET_ON_MODEL)
     return compose(model, plans, options, precision, str(sample), converted.failures, converted.reasons)
 
 

@@ -103,18 +103,18 @@ def _description(guard: Guard, ask: Any, name: str) -> list[str]:
 # The questions
 
 
-def _has_attribute(held: Any, name: str) -> bool:
-    """Return whether attribute lookup finds `name` on an object, without running code of the user's."""
-    if _holds_name(held, name):
+def _has_attribute(held: Any, key: str) -> bool:
+    """Return whether attribute lookup finds `key` on an object, without running code of the user's."""
+    if _holds_name(held, key):
         return True
     if isinstance(held, nn.Module):
         registered = (vars(held).get(home) or () for home in ("_parameters", "_buffers", "_modules"))
-        if any(name in home for home in registered):
+        if any(key in home for home in registered):
             return True
     mro = type(held).__mro__ if not isinstance(held, type) else (*held.__mro__, *type(held).__mro__)
-    found = next((vars(base)[name] for base in mro if name in vars(base)), None)
+    found = next((vars(base)[key] for base in mro if key in vars(base)), None)
     if not isinstance(found, MemberDescriptorType):
-        return any(name in vars(base) for base in mro)
+        return any(key in vars(base) for base in mro)
     try:  # a slot of the class, which may be empty
         found.__get__(held)
     except AttributeError:
@@ -122,8 +122,8 @@ def _has_attribute(held: Any, name: str) -> bool:
     return True
 
 
-def _holds_name(held: Any, name: str) -> bool:
-    return name in getattr(held, "__dict__", ())
+def _holds_name(held: Any, key: str) -> bool:
+    return key in getattr(held, "__dict__", ())
 
 
 def _names_held(held: Any) -> Hashable:
@@ -196,7 +196,7 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return own(self, tx, name)
         except ObservedAttributeError:
-            _guard(self, functools.partial(_has_attribute, name=name))
+            _guard(self, functools.partial(_has_attribute, key=name))
             raise
 
     return look_up
@@ -205,7 +205,7 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
 def _hasattr(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def ask(self: VariableTracker, tx: Any, name: str) -> Any:
-        _guard(self, functools.partial(_has_attribute, name=name))
+        _guard(self, functools.partial(_has_attribute, key=name))
         return own(self, tx, name)
 
     return ask
@@ -216,8 +216,8 @@ def _getattr_method(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn.__name__ == "__getattr__" and len(args) == 1 and args[0].is_python_constant():
-            _guard(self.obj, functools.partial(_has_attribute, name=args[0].as_python_constant()))
+        if self.fn.__name__ == "__getattr__" and len(args) == 1:
+            _guard_key(self.obj, args[0], _has_attribute)
         return own(self, tx, args, kwargs)
 
     return call
@@ -246,13 +246,17 @@ def _set_method(own: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return own(self, tx, name, args, kwargs)
         except ObservedKeyError:
-            _guard_key(self, args[0], _holds_key) if args else _guard(self, len)
+            if args:
+                _guard_key(self, args[0], _holds_key)
+            else:  # an empty set, of which nothing was popped
+                _guard(self, len)
             raise
 
     return call
 
 
 def _guard_key(held: Any, key: VariableTracker, ask: Callable[..., Hashable]) -> None:
+    """Guard the answer to a question about a key, or all keys of a dict if the key is not constant."""
     if key.is_python_constant():
         _guard(held, functools.partial(ask, key=key.as_python_constant()))
     elif hasattr(held, "install_dict_keys_match_guard"):
@@ -263,8 +267,8 @@ def _dict_method(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
         is_lookup = self.name == "__dict__" and name in ("get", "__getitem__", "__contains__")
-        if is_lookup and args and args[0].is_python_constant():
-            _guard(self.obj, functools.partial(_holds_name, name=args[0].as_python_constant()))
+        if is_lookup and args:
+            _guard_key(self.obj, args[0], _holds_name)
         return own(self, tx, name, args, kwargs)
 
     return call
@@ -273,7 +277,7 @@ def _dict_method(own: Callable[..., Any]) -> Callable[..., Any]:
 def _name_in_dict(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def guard(self: Any, tx: Any, args: list[VariableTracker]) -> None:
-        _guard(self.items.item, functools.partial(_holds_name, name=args[0].as_python_constant()))
+        _guard_key(self.items.item, args[0], _holds_name)
 
     return guard
 

@@ -86,14 +86,14 @@ def module_of(frame: DynamoFrameType) -> nn.Module | None:
     return next((value for value in frame.f_locals.values() if isinstance(value, nn.Module)), None)
 
 
-def _hooks_of(module: nn.Module) -> Hashable:
+def _hooks_of(module: nn.Module | None) -> Hashable:
     """Return all hooks in a module, by weak references: the address of one that is gone is used again."""
     homes = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return tuple(
         (path, home, _reference(hook))
-        for path, part in module.named_modules()
+        for path, part in (() if module is None else module.named_modules())
         for home in homes
-        for hook in vars(part)[home].values()
+        for hook in vars(part).get(home, {}).values()
     )
 
 

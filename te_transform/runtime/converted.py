@@ -140,19 +140,19 @@ class Converted:
             why = _RECOMPUTES_INSIDE if is_block else _RECOMPUTES
             if is_block or not found:
                 self.uncut.add(kind)
-                self.failures += [why] * (why not in self.failures)
+                self.tell(why)
             elif self.is_around:  # a checkpoint is around a head too, which runs as the user's own code then
                 self.is_around = False
             else:
                 self.capture_blocks(model)
             raise SkipFrame(why)
         if (why := _why_uncaptured(captured)) is not None:
-            self.failures += [why] * (why not in self.failures)
+            self.tell(why)
             raise SkipFrame(why)
         if _has_layers_evaluated_whole(captured) and any(map(_makes_nested_tensors, self._modules())):
             self.leaving.add(kind)
             self.nests = True
-            self.failures += [_NESTS] * (_NESTS not in self.failures)
+            self.tell(_NESTS)
             raise SkipFrame(_NESTS)
         if model is not None:
             self.methods |= {kind: _methods_called(kind) for kind in _own_classes(model)}
@@ -196,7 +196,7 @@ class Converted:
         first = self.first_block and self.first_block()
         if not any(map(is_sharded, (self.model and self.model(), first))):
             return self.options
-        self.failures += [_GATHERED] * (_GATHERED not in self.failures)
+        self.tell(_GATHERED)
         return replace(self.options, graphs=False)
 
     @property
@@ -325,7 +325,7 @@ class Converted:
 
     def tell(self, why: str) -> None:
         """Add a sentence to the report, once."""
-        if why and why not in self.failures:
+        if why not in self.failures:
             self.failures.append(why)
 
     def _runs_as_it_is(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
@@ -343,7 +343,7 @@ class Converted:
         if found is None:
             return False
         why = _OVERRIDES.format(found.__name__)
-        self.failures += [why] * (why not in self.failures)
+        self.tell(why)
         return True
 
     def _modules(self) -> Iterator[nn.Module]:
@@ -437,7 +437,7 @@ class Converted:
         held = {id(tensor) for group in groups for tensor in held_elsewhere(group)}
         names = [name for name, parameter in model.named_parameters() if id(local(parameter)) in held]
         if names:
-            self.failures.append(sole_owners_needed(names))
+            self.tell(sole_owners_needed(names))
 
     def __deepcopy__(self, memo: dict) -> Converted:
         twin = memo[id(self)] = Converted(self.options, self.checker, self.by_block)

@@ -37,6 +37,8 @@ class Writes:
 
     def note(self, arguments: Sequence[Any]) -> None:
         """Copy the storages of tensors, unless they were copied before."""
+        if not arguments:  # in each replay of a CUDA graph, of which few write
+            return
         dead = [key for key, (held, _) in self.storages.items() if held.expired()]
         for key in dead:
             del self.storages[key]
