@@ -30,6 +30,7 @@ class Model(nn.Module):
     def __init__(self, held: Any = None):
         super().__init__()
         self.product, self.held = nn.Linear(8, 8), held
+        self.child, self.identity = Child(), nn.Identity()
 
     read: Callable[..., Any]
 
@@ -231,6 +232,100 @@ def test_an_attribute_may_come_later(name: str) -> None:
     finally:
         for shared in (PYTHON_MODULE, function):
             vars(shared).pop("late", None)
+
+
+# Classes
+
+
+class Helper:
+    value = 1.0
+
+    def method(self) -> float:
+        return 1.0
+
+    @property
+    def described(self) -> float:
+        return 1.0
+
+    @classmethod
+    def of_class(cls) -> float:
+        return 1.0
+
+    @staticmethod
+    def static(*_: Any) -> float:
+        return 1.0
+
+    def __len__(self) -> int:
+        return 1
+
+    def __call__(self) -> float:
+        return 1.0
+
+    def __getattr__(self, name: str) -> float:
+        return 1.0
+
+
+class Derived(Helper):
+    def inherited(self) -> float:
+        return super().method()
+
+
+class OtherBase(Helper):
+    def method(self) -> float:
+        return 3.0
+
+
+class Child(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def scale(self) -> float:
+        return 1.0
+
+
+CLASSES = {  # what the forward asks, the class that defines it, the name, and what is found there later
+    "a method": (lambda m, held, kwargs: held.method(), Helper, "method", lambda self: 3.0),
+    "an override": (lambda m, held, kwargs: held.method(), Derived, "method", lambda self: 3.0),
+    "super()": (lambda m, held, kwargs: held.inherited(), Helper, "method", lambda self: 3.0),
+    "a property": (lambda m, held, kwargs: held.described, Helper, "described", property(lambda self: 3.0)),
+    "a class method": (
+        lambda m, held, kwargs: type(held).of_class(), Helper, "of_class", classmethod(lambda cls: 3.0),
+    ),
+    "a static method": (lambda m, held, kwargs: held.static(), Helper, "static", staticmethod(lambda: 3.0)),
+    "a value": (lambda m, held, kwargs: held.value, Derived, "value", 3.0),
+    "len()": (lambda m, held, kwargs: float(len(held)), Derived, "__len__", lambda self: 3),
+    "a call": (lambda m, held, kwargs: held(), Derived, "__call__", lambda self: 3.0),
+    "__getattr__": (lambda m, held, kwargs: held.missing, Derived, "__getattr__", lambda self, name: 3.0),
+    "a new object": (lambda m, held, kwargs: Derived().method(), Helper, "method", lambda self: 3.0),
+    "a method of a module": (lambda m, held, kwargs: m.child.scale(), Child, "scale", lambda self: 3.0),
+    "the forward of a module": (
+        lambda m, held, kwargs: m.child(torch.ones(())), Child, "forward", lambda self, x: 3.0 * x,
+    ),
+    "the forward of PyTorch's": (
+        lambda m, held, kwargs: m.identity(torch.ones(())), nn.Identity, "forward", lambda self, x: 3.0 * x,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_may_define_something_else_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, changed, attribute, later = CLASSES[name]
+
+    def change(model: Model) -> None:
+        monkeypatch.setattr(changed, attribute, later, raising=False)
+
+    check(read, Derived(), change)
+
+
+def test_a_class_may_have_other_bases_later() -> None:
+    try:
+        check(
+            lambda m, held, kwargs: held.method(),
+            Derived(),
+            lambda model: setattr(Derived, "__bases__", (OtherBase,)),
+        )
+    finally:
+        Derived.__bases__ = (Helper,)
 
 
 # The process

@@ -1,9 +1,10 @@
 """Guards that dynamo omits.
 
 A forward asks questions whose answers dynamo folds into the graph without a guard: whether a key or an
-attribute that it did not find is there, which names an object holds, what the state of the process is, and
-the sign of a zero. While a forward is captured, `guard_questions` patches dynamo's variable trackers so that
-each such question becomes a guard of the graph: a call with another answer is captured anew.
+attribute that it did not find is there, what a class defines under a name, which names an object holds, what
+the state of the process is, and the sign of a zero. While a forward is captured, `guard_questions` patches
+dynamo's variable trackers so that each such question becomes a guard of the graph: a call with another answer
+is captured anew.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from torch._dynamo.source import GlobalStateSource, is_from_skip_guard_source
 from torch._dynamo.variables import SetVariable, dicts, functions, misc
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.user_defined import (
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+    UserDefinedVariable,
+)
 from torch._guards import Guard, Source, TracingContext
+
+from te_transform.graph.class_guards import guard_class_attribute, guard_special_methods
 
 Ask = Callable[[Any], Hashable]  # a question to an object: the answer is compared with ==
 
@@ -169,6 +177,8 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         for name in ("getitem_const_raise_exception_if_absent", "_missing_impl"):
             if name in vars(tracker):
                 yield tracker, name, _item_lookup
+    yield UserDefinedClassVariable, "__init__", _of_a_class
+    yield UserDefinedObjectVariable, "__init__", _of_a_class
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
         if "call_obj_hasattr" in vars(tracker):
             yield tracker, "call_obj_hasattr", _hasattr
@@ -194,12 +204,30 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def look_up(self: VariableTracker, tx: Any, name: str) -> Any:
         try:
-            return own(self, tx, name)
+            found = own(self, tx, name)
         except ObservedAttributeError:
             _guard(self, functools.partial(_has_attribute, key=name))
             raise
+        if isinstance(self, UserDefinedVariable) and _has_users_class(self):
+            guard_class_attribute(self.value, name)
+        return found
 
     return look_up
+
+
+def _of_a_class(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def create(self: Any, value: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, value, *args, **kwargs)
+        if _has_users_class(self):
+            guard_special_methods(value)
+
+    return create
+
+
+def _has_users_class(variable: VariableTracker) -> bool:
+    """Return whether a guard can reach the class: not that of a graph which dynamo itself made."""
+    return variable.source is not None or getattr(variable, "cls_source", None) is not None
 
 
 def _hasattr(own: Callable[..., Any]) -> Callable[..., Any]:
