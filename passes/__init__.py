@@ -16,8 +16,8 @@ from te_transform.passes import (
 PIPELINE = (
     # first: q, k, v and gate, up become one linear, which is what the fused modules hold
     merge_siblings.RULE,
+    rotary.RULE,  # before attention, whose queries and keys it reads for rotations in another form
     attention.RULE,  # reads no linear, any place would do: next to the projections it belongs to
-    rotary.RULE,  # stands in front of attention, reads nothing that another rule takes
     experts.RULE,  # its products are no linears, any place would do
     chunked_loss.RULE,  # before those that would take its linear away; off unless it is asked for
     pad_vocabulary.RULE,  # before those that would take its linear away; off unless it is asked for

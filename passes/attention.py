@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import is_bias, is_tensor_node, value
+from te_transform.graph.nodes import dtype_of, is_bias, is_tensor_node, value
 from te_transform.graph.pattern import Call, OneOf
 from te_transform.plan import scores
 from te_transform.plan.rule import Operation, Rule
@@ -43,11 +43,13 @@ def refuse(
 
 
 def _is_learned(mask: fx.Node) -> bool:
-    """Whether a gradient goes back to what a mask is made of."""
+    """Return True if a gradient goes back to what a mask is made of: through numbers, not through indices."""
     seen, waiting = set(), [mask]
     while waiting:
         node = waiting.pop()
-        if node not in seen:
+        dtype = dtype_of(node) if is_tensor_node(node) else torch.float32
+        is_index = not (dtype.is_floating_point or dtype.is_complex)
+        if node not in seen and not is_index and node.target is not torch.Tensor.detach:
             seen.add(node)
             waiting += node.all_input_nodes
     return any(is_tensor_node(node) and value(node).requires_grad for node in seen)

@@ -3,17 +3,24 @@
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from te_transform.graph.pattern import Linear, Norm, Var
+from te_transform.graph.nodes import called
+from te_transform.graph.pattern import Linear, Norm, OneOf, Var
+from te_transform.graph.written_out import Normalized
 from te_transform.plan.rule import Operation, Rule
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 
-def refuse(norm: Operation) -> Iterator[str]:
-    """No reason of its own: where a norm has no scale or no bias, ones and zeros stand for them."""
-    yield from ()
+def refuse(norm: Operation | None = None, normalized: fx.Node | None = None) -> Iterator[str]:
+    """Yield why a norm is not the op's. Ones and zeros stand for a scale or a bias that a norm lacks."""
+    if norm is None:
+        yield (
+            f"the linear reads a norm that is written out and ends in {called(normalized)}, LayerNormLinear "
+            "has LayerNorm and RMSNorm with one scale and one bias: call F.layer_norm or F.rms_norm with "
+            "them, where the mathematics allows"
+        )
 
 
 def build(backend, norm: Operation, shared: tuple[str, ...]) -> nn.Module:
@@ -28,7 +35,7 @@ def build(backend, norm: Operation, shared: tuple[str, ...]) -> nn.Module:
 
 RULE = Rule(
     name="layernorm_linear",
-    pattern=Linear(Norm(Var("x"))),
+    pattern=OneOf(Linear(Norm(Var("x"))), Linear(Normalized("normalized"))),
     refuse=refuse,
     build=build,
     reads=("x", "norm.weight", "norm.bias", "linear.weight", "linear.bias"),

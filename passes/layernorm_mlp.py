@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from te_transform.graph import ops
+from te_transform.graph.nodes import is_tensor_node, numel_of
 from te_transform.graph.pattern import Call, Linear, Norm, OneOf, Pattern, Var
 from te_transform.graph.pointwise import Pointwise, leads_elsewhere
 from te_transform.passes import layernorm_linear
@@ -84,6 +85,10 @@ def _of_functions(backend, fc1: Operation, fc2: Operation, functions: tuple[str,
     """Yield what LayerNormMLP has instead of functions that are no single activation of its own."""
     inner = fc2.weight.shape[1]
     known = _activations(backend, "no" if "mul" not in functions or fc1.width == inner else "first half")
+    is_one = len({*functions} & {*known}) == 1 and {*functions} <= {"mul", "div", *known}
+    if is_one and (factors := [*_of_factors(fc1.node, fc2.node)]):
+        yield from factors
+        return
     others = [name for name in functions if name not in ("cast", "mul", *known)]
     if others:
         alone = {*functions} <= {others[0], "mul"}
@@ -98,6 +103,27 @@ def _of_functions(backend, fc1: Operation, fc2: Operation, functions: tuple[str,
             f"the first linear's outputs go through {', '.join(functions)} before the second, LayerNormMLP "
             "has one activation of all, or of one half, times the other: no kernel has others"
         )
+
+
+def _of_factors(fc1: fx.Node, fc2: fx.Node) -> Iterator[str]:
+    """Yield what to do about numbers that the activation, or what it reads, is multiplied by."""
+    if len(fc1.users) == 1 and _is_multiple(next(iter(fc1.users))):
+        yield (
+            "the first linear's outputs are multiplied by a number before the activation, LayerNormMLP has "
+            "no factor there: multiply its stored weight and bias by it"
+        )
+    if _is_multiple(fc2.args[0]):
+        yield (
+            "the activation is multiplied by a number before the second linear, LayerNormMLP has no factor "
+            "there: multiply its stored weight by it"
+        )
+
+
+def _is_multiple(node: fx.Node) -> bool:
+    """Return True if a node multiplies or divides a tensor by one number."""
+    return node.target in (torch.mul, torch.div) and any(
+        not is_tensor_node(factor) or numel_of(factor) == 1 for factor in node.args
+    )
 
 
 def _unknown(activation: str, known: Iterable[str]) -> Iterator[str]:

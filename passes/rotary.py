@@ -21,6 +21,7 @@ from te_transform.graph.nodes import (
     value,
 )
 from te_transform.graph.pattern import Call, Maybe, OneOf, Pattern, Read, Var
+from te_transform.graph.written_out import rotated_by
 from te_transform.plan.rule import Operation, Rule
 
 
@@ -39,9 +40,15 @@ def _is_spread(angles: Any) -> bool:
 
 
 def refuse(
-    rope: Operation | None = None, other: Operation | None = None, angles=None
+    rope: Operation | None = None,
+    other: Operation | None = None,
+    attention: Operation | None = None,
+    angles: fx.Node | None = None,
 ) -> Iterator[str | None]:
     """Yield every reason why the kernel would turn otherwise."""
+    if attention is not None:
+        yield from [*_in_another_form(attention.node)] or [None]
+        return
     if other is not None:
         yield from _of_another(*other.node.args[1:3])
         return
@@ -57,6 +64,19 @@ def refuse(
             "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter: "
             "cast cosines and sines to it"
         )
+
+
+def _in_another_form(attention: fx.Node) -> Iterator[str]:
+    """Yield why queries or keys are rotated by other operations than x * cos + rotated * sin."""
+    calls = [node for operand in attention.args[:2] for node in rotated_by(operand)]
+    if not calls:
+        return
+    how = "as complex numbers" if any(dtype_of(node).is_complex for node in calls) else "in another form"
+    yield (
+        f"queries or keys are rotated {how}, the kernel rotates column i of a head with column i + width / 2"
+        ": reorder the rows of the query and key weights to pair these columns, and compute x * cos + "
+        "torch.cat((-x2, x1), -1) * sin"
+    )
 
 
 def _of_another(cos: fx.Node, sin: fx.Node) -> Iterator[str | None]:
@@ -158,6 +178,7 @@ RULE = Rule(
     pattern=OneOf(
         Call(ops.rope, Var("x"), _taken(torch.cos), _taken(torch.sin), role="rope"),
         Call(ops.rope, role="other"),
+        Call(ops.sdpa, role="attention"),
     ),
     refuse=refuse,
     build=build,

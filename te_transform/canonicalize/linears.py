@@ -85,6 +85,20 @@ def _turned(graph: fx.Graph, match: Match) -> tuple | None:
     return turn.target, (product, *turn.args[1:])
 
 
+def _norm_of_flat(graph: fx.Graph, match: Match) -> tuple | None:
+    """Return the norm of the reshaped value, where linears alone read a norm, in another shape."""
+    reshape, norm = match.nodes
+    flat = (*shape_of(reshape)[:-1], *shape_of(norm)[-1:])
+    reads_rows = any(user.target is ops.linear for user in reshape.users)
+    if len(norm.users) > 1 or not reads_rows or not same_shape(shape_of(reshape), flat):
+        return None
+    sizes = reshape_sizes(match.bound["x"], shape_of(reshape))
+    if sizes is None:
+        return None
+    x = edit.insert(graph, match.nodes, torch.reshape, (match.bound["x"], sizes))
+    return norm.target, (x, *norm.args[1:])
+
+
 def _keeps_last(turn: fx.Node) -> bool:
     """Whether a transpose or permute leaves the last dimension, which a linear maps, where it is."""
     if turn.target is torch.transpose:
@@ -113,5 +127,8 @@ BIASES = (
         _biased,
     ),
 )
-TURNED = (Spelling(Linear(Call(TURNS, Norm(_X))), _turned),)
+TURNED = (
+    Spelling(Linear(Call(TURNS, Norm(_X))), _turned),
+    Spelling(Call(torch.reshape, Norm(_X)), _norm_of_flat),
+)
 FLATTENED = (Spelling(Call(torch.reshape, Linear(_FLAT), Var("shape")), _unflattened),)

@@ -30,6 +30,20 @@ def _is_vector(value: Any) -> bool:
     return is_model_tensor(value) and len(shape_of(value)) == 1
 
 
+def _is_any_vector(value: Any) -> bool:
+    """Return True if a value is a vector of the model's, or computed, and no cast hides its own dtype."""
+    return is_tensor_node(value) and len(shape_of(value)) == 1 and value.target is not ops.cast
+
+
+def _is_scaled_later(match: Match) -> bool:
+    """Return True if readers of a norm without a scale multiply by one in a form that is not known."""
+    readers = list(match.root.users)
+    readers += [user for reader in readers if reader.target is ops.cast for user in reader.users]
+    named = any(node.target in (F.layer_norm, F.rms_norm) for node in match.nodes)
+    scaled = any(node.target is torch.mul and all(map(is_tensor_node, node.args)) for node in readers)
+    return scaled and "weight" not in match.bound and not named
+
+
 def _is_epsilon(value: Any) -> bool:
     return isinstance(value, float) and 0 < value < 1
 
@@ -45,12 +59,14 @@ def _layer_norm(graph: fx.Graph, match: Match) -> tuple | None:
     fits = bias is None or same_shape(shape_of(bias), shape_of(x)[-1:])
     if not uniform or not fits or not _normalizes_last(match) or not _keeps_dtype(match):
         return None
+    if _is_scaled_later(match):
+        return None
     return ops.layer_norm, (x, weight, bias, found["eps"], found.get("gamma") == "zero-centered")
 
 
 def _rms_norm(graph: fx.Graph, match: Match) -> tuple | None:
     x, weight = _operands(match)
-    if not _normalizes_last(match) or not _keeps_dtype(match):
+    if not _normalizes_last(match) or not _keeps_dtype(match) or _is_scaled_later(match):
         return None
     eps = match.bound["eps"]
     if eps is None:  # F.rms_norm takes that of the dtype it computes in
@@ -116,9 +132,10 @@ def _keeps_dtype(match: Match) -> bool:
 
 _X = _cast(Var("x", is_tensor_node))
 _WEIGHT = _cast(Var("weight", _is_vector))
-_GAMMA = OneOf(gamma={"plain": _WEIGHT, "zero-centered": Call(torch.add, _WEIGHT, 1, commute=True)})
+_GAMMA = OneOf(gamma={"plain": _WEIGHT, "zero-centered": _cast(Call(torch.add, _WEIGHT, 1, commute=True))})
 _EPS = Var("eps", _is_epsilon)
 _NO_WEIGHT = Var("weight", lambda weight: weight is None)
+_NAMED = OneOf(_NO_WEIGHT, _GAMMA, Var("weight", _is_any_vector))  # an argument: surely the scale
 _SHAPE, _ANY_EPS = Var("shape"), Var("eps")
 
 
@@ -131,7 +148,7 @@ def _square(value: Pattern) -> Pattern:
 
 
 def _normalized(x: Pattern, variance: Pattern) -> Pattern:
-    """x / sqrt(variance + eps) * gamma, by any of its spellings."""
+    """Return the pattern of x / sqrt(variance + eps) * gamma in any spelling, or without gamma."""
     variance = Call(torch.add, variance, _EPS, commute=True)
     deviation = OneOf(Call(torch.sqrt, variance), Call(torch.pow, variance, 0.5))
     inverse = OneOf(
@@ -147,17 +164,18 @@ def _normalized(x: Pattern, variance: Pattern) -> Pattern:
         AnyOrder(torch.mul, _cast(alone), _GAMMA),
         AnyOrder(torch.mul, scaled, inverse),
         Call(torch.div, scaled, deviation),
+        alone,
     )
 
 
-_RMS_NORM = Call(F.rms_norm, _X, _SHAPE, OneOf(_NO_WEIGHT, _GAMMA), _ANY_EPS)
+_RMS_NORM = Call(F.rms_norm, _X, _SHAPE, _NAMED, _ANY_EPS)
 _WRITTEN_RMS_NORM = _normalized(_X, _mean(_square(_X)))
 
 _CENTERED = Call(torch.sub, _X, _mean(_X))
 _VARIANCE = OneOf(_mean(_square(_cast(_CENTERED))), Call(torch.var, _X, -1, False, True))
 _NORMALIZED = _normalized(_cast(_CENTERED), _VARIANCE)
-_BIAS = _cast(Var("bias", lambda bias: bias is None or _is_vector(bias)))
-_LAYER_NORM = Call(F.layer_norm, _X, _SHAPE, OneOf(_NO_WEIGHT, _GAMMA), _BIAS, _ANY_EPS)
+_BIAS = _cast(Var("bias", lambda bias: bias is None or _is_any_vector(bias)))
+_LAYER_NORM = Call(F.layer_norm, _X, _SHAPE, _NAMED, _BIAS, _ANY_EPS)
 _SCALED = AnyOrder(torch.mul, _cast(Call(F.layer_norm, _X, _SHAPE, None, None, _ANY_EPS)), _GAMMA)
 _SHIFTED = Call(torch.add, _cast(OneOf(_NORMALIZED, _SCALED)), _cast(Var("bias", _is_vector)), commute=True)
 

@@ -175,6 +175,19 @@ def test_a_bias_that_nobody_learns_is_fused() -> None:
     }
 
 
+def called_with_choices(model, q, k, v):
+    """Sparse attention: an indexer's choices hide keys, and no gradient goes through indices."""
+    chosen = (model.mask[: q.shape[-2], :1] * q[..., :1] @ k[..., :1].mT).topk(2, -1).indices
+    hidden = torch.ones(*q.shape[:-1], q.shape[-2], dtype=torch.bool).scatter(-1, chosen, False)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, torch.finfo(q.dtype).min)
+    return F.scaled_dot_product_attention(q, k, v, mask[:, :1])
+
+
+def test_a_mask_of_learned_choices_is_fused() -> None:
+    make = attends(called_with_choices, mask=lambda: nn.Parameter(torch.ones(LONGEST, LONGEST)))
+    sites(make, backend="te").expect(attention=1)
+
+
 def weights_read(model, q, k, v):
     weights = scores(q, k).softmax(-1)
     return weights @ v + weights.sum(-1, keepdim=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from tests.rules.tables import FFN, H, Make, Written, X, fused, linear, reasons, sequential, written
+from tests.rules.tables import FFN, H, Make, Written, X, fused, linear, reasons, sequential, sites, written
 from tests.zoo import seeded
 
 
@@ -104,6 +104,13 @@ FUSES = {
     "a linear without a bias": sequential(norm(), linear(H, FFN, bias=False)),
     "a norm written out": sequential(LlamaNorm, linear()),
     "a zero-centered norm": sequential(GemmaNorm, linear()),
+    "a norm without a scale, written out": written(lambda m, x: m.linear(x * root(x)), linear=linear()),
+    "a LayerNorm of nothing else, written out": written(
+        lambda m, x: m.linear((x - x.mean(-1, True)) * root(x - x.mean(-1, True))), linear=linear()
+    ),
+    "a norm in another shape": written(
+        lambda m, x: m.linear(m.norm(x).view(-1, H)).view(x.shape), norm=norm(), linear=linear()
+    ),
     "functions": written(
         lambda m, x: F.linear(F.layer_norm(x, (H,), m.norm.weight, m.norm.bias), m.linear.weight),
         norm=norm(),
@@ -182,12 +189,67 @@ BEFORE = (
     "the output of the layer_norm is also read by {}, before all is there that the fused module reads: let "
     "that come after the linear"
 )
+WRITTEN_OUT = (
+    "the linear reads a norm that is written out and ends in {}, LayerNormLinear has LayerNorm and RMSNorm "
+    "with one scale and one bias: call F.layer_norm or F.rms_norm with them, where the mathematics allows"
+)
+
+
+def root(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def unknown(function: Callable[[nn.Module, Tensor], Tensor], last: str = "mul") -> tuple[Make, str]:
+    return of_vectors(function), WRITTEN_OUT.format(last)
+
+
+def of_vectors(function: Callable[[nn.Module, Tensor], Tensor]) -> Make:
+    vectors = {name: lambda: nn.Parameter(torch.linspace(0.5, 1, H)) for name in "wb"}
+    return written(lambda m, x: m.linear(function(m, x)), linear=linear(), **vectors)
+
+
 REFUSES = {
+    "a scale of several dimensions": unknown(lambda m, x: x * root(x) * m.w[None, None]),
+    "a computed scale": unknown(lambda m, x: F.rms_norm(x, (H,)) * m.w.exp()),
+    "two scales": unknown(lambda m, x: F.rms_norm(x, (H,), m.w) * m.w),
+    "a sum over the width": unknown(lambda m, x: x * (x.square().sum(-1, keepdim=True) / H + 1e-6).rsqrt()),
+    "no eps": unknown(lambda m, x: x * x.pow(2).mean(-1, keepdim=True).rsqrt() * m.w),
+    "a least square": unknown(lambda m, x: m.w * x * x.pow(2).mean(-1, True).clamp(min=1e-6).rsqrt()),
+    "a length": unknown(lambda m, x: x / (x.norm(dim=-1, keepdim=True) * H**-0.5 + 1e-8), "div"),
+    "a deviation": unknown(lambda m, x: (x - x.mean(-1, True)) / (x.std(-1, True, True) + 1e-6) + m.b, "add"),
+    "an RMSNorm with a bias": unknown(lambda m, x: F.rms_norm(x, (H,), m.w) + m.b, "add"),
+    "a LayerNorm with a bias of its own": unknown(lambda m, x: F.layer_norm(x, (H,)) + m.b, "add"),
+    "a unit vector": unknown(lambda m, x: F.normalize(x, dim=-1) * m.w),
     "read before": (own(read_before_the_bias), BEFORE.format("mul")),
     "read by the bias": (own(read_by_the_bias), BEFORE.format("mean")),
     "without gradients": (own(without_gradients), CUT.format("set_grad_enabled")),
     "a write in between": (own(counting), CUT.format("add_")),
 }
+
+
+FOLLOWED = {  # what the sentence advises
+    "a scale of several dimensions": lambda m, x: F.rms_norm(x, (H,), m.w[None, None].flatten(), 1e-6),
+    "a computed scale": lambda m, x: F.rms_norm(x, (H,), m.w.exp()),
+    "two scales": lambda m, x: F.rms_norm(x, (H,), m.w * m.w),
+    "a LayerNorm with a bias of its own": lambda m, x: F.layer_norm(x, (H,), None, m.b),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_advised_is_fused(name: str) -> None:
+    followed = of_vectors(FOLLOWED[name])
+    torch.testing.assert_close(seeded(followed)(X), seeded(REFUSES[name][0])(X))
+    assert fused(followed).counts == {"layernorm_linear": 1}
+
+
+def test_the_sum_of_a_zero_centered_scale_may_be_cast() -> None:
+    make = of_vectors(lambda m, x: (x.float() * root(x.float()) * (1.0 + m.w).float()).type_as(x))
+    assert te_transform.inspect(seeded(make).bfloat16(), X.bfloat16()).counts == {"layernorm_linear": 1}
+
+
+def test_no_norm_is_seen_where_rows_are_scaled_by_what_is_learned_of_them() -> None:
+    gate = written(lambda m, x: m.linear(x * m.gate(x).sigmoid()), linear=linear(), gate=linear(H, 1))
+    assert not reasons(sites(gate), "layernorm_linear")
 
 
 @pytest.mark.parametrize("name", REFUSES)

@@ -261,7 +261,24 @@ OTHERWISE = (
     "the first linear's outputs go through silu, mul before the second, LayerNormMLP has one activation of "
     "all, or of one half, times the other: no kernel has others"
 )
+AFTER = (
+    "the activation is multiplied by a number before the second linear, LayerNormMLP has no factor there: "
+    "multiply its stored weight by it"
+)
+FIRST = (
+    "the first linear's outputs are multiplied by a number before the activation, LayerNormMLP has no factor "
+    "there: multiply its stored weight and bias by it"
+)
 UNLIKE_ANY = {
+    "a multiple of the activation": (mlp(lambda x: F.gelu(x) * 0.5), AFTER),
+    "a multiple by a size": (mlp(lambda x: FFN**-0.5 * F.silu(x)), AFTER),
+    "a quotient": (mlp(lambda x: F.relu(x) / 3), AFTER),
+    "a multiple behind a gate": (gated(lambda x: F.silu(x) * 2), OTHERWISE),
+    "a multiple of a gated product": (
+        mlp(lambda x: F.silu(x[..., :FFN]) * x[..., FFN:] * 2, widths=(2 * FFN, FFN)),
+        AFTER,
+    ),
+    "the activation of a multiple": (mlp(lambda x: F.gelu(x * 0.5)), FIRST),
     "mish behind a gate": (
         gated(F.mish),
         "the activation is mish, LayerNormMLP has gelu_tanh, quick_gelu, relu, sigmoid, silu, "
@@ -322,6 +339,14 @@ FOLLOWED = {  # what the sentences advise
         two_linears, norm=LAYER_NORM, first=linear(H, FFN), second=linear(H, FFN), fc2=linear(FFN, H)
     ),
 }
+
+
+def test_a_factor_of_the_activation_is_one_of_the_second_weight() -> None:
+    refused, followed = seeded(mlp(lambda x: F.gelu(x) * 0.5)), seeded(mlp(F.gelu))
+    with torch.no_grad():
+        followed.fc2.weight.mul_(0.5)
+    torch.testing.assert_close(followed(X), refused(X))
+    te_transform.inspect(followed, X).expect(layernorm_mlp=1)
 
 
 @pytest.mark.parametrize("name", FOLLOWED)

@@ -1,15 +1,17 @@
 """Queries and keys that are turned by known angles: one kernel, where the backend has one."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import limits, plain
 from tests import stand_in
-from tests.rules.tables import HEADS, Make, Written, reasons, sites, written
+from tests.rules.tables import HEADS, Make, Written, linear, reasons, sites, written
 from tests.zoo import seeded
 
 te = stand_in.te  # a fixture
@@ -288,7 +290,98 @@ def behind(names: str) -> str:
     )
 
 
+def in_another_form(how: str) -> str:
+    return (
+        f"queries or keys are rotated {how}, the kernel rotates column i of a head with column i + width / 2"
+        ": reorder the rows of the query and key weights to pair these columns, and compute x * cos + "
+        "torch.cat((-x2, x1), -1) * sin"
+    )
+
+
+def attends(turn: Callable[[Written, Tensor], Tensor]) -> Make:
+    """Attention whose queries and keys [batch, heads, length, width] `turn` rotates."""
+
+    def forward(model: Written, x: Tensor) -> Tensor:
+        batch, length = x.shape[0], x.shape[2]
+        x = x.transpose(1, 2).flatten(2)
+        q, k, v = (
+            part(x).view(batch, length, HEADS, WIDTH).transpose(1, 2) for part in (model.q, model.k, model.v)
+        )
+        return F.scaled_dot_product_attention(turn(model, q), turn(model, k), v, is_causal=True)
+
+    parts = {name: linear(HEADS * WIDTH, HEADS * WIDTH) for name in "qkv"}
+    tables = {"table": lambda: nn.Buffer(torch.linspace(-1, 1, 9 * WIDTH).view(9, WIDTH))}
+    return written(forward, frequencies=frequencies, **tables, **parts)
+
+
+def next_to(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def gptj(model: Written, x: Tensor) -> Tensor:
+    cos, sin = (f(half(model, x)).repeat_interleave(2, -1).to(x.dtype) for f in (torch.cos, torch.sin))
+    return x * cos + next_to(x) * sin
+
+
+def gptj_by_a_table(model: Written, x: Tensor) -> Tensor:
+    sin, cos = model.table[torch.arange(x.shape[-2])].split(WIDTH // 2, -1)
+    return x * cos.repeat_interleave(2, -1) + next_to(x) * sin.repeat_interleave(2, -1)
+
+
+def gptj_in_part(model: Written, x: Tensor) -> Tensor:
+    turns = half(model, x)[..., : WIDTH // 4].repeat_interleave(2, -1).to(x.dtype)
+    some = x[..., : WIDTH // 2]
+    return torch.cat((some * turns.cos() + next_to(some) * turns.sin(), x[..., WIDTH // 2 :]), -1)
+
+
+def polar(model: Written, x: Tensor) -> Tensor:
+    """As Meta's Llama, and Llama 4 of transformers."""
+    turns = torch.polar(torch.ones_like(half(model, x)), half(model, x))
+    numbers = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers * turns).flatten(-2).type_as(x)
+
+
+def gpt_fast(model: Written, x: Tensor) -> Tensor:
+    cos, sin = half(model, x).cos(), half(model, x).sin()
+    y = x.float().unflatten(-1, (-1, 2))
+    first, second = y[..., 0], y[..., 1]
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
+    return rotated.flatten(-2).type_as(x)
+
+
+def by_matrices(model: Written, x: Tensor) -> Tensor:
+    """As Flux: each pair times a matrix [2, 2]."""
+    cos, sin = half(model, x).cos(), half(model, x).sin()
+    turns = torch.stack((cos, -sin, sin, cos), -1).unflatten(-1, (2, 2))
+    y = x.unflatten(-1, (-1, 1, 2))
+    return (turns[..., 0] * y[..., 0] + turns[..., 1] * y[..., 1]).reshape(x.shape).type_as(x)
+
+
+def filled_in(model: Written, x: Tensor) -> Tensor:
+    cos, sin, rotated = half(model, x).cos(), half(model, x).sin(), torch.empty_like(x)
+    rotated[..., ::2] = x[..., ::2] * cos - x[..., 1::2] * sin
+    rotated[..., 1::2] = x[..., 1::2] * cos + x[..., ::2] * sin
+    return rotated
+
+
+def rolled(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x).to(x.dtype)
+    signs = torch.tensor([-1.0, 1.0], dtype=x.dtype).repeat_interleave(WIDTH // 2)
+    return x * turns.cos() + x.roll(WIDTH // 2, -1) * signs * turns.sin()
+
+
+FORMS = {
+    "neighbors, as GPT-J": gptj,
+    "neighbors, by a table": gptj_by_a_table,
+    "some neighbors": gptj_in_part,
+    "neighbors, as gpt-fast": gpt_fast,
+    "neighbors, by matrices": by_matrices,
+    "neighbors, written in place": filled_in,
+    "halves, rolled": rolled,
+}
 REFUSES = {
+    "complex numbers": (attends(polar), in_another_form("as complex numbers")),
+    **{name: (attends(turn), in_another_form("in another form")) for name, turn in FORMS.items()},
     "stored": (of(stored), STORED),
     "stored, looked up by positions": (of(looked_up), STORED),
     "stacked": (
@@ -350,6 +443,30 @@ def test_refuses(name: str) -> None:
     make, sentence = REFUSES[name]
     report = sites(model_of(make), Q, backend="te")
     assert reasons(report, "rotary") == {sentence}
+
+
+def test_reordered_rows_make_halves_of_neighbors(te: ModuleType) -> None:
+    """What the sentence advises is the same attention, and its rotations are fused."""
+    neighbors, halves = seeded(attends(gptj)), seeded(attends(without_heads))
+    for model in (neighbors, halves):
+        model.frequencies.data = frequencies().data
+    for held in (*halves.q.parameters(), *halves.k.parameters()):
+        heads = held.data.view(HEADS, WIDTH // 2, 2, -1)
+        held.data.copy_(heads.transpose(1, 2).reshape(held.shape))
+    torch.testing.assert_close(halves(Q.float()), neighbors(Q.float()))
+    te_transform.inspect(halves, Q.float(), backend="te").expect(rotary=2)
+
+
+def not_rotated(model: Written, x: Tensor) -> Tensor:
+    """By numbers of positions and columns that are no angles: a mask of padding, a learned scale, a norm."""
+    padding = (torch.arange(x.shape[-2]) < 3).to(x.dtype)[:, None]
+    return F.rms_norm(x, (WIDTH,)) * model.scale * padding * 0.5
+
+
+def test_queries_that_are_scaled_are_not_rotated() -> None:
+    model = seeded(attends(not_rotated))
+    model.scale = nn.Parameter(torch.ones(1, WIDTH))
+    assert not reasons(te_transform.inspect(model, Q.float(), backend="te"), "rotary")
 
 
 def scaled(model: Written, x: Tensor) -> Tensor:
