@@ -291,9 +291,11 @@ class Converted:
                 with self._with_whole_parameters(module, but_blocks=self.by_block):
                     out = forward(module, *args, **kwargs)
             return out
-        except Exception:
+        except Exception as error:
             if run.turned_off:  # a call that the model does not take: begin anew with the next one
                 self.runs.pop(kind, None)
+            if self.parallel is None and _fails_by_itself(error, module):
+                forward(module, *args, **kwargs)  # raises what the caller may expect
             raise
         finally:
             if self.nests and kind in self.leaving:  # training is captured still
@@ -605,3 +607,15 @@ def has_checkpoints(captured: fx.GraphModule) -> bool:
     """Whether activation checkpointing is on inside a graph: what is recomputed is a graph of its own in
     there."""
     return any("checkpoint" in called(node) for node in captured.graph.nodes if node.op == "call_function")
+
+
+def _fails_by_itself(error: Exception, module: nn.Module) -> bool:
+    """Return True if the user's own code may be run once more to raise its own error.
+
+    A compiled graph raises a RuntimeError for an id out of range, and a captured one may leave out a check of
+    the user's code. On a GPU errors come later, and other ranks would wait for the collectives of this one.
+    """
+    first = next(module.parameters(), None)
+    on_cpu = first is None or first.device.type == "cpu"
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return isinstance(error, RuntimeError) and on_cpu and alone
