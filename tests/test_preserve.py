@@ -509,3 +509,22 @@ def test_what_cannot_be_put_back_is_named_with_its_path(tmp_path: Path) -> None:
             "file is a TextIOWrapper, which has state outside of this process",
             "pair[0] is a count, which a tuple holds",
         ]
+
+
+OVERLAPPING = {
+    "expanded": lambda base: base[:1].expand(4),
+    "a part of what is expanded": lambda base: base[:1].expand(4)[1:],
+    "windows": lambda base: base.as_strided((3, 2), (1, 1)),
+    "transposed": lambda base: base.view(2, 2).mT,
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_a_buffer_whose_base_is_written_is_put_back(name: str) -> None:
+    base = torch.arange(4.0)
+    model = nn.Module()
+    model.register_buffer("held", OVERLAPPING[name](base))
+    before = model.held.clone()
+    with preserved(model):
+        base.add_(5)
+    assert torch.equal(model.held, before)

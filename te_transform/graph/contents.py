@@ -41,13 +41,15 @@ class TensorContent(Content):
     The numbers of parameters may not fit twice, see preserve.py.
     """
 
-    __slots__ = ("grad", "names", "numbers", "place", "requires_grad")
+    __slots__ = ("grad", "memory", "names", "numbers", "place", "requires_grad")
 
     def __init__(self, value: Tensor):
         super().__init__(value)
         self.place = value.detach() if is_plain(value) else None  # the same memory
         has_numbers = not (isinstance(value, nn.Parameter) or value.is_meta or is_fake(value))
         self.numbers = value.detach().clone() if has_numbers else None
+        overlaps = has_numbers and self.place is not None and torch._debug_has_internal_overlap(value) != 0
+        self.memory = value.untyped_storage().clone() if overlaps else None  # copy_() refuses such a tensor
         self.requires_grad, self.grad = value.requires_grad, value.grad if value.is_leaf else None
         self.names = self._now()
         self.inside = self.names.values()
@@ -75,7 +77,9 @@ class TensorContent(Content):
             value.data = self.place  # somebody has resized the tensor, or given it other memory
         if self.numbers is None or same_bits(value, self.numbers):
             return
-        if shape_of(value) == shape_of(self.numbers):
+        if self.memory is not None:
+            value.untyped_storage().copy_(self.memory)
+        elif shape_of(value) == shape_of(self.numbers):
             value.copy_(self.numbers)
         else:
             value.data = self.numbers
