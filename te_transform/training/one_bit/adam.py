@@ -1,0 +1,182 @@
+"""1-bit Adam, arXiv 2102.02888."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+from te_transform.training.one_bit import checks
+from te_transform.training.one_bit.layout import Layout
+from te_transform.training.one_bit.optimizer import Gradients, OneBitOptimizer
+
+CHANGE = 0.04  # of the norm of the variance over 1 / (1 - beta2) steps, below which "auto" freezes it
+CHECKS = 10  # of that norm in as many steps
+
+
+class OneBitAdam(OneBitOptimizer):
+    """Adam whose ranks exchange one bit for each number of a matrix, once the variance is frozen.
+
+    Warm-up: bitwise torch.optim.AdamW (torch.optim.Adam without weight decay) on averaged gradients, for fp32
+    weights. Then, with v constant and q the compressed mean over ranks:
+
+        m = q(beta1 * m + (1 - beta1) * own gradient)
+        p -= lr * (m / (sqrt(v) + eps) + weight_decay * p)
+
+    At the freeze, m and v get their bias correction for good. Elements whose v is 0 are not updated by m.
+
+    Args:
+        params: as in torch.optim.Optimizer; groups may have their own lr, betas, eps and weight_decay.
+        weight_decay: decoupled, as in AdamW, in both phases.
+        freeze_step: the number of warm-up steps, 15% to 25% of training; or "auto": until norm1(v) has
+            changed by less than 4% over 1 / (1 - beta2) steps.
+        process_group: the ranks; by default all.
+
+    Raises:
+        OneBitError: there is no process group, parameters are sharded (FSDP, tensor parallelism), are not in
+            fp32, bf16 or fp16, or an option is out of range.
+    """
+
+    _buffers = ("exp_avg", "exp_avg_sq", "denominator")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        freeze_step: int | Literal["auto"] = "auto",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if freeze_step != "auto":
+            checks.check_count("freeze_step", freeze_step)
+        self.freeze_step = freeze_step
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "variances": []}
+        super().__init__(params, defaults, process_group)
+
+    @property
+    def needs_averaged_gradients(self) -> bool:
+        """True during the warm-up."""
+        return not self.frozen
+
+    def _update(self, layout: Layout, gradients: Gradients) -> None:
+        if self.frozen:
+            self._compressed(layout, gradients)
+        else:
+            self._warm_up(layout, gradients)
+        self._note(steps=self.steps + 1)
+        if not self.frozen and self._is_steady(layout):
+            self._freeze(layout)
+            self._note(frozen=True, variances=[])
+
+    def _warm_up(self, layout: Layout, gradients: Gradients) -> None:
+        self._start()
+        with self._weights(layout) as weights:
+            for group, trained in zip(self.param_groups, layout.groups, strict=True):
+                present = [p for p in trained if p in gradients]
+                states = [self.state[p] for p in present]
+                beta1, beta2 = group["betas"]
+                adam(
+                    [weights[p] for p in present],
+                    [gradients[p] for p in present],
+                    [state["exp_avg"] for state in states],
+                    [state["exp_avg_sq"] for state in states],
+                    [],
+                    [state["step"] for state in states],
+                    decoupled_weight_decay=True,
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=float(group["lr"]),
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+
+    def _start(self) -> None:
+        """Make the state on first use."""
+        self._buffer("exp_avg"), self._buffer("exp_avg_sq")
+        for parameter in self._laid_out().parameters:
+            if "step" not in self.state[parameter]:
+                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+    def _is_steady(self, layout: Layout) -> bool:
+        """Return True if the variance is to be frozen now; rank 0 decides for all."""
+        if self.freeze_step != "auto":
+            return self.steps >= self.freeze_step
+        span = math.ceil(1 / (1 - max(group["betas"][1] for group in self.param_groups)) - 1e-6)
+        every = max(span // CHECKS, 1)
+        if self.steps % every:
+            return False
+        norm = self._norm_of_variance(layout)
+        if layout.world_size > 1:
+            dist.broadcast(norm, group=self.process_group, group_src=0)
+        variances = [*self.param_groups[0]["variances"], norm.item()][-(span // every) - 1 :]
+        self._note(variances=variances)
+        change = abs(variances[-1] - variances[0])
+        return len(variances) > span // every and change < CHANGE * variances[0]
+
+    def _norm_of_variance(self, layout: Layout) -> Tensor:
+        """Return norm1 of the variance, bias corrected, in fp64."""
+        total = torch.zeros((), dtype=torch.float64, device=layout.device)
+        for index, group in enumerate(self.param_groups):
+            for part in layout.parts(self._flat["exp_avg_sq"], index):
+                total += part.sum(dtype=torch.float64) / (1 - group["betas"][1] ** self.steps)
+        return total
+
+    def _freeze(self, layout: Layout) -> None:
+        """Correct m and v, and replace v by sqrt(v) + eps, infinite where v is 0."""
+        self._correct(layout)
+        self._set_buffer("denominator", self._flat["exp_avg_sq"])
+        self._drop_buffer("exp_avg_sq")
+        denominator = self._flat["denominator"]
+        denominator.masked_fill_(denominator == 0, math.inf).sqrt_()
+        for index, group in enumerate(self.param_groups):
+            for part in layout.parts(denominator, index):
+                part.add_(group["eps"])
+
+    def _correct(self, layout: Layout) -> None:
+        for group, trained in zip(self.param_groups, layout.groups, strict=True):
+            for state in (self.state[p] for p in trained):
+                if (step := state["step"].item()) > 0:
+                    state["exp_avg"].div_(1 - group["betas"][0] ** step)
+                    state["exp_avg_sq"].div_(1 - group["betas"][1] ** step)
+
+    def _compressed(self, layout: Layout, gradients: Gradients) -> None:
+        self._add_to_momentum(layout, gradients)
+        self._mean(self._flat["exp_avg"])
+        with self._weights(layout) as weights:
+            for group, trained in zip(self.param_groups, layout.groups, strict=True):
+                self._descend(group, [p for p in trained if self._has_trained(p)], weights)
+
+    def _add_to_momentum(self, layout: Layout, gradients: Gradients) -> None:
+        """Compute beta1 * m + (1 - beta1) * g; a parameter without a gradient on this rank adds zeros."""
+        for index, group in enumerate(self.param_groups):
+            present = [p for p in layout.groups[index] if p in gradients]
+            beta1 = group["betas"][0]
+            for part in layout.parts(self._flat["exp_avg"], index):
+                part.mul_(beta1)
+            if present:
+                momenta = [self.state[p]["exp_avg"] for p in present]
+                torch._foreach_add_(momenta, [gradients[p] for p in present], alpha=1 - beta1)
+
+    def _has_trained(self, parameter: nn.Parameter) -> bool:
+        """Return False for parameters that no rank had a gradient of during the warm-up."""
+        return self.state[parameter]["step"].item() > 0
+
+    def _descend(
+        self, group: dict[str, Any], trained: list[nn.Parameter], weights: dict[nn.Parameter, Tensor]
+    ) -> None:
+        if not trained:
+            return
+        updated, states = [weights[p] for p in trained], [self.state[p] for p in trained]
+        lr = float(group["lr"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(updated, 1 - lr * group["weight_decay"])
+        momenta, denominators = ([state[name] for state in states] for name in ("exp_avg", "denominator"))
+        torch._foreach_addcdiv_(updated, momenta, denominators, value=-lr)

@@ -1,0 +1,127 @@
+"""Refuse what the 1-bit optimizers cannot train, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class OneBitError(RuntimeError):
+    """A 1-bit optimizer cannot train these parameters, or not in this process group."""
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Raise OneBitError for options of a parameter group out of range."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(group[name]) >= 0:
+            raise OneBitError(f"expected {name} >= 0, got {group[name]!r}; pass a number from 0 on")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise OneBitError(f"expected betas in [0, 1), got {group['betas']!r}; pass two such numbers")
+
+
+def check_count(name: str, steps: Any) -> None:
+    """Raise OneBitError unless `steps` is an integer from 1 on."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise OneBitError(f"expected {name} to be a number of steps >= 1, got {steps!r}; pass an integer")
+
+
+def check_parameter(parameter: Tensor) -> None:
+    """Raise OneBitError if the parameter is sharded or has a dtype without fp32 state."""
+    if isinstance(parameter, DTensor):
+        raise OneBitError(
+            "expected whole parameters on every rank, got a DTensor (FSDP2 or tensor parallelism), of which "
+            "each rank holds and updates another part; use DistributedDataParallel, or torch.optim.AdamW"
+        )
+    if getattr(parameter, "_fsdp_flattened", False) or getattr(parameter, "_is_flat_param", False):
+        raise OneBitError(
+            "expected whole parameters on every rank, got one of FullyShardedDataParallel, of which each rank "
+            "holds and updates another part; use DistributedDataParallel, or torch.optim.AdamW"
+        )
+    if parameter.dtype not in DTYPES:
+        raise OneBitError(
+            f"expected parameters in float32, bfloat16 or float16, got {parameter.dtype}; cast the model, or "
+            "use torch.optim.AdamW"
+        )
+
+
+def process_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the given group, or the default one; raise OneBitError if there is none."""
+    if given is not None:
+        return given
+    if not dist.is_available() or not dist.is_initialized():
+        raise OneBitError(
+            "expected a process group, got none; call torch.distributed.init_process_group() first (torchrun "
+            "sets what it reads), or use torch.optim.AdamW in a single process"
+        )
+    return dist.group.WORLD
+
+
+def check_devices(parameters: list[nn.Parameter]) -> None:
+    """Raise OneBitError unless all parameters are on one device."""
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1:
+        raise OneBitError(
+            f"expected all parameters on one device, got {', '.join(devices)}; move the model before the "
+            "first step, one process for each device"
+        )
+
+
+def check_ddp(model: Any, parameters: set[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Raise OneBitError unless `model` is DDP over the same group, with the same parameters."""
+    if not isinstance(model, DistributedDataParallel):
+        raise OneBitError(
+            f"expected a DistributedDataParallel model, got {type(model).__name__}; wrap the model in it, or "
+            "leave register() out: step() then averages gradients itself during the warm-up"
+        )
+    if dist.get_process_group_ranks(model.process_group) != dist.get_process_group_ranks(group):
+        raise OneBitError(
+            "expected the process group of the optimizer in DistributedDataParallel, got another; pass the "
+            "same process_group to both"
+        )
+    ignored = model.parameters_to_ignore
+    reduced = {p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
+    if reduced != parameters:
+        missing, foreign = len(reduced - parameters), len(parameters - reduced)
+        raise OneBitError(
+            f"expected an optimizer with exactly the parameters that DistributedDataParallel reduces, got "
+            f"{missing} it does not hold and {foreign} that are not in the model; make one optimizer of "
+            "model.parameters()"
+        )
+
+
+def agree(parameters: list[nn.Parameter], averaged: list[Tensor], group: dist.ProcessGroup) -> bool:
+    """Check at the first step that all ranks train the same parameters from the same weights.
+
+    Return True if the gradients `averaged` are the same on all ranks too. Sums of bits are compared, which do
+    not depend on the order of a sum.
+
+    Raises:
+        OneBitError: the ranks hold other parameters (as ZeroRedundancyOptimizer deals them out), or other
+            weights.
+    """
+    shapes = sum((i + 1) * p.numel() for i, p in enumerate(parameters))
+    bits = [sum(_bits(tensor) for tensor in tensors) for tensors in (parameters, averaged)]
+    own = torch.tensor([shapes, 0, 0], dtype=torch.int64, device=parameters[0].device)
+    own[1:] += torch.stack([torch.as_tensor(b, dtype=torch.int64, device=own.device) for b in bits])
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    shapes_agree, weights_agree, gradients_agree = (torch.stack(found) == own).all(0).tolist()
+    if not shapes_agree or not weights_agree:
+        raise OneBitError(
+            f"expected the same {'weights' if shapes_agree else 'parameters'} on every rank, got others; "
+            "wrap the model in DistributedDataParallel, which broadcasts them, and leave out "
+            "ZeroRedundancyOptimizer, which gives each rank a part of them to update"
+        )
+    return gradients_agree
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    as_integers = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    return tensor.detach().contiguous().view(as_integers).sum(dtype=torch.int64)

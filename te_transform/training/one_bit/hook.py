@@ -1,0 +1,22 @@
+"""The communication hook of DDP. DDP reads its annotations, which must be types here rather than text."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def reduce(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over ranks if the next step of a OneBitOptimizer needs that."""
+    optimizer.hook_ran = True
+    if optimizer.needs_averaged_gradients:
+        return _mean(bucket.buffer(), optimizer.process_group)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _mean(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """Average a buffer with the rounding of DDP, which multiplies by 1 / ranks first."""
+    work = dist.all_reduce(buffer.mul_(1 / group.size()), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])

@@ -1,0 +1,91 @@
+"""The place of each parameter in one flat fp32 buffer: matrices, padding, vectors, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+ALIGNED = 128  # elements: their signs fill 16 bytes, so each rank's share of a message starts aligned
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters that train, in the order of the buffer, and what each rank averages of the buffer.
+
+    Parameters of two or more dimensions come first: their signs are sent. The others, norms and biases, are
+    sent in fp32. The parameters of one group lie next to each other within either part.
+    """
+
+    groups: Sequence[Sequence[nn.Parameter]]
+    world_size: int
+    parameters: tuple[nn.Parameter, ...] = field(init=False)
+    matrices: int = field(init=False)  # elements of all matrices, without padding
+    vectors: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        matrices = [p for group in self.groups for p in group if p.dim() > 1]
+        vectors = [p for group in self.groups for p in group if p.dim() <= 1]
+        object.__setattr__(self, "parameters", (*matrices, *vectors))
+        object.__setattr__(self, "matrices", sum(p.numel() for p in matrices))
+        object.__setattr__(self, "vectors", sum(p.numel() for p in vectors))
+
+    @cached_property
+    def chunk(self) -> int:
+        """The elements of padded matrices that each rank averages."""
+        return -(-self.matrices // (self.world_size * ALIGNED)) * ALIGNED
+
+    @cached_property
+    def tail(self) -> int:
+        """The elements of padded vectors that each rank averages: with a scale, a multiple of 16 bytes."""
+        return -(-(1 + -(-self.vectors // self.world_size)) // 4) * 4 - 1
+
+    @property
+    def padded(self) -> int:
+        """Elements of all matrices with their padding."""
+        return self.chunk * self.world_size
+
+    def real(self, rank: int) -> int:
+        """Return the elements of a rank's chunk that are no padding."""
+        return min(max(self.matrices - rank * self.chunk, 0), self.chunk)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def buffer(self) -> Tensor:
+        """Return a new fp32 buffer for all parameters, of zeros."""
+        return self.scratch().zero_()
+
+    def scratch(self) -> Tensor:
+        """Return a new fp32 buffer for all parameters, without values."""
+        length = self.padded + self.tail * self.world_size
+        return torch.empty(length, dtype=torch.float32, device=self.device)
+
+    def view(self, buffer: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Return the elements of one parameter, in its shape."""
+        start = self._starts[parameter]
+        return buffer[start : start + parameter.numel()].view(parameter.shape)
+
+    @cached_property
+    def _starts(self) -> dict[nn.Parameter, int]:
+        starts, at = {}, 0
+        for parameter in self.parameters:
+            if parameter.dim() <= 1 and at < self.padded:
+                at = self.padded
+            starts[parameter] = at
+            at += parameter.numel()
+        return starts
+
+    def parts(self, buffer: Tensor, group: int) -> list[Tensor]:
+        """Return the elements of one group: a part with its matrices and a part with its vectors."""
+        found = []
+        for is_matrix in (True, False):
+            own = [p for p in self.groups[group] if (p.dim() > 1) is is_matrix]
+            if own:
+                start, end = self._starts[own[0]], self._starts[own[-1]] + own[-1].numel()
+                found.append(buffer[start:end])
+        return found

@@ -1,0 +1,288 @@
+"""The base of the 1-bit optimizers: gradients in, one flat fp32 state, weights out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_transform.training.one_bit import checks, hook, saved
+from te_transform.training.one_bit.checks import OneBitError
+from te_transform.training.one_bit.compressed import CompressedMean
+from te_transform.training.one_bit.layout import Layout
+
+logger = logging.getLogger(__name__)
+Gradients = dict[nn.Parameter, Tensor]
+
+
+class OneBitOptimizer(torch.optim.Optimizer):
+    """An optimizer whose ranks exchange signs; a subclass says what step t does with the gradients.
+
+    State is fp32, in one flat buffer for each quantity; `state[parameter]` holds views of the buffers.
+    Weights in 16 bits are updated in fp32 and rounded once a step; there is no fp32 copy of them between steps.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler calls step() on every rank, and step() decides for all
+
+    _buffers: tuple[str, ...] = ()  # the names of flat buffers in `state`
+    _scalars: tuple[str, ...] = ("step",)  # the names of 0-dimensional tensors in `state`
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], process_group: dist.ProcessGroup | None
+    ) -> None:
+        self.process_group = checks.process_group(process_group)
+        self._layout: Layout | None = None
+        self._flat: dict[str, Tensor] = {}
+        self._exchange: CompressedMean | None = None
+        self.hook_ran = False  # True if DDP has called our hook since the last step
+        super().__init__(params, {"steps": 0, "frozen": False, **defaults})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as torch.optim.Optimizer does, before the first step.
+
+        Raises:
+            OneBitError: a step was taken, parameters are sharded, or an option is out of range.
+        """
+        if self._layout is not None:
+            raise OneBitError(
+                "expected all parameters before the first step, got a group after it, which the flat buffers "
+                "have no room for; make a new optimizer"
+            )
+        super().add_param_group(param_group)
+        try:
+            checks.check_options(self.param_groups[-1])
+            for parameter in self.param_groups[-1]["params"]:
+                checks.check_parameter(parameter)
+        except OneBitError:
+            self.param_groups.pop()
+            raise
+
+    def register(self, ddp_model: nn.Module) -> None:
+        """Let DDP leave out the all-reduce of gradients whenever this optimizer does not need it.
+
+        Args:
+            ddp_model: DistributedDataParallel, before its first backward, with this optimizer's parameters.
+
+        Raises:
+            OneBitError: it is no DDP, of another process group, or has other parameters.
+        """
+        trained = {p for p in self._parameters() if p.requires_grad}
+        checks.check_ddp(ddp_model, trained, self.process_group)
+        ddp_model.register_comm_hook(self, hook.reduce)
+
+    @property
+    def needs_averaged_gradients(self) -> bool:
+        """True if the next step starts from gradients averaged over all ranks, as in the warm-up."""
+        raise NotImplementedError
+
+    @property
+    def steps(self) -> int:
+        """The number of steps taken; those that GradScaler skips do not count."""
+        return self.param_groups[0]["steps"]
+
+    @property
+    def frozen(self) -> bool:
+        """True once the variance is frozen, and momenta are exchanged instead of gradients."""
+        return self.param_groups[0]["frozen"]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights; every rank has to call it equally often.
+
+        Args:
+            closure: computes the loss again, with gradients, and is called once.
+
+        Returns:
+            What the closure returns, or None.
+
+        Raises:
+            OneBitError: at the first step, the ranks hold different parameters or weights; later, a parameter
+                has a gradient that was frozen at the first step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        is_first = self._layout is None
+        layout = self._laid_out()
+        if layout.parameters:
+            self._check_gradients(layout)
+            if is_first and layout.world_size > 1:
+                self._check_ranks(layout)
+            if not self._overflowed():
+                gradients = self._gradients(layout)
+                if self.needs_averaged_gradients and not self.hook_ran and layout.world_size > 1:
+                    gradients = self._averaged(layout, gradients)
+                self._update(layout, gradients)
+        self.hook_ran = False
+        return loss
+
+    def _update(self, layout: Layout, gradients: Gradients) -> None:
+        raise NotImplementedError
+
+    def _note(self, **progress: Any) -> None:
+        """Store where training stands in every parameter group, for state_dict()."""
+        for group in self.param_groups:
+            group.update(progress)
+
+    def _laid_out(self) -> Layout:
+        if self._layout is None:
+            groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+            checks.check_devices([p for group in groups for p in group])
+            self._layout = Layout(groups, dist.get_world_size(self.process_group))
+        return self._layout
+
+    def _buffer(self, name: str) -> Tensor:
+        """Return the flat buffer of this name; made of zeros, with its views in `state`, on first use."""
+        if name not in self._flat:
+            self._set_buffer(name, self._laid_out().buffer())
+        return self._flat[name]
+
+    def _set_buffer(self, name: str, buffer: Tensor) -> None:
+        self._flat[name] = buffer
+        layout = self._laid_out()
+        for parameter in layout.parameters:
+            self.state[parameter][name] = layout.view(buffer, parameter)
+
+    def _drop_buffer(self, name: str) -> None:
+        self._flat.pop(name, None)
+        for state in self.state.values():
+            state.pop(name, None)
+
+    def _mean(self, values: Tensor) -> None:
+        """Replace a buffer by its compressed mean over ranks; one rank has nothing to exchange."""
+        if (layout := self._laid_out()).world_size > 1:
+            self._exchanged(layout)(values)
+
+    def _exchanged(self, layout: Layout) -> CompressedMean:
+        if self._exchange is None:
+            self._exchange = CompressedMean(layout, self.process_group)
+        return self._exchange
+
+    def _check_gradients(self, layout: Layout) -> None:
+        known = set(layout.parameters)
+        for parameter in (p for p in self._parameters() if p.grad is not None):
+            if parameter not in known:
+                raise OneBitError(
+                    f"expected parameters that train from the first step on, got a gradient of one of shape "
+                    f"{tuple(parameter.shape)} that was frozen then; make a new optimizer after unfreezing"
+                )
+            if parameter.grad.is_sparse:
+                raise OneBitError(
+                    "expected dense gradients, got a sparse one; make the nn.Embedding with sparse=False"
+                )
+
+    def _check_ranks(self, layout: Layout) -> None:
+        gradients = [p.grad for p in layout.parameters if p.grad is not None]
+        is_averaged = checks.agree(list(layout.parameters), gradients, self.process_group)
+        if is_averaged and not self.hook_ran:
+            logger.warning(
+                "gradients are averaged before step() already, so compressing saves no traffic; call "
+                "%s.register(ddp_model), and DistributedDataParallel leaves its all-reduce out",
+                type(self).__name__,
+            )
+
+    def _overflowed(self) -> bool:
+        """Return True on all ranks if GradScaler found an infinity on one; only then is a flag exchanged."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        found = found.detach().clone().float()
+        if dist.get_world_size(self.process_group) > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)
+        return bool(found.item())
+
+    def _gradients(self, layout: Layout) -> Gradients:
+        """Return gradients in fp32, without GradScaler's scale, of the parameters that have one."""
+        given = {p: p.grad for p in layout.parameters if p.grad is not None}
+        found = {p: grad for p, grad in given.items() if grad.dtype == torch.float32}
+        if cast := [p for p in given if p not in found]:
+            copies = layout.scratch()
+            found |= {p: layout.view(copies, p) for p in cast}
+            torch._foreach_copy_([found[p] for p in cast], [given[p] for p in cast])
+        if (scale := getattr(self, "grad_scale", None)) is not None and found:
+            torch._foreach_mul_(list(found.values()), scale.double().reciprocal().float())
+        return found
+
+    def _averaged(self, layout: Layout, gradients: Gradients) -> Gradients:
+        """Return the mean of gradients over ranks, if no registered DDP has computed it."""
+        flat = layout.buffer()
+        views = {p: layout.view(flat, p) for p in layout.parameters}
+        if gradients:
+            torch._foreach_copy_([views[p] for p in gradients], list(gradients.values()))
+        present = torch.tensor([p in gradients for p in views], dtype=torch.uint8, device=flat.device)
+        dist.all_reduce(flat.mul_(1 / layout.world_size), group=self.process_group)
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=self.process_group)
+        return {p: view for (p, view), used in zip(views.items(), present.tolist(), strict=True) if used}
+
+    @contextlib.contextmanager
+    def _weights(self, layout: Layout) -> Iterator[dict[nn.Parameter, Tensor]]:
+        """Yield fp32 weights to update in place; those in 16 bits are copies, which are rounded at the end."""
+        weights = {p: p for p in layout.parameters if p.dtype == torch.float32}
+        if cast := [p for p in layout.parameters if p not in weights]:
+            copies = layout.scratch()
+            weights |= {p: layout.view(copies, p) for p in cast}
+            torch._foreach_copy_([weights[p] for p in cast], cast)
+        yield weights
+        if cast:
+            torch._foreach_copy_(cast, [weights[p] for p in cast])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, without exchanging anything, in the form of torch.optim.Optimizer.
+
+        It has this rank's own errors, which resume on this rank of as many ranks; see gathered_state_dict().
+        """
+        return self._saved(is_gathered=False)
+
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """Return one state for any number of ranks; a collective, which all ranks call, and one rank saves.
+
+        Worker errors are averaged over ranks, server errors gathered: no correction that is still to be sent
+        gets lost.
+        """
+        return self._saved(is_gathered=True)
+
+    def _saved(self, is_gathered: bool) -> dict[str, Any]:
+        packed = super().state_dict()
+        if self._exchange is None:
+            return packed
+        errors = self._exchange.errors(is_gathered)
+        rank = -1 if is_gathered else dist.get_rank(self.process_group)
+        return saved.with_errors(packed, self._parameters(), self._laid_out(), errors, rank)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what state_dict() or gathered_state_dict() returned, at any number of ranks.
+
+        Errors that state_dict() saved on another rank, or among another number of ranks, start at zero,
+        with a warning in the log.
+
+        Raises:
+            OneBitError: the state is that of another optimizer.
+        """
+        saved.check(state_dict, {*self._buffers, *self._scalars}, type(self).__name__)
+        super().load_state_dict({**state_dict, "state": {}})
+        self._flat, self._exchange = {}, None
+        if state_dict["state"]:
+            self._load(saved.by_parameter(state_dict, self._parameters()), self._laid_out())
+
+    def _load(self, states: dict[nn.Parameter, dict[str, Any]], layout: Layout) -> None:
+        for parameter in (p for p in layout.parameters if p in states):
+            for name in self._buffers:
+                if name in states[parameter]:
+                    layout.view(self._buffer(name), parameter).copy_(states[parameter][name])
+            for name in self._scalars:
+                if name in states[parameter]:
+                    device = "cpu" if name == "step" else parameter.device
+                    value = torch.as_tensor(states[parameter][name], dtype=torch.float32, device=device)
+                    self.state[parameter][name] = value.clone()
+        rank = dist.get_rank(self.process_group)
+        if layout.world_size > 1 and (found := saved.errors(states, layout, rank, self.param_groups[0])):
+            self._exchanged(layout).set_errors(*found)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
