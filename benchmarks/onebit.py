@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 benchmarks/onebit.py --device cpu --layers 1 --width 64  # a dry run
 
 A GPT-2 of 124M parameters with random weights, in bf16, on random tokens. Contenders take turns: in each
-round every contender makes a few steps, and the slowest rank counts. Prints the median step time of each contender,
-and the median over rounds of its ratio to DDP. Nothing is asserted.
+round every contender makes a few steps, and the slowest rank counts. Prints the median step time of each
+contender, and the median over rounds of its ratio to DDP. Nothing is asserted.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def check_parameter(parameter: Tensor) -> None:
         )
     if getattr(parameter, "_fsdp_flattened", False) or getattr(parameter, "_is_flat_param", False):
         raise OneBitError(
-            "expected whole parameters on every rank, got one of FullyShardedDataParallel, of which each rank "
-            "holds and updates another part; use DistributedDataParallel, or torch.optim.AdamW"
+            "expected whole parameters on every rank, got one of FullyShardedDataParallel, of which each "
+            "rank holds and updates another part; use DistributedDataParallel, or torch.optim.AdamW"
         )
     if parameter.dtype not in DTYPES:
         raise OneBitError(

@@ -24,7 +24,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     """An optimizer whose ranks exchange signs; a subclass says what step t does with the gradients.
 
     State is fp32, in one flat buffer for each quantity; `state[parameter]` holds views of the buffers.
-    Weights in 16 bits are updated in fp32 and rounded once a step; there is no fp32 copy of them between steps.
+    Weights in 16 bits are updated in fp32 and rounded once a step, without an fp32 copy between steps.
     """
 
     _step_supports_amp_scaling = True  # GradScaler calls step() on every rank, and step() decides for all
@@ -222,7 +222,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _weights(self, layout: Layout) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Yield fp32 weights to update in place; those in 16 bits are copies, which are rounded at the end."""
+        """Yield fp32 weights to update in place; those in 16 bits are copies, rounded at the end."""
         weights = {p: p for p in layout.parameters if p.dtype == torch.float32}
         if cast := [p for p in layout.parameters if p not in weights]:
             copies = layout.scratch()

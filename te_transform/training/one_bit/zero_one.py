@@ -200,8 +200,9 @@ class ZeroOneAdam(OneBitAdam):
             OneBitError: local steps were taken that are not exchanged yet.
         """
         if not self.is_synchronized:
+            steps = self.param_groups[0]["local_steps"]
             raise OneBitError(
-                "expected weights that all ranks share, got "
-                f"{self.param_groups[0]['local_steps']} local steps since the last exchange; call synchronize() before the model and the optimizer are saved"
+                f"expected weights that all ranks share, got {steps} local steps since the last exchange; "
+                "call synchronize() before the model and the optimizer are saved"
             )
         return super().gathered_state_dict()
