@@ -22,12 +22,14 @@ class OneBitAdam(OneBitOptimizer):
     """Adam whose ranks exchange one bit for each number of a matrix, once the variance is frozen.
 
     Warm-up: bitwise torch.optim.AdamW (torch.optim.Adam without weight decay) on averaged gradients, for fp32
-    weights. Then, with v constant and q the compressed mean over ranks:
+    weights. Then v is constant, and with u = m / (sqrt(v) + eps) and q the compressed mean over ranks:
 
-        m = q(beta1 * m + (1 - beta1) * own gradient)
-        p -= lr * (m / (sqrt(v) + eps) + weight_decay * p)
+        u = q(beta1 * u + (1 - beta1) * own gradient / (sqrt(v) + eps))
+        p -= lr * (u + weight_decay * p)
 
-    At the freeze, m and v get their bias correction for good. Elements whose v is 0 are not updated by m.
+    The paper exchanges m instead of u. An exchange gives all elements one size, and those with a small v, in
+    rows of rare tokens, then take steps of any length. At the freeze, m and v are bias corrected for good.
+    Elements whose v is 0 get no update.
 
     Args:
         params: as in torch.optim.Optimizer; groups may have their own lr, betas, eps and weight_decay.
@@ -41,7 +43,7 @@ class OneBitAdam(OneBitOptimizer):
             fp32, bf16 or fp16, or an option is out of range.
     """
 
-    _buffers = ("exp_avg", "exp_avg_sq", "denominator")
+    _buffers = ("exp_avg", "exp_avg_sq", "denominator", "update")
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class OneBitAdam(OneBitOptimizer):
         if freeze_step != "auto":
             checks.check_count("freeze_step", freeze_step)
         self.freeze_step = freeze_step
+        self._has_unused: bool | None = None  # True if an element had no gradient before the freeze
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "variances": []}
         super().__init__(params, defaults, process_group)
 
@@ -105,6 +108,10 @@ class OneBitAdam(OneBitOptimizer):
             if "step" not in self.state[parameter]:
                 self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._has_unused = None
+
     def _is_steady(self, layout: Layout) -> bool:
         """Return True if the variance is to be frozen now; rank 0 decides for all."""
         if self.freeze_step != "auto":
@@ -130,15 +137,12 @@ class OneBitAdam(OneBitOptimizer):
         return total
 
     def _freeze(self, layout: Layout) -> None:
-        """Correct m and v, and replace v by sqrt(v) + eps, infinite where v is 0."""
+        """Replace m and v, corrected, by sqrt(v) + eps, infinite where v is 0, and m over that."""
         self._correct(layout)
-        self._set_buffer("denominator", self._flat["exp_avg_sq"])
+        self._make_denominator(layout, self._flat["exp_avg_sq"])
         self._drop_buffer("exp_avg_sq")
-        denominator = self._flat["denominator"]
-        denominator.masked_fill_(denominator == 0, math.inf).sqrt_()
-        for index, group in enumerate(self.param_groups):
-            for part in layout.parts(denominator, index):
-                part.add_(group["eps"])
+        self._set_buffer("update", self._flat["exp_avg"].div_(self._flat["denominator"]))
+        self._drop_buffer("exp_avg")
 
     def _correct(self, layout: Layout) -> None:
         for group, trained in zip(self.param_groups, layout.groups, strict=True):
@@ -147,36 +151,54 @@ class OneBitAdam(OneBitOptimizer):
                     state["exp_avg"].div_(1 - group["betas"][0] ** step)
                     state["exp_avg_sq"].div_(1 - group["betas"][1] ** step)
 
-    def _compressed(self, layout: Layout, gradients: Gradients) -> None:
-        self._add_to_momentum(layout, gradients)
-        self._mean(self._flat["exp_avg"])
-        with self._weights(layout) as weights:
-            for group, trained in zip(self.param_groups, layout.groups, strict=True):
-                self._descend(group, [p for p in trained if self._has_trained(p)], weights)
-
-    def _add_to_momentum(self, layout: Layout, gradients: Gradients) -> None:
-        """Compute beta1 * m + (1 - beta1) * g; a parameter without a gradient on this rank adds zeros."""
+    def _make_denominator(self, layout: Layout, variance: Tensor) -> None:
+        """Turn a flat variance into sqrt(v) + eps, infinite where v is 0."""
+        denominator = variance.masked_fill_(variance == 0, math.inf).sqrt_()
         for index, group in enumerate(self.param_groups):
-            present = [p for p in layout.groups[index] if p in gradients]
+            for part in layout.parts(denominator, index):
+                part.add_(group["eps"])
+        self._set_buffer("denominator", denominator)
+
+    def _clear_unused(self, layout: Layout, values: Tensor) -> None:
+        """Set elements to 0 that had no gradient before the freeze: an exchange gives each of them a size."""
+        denominator = self._flat["denominator"]
+        if self._has_unused is None:
+            used = denominator.isfinite().sum().item()  # the padding is infinite
+            self._has_unused = used < layout.matrices + layout.vectors
+        if self._has_unused:
+            values.masked_fill_(denominator.isinf(), 0.0)
+
+    def _compressed(self, layout: Layout, gradients: Gradients) -> None:
+        self._add_to_update(layout, gradients)
+        self._mean(self._flat["update"])
+        self._clear_unused(layout, self._flat["update"])
+        with self._weights(layout) as weights:
+            for group, own in zip(self.param_groups, layout.groups, strict=True):
+                if trained := [p for p in own if self._has_trained(p)]:
+                    self._descend(group, trained, weights)
+
+    def _add_to_update(self, layout: Layout, gradients: Gradients) -> None:
+        """Compute beta1 * u + (1 - beta1) * g / denominator; a parameter without a gradient adds zeros."""
+        for index, group in enumerate(self.param_groups):
             beta1 = group["betas"][0]
-            for part in layout.parts(self._flat["exp_avg"], index):
+            for part in layout.parts(self._flat["update"], index):
                 part.mul_(beta1)
-            if present:
-                momenta = [self.state[p]["exp_avg"] for p in present]
-                torch._foreach_add_(momenta, [gradients[p] for p in present], alpha=1 - beta1)
+            if present := [p for p in layout.groups[index] if p in gradients]:
+                updates, denominators = self._views(present, "update", "denominator")
+                own = [gradients[p] for p in present]
+                torch._foreach_addcdiv_(updates, own, denominators, value=1 - beta1)
 
     def _has_trained(self, parameter: nn.Parameter) -> bool:
         """Return False for parameters that no rank had a gradient of during the warm-up."""
         return self.state[parameter]["step"].item() > 0
 
+    def _views(self, parameters: list[nn.Parameter], *names: str) -> list[list[Tensor]]:
+        return [[self.state[p][name] for p in parameters] for name in names]
+
     def _descend(
         self, group: dict[str, Any], trained: list[nn.Parameter], weights: dict[nn.Parameter, Tensor]
     ) -> None:
-        if not trained:
-            return
-        updated, states = [weights[p] for p in trained], [self.state[p] for p in trained]
-        lr = float(group["lr"])
+        moved, lr = [weights[p] for p in trained], float(group["lr"])
         if group["weight_decay"]:
-            torch._foreach_mul_(updated, 1 - lr * group["weight_decay"])
-        momenta, denominators = ([state[name] for state in states] for name in ("exp_avg", "denominator"))
-        torch._foreach_addcdiv_(updated, momenta, denominators, value=-lr)
+            torch._foreach_mul_(moved, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(moved, *self._views(trained, "update"), alpha=-lr)

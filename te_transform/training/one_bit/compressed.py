@@ -65,6 +65,11 @@ class CompressedMean:
         self.worker_error.copy_(worker)
         self.server_error.copy_(server[self._chunk])
 
+    def scale_errors(self, by: Tensor) -> None:
+        """Multiply the errors by a buffer of the layout."""
+        self.worker_error.mul_(by[: self._layout.padded])
+        self.server_error.mul_(by[self._chunk])
+
     @property
     def _chunk(self) -> slice:
         return slice(self._rank * self._layout.chunk, (self._rank + 1) * self._layout.chunk)

@@ -21,17 +21,17 @@ class OneBitLamb(OneBitAdam):
     """LAMB whose ranks exchange one bit for each number of a matrix, once the variance is frozen.
 
     Warm-up: LAMB on averaged gradients, with bias correction; the ratio of norms c of each parameter is
-    clipped to [0.01, 10]. Then v is constant and c is its exponential mean of the warm-up. Momenta are scaled
-    to one size before they are exchanged together. A factor f for each parameter follows the variance of the
-    gradients that the exchanged momenta imply:
+    clipped to [0.01, 10]. Then v is constant, c is its exponential mean of the warm-up, and u is exchanged as
+    by OneBitAdam; the paper scales the momentum of each parameter instead. A factor f for each parameter
+    follows the variance of the gradients that u implies:
 
-        p -= lr * c * f * (m / (sqrt(v) + eps) + weight_decay * p)
+        p -= lr * c * f * (u + weight_decay * p)
 
     Args and errors are those of OneBitAdam; `weight_decay` is part of the update that the ratio is taken of.
     """
 
-    _buffers = ("exp_avg", "exp_avg_sq", "denominator", "fresh_exp_avg_sq")
-    _scalars = ("step", "coefficient", "scale", "factor")
+    _buffers = (*OneBitAdam._buffers, "relative_variance")
+    _scalars = ("step", "coefficient", "factor")
 
     def _warm_up(self, layout: Layout, gradients: Gradients) -> None:
         self._start()
@@ -50,72 +50,59 @@ class OneBitLamb(OneBitAdam):
         mean.mul_(AVERAGED).add_(ratio, alpha=1 - AVERAGED)
         weight.sub_(update.mul_(ratio), alpha=float(group["lr"]))
 
-    def _correct(self, layout: Layout) -> None:
-        """Correct m, v and c, and find the scale that gives all momenta one size."""
-        super()._correct(layout)
-        self._buffer("fresh_exp_avg_sq").copy_(self._flat["exp_avg_sq"])
-        trained = [p for p in layout.parameters if self._has_trained(p)]
-        if not trained:
-            return
-        momenta = [self.state[p]["exp_avg"] for p in trained]
-        roots = torch.tensor([m.numel() ** 0.5 for m in momenta], dtype=torch.float32, device=layout.device)
-        sizes = torch.stack(torch._foreach_norm(momenta)) / roots
-        scales = torch.where(sizes > 0, sizes.mean() / sizes, 1.0)
-        for parameter, scale in zip(trained, scales, strict=True):
-            state = self.state[parameter]
+    def _freeze(self, layout: Layout) -> None:
+        """Freeze v and c; the variance is followed from here on, as a multiple of (sqrt(v) + eps) ** 2."""
+        self._buffer("relative_variance")
+        super()._freeze(layout)
+        relative, denominator = self._flat["relative_variance"], self._flat["denominator"]
+        for index, group in enumerate(self.param_groups):
+            parts = (layout.parts(flat, index) for flat in (relative, denominator))
+            for own, size in zip(*parts, strict=True):
+                torch.sub(1.0, group["eps"] / size, out=own).square_()
+        for state in (self.state[p] for p in layout.parameters if self._has_trained(p)):
             state["coefficient"].div_(1 - AVERAGED ** state["step"].item())
-            state["scale"], state["factor"] = scale.clone(), torch.ones_like(scale)
+            state["factor"] = torch.ones_like(state["coefficient"])
 
     def _compressed(self, layout: Layout, gradients: Gradients) -> None:
-        trained = [p for p in layout.parameters if self._has_trained(p)]
-        momenta, scales = ([self.state[p][name] for p in trained] for name in ("exp_avg", "scale"))
-        before = self._flat["exp_avg"].clone()
-        self._add_to_momentum(layout, gradients)
-        if trained:
-            torch._foreach_mul_(momenta, scales)
-            self._mean(self._flat["exp_avg"])
-            torch._foreach_div_(momenta, scales)
-        self._follow_variance(layout, before)
-        with self._weights(layout) as weights:
-            for group, own in zip(self.param_groups, layout.groups, strict=True):
-                self._descend(group, [p for p in own if self._has_trained(p)], weights)
+        self._before = self._flat["update"].clone()
+        super()._compressed(layout, gradients)
+        del self._before
 
-    def _follow_variance(self, layout: Layout, before: Tensor) -> None:
-        """Update the variance by the gradients that made `before` the momentum of now."""
+    def _clear_unused(self, layout: Layout, values: Tensor) -> None:
+        """Clear what has no update, and follow the variance of the gradients that the exchange implies."""
+        super()._clear_unused(layout, values)
         for index, group in enumerate(self.param_groups):
             beta1, beta2 = group["betas"]
-            parts = (layout.parts(self._flat[name], index) for name in ("exp_avg", "fresh_exp_avg_sq"))
-            for old, momentum, fresh in zip(layout.parts(before, index), *parts, strict=True):
-                gradient = momentum.sub(old, alpha=beta1).div_(1 - beta1)
-                fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            parts = (
+                layout.parts(flat, index) for flat in (self._before, values, self._flat["relative_variance"])
+            )
+            for old, new, variance in zip(*parts, strict=True):
+                gradient = new.sub(old, alpha=beta1).div_(1 - beta1)
+                variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def _descend(
         self, group: dict[str, Any], trained: list[nn.Parameter], weights: dict[nn.Parameter, Tensor]
     ) -> None:
-        if not trained:
-            return
-        states, updated = [self.state[p] for p in trained], [weights[p] for p in trained]
-        momenta, denominators = ([state[name] for state in states] for name in ("exp_avg", "denominator"))
-        updates = torch._foreach_div(momenta, denominators)
-        shares = None
+        moved, states = [weights[p] for p in trained], [self.state[p] for p in trained]
+        updates, shares = [state["update"] for state in states], None
         if group["weight_decay"]:
             norms = torch.stack(torch._foreach_norm(updates))
-            torch._foreach_add_(updates, updated, alpha=group["weight_decay"])
+            updates = torch._foreach_add(updates, moved, alpha=group["weight_decay"])
             shares = (norms / torch.stack(torch._foreach_norm(updates))).nan_to_num(1.0).clamp(max=1.0)
         factors = self._factors(states, group["eps"], shares)
         coefficients = torch.stack([state["coefficient"] for state in states]) * factors
-        torch._foreach_mul_(updates, list(coefficients.unbind()))
-        torch._foreach_add_(updated, updates, alpha=-float(group["lr"]))
+        updates = torch._foreach_mul(updates, list(coefficients.unbind()))
+        torch._foreach_add_(moved, updates, alpha=-float(group["lr"]))
 
-    @staticmethod
-    def _factors(states: list[dict[str, Any]], eps: float, shares: Tensor | None) -> Tensor:
+    def _factors(self, states: list[dict[str, Any]], eps: float, shares: Tensor | None) -> Tensor:
         """Return the factor of each parameter, and keep it for the next step."""
-        ratios = torch._foreach_sqrt([state["fresh_exp_avg_sq"] for state in states])
-        torch._foreach_add_(ratios, eps)
+        sizes = [state["denominator"] for state in states]
+        ratios = torch._foreach_sqrt([state["relative_variance"] for state in states])
+        torch._foreach_addcdiv_(ratios, [torch.full_like(size, eps) for size in sizes], sizes)
         torch._foreach_reciprocal_(ratios)
-        torch._foreach_mul_(ratios, [state["denominator"] for state in states])
-        for ratio in ratios:  # elements without a variance have no update
-            ratio.masked_fill_(ratio.isinf(), 0.0)
+        if self._has_unused:
+            for ratio, size in zip(ratios, sizes, strict=True):
+                ratio.masked_fill_(size.isinf(), 0.0)
         found = torch.stack(torch._foreach_norm(ratios, float("inf")))
         if shares is not None:
             found = found * shares + 1 - shares

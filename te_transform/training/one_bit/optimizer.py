@@ -266,9 +266,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """
         saved.check(state_dict, {*self._buffers, *self._scalars}, type(self).__name__)
         super().load_state_dict({**state_dict, "state": {}})
-        self._flat, self._exchange = {}, None
+        self._reset()
         if state_dict["state"]:
             self._load(saved.by_parameter(state_dict, self._parameters()), self._laid_out())
+
+    def _reset(self) -> None:
+        self._flat, self._exchange = {}, None
 
     def _load(self, states: dict[nn.Parameter, dict[str, Any]], layout: Layout) -> None:
         for parameter in (p for p in layout.parameters if p in states):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_transform.training.one_bit import checks
 from te_transform.training.one_bit.adam import OneBitAdam
@@ -36,7 +35,7 @@ class ZeroOneAdam(OneBitAdam):
         OneBitError: as OneBitAdam does.
     """
 
-    _buffers = ("exp_avg", "exp_avg_sq", "denominator", "shared_weight", "local_update")
+    _buffers = (*OneBitAdam._buffers, "shared_weight", "local_change")
 
     def __init__(
         self,
@@ -78,88 +77,80 @@ class ZeroOneAdam(OneBitAdam):
 
     def _warm_up(self, layout: Layout, gradients: Gradients) -> None:
         self._start()
-        is_full = self.needs_averaged_gradients
-        if is_full:
+        if self.needs_averaged_gradients:
             self._update_variance(layout, gradients)
             self._note(full_steps=self.param_groups[0]["full_steps"] + 1)
         else:
             gradients = self._compressed_gradients(layout, gradients)
-        self._add_to_momentum(layout, gradients)
+        for index, group in enumerate(self.param_groups):
+            for part in layout.parts(self._flat["exp_avg"], index):
+                part.mul_(group["betas"][0])
+            if present := [p for p in layout.groups[index] if p in gradients]:
+                own = [gradients[p] for p in present]
+                torch._foreach_add_(*self._views(present, "exp_avg"), own, alpha=1 - group["betas"][0])
         with self._weights(layout) as weights:
-            for group, trained in zip(self.param_groups, layout.groups, strict=True):
-                present = [p for p in trained if self._has_trained(p)]
-                denominators = [self._denominator(self.state[p], group) for p in present]
-                if present:
-                    correction = 1 - group["betas"][0] ** (self.steps + 1)
-                    changes = self._changes(group, present, weights, denominators, correction)
-                    torch._foreach_add_([weights[p] for p in present], changes)
+            for group, own in zip(self.param_groups, layout.groups, strict=True):
+                if trained := [p for p in own if self._has_trained(p)]:
+                    updates = torch._foreach_div(*self._views(trained, "exp_avg", "denominator"))
+                    torch._foreach_div_(updates, 1 - group["betas"][0] ** (self.steps + 1))
+                    moved = [weights[p] for p in trained]
+                    torch._foreach_add_(moved, _changes(group, updates, moved))
 
     def _update_variance(self, layout: Layout, gradients: Gradients) -> None:
-        for group, trained in zip(self.param_groups, layout.groups, strict=True):
-            present, beta2 = [p for p in trained if p in gradients], group["betas"][1]
-            for state in (self.state[p] for p in present):
-                state["step"] += 1  # of the variance
-            if present:
-                own, variances = (
-                    [gradients[p] for p in present],
-                    [self.state[p]["exp_avg_sq"] for p in present],
-                )
-                torch._foreach_mul_(variances, beta2)
-                torch._foreach_addcmul_(variances, own, own, value=1 - beta2)
+        """Update v, and keep the errors of exchanges in the unit of gradients over sqrt(v) + eps."""
+        for group, own in zip(self.param_groups, layout.groups, strict=True):
+            if present := [p for p in own if p in gradients]:
+                for state in (self.state[p] for p in present):
+                    state["step"] += 1  # of the variance
+                (variances,), given = self._views(present, "exp_avg_sq"), [gradients[p] for p in present]
+                torch._foreach_mul_(variances, group["betas"][1])
+                torch._foreach_addcmul_(variances, given, given, value=1 - group["betas"][1])
+        before = self._flat.get("denominator")
+        self._make_denominator(layout, self._corrected_variance(layout))
+        if self._exchange is not None and before is not None:
+            ratio = (before / self._flat["denominator"]).nan_to_num_(nan=0.0, posinf=0.0)
+            self._exchange.scale_errors(ratio)
+        self._has_unused = None
+
+    def _corrected_variance(self, layout: Layout) -> Tensor:
+        flat = self._flat["exp_avg_sq"].clone()
+        for group, own in zip(self.param_groups, layout.groups, strict=True):
+            for parameter in (p for p in own if self._has_trained(p)):
+                correction = 1 - group["betas"][1] ** self.state[parameter]["step"].item()
+                layout.view(flat, parameter).div_(correction)
+        return flat
 
     def _compressed_gradients(self, layout: Layout, gradients: Gradients) -> Gradients:
-        flat = layout.buffer()
+        flat, denominator = layout.buffer(), self._flat["denominator"]
         views = {p: layout.view(flat, p) for p in layout.parameters}
         if gradients:
             torch._foreach_copy_([views[p] for p in gradients], list(gradients.values()))
-        self._mean(flat)
+        self._mean(flat.div_(denominator))
+        self._clear_unused(layout, flat.mul_(denominator))
         return views
-
-    @staticmethod
-    def _denominator(state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        variance = state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"].item())
-        return variance.masked_fill_(variance == 0, math.inf).sqrt_().add_(group["eps"])
-
-    def _changes(
-        self,
-        group: dict[str, Any],
-        trained: list[nn.Parameter],
-        weights: dict[nn.Parameter, Tensor],
-        denominators: list[Tensor],
-        correction: float = 1.0,
-    ) -> list[Tensor]:
-        """Return -lr * (m / correction / denominator + weight_decay * p), fp32, for each parameter."""
-        changes = torch._foreach_div([self.state[p]["exp_avg"] for p in trained], denominators)
-        torch._foreach_mul_(changes, -float(group["lr"]) / correction)
-        if group["weight_decay"]:
-            decay = -float(group["lr"]) * group["weight_decay"]
-            torch._foreach_add_(changes, [weights[p] for p in trained], alpha=decay)
-        return changes
 
     def _correct(self, layout: Layout) -> None:
         """Correct m and v, and start phase 2 without errors, from the weights of now."""
-        for group, trained in zip(self.param_groups, layout.groups, strict=True):
-            for state in (self.state[p] for p in trained):
-                state["exp_avg"].div_(1 - group["betas"][0] ** self.steps)
-                if (step := state["step"].item()) > 0:
-                    state["exp_avg_sq"].div_(1 - group["betas"][1] ** step)
+        for index, group in enumerate(self.param_groups):
+            for part in layout.parts(self._flat["exp_avg"], index):
+                part.div_(1 - group["betas"][0] ** self.steps)
+        self._flat["exp_avg_sq"].copy_(self._corrected_variance(layout))
         self._exchange = None
-        self._buffer("local_update")
-        self._buffer("shared_weight")
+        self._buffer("local_change"), self._buffer("shared_weight")
         self._share_weights(layout)
         self._note(frozen_at=self.steps)
 
     def _compressed(self, layout: Layout, gradients: Gradients) -> None:
         if layout.world_size == 1:
             return super()._compressed(layout, gradients)
-        self._add_to_momentum(layout, gradients)
+        self._add_to_update(layout, gradients)
         with self._weights(layout) as weights:
             for group, own in zip(self.param_groups, layout.groups, strict=True):
                 if trained := [p for p in own if self._has_trained(p)]:
-                    states = [self.state[p] for p in trained]
-                    changes = self._changes(group, trained, weights, [s["denominator"] for s in states])
-                    torch._foreach_add_([state["local_update"] for state in states], changes)
-                    torch._foreach_add_([weights[p] for p in trained], changes)
+                    (updates, totals), moved = self._views(trained, "update", "local_change"), weights
+                    changes = _changes(group, updates, [moved[p] for p in trained])
+                    torch._foreach_add_(totals, changes)
+                    torch._foreach_add_([moved[p] for p in trained], changes)
                 group["lr_sum"] += float(group["lr"])
         self._note(local_steps=self.param_groups[0]["local_steps"] + 1)
         doublings = (self.steps - self.param_groups[0]["frozen_at"]) // self.local_step_scaler
@@ -171,21 +162,21 @@ class ZeroOneAdam(OneBitAdam):
         """Exchange the local steps, so that all ranks have the same weights; a collective, at any time."""
         if self.is_synchronized:
             return
-        layout, update, denominator = self._laid_out(), self._flat["local_update"], self._flat["denominator"]
-        update.mul_(denominator).masked_fill_(denominator.isinf(), 0.0)
-        self._mean(update)
+        layout, change = self._laid_out(), self._flat["local_change"]
+        self._mean(change)
+        self._clear_unused(layout, change)
         for index, group in enumerate(self.param_groups):
             if group["lr_sum"] > 0:
-                parts = (layout.parts(flat, index) for flat in (self._flat["exp_avg"], update))
-                for momentum, total in zip(*parts, strict=True):
-                    torch.div(total, -group["lr_sum"], out=momentum)
-        update.div_(denominator)
+                parts = (layout.parts(flat, index) for flat in (self._flat["update"], change))
+                for update, total in zip(*parts, strict=True):
+                    torch.div(total, -group["lr_sum"], out=update)
         with self._weights(layout) as weights:
-            targets = [weights[p] for p in layout.parameters]
-            torch._foreach_copy_(targets, [self.state[p]["shared_weight"] for p in layout.parameters])
-            torch._foreach_add_(targets, [self.state[p]["local_update"] for p in layout.parameters])
+            shared, changes = self._views(list(layout.parameters), "shared_weight", "local_change")
+            moved = [weights[p] for p in layout.parameters]
+            torch._foreach_copy_(moved, shared)
+            torch._foreach_add_(moved, changes)
         self._share_weights(layout)
-        update.zero_()
+        change.zero_()
         self._note(local_steps=0, lr_sum=0.0)
 
     def _share_weights(self, layout: Layout) -> None:
@@ -206,3 +197,12 @@ class ZeroOneAdam(OneBitAdam):
                 "call synchronize() before the model and the optimizer are saved"
             )
         return super().gathered_state_dict()
+
+
+def _changes(group: dict[str, Any], updates: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    """Return -lr * (update + weight_decay * p), fp32, for each parameter."""
+    lr = float(group["lr"])
+    changes = torch._foreach_mul(updates, -lr)
+    if group["weight_decay"]:
+        torch._foreach_add_(changes, weights, alpha=-lr * group["weight_decay"])
+    return changes
