@@ -163,8 +163,8 @@ class OneBitAdam(OneBitOptimizer):
         """Set elements to 0 that had no gradient before the freeze: an exchange gives each of them a size."""
         denominator = self._flat["denominator"]
         if self._has_unused is None:
-            used = denominator.isfinite().sum().item()  # the padding is infinite
-            self._has_unused = used < layout.matrices + layout.vectors
+            (sizes,) = self._views(list(layout.parameters), "denominator")
+            self._has_unused = torch.stack([size.isinf().any() for size in sizes]).any().item()
         if self._has_unused:
             values.masked_fill_(denominator.isinf(), 0.0)
 

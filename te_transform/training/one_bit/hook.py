@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 def reduce(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over ranks if the next step of a OneBitOptimizer needs that."""
-    optimizer.hook_ran = True
-    if optimizer.needs_averaged_gradients:
+    if optimizer.needs_averaged_gradients and not optimizer.scales_differ:  # step() averages what it unscaled
+        optimizer.hook_ran = True
         return _mean(bucket.buffer(), optimizer.process_group)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())

@@ -39,7 +39,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._layout: Layout | None = None
         self._flat: dict[str, Tensor] = {}
         self._exchange: CompressedMean | None = None
-        self.hook_ran = False  # True if DDP has called our hook since the last step
+        self.hook_ran = False  # True if DDP has averaged gradients by our hook since the last step
+        self.scales_differ = False  # True once GradScaler found an infinity on some ranks only
         super().__init__(params, {"steps": 0, "frozen": False, **defaults})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -192,10 +193,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         found = getattr(self, "found_inf", None)
         if found is None:
             return False
-        found = found.detach().clone().float()
+        found = torch.stack([found.detach(), -found.detach()]).float()
         if dist.get_world_size(self.process_group) > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)
-        return bool(found.item())
+        largest, smallest = found[0].item(), -found[1].item()
+        self.scales_differ |= bool(largest) != bool(smallest)
+        return bool(largest)
 
     def _gradients(self, layout: Layout) -> Gradients:
         """Return gradients in fp32, without GradScaler's scale, of the parameters that have one."""
