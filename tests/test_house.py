@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("graph", "canonicalize", "backends", "plan", "passes", "runtime", "report", "verify")
+EXTRAS = ("training",)
 FRONT_DOOR = len(ROOMS)  # the files of te_transform itself, right of all rooms
 
 # What changes an fx graph: methods of graphs and nodes, and attributes of nodes.
@@ -69,7 +70,17 @@ def title(place: int) -> str:
 
 def test_there_are_no_other_rooms() -> None:
     folders = {file.parent.name for file in (ROOT / "te_transform").glob("*/*.py")}
-    assert folders <= set(ROOMS)
+    assert folders <= {*ROOMS, *EXTRAS}
+
+
+@pytest.mark.parametrize("name", modules())
+def test_the_core_never_imports_an_extra(name: str) -> None:
+    wrong = [f"{modules()[name]}:{line} imports {found}" for found, line in imports(name) if is_extra(found)]
+    assert is_extra(name) or not wrong, "\n".join(wrong)
+
+
+def is_extra(name: str) -> bool:
+    return name.split(".")[:1] == ["te_transform"] and bool({*name.split(".")[1:2]} & {*EXTRAS})
 
 
 @pytest.mark.parametrize("name", modules())

@@ -1,0 +1,190 @@
+"""1-bit optimizers in one process: what they refuse, and what a group of one rank computes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from te_transform.training import OneBitAdam, OneBitError, OneBitLamb, ZeroOneAdam
+from te_transform.training.one_bit import checks, signs
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(f"{tmp_path}/store", 1))
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+
+def step(run: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (run(x) - x.sin()).square().mean()
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure).item()
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(OneBitError, match="expected a process group, got none; call torch.distributed.init"):
+        OneBitAdam(model().parameters())
+
+
+WRONG = {
+    "lr": ({"lr": -1.0}, "expected lr >= 0, got -1.0"),
+    "not a number": ({"eps": float("nan")}, "expected eps >= 0, got nan"),
+    "betas": ({"betas": (0.9, 1.0)}, r"expected betas in \[0, 1\), got \(0.9, 1.0\)"),
+    "no steps": ({"freeze_step": 0}, "expected freeze_step to be a number of steps >= 1, got 0"),
+    "True": ({"freeze_step": True}, "expected freeze_step to be a number of steps >= 1, got True"),
+    "a text": ({"freeze_step": "never"}, "expected freeze_step to be a number of steps >= 1, got 'never'"),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", WRONG)
+def test_options_out_of_range(name: str) -> None:
+    options, sentence = WRONG[name]
+    with pytest.raises(OneBitError, match=sentence):
+        OneBitAdam(model().parameters(), **options)
+
+
+def fsdp2() -> nn.Module:
+    return fully_shard(model(), mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+
+
+def fsdp1(**options: Any) -> nn.Module:
+    return FullyShardedDataParallel(model(), device_id=torch.device("cpu"), **options)
+
+
+SHARDED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "FSDP2": (fsdp2, "got a DTensor"),
+    "FSDP1": (fsdp1, "got one of FullyShardedDataParallel"),
+    "FSDP1, original parameters": (
+        lambda: fsdp1(use_orig_params=True),
+        "got one of FullyShardedDataParallel",
+    ),
+    "float64": (
+        lambda: model().double(),
+        "expected parameters in float32, bfloat16 or float16, got torch.float64",
+    ),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+def test_other_parameters(name: str, kind: type[OneBitAdam]) -> None:
+    make, sentence = SHARDED[name]
+    with pytest.raises(OneBitError, match=sentence):
+        kind(make().parameters())
+
+
+@pytest.mark.usefixtures("group")
+def test_models_that_cannot_be_registered() -> None:
+    own = model()
+    optimizer = OneBitAdam(own.parameters())
+    with pytest.raises(OneBitError, match="expected a DistributedDataParallel model, got Sequential"):
+        optimizer.register(own)
+    with pytest.raises(OneBitError, match="got 4 it does not hold and 4 that are not in the model"):
+        optimizer.register(DistributedDataParallel(model()))
+    own[0].requires_grad_(False)
+    optimizer.register(DistributedDataParallel(own))  # frozen parameters take no part
+
+
+@pytest.mark.usefixtures("group")
+def test_what_comes_too_late() -> None:
+    own = model()
+    own[2].bias.requires_grad_(False)
+    optimizer = OneBitAdam(own[0].parameters())
+    optimizer.add_param_group({"params": own[2].parameters(), "lr": 0.1})
+    step(own, optimizer)
+    with pytest.raises(OneBitError, match="expected all parameters before the first step"):
+        optimizer.add_param_group({"params": model().parameters()})
+    assert len(optimizer.param_groups) == 2
+    own[2].bias.requires_grad_(True)
+    with pytest.raises(OneBitError, match="expected parameters that train from the first step on"):
+        step(own, optimizer)
+
+
+@pytest.mark.usefixtures("group")
+def test_states_of_other_optimizers() -> None:
+    own = model()
+    other = torch.optim.Adam(own.parameters(), amsgrad=True)
+    step(own, other)
+    with pytest.raises(OneBitError, match="got one of another optimizer with max_exp_avg_sq"):
+        OneBitAdam(own.parameters()).load_state_dict(other.state_dict())
+
+
+@pytest.mark.usefixtures("group")
+def test_sparse_gradients() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = OneBitAdam(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(OneBitError, match="expected dense gradients, got a sparse one"):
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("group")
+def test_one_rank_compresses_nothing() -> None:
+    """It is Adam whose variance stays what it was at the freeze, at the bias correction of then."""
+    own, by_hand = model(), model()
+    optimizer, adam = OneBitAdam(own.parameters(), freeze_step=3), torch.optim.Adam(by_hand.parameters())
+    for seed in range(3):
+        assert step(own, optimizer, seed) == step(by_hand, adam, seed)
+    states = [adam.state[p] for p in by_hand.parameters()]
+    momenta = [state["exp_avg"] / (1 - 0.9**3) for state in states]
+    sizes = [(state["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8 for state in states]
+    for seed in range(3, 9):
+        step(own, optimizer, seed)
+        adam.zero_grad()
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        (by_hand(x) - x.sin()).square().mean().backward()
+        for parameter, momentum, size in zip(by_hand.parameters(), momenta, sizes, strict=True):
+            momentum.lerp_(parameter.grad, 0.1)
+            parameter.data -= 1e-3 * momentum / size
+    for ours, theirs in zip(own.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("group")
+def test_auto_freezes_once_the_variance_is_steady() -> None:
+    own = model()
+    optimizer = OneBitAdam(own.parameters(), lr=0.0, betas=(0.9, 0.9))  # gradients of one size
+    taken = next(taken for taken in range(1, 99) if step(own, optimizer) and optimizer.frozen)
+    assert taken == 11  # norms of ten steps apart
+
+
+@pytest.mark.usefixtures("group")
+def test_accelerators_move_a_state_before_the_first_step() -> None:
+    own = model()
+    for optimizer in (OneBitLamb(own.parameters()), ZeroOneAdam(own.parameters(), var_freeze_step=2)):
+        optimizer.load_state_dict(optimizer.state_dict())
+        losses = [step(own, optimizer) for _ in range(9)]
+        assert losses[-1] < losses[0]
+
+
+def test_bits_are_in_the_order_of_numbers() -> None:
+    values, bits = torch.tensor([[1.0, -1, 0, -0.0, -2, 3, -1, -1]]), torch.zeros(1, 1, dtype=torch.uint8)
+    signs.pack_(values, torch.tensor(1.0), bits)
+    assert bits.item() == 0b101101
+    assert values.tolist() == [[0, 0, -1, -1, -1, 2, 0, 0]]
+
+
+def test_a_group_that_is_given_is_the_group() -> None:
+    given: Any = object()
+    assert checks.process_group(given) is given
