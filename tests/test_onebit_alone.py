@@ -40,7 +40,7 @@ def step(run: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> flo
 
 
 def test_no_process_group() -> None:
-    with pytest.raises(OneBitError, match="expected a process group, got none; call torch.distributed.init"):
+    with pytest.raises(OneBitError, match="expected a process group, got none; call"):
         OneBitAdam(model().parameters())
 
 

@@ -26,9 +26,8 @@ class CompressedMean:
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
         self._layout, self._group, self._rank = layout, group, dist.get_rank(group)
-        numbers = {"dtype": torch.float32, "device": layout.device}
-        self.worker_error = torch.zeros(layout.padded, **numbers)
-        self.server_error = torch.zeros(layout.chunk, **numbers)
+        self.worker_error = torch.zeros(layout.padded, dtype=torch.float32, device=layout.device)
+        self.server_error = torch.zeros(layout.chunk, dtype=torch.float32, device=layout.device)
         row = layout.chunk // 8 + 4 * (1 + layout.tail)
         shape = layout.world_size, row
         self._one, self._other = (
