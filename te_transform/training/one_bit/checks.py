@@ -119,7 +119,7 @@ def agree(parameters: list[nn.Parameter], averaged: list[Tensor], group: dist.Pr
             "wrap the model in DistributedDataParallel, which broadcasts them, and leave out "
             "ZeroRedundancyOptimizer, which gives each rank a part of them to update"
         )
-    return gradients_agree
+    return gradients_agree and bool(own[2])  # gradients of zero, as checkpoint loaders set them, tell nothing
 
 
 def _bits(tensor: Tensor) -> Tensor:
