@@ -61,11 +61,13 @@ def imports(name: str) -> Iterator[tuple[str, int]]:
 
 def room(name: str) -> int:
     inside = name.split(".")[1:2]
+    if inside and inside[0] in EXTRAS:
+        return FRONT_DOOR + 1
     return ROOMS.index(inside[0]) if inside and inside[0] in ROOMS else FRONT_DOOR
 
 
 def title(place: int) -> str:
-    return "the front doors" if place == FRONT_DOOR else ROOMS[place]
+    return (*ROOMS, "the front doors", "the extras")[place]
 
 
 def test_there_are_no_other_rooms() -> None:

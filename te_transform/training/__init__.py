@@ -1,5 +1,31 @@
-"""Techniques of large-scale training, for converted models and any other. The core never imports them."""
+"""Training techniques, each separate and off by default; te_transform itself never imports them."""
 
+from typing import Any
+
+from te_transform.training.curriculum import SequenceCurriculum
+from te_transform.training.length_schedule import CurriculumError
 from te_transform.training.one_bit import OneBitAdam, OneBitError, OneBitLamb, ZeroOneAdam
+from te_transform.training.token_schedule import TokenSchedule
+from te_transform.training.variance_norms import VarianceNorms, variance_norms
 
-__all__ = ["OneBitAdam", "OneBitError", "OneBitLamb", "ZeroOneAdam"]
+__all__ = [
+    "CurriculumCallback",
+    "CurriculumError",
+    "OneBitAdam",
+    "OneBitError",
+    "OneBitLamb",
+    "SequenceCurriculum",
+    "TokenSchedule",
+    "VarianceNorms",
+    "ZeroOneAdam",
+    "variance_norms",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers when it is first read."""
+    if name == "CurriculumCallback":
+        from te_transform.training.trainer_callback import CurriculumCallback
+
+        return CurriculumCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,235 @@
+"""Cut the sequences of a batch: every tensor that has the sequence dimension of the inputs."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_transform.training.length_schedule import CurriculumError
+
+Dims = Mapping[str | int, int | tuple[int, ...]]
+
+# the names of tensors that say how long the uncut sequences are
+_SIZES = re.compile(r"cu_?seq|seq_?lens?\b|max_?seq|max_length_[qk]$|^lengths?$")
+# the names of tensors that are as long as the inputs; so are the integers [batch, n] of a tuple
+_AS_LONG = re.compile(r"^((shift_)?labels|targets?|(attention|loss)_mask|(position|token_type)_ids|\d+)$")
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Cuts batches to a length, by truncating or by reshaping.
+
+    `inputs` names the tensor that has the sequences. `dims` has the sequence dimensions of tensors by their
+    names, where sizes alone do not tell them; () stands for a tensor to leave alone.
+    """
+
+    max_length: int
+    reshape: bool = False
+    inputs: str | int | None = None
+    dims: Dims = field(default_factory=dict)
+
+    def cut(self, batch: Any, length: int) -> Any:
+        """Return `batch` with sequences of `length` tokens, in containers of the same types.
+
+        Raises:
+            CurriculumError: there are no inputs of [batch, sequence, ...], they are longer than `max_length`,
+                labels have another length, or the sequence dimension of a tensor is not clear.
+        """
+        name, inputs = self.inputs_of(batch)
+        rows, size = inputs.shape[:2]
+        if size > self.max_length:
+            raise CurriculumError(
+                f"expected sequences of at most max_length={self.max_length}, got {name} {[*inputs.shape]}; "
+                f"raise max_length, or truncate the data to {self.max_length} tokens"
+            )
+        planned = {path: self._dims(path, tensor, rows, size) for path, tensor in tensors(batch)}
+        if size <= length:
+            return batch
+        if self.reshape:
+            for path, tensor in tensors(batch):
+                self._check_reshapes(path, tensor, planned[path], rows)
+        divide = _reshaped if self.reshape else _truncated
+        return rebuilt(batch, lambda path, tensor: divide(path, tensor, planned[path], length))
+
+    def inputs_of(self, batch: Any) -> tuple[str, Tensor]:
+        """Return the name and the tensor of the inputs, [batch, sequence, ...].
+
+        Raises:
+            CurriculumError: the batch has none.
+        """
+        found = dict(tensors(batch))
+        wanted = "input_ids" if self.inputs is None else str(self.inputs)
+        named = next((path for path in found if wanted in (path, _last(path))), None)
+        if named is None and self.inputs is None:
+            by_dims = {tensor.dim(): path for path, tensor in reversed(found.items())}
+            named = by_dims.get(2, by_dims.get(3))
+        if named is None or found[named].dim() < 2:
+            shapes = {path: [*tensor.shape] for path, tensor in found.items()}
+            raise CurriculumError(
+                f"expected inputs of [batch, sequence] in the batch, got a {type(batch).__name__} with "
+                f"{shapes or 'no tensors'}; pass inputs='the name of the inputs', or batches of tensors, "
+                "dicts, tuples or dataclasses"
+            )
+        return named, found[named]
+
+    def _dims(self, path: str, tensor: Tensor, rows: int, size: int) -> tuple[int, ...]:
+        """Return the sequence dimensions of a tensor of the batch."""
+        if tensor.is_nested:
+            raise CurriculumError(
+                f"expected padded or packed tensors, got {path} as a nested tensor; pad it, or cut the "
+                "samples before they are joined"
+            )
+        name = _last(path)
+        if (declared := self._declared(path)) is not None:
+            return _checked(path, tensor, declared, size)
+        if _SIZES.search(name) and tensor.dim() < 2:
+            raise CurriculumError(
+                f"expected sequences whose lengths their shapes have, got {path} {[*tensor.shape]}, which "
+                f"says how long the uncut ones are; drop {path} from the batch, or cut samples before they "
+                f"are packed, or pass dims={{{name!r}: ()}} to leave it alone"
+            )
+        found = _sequence_dims(name, tensor.shape, rows, size)
+        if found is None:
+            raise CurriculumError(
+                f"expected to tell the sequence dimension of {path} {[*tensor.shape]} beside inputs of "
+                f"{[rows, size]}, got {tensor.shape.count(size)} dimensions of {size}; pass "
+                f"dims={{{name!r}: 1}} with the dimension, or dims={{{name!r}: ()}} to leave it alone"
+            )
+        if not found and tensor.dim() == 2 and not tensor.is_floating_point() and _AS_LONG.search(name):
+            raise CurriculumError(
+                f"expected {path} as long as the inputs [{rows}, {size}], got {[*tensor.shape]}; give both "
+                f"the same length, or pass dims={{{name!r}: ()}} to leave {path} alone"
+            )
+        return found
+
+    def _declared(self, path: str) -> tuple[int, ...] | None:
+        """Return the dimensions that the caller declared for a tensor, None if there are none."""
+        name = _last(path)
+        names = (path, name, int(name)) if name.isdigit() else (path, name)
+        found = next((self.dims[each] for each in names if each in self.dims), None)
+        return (found,) if isinstance(found, int) else found
+
+    def _check_reshapes(self, path: str, tensor: Tensor, dims: tuple[int, ...], rows: int) -> None:
+        """Raise if a tensor belongs to the rows of the batch and cannot be divided as they are."""
+        is_free = not dims and (self._declared(path) == () or tensor.shape[:1] != (rows,))
+        if not is_free and (dims != (1,) or tensor.shape[0] != rows):
+            raise CurriculumError(
+                f"expected tensors of [batch, sequence, ...] to reshape, got {path} {[*tensor.shape]}; drop "
+                f"{path} from the batch, or pass reshape=False"
+            )
+
+
+def _sequence_dims(name: str, shape: torch.Size, rows: int, size: int) -> tuple[int, ...] | None:
+    """Return the dimensions of the sequence in a tensor of this shape, None if several readings fit."""
+    last = len(shape) - 1
+    if size not in shape or not shape:
+        return ()
+    if len(shape) == 1:  # [sequence], as cache_position
+        return (0,) if rows != size else None
+    if len(shape) == 2:
+        return (1,) if shape[1] == size and shape[0] in (rows, 1) else None
+    if name.endswith("position_ids"):  # [3, batch, sequence] of multi-modal rotary embeddings
+        return (last,) if shape[last] == size and shape[last - 1] in (rows, 1) else None
+    is_mask = "mask" in name or "bias" in name  # [batch, query, key], [batch, head, query, key]
+    if is_mask and shape[last] == size and shape[last - 1] in (size, 1):
+        return (last - 1, last) if shape[last - 1] == size else (last,)
+    if shape[1] == size and shape[0] == rows and shape.count(size) == 1 + (rows == size):
+        return (1,)  # [batch, sequence, ...]
+    return None
+
+
+def _checked(path: str, tensor: Tensor, dims: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Return the declared sequence dimensions of a tensor, which have to have the size of the inputs'."""
+    if wrong := [dim for dim in dims if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != size]:
+        raise CurriculumError(
+            f"expected dimension {wrong[0]} of {path} to have the {size} tokens of the inputs, got "
+            f"{[*tensor.shape]}; correct dims={{{path!r}: {dims}}}"
+        )
+    return tuple(dim % tensor.dim() for dim in dims)
+
+
+def _truncated(path: str, tensor: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
+    """Return the first `length` tokens."""
+    for dim in dims:
+        tensor = tensor.narrow(dim, 0, length)
+    return _contiguous(tensor)
+
+
+def _reshaped(path: str, tensor: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
+    """Return [batch, sequence, ...] as [batch * rows, length, ...]; a rest below `length` is dropped."""
+    if not dims:
+        return tensor
+    rows = tensor.shape[1] // length
+    parts = tensor.narrow(1, 0, rows * length).unflatten(1, (rows, length)).flatten(0, 1)
+    return _contiguous(_restarted(parts) if _last(path) == "position_ids" else parts)
+
+
+def _restarted(positions: Tensor) -> Tensor:
+    """Return [rows, length] positions in which a sequence that goes on from the row before starts at 0."""
+    breaks = positions[:, 1:] != positions[:, :-1] + 1
+    breaks = torch.nn.functional.pad(breaks, (1, 0))
+    return torch.where(breaks.cumsum(1) == 0, positions - positions[:, :1], positions)
+
+
+def _contiguous(part: Tensor) -> Tensor:
+    """Return a tensor in memory of its own order, pinned if it was.
+
+    A slice has the strides of the whole, on which compiled graphs have guards, and a copy of it to the GPU
+    would go through memory that is not pinned.
+    """
+    if part.is_contiguous():
+        return part
+    if not part.is_pinned():
+        return part.contiguous()
+    pinned = torch.empty(part.shape, dtype=part.dtype, device=part.device, pin_memory=True)
+    return pinned.copy_(part)
+
+
+def tensors(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a batch with their paths, such as "text.input_ids" or "0"."""
+    if isinstance(batch, Tensor):
+        yield path or "0", batch
+        return
+    for name, value in _parts(batch):
+        yield from tensors(value, f"{path}.{name}" if path else str(name))
+
+
+def rebuilt(batch: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """Return a copy of a batch, in containers of the same types, with each tensor changed."""
+    if isinstance(batch, Tensor):
+        return change(path or "0", batch)
+    parts = {
+        name: rebuilt(value, change, f"{path}.{name}" if path else str(name)) for name, value in _parts(batch)
+    }
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)  # a BatchEncoding has more than its items
+        for name, value in parts.items():
+            made[name] = value
+        return made
+    if isinstance(batch, Mapping):
+        return type(batch)(parts)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*parts.values())
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(parts.values())
+    return replace(batch, **parts) if parts else batch
+
+
+def _parts(batch: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of a container by their names, nothing of anything else."""
+    if isinstance(batch, Mapping):
+        yield from batch.items()
+    elif isinstance(batch, (tuple, list)):
+        yield from enumerate(batch)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        yield from ((each.name, getattr(batch, each.name)) for each in fields(batch) if each.init)
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]

@@ -1,0 +1,142 @@
+"""Learning rates that decay by tokens, for steps that have different numbers of them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from te_transform.graph.keywords import suggests
+from te_transform.training.length_schedule import CurriculumError, check_count
+
+
+class CountsTokens(Protocol):
+    """A SequenceCurriculum, or anything else that has the number of tokens so far."""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens so far."""
+        ...
+
+
+class TokenSchedule(LRScheduler):
+    """A torch scheduler whose steps are each a number of tokens; the learning rate's warm-up counts steps.
+
+        cosine = CosineAnnealingLR(optimizer, 3000)
+        scheduler = TokenSchedule(cosine, tokens_per_step=2**19, source=curriculum)
+        scheduler.step()  # after each step of the optimizer
+
+    The scheduler has ended when 3000 * 2**19 tokens have been seen, however many steps they took.
+    """
+
+    @suggests
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        tokens_per_step: int,
+        *,
+        warmup_steps: int = 0,
+        source: CountsTokens | None = None,
+    ) -> None:
+        """Let `scheduler` count tokens.
+
+        Args:
+            scheduler: any that counts its calls, which nothing else steps from now on.
+            tokens_per_step: the tokens of one step of `scheduler`: those of a step with full sequences, over
+                all ranks.
+            warmup_steps: optimizer steps over which learning rates grow linearly; step n of them has
+                n / warmup_steps of the scheduler's rate.
+            source: what counts tokens; None if step() is called with their number.
+
+        Raises:
+            CurriculumError: an argument has a value that it cannot have; learning rates are unchanged then.
+        """
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise CurriculumError(
+                f"expected a torch scheduler that counts steps, got a {type(scheduler).__name__}; step that "
+                "beside the optimizer, or pass a torch.optim.lr_scheduler.LRScheduler"
+            )
+        check_count("tokens_per_step", tokens_per_step)
+        if warmup_steps != 0:
+            check_count("warmup_steps", warmup_steps)
+        if source is not None and not hasattr(source, "tokens"):
+            raise CurriculumError(
+                f"expected a source with the number of tokens, got a {type(source).__name__}; pass the "
+                "SequenceCurriculum, or None and call step(tokens)"
+            )
+        # not LRScheduler.__init__(), which would step: this counts for `scheduler`
+        self.scheduler, self.source = scheduler, source
+        self.tokens_per_step, self.warmup_steps = tokens_per_step, warmup_steps
+        self.tokens = source.tokens if source is not None else 0
+        self.start = self.tokens  # tokens before the first step of `scheduler`
+        self.steps = self.ticks = 0  # optimizer steps so far, and steps of `scheduler`
+        self._rates = self._current()
+        self._set_rates()
+
+    @property
+    def optimizer(self) -> Any:
+        """The scheduler's optimizer."""
+        return self.scheduler.optimizer
+
+    def step(self, tokens: int | None = None) -> None:
+        """Count one optimizer step with `tokens` tokens, None for those that the source has counted since.
+
+        Without new tokens a call counts nothing: accelerate calls this once for each process.
+
+        Raises:
+            CurriculumError: `tokens` is missing and there is no source, or it is no number of tokens.
+        """
+        if tokens is None and self.source is None:
+            raise CurriculumError(
+                "expected a number of tokens, got none; call step(tokens), or pass source=curriculum"
+            )
+        if tokens is not None:
+            check_count("tokens", tokens)
+        new = self.source.tokens - self.tokens if tokens is None else tokens
+        if new <= 0:
+            return
+        self.tokens, self.steps = self.tokens + new, self.steps + 1
+        due = (self.tokens - self.start) // self.tokens_per_step
+        if due > self.ticks:
+            self._set_rates(warm=False)  # some schedulers compute the next rate from this one
+            for _ in range(due - self.ticks):
+                self.scheduler.step()
+            self.ticks, self._rates = due, self._current()
+        self._set_rates()
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rates of the optimizer's groups."""
+        return self._current()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, and the state of the scheduler."""
+        names = ("tokens", "start", "steps", "ticks")
+        return {name: getattr(self, name) for name in names} | {
+            "rates": [float(rate) for rate in self._rates],
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from state_dict(), beside the optimizer's own state."""
+        for name in ("tokens", "start", "steps", "ticks"):
+            setattr(self, name, state[name])
+        self._rates = list(state["rates"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._set_rates()
+
+    def _current(self) -> list[Any]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _set_rates(self, warm: bool = True) -> None:
+        """Set the scheduler's rates, times the part that the warm-up has reached if `warm`."""
+        part = min(1.0, (self.steps + 1) / self.warmup_steps) if self.warmup_steps and warm else 1.0
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            _assign(group, rate * part)
+
+
+def _assign(group: dict[str, Any], rate: float) -> None:
+    """Set a learning rate; a tensor, which CUDA graphs read, is filled."""
+    if hasattr(group["lr"], "fill_"):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

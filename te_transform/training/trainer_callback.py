@@ -1,0 +1,82 @@
+"""A curriculum in transformers' Trainer; the only file of te_transform.training that imports transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import TrainerCallback
+
+from te_transform.training.curriculum import COUNTS, SequenceCurriculum
+from te_transform.training.length_schedule import CurriculumError
+
+STATE = "SequenceCurriculum"  # where Trainer's state, and so its checkpoints, keep the curriculum's
+
+
+class CurriculumCallback(TrainerCallback):
+    """Cuts the training batches of a Trainer with any dataset, collator and workers, and none of evaluation.
+
+        curriculum = SequenceCurriculum(max_length=1024, total_steps=3000)
+        trainer.add_callback(CurriculumCallback(curriculum, trainer))
+
+    Batches are cut where Trainer collects those of one optimizer step, before it counts their labels. The
+    step is Trainer's, and checkpoints have the curriculum's state. Logs have `sequence_length`.
+    """
+
+    def __init__(self, curriculum: SequenceCurriculum, trainer: Any) -> None:
+        """Cut what `trainer` trains on from now on.
+
+        Raises:
+            CurriculumError: the curriculum has a loader of its own, is another trainer's, or accumulates.
+        """
+        if not isinstance(curriculum, SequenceCurriculum):
+            raise CurriculumError(
+                f"expected a SequenceCurriculum, got a {type(curriculum).__name__}; pass "
+                "SequenceCurriculum(max_length=..., total_steps=...)"
+            )
+        if curriculum.loader is not None or curriculum.accumulation != 1:
+            raise CurriculumError(
+                f"expected a curriculum for the loader and the accumulation of Trainer, got {curriculum!r} "
+                "with its own; leave loader and accumulation out"
+            )
+        if not hasattr(trainer, "get_batch_samples"):
+            raise CurriculumError(
+                f"expected a transformers.Trainer, got a {type(trainer).__name__}; wrap its loader: "
+                "SequenceCurriculum(loader, ...)"
+            )
+        if any(isinstance(callback, CurriculumCallback) for callback in trainer.callback_handler.callbacks):
+            raise CurriculumError(
+                "expected a Trainer without a curriculum, got one that has a CurriculumCallback; use that"
+            )
+        self.curriculum = curriculum
+        self._collect = trainer.get_batch_samples
+        trainer.get_batch_samples = self._get_batch_samples
+
+    def _get_batch_samples(self, iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """Return the batches of one optimizer step, cut, with the number of their labels."""
+        self.curriculum.accumulation = num_batches
+        collected = self._collect(map(self.curriculum.cut, iterator), num_batches, device)
+        self.curriculum.end_step()
+        return collected
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start anew, or go on where a checkpoint was."""
+        self.curriculum.load_state_dict(dict.fromkeys(COUNTS, 0))
+        if saved := state.stateful_callbacks.get(STATE):
+            self.curriculum.load_state_dict(saved)
+        elif state.global_step and self.curriculum.by_tokens:
+            raise CurriculumError(
+                f"expected a checkpoint with the curriculum's tokens, got one of step {state.global_step} "
+                "without; resume from one of a run with CurriculumCallback, or pass total_steps"
+            )
+        self.curriculum.step = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the curriculum's state where the next checkpoint takes it from."""
+        self.curriculum.step = state.global_step
+        state.stateful_callbacks[STATE] = self.curriculum.state_dict()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Log the length of the last batches."""
+        if logs is not None and state.log_history:
+            state.log_history[-1]["sequence_length"] = logs["sequence_length"] = self.curriculum.length

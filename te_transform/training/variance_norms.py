@@ -1,0 +1,43 @@
+"""The spread of gradient norms as Adam's second moments have it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_transform.training.length_schedule import CurriculumError
+
+
+class VarianceNorms(NamedTuple):
+    """Norms of sqrt(v) over all parameters, where v is Adam's second moment."""
+
+    l1: float
+    max: float
+
+
+@torch.no_grad()
+def variance_norms(optimizer: torch.optim.Optimizer) -> VarianceNorms:
+    """Return the l1 norm and the largest element of sqrt(v), as arXiv 2108.06084 measures stability.
+
+    Reads `exp_avg_sq` in the optimizer's state, in fp32; DTensors are gathered, so all ranks call this. It
+    waits for the GPU: call it every so many steps.
+
+    Raises:
+        CurriculumError: the optimizer has no second moments.
+    """
+    states = [state["exp_avg_sq"] for state in optimizer.state.values() if "exp_avg_sq" in state]
+    if not states:
+        raise CurriculumError(
+            f"expected second moments (exp_avg_sq), got a {type(optimizer).__name__} without; pass an "
+            "optimizer of Adam's family after its first step"
+        )
+    roots = [_whole(state).float().sqrt() for state in states]
+    sums, largest = [root.sum(dtype=torch.float64) for root in roots], [root.max() for root in roots]
+    return VarianceNorms(sum(map(float, sums)), max(map(float, largest)))
+
+
+def _whole(value: Any) -> Tensor:
+    """Return all of a state that may be sharded."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
