@@ -1,0 +1,199 @@
+"""Train a GPT-2 on real text, with conversion, FP8 and the techniques of te_transform.training as flags.
+
+    python examples/train_gpt.py --steps 1000 --json plain.json
+    python examples/train_gpt.py --steps 1000 --curriculum --json curriculum.json
+    torchrun --nproc-per-node 2 examples/train_gpt.py --fp8 --drop-layers
+    python examples/train_gpt.py --read plain.json curriculum.json --plot losses.svg
+
+The text is the Python standard library's sources, byte by byte; every twentieth file is for evaluation. The
+budget is the tokens of `--steps` full batches: a run with shorter sequences takes more steps for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loss_plot import draw
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
+
+import te_transform
+from te_transform import training
+
+GPU = torch.cuda.is_available()
+
+
+def main() -> None:
+    """Train, then print, write and draw the losses; with --read, only print and draw them."""
+    logging.set_verbosity_error()
+    asked = arguments()
+    runs = {Path(file).stem: json.loads(Path(file).read_text()) for file in asked.read}
+    if not runs:
+        alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+        if GPU:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("nccl" if GPU else "gloo", **alone)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        history = Run(asked, rank, ranks).train()
+        dist.destroy_process_group()
+        if rank > 0:
+            return
+        runs = {Path(asked.json).stem: history}
+        Path(asked.json).write_text(json.dumps(history))
+    for name, run in runs.items():
+        loss, step, tokens, seconds = (run["eval"][-1][key] for key in ("loss", "step", "tokens", "seconds"))
+        print(f"{name}: {loss:.4f} nats per byte after {step} steps, {tokens} tokens, {seconds:.1f} s")
+    draw({name: run["eval"] for name, run in runs.items()}, asked.plot)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for flag, what in (
+        ("convert", "convert the model"), ("fp8", "convert, with FP8 products"), ("one-bit", "1-bit Adam"),
+        ("compile", "convert and compile"), ("drop-layers", "progressive layer dropping"),
+        ("curriculum", "short sequences first"), ("reshape", "of them more rows, in place of dropped tokens"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{flag}", action="store_true", help=what)
+    for flag, value, what in (
+        ("steps", 1000, "full batches whose tokens are the budget"), ("batch", 16, "rows of all processes"),
+        ("length", 1024, "bytes of a full sequence"), ("layers", 12, "blocks"), ("width", 768, "of blocks"),
+        ("warmup", 100, "steps of the learning rate's warm-up"), ("every", 50, "steps between evaluations"),
+        ("curriculum-steps", 300, "steps until sequences are full"), ("seed", 0, "of weights and data"),
+        ("lr", 6e-4, "highest learning rate"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{flag}", type=type(value), default=value, help=f"{what} ({value})")
+    parser.add_argument("--json", default="loss.json", help="write the losses here (loss.json)")
+    parser.add_argument("--plot", default="loss.svg", help="draw the curves here (loss.svg)")
+    parser.add_argument("--read", nargs="+", default=[], help="draw these JSON files, train nothing")
+    return parser.parse_args()
+
+
+class Rows(Dataset):
+    """`count` rows of `length` bytes each, at places of the text that `seed` decides."""
+
+    def __init__(self, text: Tensor, count: int, length: int, seed: int) -> None:
+        self.text, self.length = text, length
+        seeded = torch.Generator().manual_seed(seed)
+        self.starts = torch.randint(len(text) - length, (count,), generator=seeded)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.text[self.starts[index] :][: self.length].long()
+        return {"input_ids": row, "labels": row}  # GPT2LMHeadModel shifts the labels
+
+
+def read(files: list[Path]) -> Tensor:
+    """Return the bytes of all files."""
+    return torch.frombuffer(bytearray().join(file.read_bytes() for file in files), dtype=torch.uint8)
+
+
+class Run:
+    """A model with its data and optimizer, the same on each rank but for the rows."""
+
+    def __init__(self, asked: argparse.Namespace, rank: int, ranks: int) -> None:
+        self.asked, self.rank, self.ranks, rows = asked, rank, ranks, asked.batch // ranks
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        text, held_out = read([file for i, file in enumerate(files) if i % 20]), read(files[::20])
+        self.tests = [*DataLoader(Rows(held_out, 4 * rows, asked.length, seed=rank), batch_size=rows)]
+        count = rows * (asked.steps + asked.curriculum * asked.curriculum_steps)  # short steps take less
+        data = Rows(text, count, asked.length, seed=asked.seed * ranks + rank)
+        self.loader: Any = DataLoader(data, rows, num_workers=2 if GPU else 0, pin_memory=GPU)
+        if asked.curriculum:
+            lengths = {"max_length": asked.length, "total_steps": asked.curriculum_steps}
+            self.loader = training.SequenceCurriculum(self.loader, **lengths, reshape=asked.reshape)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if GPU else torch.device("cpu")
+        self.model: nn.Module = self.built()
+        self.runner: Any = self.model
+        if ranks > 1 or asked.one_bit:
+            self.runner = DistributedDataParallel(self.model, find_unused_parameters=asked.drop_layers)
+        adam: Any = training.OneBitAdam if asked.one_bit else torch.optim.AdamW
+        self.optimizer = adam(self.model.parameters(), lr=asked.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        if asked.one_bit:
+            self.optimizer.register(self.runner)
+
+    def built(self) -> nn.Module:
+        """Return a GPT-2 with random weights, converted and with dropped layers if asked for."""
+        asked = self.asked
+        torch.manual_seed(asked.seed)
+        sizes = {"n_positions": asked.length, "n_embd": asked.width, "n_layer": asked.layers}
+        sizes |= {"n_head": max(1, asked.width // 64), "vocab_size": 256}
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0)
+        config = GPT2Config(**sizes, **off, use_cache=False)
+        model = GPT2LMHeadModel(config).to(self.device, torch.bfloat16 if GPU else torch.float32).train()
+        if asked.convert or asked.fp8 or asked.compile or asked.drop_layers:
+            options = {"recipe": "fp8-delayed" if asked.fp8 else None, "compile": asked.compile}
+            model = te_transform.convert(model, self.moved(self.tests[0]), **options, inplace=True)
+        if asked.drop_layers:
+            training.drop_layers(model, total_steps=asked.steps)
+        return model
+
+    def train(self) -> dict[str, Any]:
+        """Train for the budget of tokens; return each step's loss, and evaluations with their seconds."""
+        losses, evaluations, tokens, seconds = [], [], 0, 0.0
+        full, budget = (n * self.asked.batch * self.asked.length for n in (1, self.asked.steps))
+        cosine = CosineAnnealingLR(self.optimizer, self.asked.steps, eta_min=self.asked.lr / 10)
+        schedule = training.TokenSchedule(cosine, full, warmup_steps=self.asked.warmup)
+        is_watched = self.rank == 0 and sys.stderr.isatty()
+        with Progress(console=Console(stderr=True), disable=not is_watched, transient=True) as bar:
+            task, start = bar.add_task("training", total=budget), time.perf_counter()
+            for step, batch in enumerate(self.loader, 1):
+                loss, new = self.step(self.moved(batch)), batch["input_ids"].numel() * self.ranks
+                schedule.step(new)
+                tokens += new
+                losses.append((step, tokens, batch["input_ids"].shape[1], loss))
+                bar.update(task, completed=tokens)
+                if step % self.asked.every == 0 or tokens >= budget:
+                    if GPU:
+                        torch.cuda.synchronize()
+                    seconds += time.perf_counter() - start
+                    found = self.evaluated()
+                    evaluations.append({"step": step, "tokens": tokens, "seconds": seconds, "loss": found})
+                    start = time.perf_counter()
+                if tokens >= budget:
+                    break
+        steps = [{"step": a, "tokens": b, "length": c, "loss": float(d)} for a, b, c, d in losses]
+        return {"asked": vars(self.asked), "ranks": self.ranks, "train": steps, "eval": evaluations}
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        """Take one step of the optimizer; return the loss before it."""
+        loss = self.runner(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluated(self) -> float:
+        """Return the mean loss of all ranks on full sequences, the same at each call, in nats per byte."""
+        self.model.eval()
+        total = sum(self.model(**self.moved(batch)).loss.double() for batch in self.tests)
+        self.model.train()
+        dist.all_reduce(total)
+        return total.item() / len(self.tests) / self.ranks
+
+    def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the batch on the device of the model."""
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+if __name__ == "__main__":
+    main()
