@@ -77,6 +77,6 @@ class CurriculumCallback(TrainerCallback):
         state.stateful_callbacks[STATE] = self.curriculum.state_dict()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Log the length of the last batches."""
-        if logs is not None and state.log_history:
+        """Log the length of the last batches beside the loss."""
+        if logs and "loss" in logs and state.log_history:
             state.log_history[-1]["sequence_length"] = logs["sequence_length"] = self.curriculum.length
