@@ -113,12 +113,11 @@ class SequenceCurriculum:
         length = self.length if self.batches else self._length_now(self._position)
         if not self.cutter.reshape:
             self._check_padding(batch)
-        result = self.cutter.cut(batch, length)
-        _, inputs = self.cutter.inputs_of(result)
+        result, positions = self.cutter.cut(batch, length)
         if length != self.length:
             log.info("sequences of %d tokens from step %d on", length, self.step)
         self.length = length
-        self.tokens += inputs.shape[0] * inputs.shape[1] * self.ranks
+        self.tokens += positions * self.ranks
         self.batches += 1
         if self.batches == self.accumulation:
             self.end_step()
@@ -219,7 +218,7 @@ class SequenceCurriculum:
         for path, mask in tensors(batch):
             if not path.endswith("attention_mask") or mask.dim() != 2 or (mask.is_cuda and self._position):
                 continue
-            if bool(((mask[:, 0] == 0) & (mask != 0).any(1)).any()):
+            if not mask[:, 0].all() and bool(((mask[:, 0] == 0) & (mask != 0).any(1)).any()):
                 raise CurriculumError(
                     f"expected padding at the end of rows to truncate, got {path} {[*mask.shape]} with "
                     "padding at the start; set padding_side='right' of the tokenizer"

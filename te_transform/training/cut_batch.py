@@ -34,8 +34,8 @@ class Cutter:
     inputs: str | int | None = None
     dims: Dims = field(default_factory=dict)
 
-    def cut(self, batch: Any, length: int) -> Any:
-        """Return `batch` with sequences of `length` tokens, in containers of the same types.
+    def cut(self, batch: Any, length: int) -> tuple[Any, int]:
+        """Return `batch` with sequences of `length` tokens, in containers of its types, and its positions.
 
         Raises:
             CurriculumError: there are no inputs of [batch, sequence, ...], they are longer than `max_length`,
@@ -50,12 +50,13 @@ class Cutter:
             )
         planned = {path: self._dims(path, tensor, rows, size) for path, tensor in tensors(batch)}
         if size <= length:
-            return batch
+            return batch, rows * size
         if self.reshape:
             for path, tensor in tensors(batch):
                 self._check_reshapes(path, tensor, planned[path], rows)
         divide = _reshaped if self.reshape else _truncated
-        return rebuilt(batch, lambda path, tensor: divide(path, tensor, planned[path], length))
+        kept = size // length * length if self.reshape else length
+        return rebuilt(batch, lambda path, tensor: divide(path, tensor, planned[path], length)), rows * kept
 
     def inputs_of(self, batch: Any) -> tuple[str, Tensor]:
         """Return the name and the tensor of the inputs, [batch, sequence, ...].

@@ -1,0 +1,67 @@
+"""examples/train_gpt.py, in one process and under torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples/train_gpt.py"
+SIZES = {"steps": 6, "batch": 4, "length": 128, "layers": 2, "width": 64, "warmup": 2, "every": 4}
+TINY = [f"--{name}={value}" for name, value in SIZES.items()]
+SHORT = ["--curriculum", "--curriculum-steps=4"]
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    import train_gpt
+
+    return train_gpt
+
+
+@pytest.mark.usefixtures("process_group")
+def test_in_one_process(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the curriculum, steps are shorter and the budget of tokens lasts longer; the curves are drawn."""
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *TINY, *SHORT, "--convert"])
+    found = example.Run(example.arguments(), 0, 1).train()
+    assert [step["length"] for step in found["train"]] == [128, 64, 64, 64, 128, 128, 128, 128]
+    assert [point["tokens"] for point in found["eval"]] == [512 + 3 * 256, 5 * 512 + 3 * 256]
+    assert found["eval"][-1]["loss"] < found["train"][0]["loss"]
+    (tmp_path / "short.json").write_text(json.dumps(found))
+    drawn = ["--read", str(tmp_path / "short.json"), "--plot", str(tmp_path / "loss.svg")]
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *drawn])
+    example.main()
+    picture = (tmp_path / "loss.svg").read_text()
+    assert picture.count("<polyline") == 2
+    assert "short: " in picture
+
+
+@pytest.mark.integration
+@pytest.mark.xdist_group("torchrun")
+def test_on_two_ranks(tmp_path: Path) -> None:
+    """Both take their part of each batch; nothing but the result is printed where nobody watches."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(EXAMPLE),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [*command, *TINY, *SHORT, "--reshape"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("loss: ")
+    assert ran.stdout.count("\n") == 1
+    assert "\r" not in ran.stderr
+    found = json.loads((tmp_path / "loss.json").read_text())
+    assert found["ranks"] == 2
+    assert [step["tokens"] for step in found["train"]] == [512 * step for step in range(1, 7)]
+    assert found["eval"][-1]["loss"] < found["train"][0]["loss"]
