@@ -48,8 +48,7 @@ def main() -> None:
         if GPU:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group("nccl" if GPU else "gloo", **alone)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        history = Run(asked, rank, ranks).train()
+        history = Run(asked, rank := dist.get_rank(), dist.get_world_size()).train()
         dist.destroy_process_group()
         if rank > 0:
             return
@@ -110,7 +109,8 @@ class Run:
 
     def __init__(self, asked: argparse.Namespace, rank: int, ranks: int) -> None:
         self.asked, self.rank, self.ranks, rows = asked, rank, ranks, asked.batch // ranks
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        stdlib = Path(sysconfig.get_paths()["stdlib"])
+        files = sorted([*stdlib.glob("*.py"), *stdlib.glob("[!s]*/*.py")])  # without site-packages
         text, held_out = read([file for i, file in enumerate(files) if i % 20]), read(files[::20])
         self.tests = [*DataLoader(Rows(held_out, 4 * rows, asked.length, seed=rank), batch_size=rows)]
         count = rows * (asked.steps + asked.curriculum * asked.curriculum_steps)  # short steps take less

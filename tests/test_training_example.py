@@ -27,7 +27,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.usefixtures("process_group")
 def test_in_one_process(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the curriculum, steps are shorter and the budget of tokens lasts longer; the curves are drawn."""
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *TINY, *SHORT, "--convert"])
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *TINY, *SHORT])
     found = example.Run(example.arguments(), 0, 1).train()
     assert [step["length"] for step in found["train"]] == [128, 64, 64, 64, 128, 128, 128, 128]
     assert [point["tokens"] for point in found["eval"]] == [512 + 3 * 256, 5 * 512 + 3 * 256]
