@@ -102,7 +102,7 @@ def costs(asked: argparse.Namespace) -> Table:
 def steps(run: Run, batches: Iterator[dict[str, torch.Tensor]], count: int = 10) -> None:
     """Take ten training steps, of which the GPU is waited for after the last."""
     for _ in range(count):
-        run.step(run.moved(next(batches)))
+        run.step(next(batches))
     if GPU:
         torch.cuda.synchronize()
 
@@ -116,7 +116,7 @@ def trained(asked: argparse.Namespace) -> dict[str, Any]:
     seconds, losses = 0.0, []
     for step, batch in enumerate(run.loader, 1):
         start = time.perf_counter()
-        losses.append(run.step(run.moved(batch)))
+        losses.append(run.step(batch))
         schedule.step(batch["input_ids"].numel())
         if GPU:
             torch.cuda.synchronize()

@@ -23,12 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loss_plot import draw
-from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
@@ -74,34 +73,29 @@ def arguments() -> argparse.Namespace:
         ("length", 1024, "bytes of a full sequence"), ("layers", 12, "blocks"), ("width", 768, "of blocks"),
         ("warmup", 100, "steps of the learning rate's warm-up"), ("every", 50, "steps between evaluations"),
         ("curriculum-steps", 300, "steps until sequences are full"), ("seed", 0, "of weights and data"),
-        ("lr", 6e-4, "highest learning rate"),
+        ("lr", 6e-4, "highest learning rate"), ("json", "loss.json", "file for the losses"),
+        ("plot", "loss.svg", "file for the curves"),
     ):  # fmt: skip
         parser.add_argument(f"--{flag}", type=type(value), default=value, help=f"{what} ({value})")
-    parser.add_argument("--json", default="loss.json", help="write the losses here (loss.json)")
-    parser.add_argument("--plot", default="loss.svg", help="draw the curves here (loss.svg)")
     parser.add_argument("--read", nargs="+", default=[], help="draw these JSON files, train nothing")
     return parser.parse_args()
-
-
-class Rows(Dataset):
-    """`count` rows of `length` bytes each, at places of the text that `seed` decides."""
-
-    def __init__(self, text: Tensor, count: int, length: int, seed: int) -> None:
-        self.text, self.length = text, length
-        seeded = torch.Generator().manual_seed(seed)
-        self.starts = torch.randint(len(text) - length, (count,), generator=seeded)
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.text[self.starts[index] :][: self.length].long()
-        return {"input_ids": row, "labels": row}  # GPT2LMHeadModel shifts the labels
 
 
 def read(files: list[Path]) -> Tensor:
     """Return the bytes of all files."""
     return torch.frombuffer(bytearray().join(file.read_bytes() for file in files), dtype=torch.uint8)
+
+
+def sampled(text: Tensor, count: int, length: int, seed: int) -> Tensor:
+    """Return `count` rows of `length` bytes, from places of the text that `seed` decides."""
+    starts = torch.randint(len(text) - length, (count,), generator=torch.Generator().manual_seed(seed))
+    return text.unfold(0, length, 1)[starts]
+
+
+def collated(rows: list[Tensor]) -> dict[str, Tensor]:
+    """Return a batch of token ids [batch, length], and the same as labels, which GPT2LMHeadModel shifts."""
+    ids = torch.stack(rows).long()
+    return {"input_ids": ids, "labels": ids}
 
 
 class Run:
@@ -112,37 +106,40 @@ class Run:
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         files = sorted([*stdlib.glob("*.py"), *stdlib.glob("[!s]*/*.py")])  # without site-packages
         text, held_out = read([file for i, file in enumerate(files) if i % 20]), read(files[::20])
-        self.tests = [*DataLoader(Rows(held_out, 4 * rows, asked.length, seed=rank), batch_size=rows)]
+        tests = sampled(held_out, 4 * rows, asked.length, seed=rank)
+        self.tests = [collated([*part]) for part in tests.split(rows)]
         count = rows * (asked.steps + asked.curriculum * asked.curriculum_steps)  # short steps take less
-        data = Rows(text, count, asked.length, seed=asked.seed * ranks + rank)
-        self.loader: Any = DataLoader(data, rows, num_workers=2 if GPU else 0, pin_memory=GPU)
+        data = sampled(text, count, asked.length, seed=asked.seed * ranks + rank)
+        self.loader: Any = DataLoader(data, rows, collate_fn=collated, num_workers=2 * GPU, pin_memory=GPU)
         if asked.curriculum:
             lengths = {"max_length": asked.length, "total_steps": asked.curriculum_steps}
             self.loader = training.SequenceCurriculum(self.loader, **lengths, reshape=asked.reshape)
         self.device = torch.device("cuda", torch.cuda.current_device()) if GPU else torch.device("cpu")
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=GPU)
         self.model: nn.Module = self.built()
+        self.drops = training.drop_layers(self.model, asked.steps) if asked.drop_layers else None
         self.runner: Any = self.model
         if ranks > 1 or asked.one_bit:
-            self.runner = DistributedDataParallel(self.model, find_unused_parameters=asked.drop_layers)
+            self.runner = DistributedDataParallel(self.model)
         adam: Any = training.OneBitAdam if asked.one_bit else torch.optim.AdamW
-        self.optimizer = adam(self.model.parameters(), lr=asked.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        options = {"freeze_step": max(1, asked.steps // 5)} if asked.one_bit else {}
+        self.optimizer = adam(self.model.parameters(), lr=asked.lr, weight_decay=0.1, **options)
         if asked.one_bit:
             self.optimizer.register(self.runner)
 
     def built(self) -> nn.Module:
-        """Return a GPT-2 with random weights, converted and with dropped layers if asked for."""
+        """Return a GPT-2 with random weights, converted if asked for."""
         asked = self.asked
         torch.manual_seed(asked.seed)
         sizes = {"n_positions": asked.length, "n_embd": asked.width, "n_layer": asked.layers}
         sizes |= {"n_head": max(1, asked.width // 64), "vocab_size": 256}
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0)
         config = GPT2Config(**sizes, **off, use_cache=False)
-        model = GPT2LMHeadModel(config).to(self.device, torch.bfloat16 if GPU else torch.float32).train()
+        model = GPT2LMHeadModel(config).to(self.device).train()
         if asked.convert or asked.fp8 or asked.compile or asked.drop_layers:
             options = {"recipe": "fp8-delayed" if asked.fp8 else None, "compile": asked.compile}
-            model = te_transform.convert(model, self.moved(self.tests[0]), **options, inplace=True)
-        if asked.drop_layers:
-            training.drop_layers(model, total_steps=asked.steps)
+            with self.autocast:
+                model = te_transform.convert(model, self.moved(self.tests[0]), **options, inplace=True)
         return model
 
     def train(self) -> dict[str, Any]:
@@ -151,11 +148,10 @@ class Run:
         full, budget = (n * self.asked.batch * self.asked.length for n in (1, self.asked.steps))
         cosine = CosineAnnealingLR(self.optimizer, self.asked.steps, eta_min=self.asked.lr / 10)
         schedule = training.TokenSchedule(cosine, full, warmup_steps=self.asked.warmup)
-        is_watched = self.rank == 0 and sys.stderr.isatty()
-        with Progress(console=Console(stderr=True), disable=not is_watched, transient=True) as bar:
+        with Progress(disable=self.rank > 0 or not sys.stdout.isatty(), transient=True) as bar:
             task, start = bar.add_task("training", total=budget), time.perf_counter()
             for step, batch in enumerate(self.loader, 1):
-                loss, new = self.step(self.moved(batch)), batch["input_ids"].numel() * self.ranks
+                loss, new = self.step(batch), batch["input_ids"].numel() * self.ranks
                 schedule.step(new)
                 tokens += new
                 losses.append((step, tokens, batch["input_ids"].shape[1], loss))
@@ -174,18 +170,22 @@ class Run:
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
         """Take one step of the optimizer; return the loss before it."""
-        loss = self.runner(**batch).loss
+        with self.autocast:
+            loss = self.runner(**self.moved(batch)).loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.drops:
+            self.drops.step()
         return loss.detach()
 
     @torch.no_grad()
     def evaluated(self) -> float:
         """Return the mean loss of all ranks on full sequences, the same at each call, in nats per byte."""
         self.model.eval()
-        total = sum(self.model(**self.moved(batch)).loss.double() for batch in self.tests)
+        with self.autocast:
+            total = sum(self.model(**self.moved(batch)).loss.double() for batch in self.tests)
         self.model.train()
         dist.all_reduce(total)
         return total.item() / len(self.tests) / self.ranks
