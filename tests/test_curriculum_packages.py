@@ -98,6 +98,9 @@ def test_trainer_evaluates_whole_sequences_and_trains_anew(tmp_path: Path) -> No
     before = model.seen.copy()
     made.train()
     assert model.seen == [*before, *before]
+    made.remove_callback(training.CurriculumCallback)
+    made.train()
+    assert [length for _, length in model.seen[8:]] == [SIZE] * 4
 
 
 def test_trainer_with_something_else(tmp_path: Path) -> None:

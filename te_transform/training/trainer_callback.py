@@ -24,7 +24,7 @@ class CurriculumCallback(TrainerCallback):
     """
 
     def __init__(self, curriculum: SequenceCurriculum, trainer: Any) -> None:
-        """Cut what `trainer` trains on from now on.
+        """Cut what `trainer` trains on as long as it has this callback.
 
         Raises:
             CurriculumError: the curriculum has a loader of its own, is another trainer's, or accumulates.
@@ -49,11 +49,13 @@ class CurriculumCallback(TrainerCallback):
                 "expected a Trainer without a curriculum, got one that has a CurriculumCallback; use that"
             )
         self.curriculum = curriculum
-        self._collect = trainer.get_batch_samples
+        self._handler, self._collect = trainer.callback_handler, trainer.get_batch_samples
         trainer.get_batch_samples = self._get_batch_samples
 
     def _get_batch_samples(self, iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """Return the batches of one optimizer step, cut, with the number of their labels."""
+        if self not in self._handler.callbacks:  # removed, or not added yet
+            return self._collect(iterator, num_batches, device)
         self.curriculum.accumulation = num_batches
         collected = self._collect(map(self.curriculum.cut, iterator), num_batches, device)
         self.curriculum.end_step()
