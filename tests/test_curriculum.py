@@ -9,19 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 from transformers import BatchEncoding
 
 import te_transform
-from te_transform.training import CurriculumError, SequenceCurriculum
+from te_transform.training import CurriculumError, SequenceCurriculum, variance_norms
 from te_transform.training.length_schedule import LengthSchedule
-from tests.ranks import WIDTH, Net
+from tests.ranks import WIDTH, Net, spawn
 from tests.zoo import seeded
 
 ROWS, SIZE = 3, 32
@@ -164,6 +166,30 @@ def test_tokens_are_those_of_all_ranks() -> None:
     curriculum = SequenceCurriculum(loader, **SMALL, total_tokens=total, ranks=2)
     assert lengths_of(curriculum) == [32, 16, 16, 24, 32, 32]
     assert curriculum.tokens == 2 * ROWS * (32 + 16 + 16 + 24 + 32 + 32)
+
+
+def on_a_rank() -> tuple[list[int], int, tuple[float, float]]:
+    """Train a sharded model on this rank's rows; return the lengths, the tokens and the norms."""
+    sampler = DistributedSampler(Numbered(), shuffle=False)
+    loader = DataLoader(Numbered(), batch_size=2, sampler=sampler)
+    curriculum = SequenceCurriculum(loader, **SMALL, total_tokens=320)
+    model = fully_shard(nn.Sequential(nn.Embedding(24, 8), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    lengths = []
+    for batch in curriculum:
+        lengths.append(batch["input_ids"].shape[1])
+        model(batch["input_ids"]).sum().backward()
+        optimizer.step()
+    return lengths, curriculum.tokens, variance_norms(optimizer)
+
+
+def test_ranks_agree(tmp_path: Path) -> None:
+    """On lengths by tokens, without communication; norms are those of all shards."""
+    (lengths, tokens, norms), other = spawn(on_a_rank, 2, tmp_path)
+    assert (lengths, tokens, norms) == other
+    assert lengths == [32, 16, 16, 24, 32, 32]  # after 0, 128, 192, 256, 352, 480 tokens
+    assert tokens == 2 * 2 * sum(lengths)
+    assert norms.l1 > norms.max > 0
 
 
 def test_the_sampler_is_told_the_epoch() -> None:
