@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import te_transform
+from te_transform import training
 
 model: nn.Module = nn.Linear(2, 2)
 batch = {"input": torch.ones(2, 2)}
@@ -50,6 +51,14 @@ verification = te_transform.verify(model, converted, batch)
 assert_type(verification, te_transform.Verification)
 assert_type(verification.title, str)
 assert_type(bool(verification), bool)
+
+curriculum = training.SequenceCurriculum([batch], max_length=1024, total_steps=3000, dims={"image": ()})
+assert_type(curriculum.lengths, tuple[int, ...])
+optimizer = torch.optim.AdamW(model.parameters())
+cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3000)
+schedule = training.TokenSchedule(cosine, 2**19, warmup_steps=100, source=curriculum)
+schedule.step()
+assert_type(training.variance_norms(optimizer).max, float)
 
 plan = te_transform.PrecisionPlan.read(Path("precision.toml"))
 plan.write("precision.toml")
