@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_map_only
 
+from te_transform.graph import marks, ops
 from te_transform.graph import nodes as known
-from te_transform.graph import ops
 from te_transform.graph.bound import module_of
 
 
@@ -477,6 +477,50 @@ def passed_through(gm: fx.GraphModule, place: int, function: Callable, *rest: An
     outputs[place] = insert_call(graph, output, function, (node, *rest), like=node)
     output.args = (tuple(outputs),)
     return module_of(gm, graph)
+
+
+def with_layers(gm: fx.GraphModule, layers: Sequence[Any]) -> fx.GraphModule:
+    """Return a copy of a captured graph in which the layers are marked and their branches are scaled.
+
+    Args:
+        gm: the graph.
+        layers: of plan/residual.py, in order.
+
+    Returns:
+        The copy; behind the arguments of `gm` it takes a factor for each layer, a 0-dim tensor.
+    """
+    graph, twins = copy_by_name(gm.graph)
+    for number, layer in enumerate(layers):
+        start, end = twins[layer.start.name], twins[layer.end.name]
+        inside = [node for node in graph.nodes if node.name in {node.name for node in layer.inside}]
+        begins = insert_call(graph, inside[0], marks.layer_begins, (start, number), like=start)
+        for node in inside:
+            node.replace_input_with(start, begins)
+        factor = _factor_argument(graph, number, like=start)
+        for added, branch in layer.branches:
+            _scale_operand(graph, twins[added.name], twins[branch.name], factor)
+        twins[layer.end.name] = insert_call(
+            graph, end.next, marks.layer_ends, (end, begins, number), like=end
+        )
+        replace_uses(end, twins[layer.end.name])
+    return module_of(gm, graph)
+
+
+def _factor_argument(graph: fx.Graph, number: int, like: fx.Node) -> fx.Node:
+    last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
+    held = known.value(like)
+    with graph.inserting_after(last), unset_fake_temporarily(), held.fake_mode:
+        node = graph.placeholder(f"factor_of_layer_{number}")
+        node.meta["example_value"] = torch.ones((), dtype=torch.float32, device=held.device)
+    node._dynamo_source = None  # nowhere in the model
+    return node
+
+
+def _scale_operand(graph: fx.Graph, added: fx.Node, branch: fx.Node, factor: fx.Node) -> None:
+    scaled = calls_before(graph, added)(torch.mul, branch, factor)
+    before = known.value(branch)
+    scaled.meta["example_value"] = known.value(scaled).detach().requires_grad_(before.requires_grad)
+    added.replace_input_with(branch, scaled)
 
 
 def with_known(

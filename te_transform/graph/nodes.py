@@ -184,6 +184,12 @@ def path_of(node: fx.Node) -> str:
     return path_said(next(reversed(stack.values()))[0])
 
 
+def modules_of(node: fx.Node) -> list[tuple[str, str]]:
+    """Return path and class name of each module around the call, the outermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [(path_said(path), kind if isinstance(kind, str) else kind.__name__) for path, kind in stack]
+
+
 def path_said(name: str) -> str:
     """The dotted path in what dynamo calls a module: L['self']._modules['layers'][0]."""
     name = _IN_DICT.sub(r".\1", name)

@@ -15,8 +15,10 @@ from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.runtime.compiled import CompiledGraph
 from te_transform.runtime.few_tokens import FewTokens
+from te_transform.runtime.layered import Layered, LayersNow, layered_plan
 from te_transform.runtime.lower import Apart, lower
 from te_transform.runtime.modes import is_dispatch_mode_on, put_back
+from te_transform.runtime.pieces import in_pieces
 from te_transform.runtime.writes import unwritten
 
 
@@ -34,6 +36,12 @@ class Owner(Protocol):
     @property
     def ranks(self) -> Ranks | None:
         """Those that the model is divided among."""
+
+    def layers_now(self) -> LayersNow | None:
+        """Return what decides on the layers of this call, or None if all of them run as captured."""
+
+    def tell(self, why: str) -> None:
+        """Add a sentence to the report, once."""
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
         """What is wrong with sites of the graph on the values of its first call."""
@@ -55,13 +63,14 @@ class CapturedGraph:
         self.plan, self.owner, self.options, self.unchecked = plan, owner, owner.options_now(), True
         self.ran = {True: 0, False: 0}  # calls, by whether they ran as it was captured
         self.disabled: frozenset[Site] = frozenset()
+        self.layered: tuple[Layered | None] | None = None  # the graph in layers; None before it is made
         self.disable(())
 
     def disable(self, sites: Collection[Site]) -> None:
         """Let these sites run as they were captured, and all others fused."""
         self.disabled = frozenset(sites)
         apart, options, failures = self.owner.apart, self.options, self.owner.failures
-        self.run: Callable[..., Any] = lower(self.plan, apart, self.disabled).forward
+        self.run: Callable[..., Any] = in_pieces(lower(self.plan, apart, self.disabled))
         self.few_tokens = FewTokens(self.plan, apart, self.disabled, options, failures)
         self.compiled: CompiledGraph | None = None
         if options.compile or options.graphs:
@@ -78,6 +87,8 @@ class CapturedGraph:
             run = self.plan.captured.forward if owner.dry else self.run
             with put_back():
                 return run(*arguments)
+        if (layers := owner.layers_now()) is not None and (layered := self._in_layers()) is not None:
+            return layered(layers, arguments)
         with put_back() as in_modes:
             if transformed():
                 return self.run(*arguments)
@@ -88,6 +99,17 @@ class CapturedGraph:
             takes = self.few_tokens.takes(arguments)
             self.ran[takes] += 1
             return self.few_tokens.run(*arguments) if takes else self.run(*arguments)
+
+    def _in_layers(self) -> Layered | None:
+        """Return the graph in layers that a call may leave out, or None if it has none."""
+        if self.layered is None:
+            made = layered_plan(self.plan, self.options, self.owner.tell)
+            if made is not None:
+                run = CapturedGraph(made[0], self.owner)
+                run.layered = (None,)  # which runs in layers
+                made = Layered(*made, run)
+            self.layered = (made,)
+        return self.layered[0]
 
     def calls(self) -> Calls:
         """Those up to now."""

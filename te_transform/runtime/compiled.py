@@ -32,6 +32,7 @@ from te_transform.backends.quantized import addresses, closed, forms_of
 from te_transform.backends.running import in_recipe
 from te_transform.backends.tracing import compiling, in_backward, saving_hooks
 from te_transform.canonicalize import written
+from te_transform.graph.marks import marked
 from te_transform.graph.nodes import (
     called,
     numel_of,
@@ -314,6 +315,9 @@ class CompiledGraph:
                 compile = partial(compile_fx, config_patches=mode)
                 by_layer = asked not in IN_CUDA_GRAPHS  # each piece would be a graph of its own
                 run = compiled_in_pieces(graph, arguments, compile, bucket) if by_layer else None
+                if run is None and marked(graph.graph):
+                    self._note("a graph whose layers are dropped runs uncompiled, it cannot be cut into them")
+                    return None
                 return compile(graph, arguments) if run is None else run
         except Exception as error:
             # transforms of torch.func are entered and left by operations of the graph; when PyTorch 2.11 has

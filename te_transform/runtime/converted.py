@@ -38,6 +38,7 @@ from te_transform.plan.options import Options
 from te_transform.runtime.blocks import are_held_by_parts, blocks, parts, skipped_inside
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.classes import Place, Role, own_class, parts_stay_out, restore_class, swap_class
+from te_transform.runtime.layered import LayerPolicy, LayersNow
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import is_dispatch_mode_on, is_foreign_mode_on, set_aside
 from te_transform.runtime.parallel import Parallel, ParallelError
@@ -83,6 +84,9 @@ _GATHERED = (
 
 _calling: ContextVar[bool] = ContextVar("_calling", default=False)  # in a call of a converted model
 
+# the path of the module whose call runs in training, None out of such calls; see layered.py
+_trained: ContextVar[str | None] = ContextVar("_trained", default=None)
+
 _Mode = tuple[type, bool, bool]  # a class, whether it trains, and whether gradients are recorded
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
 
@@ -122,6 +126,8 @@ class Converted:
     uncaptured: set[type] = field(default_factory=set)  # of a divided model: dynamo gave up on their code
     runs: dict[type, Callable[..., Any]] = field(default_factory=dict)  # the captured forwards, by class
     trials: Trials = field(default_factory=Trials)
+    layers: LayerPolicy | None = None  # decides on the layers of training calls; None if all of them run
+    paths: dict[int, str] = field(default_factory=dict)  # of the model's modules by their ids, for `layers`
     methods: dict[type, tuple] = field(default_factory=dict)  # what calls of the classes went through
 
     def backend(
@@ -222,14 +228,37 @@ class Converted:
         if place.role is Role.PART and _calling.get():
             return forward(module, *args, **kwargs)
         self.entered = self.entered or place.is_root
-        token, before = _calling.set(True), len(self.graphs)
+        trained = None if self.layers is None else self._trained_path(place, module)
+        token, before, trained_token = _calling.set(True), len(self.graphs), _trained.set(trained)
         try:
             out = self._call(place, forward, module, args, kwargs)
         finally:
             _calling.reset(token)
+            _trained.reset(trained_token)
         if place.is_root and self.whole == []:
             self.whole = self.graphs[before:]
         return out
+
+    def decide_on_layers(self, model: nn.Module, policy: LayerPolicy | None) -> None:
+        """Let `policy` decide on the layers of the model's training calls from now on."""
+        self.layers = policy
+        self.paths = {} if policy is None else {id(module): path for path, module in model.named_modules()}
+
+    def layers_now(self) -> LayersNow | None:
+        """Return what decides on the layers of this call, or None if all of them run as captured."""
+        path = _trained.get()
+        if self.layers is None or path is None or not self.layers.is_on():
+            return None
+        return LayersNow(self.layers, path)
+
+    def _trained_path(self, place: Place, module: nn.Module) -> str | None:
+        """The path of a module that is called in training, else None; a block is if the model is, for a
+        reentrant checkpoint calls it without gradients."""
+        if place.role is Role.BLOCK and _calling.get():
+            is_trained = _trained.get() is not None
+        else:
+            is_trained = module.training and torch.is_grad_enabled()
+        return self.paths.get(id(module)) if is_trained else None
 
     def _call(
         self, place: Place, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
@@ -266,6 +295,8 @@ class Converted:
         if not place.is_root or options.recipe is not None or options.compile or options.graphs:
             return None
         if self.by_block or self.parallel is not None or self.watch is not None:
+            return None
+        if self.layers_now() is not None:  # which the user's own code knows nothing of
             return None
         if options.backend.recipe_now() is not None:  # the user's own, for which products run in FP8
             return None
@@ -423,7 +454,7 @@ class Converted:
         """Free what was compiled and recorded, whoever still holds the graphs: dynamo may."""
         self.runs.clear()
         for graph in self.graphs:
-            graph.compiled = None
+            graph.compiled = graph.layered = None
 
     def lay_again(self, model: nn.Module) -> None:
         """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's
@@ -556,6 +587,20 @@ def converted_of(model: nn.Module) -> Converted | None:
     """What a model carries that was converted, None where it was not."""
     place = vars(model).get(CONVERTED)
     return place.converted if place is not None else None
+
+
+@contextmanager
+def all_layers(model: nn.Module) -> Iterator[None]:
+    """Let all layers of the converted models in `model` run, whatever decides on them."""
+    found = {id(c): c for c in map(converted_of, model.modules()) if c is not None}.values()
+    before = [(converted, converted.layers) for converted in found]
+    try:
+        for converted in found:
+            converted.layers = None
+        yield
+    finally:
+        for converted, layers in before:
+            converted.layers = layers
 
 
 @contextmanager

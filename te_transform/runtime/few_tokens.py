@@ -23,6 +23,7 @@ from te_transform.graph.nodes import shape_of, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.runtime.lower import Apart, is_as_captured, lower_unfused
+from te_transform.runtime.pieces import in_pieces
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +92,11 @@ class FewTokens:
     def run(self) -> Callable[..., Any]:
         """The graph, made when it first runs; one that cannot be made is what was captured."""
         try:
-            return lower_unfused(self.plan, self.apart, self.without, rotations=not self.gains).forward
+            return in_pieces(lower_unfused(self.plan, self.apart, self.without, rotations=not self.gains))
         except Exception as error:
             log.warning("a graph of few tokens runs as it was captured", exc_info=error)
             self.failures.append(f"{type(error).__name__}: {error}")
-            return self.plan.captured.forward
+            return in_pieces(self.plan.captured)
 
     @cached_property
     def changes_nothing(self) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from math import inf
 from typing import Any
@@ -23,18 +22,18 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from te_transform.backends.joined import joined_anew
-from te_transform.graph import edit
+from te_transform.graph.marks import marked
 from te_transform.graph.nodes import (
     bytes_of,
     called,
     changes_state,
     is_tensor_node,
     path_of,
-    returned,
     value,
     writes,
 )
 from te_transform.graph.structure import structure
+from te_transform.runtime.pieces import Piece, Runs, begin, cut, layer_runs, runner
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +41,6 @@ FEWEST = 24  # layers from which on a graph is compiled layer by layer
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
-
-
-@dataclass(eq=False)
-class _Piece:
-    """A run of operations: its inputs and outputs are nodes of the whole graph; `dead` are those that nothing
-    after it reads."""
-
-    module: fx.GraphModule
-    inputs: Sequence[fx.Node]
-    outputs: Sequence[fx.Node]
-    dead: Sequence[fx.Node] = ()
-    run: Callable[..., Sequence[Any]] | None = None
 
 
 def compiled_in_pieces(
@@ -78,44 +65,32 @@ def compiled_in_pieces(
     except Exception as error:
         log.info("a graph is compiled whole, its pieces could not be by themselves", exc_info=error)
         return None
-    outputs = returned(graph.graph)
-
-    def run(*given: Any) -> list[Any]:
-        values = dict(zip(placeholders, given, strict=True))
-        for piece in pieces:
-            found = piece.run(*(joined_anew(values[node]) for node in piece.inputs))
-            values.update(zip(piece.outputs, found, strict=True))
-            for node in piece.dead:
-                del values[node]
-        return [values[node] if isinstance(node, fx.Node) else node for node in outputs]
-
-    return run
+    return runner(graph, pieces, joined_anew)
 
 
-def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None) -> list[_Piece] | None:
-    """The runs of operations of one layer, and those between, of a deep graph; of others the runs that have
-    a bucket of gradients. None where the graph has none, or may not be cut into them."""
+def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None) -> list[Piece] | None:
+    """The layers that are marked in a graph, and what is between them.
+
+    Without marks the runs of operations of one layer, and those between, of a deep graph; of others the runs
+    that have a bucket of gradients. None where the graph has none, or may not be cut into them.
+    """
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    runs = [list(run) for _, run in groupby(nodes, _layer)]
-    if len({_layer(run[0]) for run in runs} - {""}) < FEWEST:
-        runs = [] if bucket is None else _by_bytes(nodes, given, bucket)
+    runs = layer_runs(graph.graph) if marked(graph.graph) else _unmarked(nodes, given, bucket)
     if len(runs) < 2:
         return None
     # a write would be one to a copy, and a setting that is switched hold for a part of what it is to hold for
-    if any(map(writes, nodes)) or not all(map(_puts_settings_back, runs)):
+    if any(map(writes, nodes)) or not all(_puts_settings_back(run) for run, _ in runs):
         return None
-    place = {node: number for number, run in enumerate(runs) for node in run}
-    pieces = []
-    for number, run in enumerate(runs):
-        outputs = [node for node in run if any(place.get(user) != number for user in node.users)]
-        if any(not isinstance(value(node), Tensor) for node in outputs):
-            return None
-        module, inputs = edit.cut_out(graph, run, outputs)
-        pieces.append(_Piece(module, inputs, outputs))
-    last = {node: piece for piece in pieces for node in piece.inputs}
-    for node in {*last} - {*returned(graph.graph)}:
-        last[node].dead = (*last[node].dead, node)
-    return pieces
+    pieces = cut(graph, runs)
+    is_cut = all(isinstance(value(node), Tensor) for piece in pieces for node in piece.outputs)
+    return pieces if is_cut else None
+
+
+def _unmarked(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: int | None) -> Runs:
+    runs = [list(run) for _, run in groupby(nodes, _layer)]
+    if len({_layer(run[0]) for run in runs} - {""}) < FEWEST:
+        runs = [] if bucket is None else _by_bytes(nodes, given, bucket)
+    return [(run, None) for run in runs]
 
 
 def _by_bytes(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: int) -> list[list[fx.Node]]:
@@ -184,12 +159,13 @@ def _layer(node: fx.Node) -> str:
     return found.group() if found else ""
 
 
-def _compile(pieces: Sequence[_Piece], values: dict[fx.Node, Any], compile: Compile) -> None:
+def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compile) -> None:
     """Compile each piece, on tensors without memory, or take what an equal one was compiled to."""
     made: dict[tuple, Callable[..., Any]] = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     values = {node: _faked(fake, held) for node, held in values.items()}
     for piece in pieces:
+        begin(piece, values)
         given = [values[node] for node in piece.inputs]
         key = structure(piece.module), tuple(map(_kind, given))
         if key not in made:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from te_transform.training.curriculum import SequenceCurriculum
+from te_transform.training.drop import LayerDropping, drop_layers
 from te_transform.training.length_schedule import CurriculumError
 from te_transform.training.one_bit import OneBitAdam, OneBitError, OneBitLamb, ZeroOneAdam
 from te_transform.training.token_schedule import TokenSchedule
@@ -11,6 +12,7 @@ from te_transform.training.variance_norms import VarianceNorms, variance_norms
 __all__ = [
     "CurriculumCallback",
     "CurriculumError",
+    "LayerDropping",
     "OneBitAdam",
     "OneBitError",
     "OneBitLamb",
@@ -18,6 +20,7 @@ __all__ = [
     "TokenSchedule",
     "VarianceNorms",
     "ZeroOneAdam",
+    "drop_layers",
     "variance_norms",
 ]
 

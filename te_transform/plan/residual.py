@@ -1,0 +1,325 @@
+"""Residual layers of a captured graph: x + f(norm(x)), found by what the operations compute, not by names.
+
+A branch reads the stream through a norm alone. Successive branches that one module of a list adds are one
+layer: its attention and its MLP. Branches that read one norm, or one value of the stream, may be parallel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_transform.graph import ops
+from te_transform.graph.nodes import (
+    called,
+    changes_state,
+    is_parameter,
+    is_tensor_node,
+    may_be_view,
+    memory_of,
+    modules_of,
+    same_shape,
+    shape_of,
+    storages,
+    value,
+    writes,
+)
+from te_transform.plan.match import Plan
+
+READ_OUTSIDE = (
+    "values beside the stream, as caches, attention weights or router logits, are read outside of the layer; "
+    "pass use_cache=False, output_attentions=False, output_router_logits=False"
+)
+SHARED = "a weight is read by several layers; drop_layers() needs layers with weights of their own"
+NOT_NORMALIZED = (
+    "the sum at {} adds a branch that reads the stream without a norm, as in post-norm models; drop_layers() "
+    "needs pre-norm branches x + f(norm(x))"
+)
+OTHER_FORM = (
+    "the stream has another shape or dtype behind the layer; drop_layers() needs x + f(norm(x)) of one form"
+)
+CHANGES_MODE = (
+    "the layer switches autocast or the gradient mode; drop_layers() needs both to be set around the model"
+)
+WRITES = "the layer writes in place to a tensor from outside; drop_layers() needs layers that only compute"
+NO_SUM = "the sum is part of another operation, {}; drop_layers() needs an addition of stream and branch"
+NESTED = "the layer lies inside another one, which is dropped as a whole"
+
+_NUMBERED = re.compile(r"(?:.*\.)?\d+$")
+_SUMS = {"add", "iadd", "__add__", "__iadd__", "__radd__", "add_"}
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The branches of one layer, as nodes of the captured graph.
+
+    Attributes:
+        path: of the module that adds the branches; "#n" for branch n of those that no module of a list adds.
+        start: the stream in front of the layer.
+        end: the stream behind it.
+        branches: each sum, with the operand that is the branch.
+        inside: what depends on `start` and is needed for `end`.
+    """
+
+    path: str
+    start: fx.Node
+    end: fx.Node
+    branches: tuple[tuple[fx.Node, fx.Node], ...]
+    inside: frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The layers of a graph that can be dropped, in order, and the reasons why others cannot, by path."""
+
+    layers: tuple[Layer, ...]
+    refused: dict[str, str]
+
+
+def residual(plan: Plan) -> Residual:
+    """Return the residual layers of a captured graph."""
+    sums = _sums(plan.before)
+    found: list[Layer] = []
+    refused: dict[str, str] = {}
+    for path, group in _groups(plan, sums):
+        made = _layer(plan, path, [(node, *sums[node]) for node in group])
+        if isinstance(made, Layer):
+            found.append(made)
+        else:
+            refused[path] = made
+    weights = Counter(weight for layer in found for weight in _weights(layer))
+    refused |= {layer.path: SHARED for layer in found if any(weights[w] > 1 for w in _weights(layer))}
+    found = [layer for layer in found if refused.get(layer.path) != SHARED]
+    kept = [layer for layer in found if not any(layer.inside < other.inside for other in found)]
+    refused |= {layer.path: NESTED for layer in found if layer not in kept}
+    if not found and not refused:
+        refused |= {path: NOT_NORMALIZED.format(path or "top level") for path in _post_norms(plan.before)}
+    return Residual(tuple(kept), refused)
+
+
+def _sums(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
+    """The sums of a stream and a branch, in order, each with both."""
+    sums: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+    for node in graph.nodes:
+        for stream, branch in _operands(node):
+            if _reads_by_norms(branch, _stream(stream, sums)):
+                sums[node] = stream, branch
+                break
+    return sums
+
+
+def _operands(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Stream and branch, or the other way around, if the node may add them."""
+    if node.target is not torch.add or node.kwargs or len(node.args) != 2:
+        return
+    if all(map(is_tensor_node, node.args)):
+        for stream, branch in (node.args, node.args[::-1]):
+            if same_shape(shape_of(stream), shape_of(node)) and same_shape(shape_of(branch), shape_of(node)):
+                yield stream, branch
+
+
+def _stream(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> list[fx.Node]:
+    """The values of the stream up to this one, the first one last."""
+    values = [node]
+    while (before := _before(values[-1], sums)) is not None:
+        values.append(before)
+    return values
+
+
+def _before(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> fx.Node | None:
+    """The value of the stream in front of this one: of a sum, or of a stream that is laid out anew."""
+    return node.args[0] if node.target is torch.reshape else sums[node][0] if node in sums else None
+
+
+def _laid_out(node: fx.Node) -> fx.Node:
+    return _laid_out(node.args[0]) if node.target is torch.reshape else node
+
+
+def _reads_by_norms(branch: fx.Node, stream: Sequence[fx.Node]) -> bool:
+    """True if the branch reads the stream, and only through norms."""
+    of_stream, seen, waiting, is_read = set(stream), set(), [branch], False
+    while waiting:
+        node = waiting.pop()
+        if node in of_stream:
+            return False
+        if node in seen or node < stream[-1] or _is_size(node):
+            continue
+        seen.add(node)
+        inputs = node.all_input_nodes
+        if node.target in ops.NORMS and _uncast(node.args[0]) in of_stream:
+            is_read, inputs = True, inputs[1:]
+        waiting += inputs
+    return is_read
+
+
+def _uncast(node: Any) -> Any:
+    while isinstance(node, fx.Node) and node.target is ops.cast:
+        node = node.args[0]
+    return node
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(value(node), (int, float, torch.SymInt, torch.Size))
+
+
+def _weights(layer: Layer) -> set[fx.Node]:
+    """The matrices that the layer reads; a table of which many layers read the same rows is none."""
+    found = {read for node in layer.inside for read in node.all_input_nodes} - layer.inside
+    while views := {node for node in found if node.op != "placeholder" and len(node.all_input_nodes) == 1}:
+        found = (found - views) | {read for node in views for read in node.all_input_nodes}
+    return {node for node in found if is_parameter(node) and value(node).dim() > 1}
+
+
+def _groups(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, list[fx.Node]]]:
+    """The sums of each layer, with its path: successive ones of one stream and one module."""
+    stacks = {node: modules_of(_captured(plan, node)) if "origin" in node.meta else [] for node in sums}
+    classes: dict[str, set[str]] = defaultdict(set)
+    for path, kind in (module for stack in stacks.values() for module in stack):
+        classes[path.rpartition(".")[0]].add(kind)
+    group: list[fx.Node] = []
+    numbers = count(1)
+    paths = {node: _layer_path(stack, classes) or f"#{next(numbers)}" for node, stack in stacks.items()}
+    for node in sums:
+        goes_on = group and _laid_out(sums[node][0]) is group[-1] and paths[node] == paths[group[0]]
+        if group and not goes_on:
+            yield paths[group[0]], group
+            group = []
+        group.append(node)
+    if group:
+        yield paths[group[0]], group
+
+
+def _layer_path(stack: Sequence[tuple[str, str]], classes: dict[str, set[str]]) -> str:
+    """The innermost module of a list of one class, or the outermost of a list: T5's layers hold lists of
+    several classes."""
+    of_lists = [path for path, _ in reversed(stack) if _NUMBERED.match(path)]
+    outermost = of_lists[-1] if of_lists else ""
+    return next((path for path in of_lists if len(classes[path.rpartition(".")[0]]) == 1), outermost)
+
+
+def _layer(plan: Plan, path: str, sums: Sequence[tuple[fx.Node, fx.Node, fx.Node]]) -> Layer | str:
+    """The layer as nodes of the captured graph, or why it cannot be dropped."""
+    first, last = sums[0][1], sums[-1][0]
+    if not all("origin" in node.meta for each in sums for node in each):
+        return NO_SUM.format("whose parts were written otherwise")
+    start, end = _latest(plan, _captured(plan, first)), _in_form(_captured(plan, last), first)
+    if not same_shape(shape_of(start), shape_of(end)) or value(start).dtype != value(end).dtype:
+        return OTHER_FORM
+    branches = []
+    for each in sums:
+        node, stream, branch = (_captured(plan, found) for found in each)
+        if called(node) not in _SUMS:
+            return NO_SUM.format(called(node))
+        operand = _operand(node, stream, branch)
+        if operand is None:
+            return NO_SUM.format("whose parts were written otherwise")
+        branches.append((node, operand))
+    inside = _inside(start, end)
+    reason = _why_not(plan.captured.graph, start, end, inside)
+    return reason or Layer(path, start, end, tuple(branches), frozenset(inside))
+
+
+def _captured(plan: Plan, node: fx.Node) -> fx.Node:
+    return plan.by_name[node.meta["origin"]]
+
+
+def _latest(plan: Plan, node: fx.Node) -> fx.Node:
+    """The last of the captured nodes that have this value: a dropout of nothing may follow."""
+    known = {found.meta.get("origin") for found in plan.before.nodes}
+    users = [user for user in node.users if user.users]
+    if len(users) == 1 and users[0].name not in known and users[0].all_input_nodes == [node]:
+        return _latest(plan, users[0]) if is_tensor_node(users[0]) else node
+    return node
+
+
+def _in_form(end: fx.Node, start: fx.Node) -> fx.Node:
+    """The end of a layer in the shape of its start, where a view alone reads it."""
+    (reader, *others) = end.users or (end,)
+    if others or not may_be_view(reader) or not is_tensor_node(reader):
+        return end
+    is_same = same_shape(shape_of(reader), shape_of(start))
+    return reader if is_same and not same_shape(shape_of(end), shape_of(start)) else end
+
+
+def _operand(node: fx.Node, stream: fx.Node, branch: fx.Node) -> fx.Node | None:
+    """The operand of a captured sum that the branch leads to."""
+    for operand in node.all_input_nodes:
+        waiting, seen = [operand], {stream}
+        while waiting:
+            at = waiting.pop()
+            if at is branch:
+                return operand
+            if at not in seen and at > stream:
+                seen.add(at)
+                waiting += at.all_input_nodes
+    return None
+
+
+def _inside(start: fx.Node, end: fx.Node) -> set[fx.Node]:
+    """What depends on `start` and is needed for `end`."""
+    needed, waiting = set(), [end]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed and node > start:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    inside: set[fx.Node] = set()
+    for node in sorted(needed):
+        if any(read is start or read in inside for read in node.all_input_nodes):
+            inside.add(node)
+    return inside
+
+
+def _why_not(graph: fx.Graph, start: fx.Node, end: fx.Node, inside: set[fx.Node]) -> str | None:
+    live = _live(graph)
+    for node in sorted(inside - {end}):
+        if any(user in live and user not in inside for user in node.users):
+            return READ_OUTSIDE
+    first = min(inside)
+    between = [node for node in graph.nodes if first <= node <= end]
+    if any(map(changes_state, between)):
+        return CHANGES_MODE
+    given = {read for node in inside for read in node.all_input_nodes} - inside
+    outside, own = set(storages((start, *given))), set(storages(inside))
+    for node in filter(writes, between):
+        target = next(iter(node.all_input_nodes), None)
+        if not is_tensor_node(target) or memory_of(target) in (outside if node in inside else outside | own):
+            return WRITES
+    return None
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """What the output needs, or a write."""
+    roots = [node for node in graph.nodes if node.op == "output" or writes(node) or changes_state(node)]
+    live: set[fx.Node] = set()
+    while roots:
+        node = roots.pop()
+        if node not in live:
+            live.add(node)
+            roots += node.all_input_nodes
+    return live
+
+
+def _post_norms(graph: fx.Graph) -> Iterable[str]:
+    """The paths of sums of two values of which a product of one is the other."""
+    for node in graph.nodes:
+        for stream, branch in _operands(node):
+            if branch > stream and stream in _read(branch, stream):
+                yield node.meta.get("path", "")
+
+
+def _read(branch: fx.Node, stream: fx.Node) -> set[fx.Node]:
+    found, waiting = set(), [branch]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node >= stream and not _is_size(node):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found

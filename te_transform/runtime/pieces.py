@@ -1,0 +1,158 @@
+"""Graphs in pieces, which run one after the other; those of layers may be left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from te_transform.graph import edit
+from te_transform.graph.marks import layer_begins, layer_ends, marked
+from te_transform.graph.nodes import returned, value
+
+dropped: ContextVar[frozenset[int]] = ContextVar("dropped", default=frozenset())
+"""The layers that this call leaves out, by their numbers in the graph."""
+
+Marks = tuple[fx.Node, fx.Node]
+Runs = list[tuple[list[fx.Node], Marks | None]]
+
+
+@dataclass(eq=False)
+class Piece:
+    """A run of operations.
+
+    Attributes:
+        module: the operations, as a module that returns a tuple.
+        inputs, outputs: nodes of the whole graph.
+        marks: of the layer that the piece is, or None.
+        dead: nodes that nothing after the piece reads.
+        run: computes the outputs; the module's forward, or compiled code.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+    marks: Marks | None = None
+    dead: Sequence[fx.Node] = ()
+    run: Callable[..., Sequence[Any]] | None = None
+
+    def is_left_out(self, layers: frozenset[int]) -> bool:
+        """Return True if the piece is one of these layers."""
+        return self.marks is not None and self.marks[1].args[2] in layers
+
+
+def cut(graph: fx.GraphModule, runs: Runs) -> list[Piece]:
+    """Cut a graph into pieces, one for each run of operations."""
+    place = {node: number for number, (run, _) in enumerate(runs) for node in run}
+    pieces = []
+    for number, (run, marks) in enumerate(runs):
+        outputs = [node for node in run if any(place.get(user) != number for user in node.users)]
+        results = outputs if marks is None else [marks[1].args[0]]
+        module, inputs = edit.cut_out(graph, run, results)
+        pieces.append(Piece(module, inputs, outputs if marks is None else marks[1:], marks))
+    last = {node: piece for piece in pieces for node in _read(piece)}
+    for node in {*last} - {*returned(graph.graph)}:
+        last[node].dead = (*last[node].dead, node)
+    return pieces
+
+
+def _read(piece: Piece) -> list[fx.Node]:
+    return [*piece.inputs, *(() if piece.marks is None else (*piece.marks[:1], piece.marks[0].args[0]))]
+
+
+def runner(
+    graph: fx.GraphModule, pieces: Sequence[Piece], prepare: Callable[[Any], Any] = lambda held: held
+) -> Callable[..., list[Any]]:
+    """Return a function that runs the pieces in order, but for the layers that are dropped.
+
+    Args:
+        graph: that was cut.
+        pieces: of the graph.
+        prepare: is given each input of a piece, and returns what the piece gets.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    outputs = returned(graph.graph)
+
+    def run(*given: Any) -> list[Any]:
+        values, layers = dict(zip(placeholders, given, strict=True)), dropped.get()
+        for piece in pieces:
+            begin(piece, values)
+            if piece.is_left_out(layers):
+                values[piece.marks[1]] = _passed(values[piece.marks[0]], piece.marks[1])
+            else:
+                found = piece.run(*(prepare(values[node]) for node in piece.inputs))
+                values.update(zip(piece.outputs, found, strict=True))
+            for node in piece.dead:
+                del values[node]
+        return [values[node] if isinstance(node, fx.Node) else node for node in outputs]
+
+    return run
+
+
+def begin(piece: Piece, values: dict[fx.Node, Any]) -> None:
+    """Let the mark in front of a layer have the value of the stream."""
+    if piece.marks is not None:
+        values[piece.marks[0]] = values[piece.marks[0].args[0]]
+
+
+def _passed(stream: Tensor, end: fx.Node) -> Tensor:
+    """The stream behind a layer that is left out; trained if the layer would have made it so: a backward that
+    reaches no parameter raises, and compiled pieces are made for a trained stream."""
+    if stream.requires_grad or not value(end).requires_grad or not torch.is_grad_enabled():
+        return stream
+    return stream.detach().requires_grad_()
+
+
+def in_pieces(graph: fx.GraphModule) -> Callable[..., Any]:
+    """Return what runs a graph: the graph's own forward, or its pieces if layers are marked in it."""
+    if not marked(graph.graph):
+        return graph.forward
+    pieces = cut(graph, layer_runs(graph.graph))
+    for piece in pieces:
+        piece.run = piece.module.forward
+    run, is_tuple = runner(graph, pieces), isinstance(returned(graph.graph), tuple)
+    return (lambda *given: tuple(run(*given))) if is_tuple else run
+
+
+def layer_runs(graph: fx.Graph) -> Runs:
+    """Return the operations of each layer, and of what is between them, in an order in which they can run.
+
+    What only one layer needs is computed with it, as its weights cast or joined are.
+    """
+    ends = {mark: (mark, inner) for mark, inner in _inner(graph).items()}
+    taken = {node for _, inner in ends.values() for node in inner}
+    runs: Runs = []
+    rest: list[fx.Node] = []
+    for node in graph.nodes:
+        if node in ends:
+            runs += [(rest, None)] * bool(rest)
+            runs.append((ends[node][1], (node.args[1], node)))
+            rest = []
+        elif (
+            node.op not in ("placeholder", "output") and node not in taken and node.target is not layer_begins
+        ):
+            rest.append(node)
+    return runs + [(rest, None)] * bool(rest)
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output") and node.target not in (layer_begins, layer_ends)
+
+
+def _inner(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
+    """The operations of each layer, by the mark at its end."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    for begins, ends in marked(graph):
+        between = nodes[nodes.index(begins) + 1 : nodes.index(ends)]
+        inside: set[fx.Node] = set()
+        for node in reversed(between):
+            others = {user for user in node.users if user is not ends} - inside
+            if node.users and not others:
+                inside.add(node)
+        found[ends] = [node for node in between if node in inside]
+    return found

@@ -1,0 +1,258 @@
+"""Progressive layer dropping (arXiv 2010.13369) over the captured graphs of a converted model.
+
+Layer l of L is kept in a step with probability p_l(t) = 1 - (l / L) * (1 - theta(t)), where
+theta(t) = (1 - theta) * exp(-gamma * t) + theta. A kept layer adds its branches divided by p_l; a dropped one
+adds nothing and runs no kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from te_transform.backends.tracing import in_backward
+from te_transform.graph.keywords import suggests
+from te_transform.plan.model import ModelError, check_module
+from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError
+from te_transform.plan.residual import residual
+from te_transform.runtime.converted import Converted, converted_of
+
+log = logging.getLogger(__name__)
+
+
+class LayerDropping:
+    """The schedule of a model whose layers are dropped: one draw for each layer and step.
+
+    A draw depends on the seed, the step and the layer alone. So all ranks draw alike, an activation
+    checkpoint repeats the draw of its forward, and a resumed run goes on as if it had not stopped. No global
+    random state is read or changed.
+
+    Attributes:
+        layers: the paths of the layers that may be dropped, in order.
+        refused: the layers that never are, by path, with the reasons.
+        steps: calls of step() so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, found: tuple[tuple[str, ...], dict[str, str]], **settings: Any
+    ) -> None:
+        self.layers, self.refused = found
+        self.steps = 0
+        self._settings = settings
+        self._model: nn.Module | None = model
+        self._depths = _depths(self.layers)
+        self._has_run = False  # in this step
+
+    @property
+    def theta(self) -> float:
+        """Return theta(t) of this step: 1 in the first step, later the keep probability of the last layer."""
+        limit, gamma = self._settings["theta"], self._settings["gamma"]
+        return (1 - limit) * math.exp(-gamma * self.steps) + limit
+
+    def step(self) -> None:
+        """Begin the next step: call it once after each optimizer.step(), as a learning-rate scheduler.
+
+        All forwards and backwards of a step, as of accumulated gradients, share the draws.
+        """
+        self.steps += 1
+        self._has_run = False
+
+    def keep_rates(self) -> dict[str, float]:
+        """Return the probability p_l that each layer is kept in this step, by path."""
+        return {path: 1 - depth * (1 - self.theta) for path, depth in self._depths.items()}
+
+    def dropped(self) -> tuple[str, ...]:
+        """Return the paths of the layers that this step drops."""
+        return tuple(path for path in self.layers if self._draw(path) is None)
+
+    def is_on(self) -> bool:
+        """Return True if this step may drop layers."""
+        return self.theta < 1
+
+    def factor(self, path: str) -> float | None:
+        """Return what the branches of a layer are multiplied by in this step, or None if it is dropped.
+
+        Raises:
+            RuntimeError: a checkpoint repeats a forward of an earlier step.
+        """
+        if not in_backward():
+            self._has_run = True
+        elif not self._has_run:
+            raise RuntimeError(
+                "expected step() after the backward, got a step() between a forward and its backward, which "
+                "an activation checkpoint now repeats with other layers; call step() after optimizer.step()"
+            )
+        return self._draw(path)
+
+    def _draw(self, path: str) -> float | None:
+        if path not in self._depths or not self.is_on():
+            return 1.0
+        keep = 1 - self._depths[path] * (1 - self.theta)
+        key = f"{self._settings['seed']} {self.steps} {self.layers.index(path)}"
+        return 1 / keep if random.Random(key).random() < keep else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold for the run to go on: the step and the settings."""
+        return {"steps": self.steps, **self._settings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what state_dict() returned.
+
+        Raises:
+            OptionError: the state is not one of a LayerDropping.
+        """
+        needed, given = ", ".join(self.state_dict()), ", ".join(map(str, state))
+        if set(state) != set(self.state_dict()):
+            raise OptionError(
+                f"expected the keys {needed}, got {given or 'none'}; pass what "
+                "LayerDropping.state_dict() returned"
+            )
+        self.steps = state["steps"]
+        self._settings = {name: state[name] for name in self._settings}
+        self._has_run = False
+
+    def remove(self) -> None:
+        """Let all layers run again, as before drop_layers()."""
+        if self._model is not None and (converted := converted_of(self._model)) is not None:
+            converted.decide_on_layers(self._model, None)
+        self._model = None
+
+
+@suggests
+def drop_layers(
+    converted: nn.Module,
+    total_steps: int,
+    theta: float = 0.5,
+    gamma: float | None = None,
+    *,
+    seed: int = 0,
+) -> LayerDropping:
+    """Drop layers of a converted model at random in training, more of them as training goes on.
+
+    Only calls in training mode with gradients drop layers. Evaluation, generation, verification and
+    checkpoints stay as they are. The first step drops nothing.
+
+        schedule = te_transform.training.drop_layers(model, total_steps=10_000)
+        for batch in batches:
+            model(**batch).loss.backward()
+            optimizer.step(), optimizer.zero_grad(), schedule.step()
+
+    Args:
+        converted: what te_transform.convert() returned, or something that contains it.
+        total_steps: optimizer steps of the whole training.
+        theta: the limit of theta(t), in (0, 1]; the mean share of layers that run nears
+            1 - (1 - theta) * (L + 1) / (2 L). With 1 nothing is dropped.
+        gamma: how fast theta(t) falls, per step; None is 100 / total_steps, as in the paper.
+        seed: of the draws; give all ranks the same one.
+
+    Returns:
+        The schedule. Call its step() after each optimizer step, and save its state_dict() with the training
+        state.
+
+    Raises:
+        OptionError: a number is out of range, or the model was converted in a mode that runs as a whole.
+        ModelError: no model was converted, or it has no residual branches x + f(norm(x)) of its own layers.
+    """
+    gamma = _checked(total_steps, theta, gamma, seed)
+    model, owner = _found(converted)
+    _check_mode(owner)
+    layers = _layers(owner)
+    settings = {"total_steps": total_steps, "theta": theta, "gamma": gamma, "seed": seed}
+    schedule = LayerDropping(model, layers, **settings)
+    owner.decide_on_layers(model, schedule)
+    log.info("%d layers may be dropped, %d may not", len(schedule.layers), len(schedule.refused))
+    return schedule
+
+
+def _checked(total_steps: int, theta: float, gamma: float | None, seed: int) -> float:
+    """Return gamma, after a check of all numbers."""
+    if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
+        raise OptionError(
+            f"expected total_steps of 1 or more, got {total_steps!r}; pass the number of optimizer steps"
+        )
+    if not isinstance(theta, (int, float)) or not 0 < theta <= 1:
+        raise OptionError(
+            f"expected theta in (0, 1], got {theta!r}; pass the share of steps in which the last layer is to "
+            "run in the end, 0.5 in the paper"
+        )
+    if gamma is not None and (not isinstance(gamma, (int, float)) or not 0 < gamma < math.inf):
+        raise OptionError(f"expected gamma above 0, got {gamma!r}; pass None for 100 / total_steps")
+    if not isinstance(seed, int):
+        raise OptionError(f"expected an integer seed, got {seed!r}; pass the same integer on all ranks")
+    return 100 / total_steps if gamma is None else float(gamma)
+
+
+def _found(model: Any) -> tuple[nn.Module, Converted]:
+    """Return the converted model in `model`, and what it carries."""
+    check_module(model, "drop_layers")
+    for module in model.modules():
+        if (owner := converted_of(module)) is not None:
+            return module, owner
+    raise ModelError(
+        f"expected a converted model, got an unconverted {type(model).__name__}; pass what "
+        "te_transform.convert() returned"
+    )
+
+
+def _check_mode(owner: Converted) -> None:
+    """Raise unless the calls of a model may leave layers out."""
+    options = owner.options
+    if owner.layers is not None:
+        raise ModelError(
+            "expected a model that drops no layers, got one that does; call remove() of its schedule first"
+        )
+    if owner.parallel is not None:
+        raise ModelError(
+            "expected a model on one rank, under DDP or FSDP, got one divided by parallelize(); use "
+            "fully_shard() instead"
+        )
+    if options.as_it_is:
+        raise ModelError(
+            "expected captured graphs, got a model that runs its own code, as its report says; convert it "
+            "without compile='auto', or mend what the report names"
+        )
+    if options.graphs or options.compile in IN_CUDA_GRAPHS:
+        given = "graphs=True" if options.graphs else f"compile={options.compile!r}"
+        raise OptionError(
+            f"expected a mode in which layers run one by one, got {given}, whose CUDA graphs replay all "
+            "layers; convert with compile=True or without compile"
+        )
+
+
+def _layers(owner: Converted) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the paths of the layers in the graphs that were captured so far, and the reasons against others.
+
+    Raises:
+        ModelError: there is none.
+    """
+    layers: dict[str, None] = {}
+    refused: dict[str, str] = {}
+    for graph in owner.graphs:
+        found = residual(graph.plan)
+        for module in graph.plan.modules:
+            layers |= {f"{module}.{layer.path}".strip("."): None for layer in found.layers}
+            refused |= {f"{module}.{path}".strip("."): why for path, why in found.refused.items()}
+    if not layers:
+        why = next(iter(refused.items()), None)
+        raise ModelError(
+            "expected layers x + f(norm(x)), got none"
+            + (f": {why[0]}, {why[1]}" if why else "; pass a pre-norm model")
+        )
+    return tuple(layers), {path: why for path, why in refused.items() if path not in layers}
+
+
+def _depths(layers: Iterable[str]) -> dict[str, float]:
+    """Return l / L of each layer by path: an encoder and a decoder count by themselves, stages together."""
+    stacks: dict[str, list[str]] = defaultdict(list)
+    for path in layers:
+        stacks[re.sub(r"\d+", "", path)].append(path)
+    return {
+        path: number / len(stack) for stack in stacks.values() for number, path in enumerate(stack, start=1)
+    }
