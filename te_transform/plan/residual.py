@@ -74,6 +74,15 @@ class Layer:
     branches: tuple[tuple[fx.Node, fx.Node], ...]
     inside: frozenset[fx.Node]
 
+    def weights(self) -> set[fx.Node]:
+        """Return the parameters that the layer reads; a table whose rows all layers get is none."""
+        found = {read for node in self.inside for read in node.all_input_nodes} - self.inside
+        while views := {
+            node for node in found if node.op != "placeholder" and len(node.all_input_nodes) == 1
+        }:
+            found = (found - views) | {read for node in views for read in node.all_input_nodes}
+        return {node for node in found if is_parameter(node)}
+
 
 @dataclass(frozen=True)
 class Residual:
@@ -94,8 +103,9 @@ def residual(plan: Plan) -> Residual:
             found.append(made)
         else:
             refused[path] = made
-    weights = Counter(weight for layer in found for weight in _weights(layer))
-    refused |= {layer.path: SHARED for layer in found if any(weights[w] > 1 for w in _weights(layer))}
+    matrices = {layer: {node for node in layer.weights() if value(node).dim() > 1} for layer in found}
+    read = Counter(node for nodes in matrices.values() for node in nodes)
+    refused |= {layer.path: SHARED for layer in found if any(read[node] > 1 for node in matrices[layer])}
     found = [layer for layer in found if refused.get(layer.path) != SHARED]
     kept = [layer for layer in found if not any(layer.inside < other.inside for other in found)]
     refused |= {layer.path: NESTED for layer in found if layer not in kept}
@@ -169,14 +179,6 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(value(node), (int, float, torch.SymInt, torch.Size))
 
 
-def _weights(layer: Layer) -> set[fx.Node]:
-    """The matrices that the layer reads; a table of which many layers read the same rows is none."""
-    found = {read for node in layer.inside for read in node.all_input_nodes} - layer.inside
-    while views := {node for node in found if node.op != "placeholder" and len(node.all_input_nodes) == 1}:
-        found = (found - views) | {read for node in views for read in node.all_input_nodes}
-    return {node for node in found if is_parameter(node) and value(node).dim() > 1}
-
-
 def _groups(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, list[fx.Node]]]:
     """The sums of each layer, with its path: successive ones of one stream and one module."""
     stacks = {node: modules_of(_captured(plan, node)) if "origin" in node.meta else [] for node in sums}
@@ -185,7 +187,11 @@ def _groups(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, list[fx
         classes[path.rpartition(".")[0]].add(kind)
     group: list[fx.Node] = []
     numbers = count(1)
-    paths = {node: _layer_path(stack, classes) or f"#{next(numbers)}" for node, stack in stacks.items()}
+    is_block = plan.modules[0] != ""  # captured by itself
+    paths = {
+        node: _layer_path(stack, classes, is_block) or ("" if is_block else f"#{next(numbers)}")
+        for node, stack in stacks.items()
+    }
     for node in sums:
         goes_on = group and _laid_out(sums[node][0]) is group[-1] and paths[node] == paths[group[0]]
         if group and not goes_on:
@@ -196,11 +202,11 @@ def _groups(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, list[fx
         yield paths[group[0]], group
 
 
-def _layer_path(stack: Sequence[tuple[str, str]], classes: dict[str, set[str]]) -> str:
+def _layer_path(stack: Sequence[tuple[str, str]], classes: dict[str, set[str]], is_block: bool) -> str:
     """The innermost module of a list of one class, or the outermost of a list: T5's layers hold lists of
-    several classes."""
+    several classes. Outside of the list that a block stands in, that is the block."""
     of_lists = [path for path, _ in reversed(stack) if _NUMBERED.match(path)]
-    outermost = of_lists[-1] if of_lists else ""
+    outermost = of_lists[-1] if of_lists and not is_block else ""
     return next((path for path in of_lists if len(classes[path.rpartition(".")[0]]) == 1), outermost)
 
 

@@ -35,6 +35,7 @@ from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
 from te_transform.plan.model import CONVERTED, ModelError, is_sharded
 from te_transform.plan.options import Options
+from te_transform.runtime.block_calls import BlockCalls
 from te_transform.runtime.blocks import are_held_by_parts, blocks, parts, skipped_inside
 from te_transform.runtime.captured import CapturedGraph
 from te_transform.runtime.classes import Place, Role, own_class, parts_stay_out, restore_class, swap_class
@@ -128,6 +129,7 @@ class Converted:
     trials: Trials = field(default_factory=Trials)
     layers: LayerPolicy | None = None  # decides on the layers of training calls; None if all of them run
     paths: dict[int, str] = field(default_factory=dict)  # of the model's modules by their ids, for `layers`
+    block_calls: BlockCalls = field(default_factory=BlockCalls)
     methods: dict[type, tuple] = field(default_factory=dict)  # what calls of the classes went through
 
     def backend(
@@ -235,14 +237,36 @@ class Converted:
         finally:
             _calling.reset(token)
             _trained.reset(trained_token)
+        if trained is not None and place.role is Role.BLOCK:
+            self.block_calls.learn(module, args, kwargs, out)
         if place.is_root and self.whole == []:
             self.whole = self.graphs[before:]
         return out
 
     def decide_on_layers(self, model: nn.Module, policy: LayerPolicy | None) -> None:
         """Let `policy` decide on the layers of the model's training calls from now on."""
-        self.layers = policy
+        self.layers, self.block_calls = policy, BlockCalls()
         self.paths = {} if policy is None else {id(module): path for path, module in model.named_modules()}
+        for block in blocks(model) if self.by_block else ():
+            self._intercept(block)
+
+    def _intercept(self, block: nn.Module) -> None:
+        """Let calls of a block, with all hooks, go through _call_block() while there is a policy."""
+        own = vars(block).get("_compiled_call_impl")
+        if self.layers is not None and own is None:
+            block._compiled_call_impl = partial(self._call_block, block)
+        elif self.layers is None and getattr(own, "func", None) == self._call_block:
+            block._compiled_call_impl = None
+
+    def _call_block(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A call of a block, which is left out if the step drops it and FSDP would gather its parameters."""
+        place = vars(block).get(CONVERTED)
+        path = None if place is None or not is_sharded(block) else self._trained_path(place, block)
+        policy = self.layers if path is not None and self.layers is not None and self.layers.is_on() else None
+        is_dropped = policy is not None and policy.factor(path) is None
+        if is_dropped and (passed := self.block_calls.passed(block, args, kwargs)) is not None:
+            return passed[0]
+        return block._call_impl(*args, **kwargs)
 
     def layers_now(self) -> LayersNow | None:
         """Return what decides on the layers of this call, or None if all of them run as captured."""
@@ -442,6 +466,7 @@ class Converted:
         skipped = skipped_inside(model, self.options.skip)
         for block in blocks(model):
             swap_class(block, Place(self, Role.BLOCK, skipped.get(id(block), frozenset())))
+            self._intercept(block)
 
     def divide(self, parallel: Parallel | None) -> None:
         """Run on shards of the parameters from now on, or, with None, on whole ones."""

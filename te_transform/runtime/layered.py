@@ -10,12 +10,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from te_transform.backends.tracing import in_backward
 from te_transform.graph import edit
+from te_transform.graph.marks import marked
+from te_transform.graph.nodes import returned
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Plan, plan
 from te_transform.plan.options import Options
 from te_transform.plan.residual import Layer, residual
+from te_transform.runtime.again import is_trained
+from te_transform.runtime.block_calls import ends
 from te_transform.runtime.pieces import dropped
+from te_transform.runtime.ranks import waits_for_all_gradients
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +81,13 @@ class Layered:
     def __init__(self, plan_: Plan, layers: Sequence[Layer], run: Callable[..., Any]):
         self.plan, self.layers, self.run = plan_, layers, run
         self.kept: dict[tuple[float, torch.device], Tensor] = {}
+        graph = plan_.captured.graph
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self.places = {node.name: place for place, node in enumerate(placeholders)}
+        marks = {node: node.args[0].name for _, node in marked(graph)}
+        self.ends = {marks[node]: place for place, node in enumerate(returned(graph)) if node in marks}
+        self.weights = [[self.places[node.name] for node in layer.weights()] for layer in layers]
+        self.needs_zeros = False  # as in the forward that a checkpoint repeats
 
     def __call__(self, now: LayersNow, arguments: Sequence[Any]) -> Any:
         device = next(held.device for held in arguments if isinstance(held, Tensor))
@@ -83,9 +96,34 @@ class Layered:
         tensors = self._tensors([1.0 if factor is None else factor for factor in factors], device)
         token = dropped.set(left_out)
         try:
-            return self.run(*arguments, *tensors)
+            outputs = self.run(*arguments, *tensors)
         finally:
             dropped.reset(token)
+        self._note_ends(arguments, outputs)
+        return self._with_zeros(outputs, arguments, left_out)
+
+    def _note_ends(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note what the stream is in front of the graph and behind it, if the graph is a single layer."""
+        start, end = self.layers[0].start.name, self.layers[0].end.name
+        found = self.places.get(start), self.ends.get(end)
+        is_whole = len(self.layers) == 1 and None not in found
+        ends.set((arguments[found[0]], outputs[found[1]]) if is_whole else None)
+
+    def _with_zeros(self, outputs: Any, arguments: Sequence[Any], left_out: frozenset[int]) -> Any:
+        """The outputs; their backward gives zeros to the parameters of dropped layers if DDP waits for
+        these."""
+        if not in_backward():
+            self.needs_zeros = waits_for_all_gradients()
+        if not (self.needs_zeros and left_out and torch.is_grad_enabled()):
+            return outputs
+        places = {place for number in left_out for place in self.weights[number]}
+        weights = [arguments[place] for place in sorted(places) if is_trained(arguments[place])]
+        trained = [place for place, held in enumerate(outputs) if is_trained(held)]
+        if not (weights and trained):
+            return outputs
+        held = _Zeros.apply(len(trained), *(outputs[place] for place in trained), *weights)
+        found = dict(zip(trained, held, strict=True))
+        return type(outputs)(found.get(place, held) for place, held in enumerate(outputs))
 
     def _tensors(self, factors: Sequence[float], device: torch.device) -> list[Tensor]:
         """The factors as tensors; those of the last call, if they are the same."""
@@ -97,3 +135,17 @@ class Layered:
             for key in keys
         }
         return [self.kept[key] for key in keys]
+
+
+class _Zeros(torch.autograd.Function):
+    """Tensors as they are, whose backward gives zeros to the weights that are given beside them."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.like = [(held.shape, held.dtype, held.device) for held in tensors[number:]]
+        return tuple(held.view_as(held) for held in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return (None, *grads, *zeros)

@@ -35,6 +35,12 @@ def bucket_size() -> int | None:
     return None if wrapper is None else wrapper.bucket_bytes_cap
 
 
+def waits_for_all_gradients() -> bool:
+    """Return True if the DistributedDataParallel that runs the model waits for all gradients."""
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    return wrapper is not None and (wrapper.static_graph or not wrapper.find_unused_parameters)
+
+
 def _meshes_of(model: nn.Module) -> list[Any]:
     """The larger ones first."""
     from torch.distributed.fsdp import FSDPModule

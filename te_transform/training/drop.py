@@ -163,7 +163,7 @@ def drop_layers(
     gamma = _checked(total_steps, theta, gamma, seed)
     model, owner = _found(converted)
     _check_mode(owner)
-    layers = _layers(owner)
+    layers = _layers(model, owner)
     settings = {"total_steps": total_steps, "theta": theta, "gamma": gamma, "seed": seed}
     schedule = LayerDropping(model, layers, **settings)
     owner.decide_on_layers(model, schedule)
@@ -226,7 +226,7 @@ def _check_mode(owner: Converted) -> None:
         )
 
 
-def _layers(owner: Converted) -> tuple[tuple[str, ...], dict[str, str]]:
+def _layers(model: nn.Module, owner: Converted) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the paths of the layers in the graphs that were captured so far, and the reasons against others.
 
     Raises:
@@ -245,7 +245,9 @@ def _layers(owner: Converted) -> tuple[tuple[str, ...], dict[str, str]]:
             "expected layers x + f(norm(x)), got none"
             + (f": {why[0]}, {why[1]}" if why else "; pass a pre-norm model")
         )
-    return tuple(layers), {path: why for path, why in refused.items() if path not in layers}
+    order = {path: number for number, (path, _) in enumerate(model.named_modules())}
+    paths = tuple(sorted(layers, key=lambda path: order.get(path, len(order))))
+    return paths, {path: why for path, why in refused.items() if path not in layers}
 
 
 def _depths(layers: Iterable[str]) -> dict[str, float]:
