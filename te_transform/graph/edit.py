@@ -511,7 +511,8 @@ def _factor_argument(graph: fx.Graph, number: int, like: fx.Node) -> fx.Node:
     held = known.value(like)
     with graph.inserting_after(last), unset_fake_temporarily(), held.fake_mode:
         node = graph.placeholder(f"factor_of_layer_{number}")
-        node.meta["example_value"] = torch.ones((), dtype=torch.float32, device=held.device)
+        dtype = torch.promote_types(held.dtype, torch.float32)
+        node.meta["example_value"] = torch.ones((), dtype=dtype, device=held.device)
     node._dynamo_source = None  # nowhere in the model
     return node
 

@@ -269,18 +269,30 @@ def _operand(node: fx.Node, stream: fx.Node, branch: fx.Node) -> fx.Node | None:
 
 
 def _inside(start: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """What depends on `start` and is needed for `end`."""
-    needed, waiting = set(), [end]
+    """What depends on `start` and is needed for `end`, writes to what is inside among it."""
+    inside: set[fx.Node] = set()
+    writing = [node for node in end.graph.nodes if start < node < end and writes(node)]
+    roots = [end]
+    while roots:
+        for node in sorted(_needed(roots, start)):
+            if any(read is start or read in inside for read in node.all_input_nodes):
+                inside.add(node)
+        own = set(storages(inside)) - {memory_of(start)}
+        roots = [
+            node for node in writing if node not in inside and own & set(storages(node.all_input_nodes[:1]))
+        ]
+    return inside
+
+
+def _needed(roots: Iterable[fx.Node], start: fx.Node) -> set[fx.Node]:
+    """What the roots are computed of behind `start`."""
+    needed, waiting = set(), [*roots]
     while waiting:
         node = waiting.pop()
         if node not in needed and node > start:
             needed.add(node)
             waiting += node.all_input_nodes
-    inside: set[fx.Node] = set()
-    for node in sorted(needed):
-        if any(read is start or read in inside for read in node.all_input_nodes):
-            inside.add(node)
-    return inside
+    return needed
 
 
 def _why_not(graph: fx.Graph, start: fx.Node, end: fx.Node, inside: set[fx.Node]) -> str | None:

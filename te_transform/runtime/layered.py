@@ -13,7 +13,7 @@ from torch import Tensor
 from te_transform.backends.tracing import in_backward
 from te_transform.graph import edit
 from te_transform.graph.marks import marked
-from te_transform.graph.nodes import returned
+from te_transform.graph.nodes import dtype_of, returned
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Plan, plan
 from te_transform.plan.options import Options
@@ -80,7 +80,8 @@ class Layered:
 
     def __init__(self, plan_: Plan, layers: Sequence[Layer], run: Callable[..., Any]):
         self.plan, self.layers, self.run = plan_, layers, run
-        self.kept: dict[tuple[float, torch.device], Tensor] = {}
+        self.dtypes = [torch.promote_types(dtype_of(layer.start), torch.float32) for layer in layers]
+        self.kept: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         graph = plan_.captured.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.places = {node.name: place for place, node in enumerate(placeholders)}
@@ -90,10 +91,16 @@ class Layered:
         self.needs_zeros = False  # as in the forward that a checkpoint repeats
 
     def __call__(self, now: LayersNow, arguments: Sequence[Any]) -> Any:
-        device = next(held.device for held in arguments if isinstance(held, Tensor))
         factors = [now.factor(layer) for layer in self.layers]
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
-        tensors = self._tensors([1.0 if factor is None else factor for factor in factors], device)
+        device = next(held.device for held in arguments if isinstance(held, Tensor))
+        keys = [
+            (1.0 if factor is None else factor, dtype, device)
+            for factor, dtype in zip(factors, self.dtypes, strict=True)
+        ]
+        # of the last call, if they are the same
+        self.kept = {key: self.kept[key] if key in self.kept else _number(*key) for key in keys}
+        tensors = [self.kept[key] for key in keys]
         token = dropped.set(left_out)
         try:
             outputs = self.run(*arguments, *tensors)
@@ -125,16 +132,9 @@ class Layered:
         found = dict(zip(trained, held, strict=True))
         return type(outputs)(found.get(place, held) for place, held in enumerate(outputs))
 
-    def _tensors(self, factors: Sequence[float], device: torch.device) -> list[Tensor]:
-        """The factors as tensors; those of the last call, if they are the same."""
-        keys = [(factor, device) for factor in factors]
-        self.kept = {
-            key: self.kept[key]
-            if key in self.kept
-            else torch.full((), key[0], dtype=torch.float32, device=device)
-            for key in keys
-        }
-        return [self.kept[key] for key in keys]
+
+def _number(held: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), held, dtype=dtype, device=device)
 
 
 class _Zeros(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from te_transform.graph import edit
 from te_transform.graph.marks import layer_begins, layer_ends, marked
-from te_transform.graph.nodes import returned, value
+from te_transform.graph.nodes import returned, value, writes
 
 dropped: ContextVar[frozenset[int]] = ContextVar("dropped", default=frozenset())
 """The layers that this call leaves out, by their numbers in the graph."""
@@ -149,10 +149,12 @@ def _inner(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for begins, ends in marked(graph):
         between = nodes[nodes.index(begins) + 1 : nodes.index(ends)]
-        inside: set[fx.Node] = set()
+        of_stream, inside = {begins}, set()
+        for node in between:
+            of_stream |= {node} if of_stream & {*node.all_input_nodes} else set()
         for node in reversed(between):
-            others = {user for user in node.users if user is not ends} - inside
-            if node.users and not others:
+            is_read = bool(node.users) or (node in of_stream and writes(node))
+            if is_read and not {user for user in node.users if user is not ends} - inside:
                 inside.add(node)
         found[ends] = [node for node in between if node in inside]
     return found

@@ -218,6 +218,11 @@ def _check_mode(owner: Converted) -> None:
             "expected captured graphs, got a model that runs its own code, as its report says; convert it "
             "without compile='auto', or mend what the report names"
         )
+    if not owner.graphs:
+        raise ModelError(
+            "expected captured graphs, got a model without any, as a copy is before its first call; call it "
+            "once in training"
+        )
     if options.graphs or options.compile in IN_CUDA_GRAPHS:
         given = "graphs=True" if options.graphs else f"compile={options.compile!r}"
         raise OptionError(

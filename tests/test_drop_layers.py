@@ -1,0 +1,488 @@
+"""Progressive layer dropping: what is drawn, what a call computes then, and what stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import te_transform
+from te_transform import ModelError, OptionError
+from te_transform.runtime import compiled
+from te_transform.runtime.converted import converted_of
+from te_transform.training import LayerDropping, drop_layers
+from tests import ranks
+from tests.conversions import DISTINCT, as_built, each, run
+
+WIDTH, LAYERS = ranks.WIDTH, 4
+X = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+PASSED = 1000  # steps after which theta(t) is at its limit
+
+
+class Net(nn.Module):
+    """Pre-norm layers of two branches, and a head."""
+
+    def __init__(self, layers: int = LAYERS, reentrant: bool | None = None):
+        super().__init__()
+        self.blocks = nn.ModuleList(ranks.Block() for _ in range(layers))
+        self.head, self.reentrant = nn.Linear(WIDTH, 8), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.training and self.reentrant is not None:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+def net(**options: Any) -> nn.Module:
+    """The converted model, the same at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Net(**{name: options.pop(name) for name in ("layers", "reentrant") if name in options})
+    return te_transform.convert(model, X, verify=False, inplace=True, **options).train()
+
+
+def dropping(model: nn.Module, **options: Any) -> LayerDropping:
+    """A schedule whose theta(t) has come to its limit."""
+    schedule = drop_layers(model, 100, **options)
+    schedule.load_state_dict({**schedule.state_dict(), "steps": PASSED})
+    return schedule
+
+
+def gradients(model: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
+    """Of the mean square of the output, zeros where there are none."""
+    model.zero_grad()
+    model(x).square().mean().backward()
+    named = model.named_parameters()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
+
+
+def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(map(torch.equal, one.values(), other.values()))
+
+
+class Fixed:
+    """A policy whose draws are given, by the layers' paths."""
+
+    def __init__(self, factors: dict[str, float | None]):
+        self.factors = factors
+
+    def is_on(self) -> bool:
+        return True
+
+    def factor(self, path: str) -> float | None:
+        return self.factors[path]
+
+
+def by_hand(model: nn.Module, factors: dict[str, float | None], x: Tensor = X) -> Tensor:
+    """What the model is to compute: each branch times the layer's factor."""
+    for number, block in enumerate(model.blocks):
+        factor = factors[f"blocks.{number}"]
+        if factor is not None:
+            y = block.norm(x)
+            x = x + block.o(block.q(y) * torch.tanh(block.k(y))) * factor
+            x = x + block.mlp(block.norm2(x)) * factor
+    return model.head(x)
+
+
+# what is drawn
+
+
+def test_theta_falls_as_in_the_paper() -> None:
+    schedule = drop_layers(net(), 200, theta=0.6)
+    for step in range(5):
+        assert schedule.theta == pytest.approx(0.4 * math.exp(-step * 100 / 200) + 0.6)
+        rates = [1 - number / LAYERS * (1 - schedule.theta) for number in range(1, LAYERS + 1)]
+        assert [*schedule.keep_rates().values()] == pytest.approx(rates)
+        schedule.step()
+
+
+def test_gamma_is_how_fast() -> None:
+    schedule = drop_layers(net(), 200, gamma=0.01)
+    schedule.step()
+    assert schedule.theta == pytest.approx(0.5 * math.exp(-0.01) + 0.5)
+
+
+def test_the_mean_share_of_layers() -> None:
+    schedule, kept, steps = dropping(net()), 0, 4000
+    for _ in range(steps):
+        kept += LAYERS - len(schedule.dropped())
+        schedule.step()
+    expected = 1 - 0.5 * (LAYERS + 1) / (2 * LAYERS)
+    deviation = math.sqrt(sum(p * (1 - p) for p in schedule.keep_rates().values()) / steps) / LAYERS
+    assert abs(kept / steps / LAYERS - expected) < 4 * deviation
+
+
+def test_seeds_draw_otherwise() -> None:
+    draws = []
+    for seed in (0, 0, 1):
+        model = net()
+        schedule = dropping(model, seed=seed)
+        draws.append([(schedule.dropped(), schedule.step()) for _ in range(20)])
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_no_global_random_state_is_read_or_changed() -> None:
+    model = net()
+    schedule, before = dropping(model), (torch.get_rng_state(), random.getstate())
+    for _ in range(3):
+        gradients(model)
+        schedule.step()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+# what a call computes
+
+
+def test_every_draw_is_what_a_loop_over_the_layers_computes() -> None:
+    model = net(layers=2)
+    converted_of(model).decide_on_layers(model, policy := Fixed({}))
+    for factors in itertools.product((None, 1.25), repeat=2):
+        policy.factors = {f"blocks.{number}": factor for number, factor in enumerate(factors)}
+        torch.testing.assert_close(model(X), by_hand(model, policy.factors))
+        named = dict(model.named_parameters())
+        loss = by_hand(model, policy.factors).square().mean()
+        wanted = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
+        gradients(model)
+        assert [p.grad is None for p in named.values()] == [grad is None for grad in wanted]
+        for parameter, grad in zip(named.values(), wanted, strict=True):
+            assert grad is None or torch.allclose(parameter.grad, grad, atol=1e-6)
+
+
+class Linear(nn.Module):
+    """Layers whose branch is linear: they add one number to all of a token's, of which the norm sees nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branch() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(F.layer_norm(x, (WIDTH,)), self.weight.expand(WIDTH, WIDTH))
+
+
+def test_the_mean_over_all_draws_is_the_model_without_dropping() -> None:
+    x = X.double()
+    model = te_transform.convert(Linear().double(), x, verify=False, inplace=True).train()
+    expected = model(x)
+    rates = dropping(model).keep_rates()
+    mean = torch.zeros_like(expected)
+    for draws in itertools.product((True, False), repeat=2):
+        pairs = [*zip(rates.items(), draws, strict=True)]
+        factors = {path: 1 / rate if is_kept else None for (path, rate), is_kept in pairs}
+        converted_of(model).decide_on_layers(model, Fixed(factors))
+        mean += math.prod(rate if is_kept else 1 - rate for (_, rate), is_kept in pairs) * model(x)
+    torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("theta", [1, 0.5])
+def test_where_theta_is_1_it_is_bitwise_the_plain_model(theta: float) -> None:
+    plain, model = net(), net()
+    drop_layers(model, 100, theta=theta)  # whose first step has 1 anyway
+    assert torch.equal(model(X), plain(X))
+    assert are_equal(gradients(model), gradients(plain))
+
+
+def test_a_factor_of_1_is_bitwise_the_plain_model() -> None:
+    plain, model = net(), net()
+    converted_of(model).decide_on_layers(model, Fixed({f"blocks.{n}": 1.0 for n in range(LAYERS)}))
+    assert torch.equal(model(X), plain(X))
+    assert are_equal(gradients(model), gradients(plain))
+
+
+def test_dropping_all_layers_leaves_a_backward() -> None:
+    model = net()
+    model.blocks.requires_grad_(True)
+    model.head.requires_grad_(False)
+    converted_of(model).decide_on_layers(model, Fixed({f"blocks.{n}": None for n in range(LAYERS)}))
+    assert not any(grad.any() for grad in gradients(model).values())
+
+
+# what stays as it is
+
+
+def test_evaluation_verification_and_checkpoints_stay() -> None:
+    plain, model = net(), net()
+    state = copy.deepcopy(model.state_dict())
+    dropping(model)
+    with torch.no_grad():
+        assert torch.equal(model(X), plain(X))
+    assert torch.equal(model.eval()(X), plain.eval()(X))
+    assert are_equal(gradients(model), gradients(plain))
+    model.train()
+    assert list(model.state_dict()) == list(state)
+    assert are_equal(model.state_dict(), state)
+
+
+def test_verification_runs_all_layers() -> None:
+    original = Net()
+    model = te_transform.convert(original, X)
+    dropping(model)
+    assert te_transform.verify(original, model, X)
+
+
+def test_generation_stays() -> None:
+    pair = as_built("gpt2")
+    ids = pair.case.sample()["input_ids"][:, :4]
+    before = pair.converted.eval().generate(ids, max_new_tokens=3, do_sample=False)
+    schedule = dropping(pair.converted)
+    after = pair.converted.generate(ids, max_new_tokens=3, do_sample=False)
+    schedule.remove()
+    assert torch.equal(after, before)
+
+
+def test_a_copy_drops_nothing() -> None:
+    model = net()
+    dropping(model)
+    assert converted_of(copy.deepcopy(model)).layers is None
+
+
+def test_removing_lets_all_layers_run_again() -> None:
+    plain, model = net(), net()
+    dropping(model).remove()
+    assert are_equal(gradients(model), gradients(plain))
+    drop_layers(model, 100)
+
+
+# steps
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_repeat_the_draw(reentrant: bool) -> None:
+    model, plain = net(reentrant=reentrant), net()
+    schedules, x = [dropping(each) for each in (model, plain)], X.clone().requires_grad_()
+    for _ in range(4):
+        for each in (model, plain):  # both forwards come before a backward, as in a pipeline
+            each.zero_grad()
+            losses = [each(factor * x).square().mean() for factor in (1, 2)]
+            sum(losses).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            torch.testing.assert_close(one.grad, other.grad)
+        for schedule in schedules:
+            schedule.step()
+
+
+def test_a_step_between_a_forward_and_its_repetition_raises() -> None:
+    model = net(reentrant=False)
+    schedule = dropping(model)
+    loss = model(X.clone().requires_grad_()).square().mean()
+    schedule.step()
+    with pytest.raises(RuntimeError, match="call step\\(\\) after optimizer.step\\(\\)"):
+        loss.backward()
+
+
+def test_a_run_goes_on_from_its_state() -> None:
+    schedule = dropping(net(), seed=3)
+    for _ in range(7):
+        schedule.step()
+    other = drop_layers(net(), 50, theta=0.9)
+    other.load_state_dict(schedule.state_dict())
+    for _ in range(10):
+        assert schedule.dropped() == other.dropped()
+        assert schedule.keep_rates() == other.keep_rates()
+        schedule.step()
+        other.step()
+
+
+# compiled, and on several ranks
+
+
+def test_compiled_layers_are_left_out_and_equal_ones_compiled_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compilations = []
+
+    def compile(graph: Any, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
+        compilations.append(graph)
+        return ranks.traced(graph, arguments, config_patches)
+
+    monkeypatch.setattr(compiled, "compile_fx", compile)
+    plain, model = net(), net(compile=True)
+    schedules = dropping(plain), dropping(model)
+    for _ in range(6):
+        wanted = gradients(plain)
+        for name, grad in gradients(model).items():
+            torch.testing.assert_close(grad, wanted[name])
+        for schedule in schedules:
+            schedule.step()
+    assert len(compilations) == 3  # the first layer, whose stream is not trained, the others, and the head
+
+
+def on_ranks(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    """What a rank sees in some steps of a wrapped model: losses, dropped layers, all-gathers, gradients."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    gathers, gather = [], _fsdp_param_group.foreach_all_gather
+    _fsdp_param_group.foreach_all_gather = lambda *given, **named: (
+        gathers.append(1) or gather(*given, **named)
+    )
+    model = wrap(net())
+    schedule = dropping(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = {"losses": [], "dropped": [], "gathers": [], "none": []}
+    for _ in range(8):
+        gathers.clear()
+        loss = model(X).square().mean()
+        loss.backward()
+        seen["losses"].append(loss.item())
+        seen["dropped"].append(len(schedule.dropped()))
+        seen["gathers"].append(len(gathers))
+        seen["none"].append(sum(parameter.grad is None for parameter in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    _fsdp_param_group.foreach_all_gather = gather
+    return seen
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "alone": ranks.alone,
+    "DDP": ranks.ddp,
+    "DDP that looks for unused": partial(DistributedDataParallel, find_unused_parameters=True),
+    "FSDP2": ranks.sharded,
+}
+
+
+def on_all_ranks() -> dict[str, dict[str, Any]]:
+    return {name: on_ranks(wrap) for name, wrap in WRAPS.items()}
+
+
+@pytest.mark.xdist_group("distributed")
+def test_ranks_drop_alike(tmp_path: Path) -> None:
+    found = ranks.spawn(on_all_ranks, 2, tmp_path)
+    assert found[0] == found[1]
+    alone, *others = found[0].values()
+    assert all(other["losses"] == alone["losses"] for other in others)
+    assert all(other["dropped"] == alone["dropped"] for other in others)
+    weights = len([*ranks.Block().parameters()])
+    assert alone["none"] == [weights * number for number in alone["dropped"]]
+    assert not any(found[0]["DDP"]["none"])  # it waits for zeros
+    assert found[0]["FSDP2"]["none"] == alone["none"]
+    # once for what is around the layers, twice for each layer that runs; the first step learns what they return
+    gathered = [1 + 2 * (LAYERS - number) for number in alone["dropped"]]
+    assert found[0]["FSDP2"]["gathers"] == [1 + 2 * LAYERS, *gathered[1:]]
+
+
+# models
+
+
+POST_NORM = ("bert", "distilbert", "roberta", "bart", "torch_encoder_post")
+WITHOUT_LAYERS = ("torch_mha_bare",)  # and torch_mha is a single branch
+
+
+@each(DISTINCT)
+def test_the_layers_of_each_model(name: str) -> None:
+    model = as_built(name).converted
+    if name in (*POST_NORM, *WITHOUT_LAYERS):
+        with pytest.raises(ModelError, match="expected layers x \\+ f\\(norm\\(x\\)\\), got none"):
+            drop_layers(model, 100)
+        return
+    schedule = drop_layers(model, 100)
+    schedule.remove()
+    assert schedule.layers
+    assert not schedule.refused
+
+
+# what is refused
+
+
+def unconverted() -> nn.Module:
+    return Net()
+
+
+def with_graphs() -> nn.Module:
+    """As where there is a GPU."""
+    model = net()
+    owner = converted_of(model)
+    owner.options = replace(owner.options, graphs=True)
+    return model
+
+
+def uncalled_copy() -> nn.Module:
+    return copy.deepcopy(net())
+
+
+def already() -> nn.Module:
+    model = net()
+    drop_layers(model, 100)
+    return model
+
+
+BAD_NUMBERS = {
+    "expected total_steps of 1 or more, got 0": {"total_steps": 0},
+    "expected total_steps of 1 or more, got 1.5": {"total_steps": 1.5},
+    "expected theta in \\(0, 1\\], got 0;": {"theta": 0},
+    "expected theta in \\(0, 1\\], got 1.5": {"theta": 1.5},
+    "expected theta in \\(0, 1\\], got nan": {"theta": math.nan},
+    "expected gamma above 0, got -1": {"gamma": -1},
+    "expected gamma above 0, got 0": {"gamma": 0},
+    "expected an integer seed, got 'a'": {"seed": "a"},
+}
+
+
+@pytest.mark.parametrize("message", BAD_NUMBERS)
+def test_bad_numbers(message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        drop_layers(Net(), **{"total_steps": 100, **BAD_NUMBERS[message]})
+
+
+BAD_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "expected a converted model, got an unconverted Net; pass what": unconverted,
+    "expected a model that drops no layers, got one that does; call remove\\(\\)": already,
+    "expected a mode in which layers run one by one, got graphs=True": with_graphs,
+    "expected captured graphs, got a model without any, as a copy is": uncalled_copy,
+    "got compile='reduce-overhead', whose CUDA graphs": partial(net, compile="reduce-overhead"),
+}
+
+
+@pytest.mark.parametrize("message", BAD_MODELS)
+def test_bad_models(message: str) -> None:
+    model = BAD_MODELS[message]()
+    before = converted_of(model) and converted_of(model).layers
+    with pytest.raises((ModelError, OptionError), match=message):
+        drop_layers(model, 100)
+    assert before is (converted_of(model) and converted_of(model).layers)
+
+
+def test_a_state_of_something_else() -> None:
+    schedule = drop_layers(net(), 100)
+    with pytest.raises(OptionError, match="expected the keys steps, total_steps, theta, gamma, seed, got a;"):
+        schedule.load_state_dict({"a": 1})
+
+
+def test_caches_of_keys_and_values_keep_layers_from_being_dropped() -> None:
+    pair = as_built("gpt2")
+    inputs = pair.case.sample() | {"use_cache": True}
+    wanted = run(pair.converted, inputs, training=True)
+    schedule = dropping(pair.converted)
+    found = run(pair.converted, inputs, training=True)
+    schedule.remove()
+    assert all(map(torch.equal, found, wanted))
+    assert any("pass use_cache=False" in sentence for sentence in converted_of(pair.converted).failures)
