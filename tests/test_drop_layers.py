@@ -166,7 +166,7 @@ def test_every_draw_is_what_a_loop_over_the_layers_computes() -> None:
 
 
 class Linear(nn.Module):
-    """Layers whose branch is linear: they add one number to all of a token's, of which the norm sees nothing."""
+    """Layers of a linear branch that adds one number to all of a token: the norms see nothing of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,6 +224,25 @@ def test_dropping_all_layers_leaves_a_backward() -> None:
     assert not any(grad.any() for grad in gradients(model).values())
 
 
+class Broken(Net):
+    """Each layer is a graph of its own, in a forward that is not captured."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(x)
+        return self.head(x)
+
+
+def test_layers_behind_graph_breaks_have_draws_of_their_own() -> None:
+    model = te_transform.convert(Broken(), X, verify=False, inplace=True).train()
+    drop_layers(model, 100)
+    for number in range(LAYERS):
+        factors = {f"blocks.{n}": None if n == number else 2.0 for n in range(LAYERS)}
+        converted_of(model).decide_on_layers(model, Fixed(factors))
+        torch.testing.assert_close(model(X), by_hand(model, factors))
+
+
 # what stays as it is
 
 
@@ -276,11 +295,11 @@ def test_removing_lets_all_layers_run_again() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_repeat_the_draw(reentrant: bool) -> None:
     model, plain = net(reentrant=reentrant), net()
-    schedules, x = [dropping(each) for each in (model, plain)], X.clone().requires_grad_()
+    schedules, x = [dropping(model), dropping(plain)], X.clone().requires_grad_()
     for _ in range(4):
-        for each in (model, plain):  # both forwards come before a backward, as in a pipeline
-            each.zero_grad()
-            losses = [each(factor * x).square().mean() for factor in (1, 2)]
+        for trained in (model, plain):  # both forwards come before a backward, as in a pipeline
+            trained.zero_grad()
+            losses = [trained(factor * x).square().mean() for factor in (1, 2)]
             sum(losses).backward()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None)
@@ -294,7 +313,7 @@ def test_a_step_between_a_forward_and_its_repetition_raises() -> None:
     schedule = dropping(model)
     loss = model(X.clone().requires_grad_()).square().mean()
     schedule.step()
-    with pytest.raises(RuntimeError, match="call step\\(\\) after optimizer.step\\(\\)"):
+    with pytest.raises(RuntimeError, match=r"call step\(\) after optimizer\.step\(\)"):
         loss.backward()
 
 
@@ -385,7 +404,7 @@ def test_ranks_drop_alike(tmp_path: Path) -> None:
     assert alone["none"] == [weights * number for number in alone["dropped"]]
     assert not any(found[0]["DDP"]["none"])  # it waits for zeros
     assert found[0]["FSDP2"]["none"] == alone["none"]
-    # once for what is around the layers, twice for each layer that runs; the first step learns what they return
+    # once for what is around the layers, twice for each layer that runs; the first step learns its results
     gathered = [1 + 2 * (LAYERS - number) for number in alone["dropped"]]
     assert found[0]["FSDP2"]["gathers"] == [1 + 2 * LAYERS, *gathered[1:]]
 

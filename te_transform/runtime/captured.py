@@ -107,7 +107,7 @@ class CapturedGraph:
             if made is not None:
                 run = CapturedGraph(made[0], self.owner)
                 run.layered = (None,)  # which runs in layers
-                made = Layered(*made, run)
+                made = Layered(*made, run, self.path_in)
             self.layered = (made,)
         return self.layered[0]
 

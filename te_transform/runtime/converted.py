@@ -129,6 +129,7 @@ class Converted:
     trials: Trials = field(default_factory=Trials)
     layers: LayerPolicy | None = None  # decides on the layers of training calls; None if all of them run
     paths: dict[int, str] = field(default_factory=dict)  # of the model's modules by their ids, for `layers`
+    names: dict[int, str] = field(default_factory=dict)  # of its parameters by their ids, for `layers`
     block_calls: BlockCalls = field(default_factory=BlockCalls)
     methods: dict[type, tuple] = field(default_factory=dict)  # what calls of the classes went through
 
@@ -246,7 +247,10 @@ class Converted:
     def decide_on_layers(self, model: nn.Module, policy: LayerPolicy | None) -> None:
         """Let `policy` decide on the layers of the model's training calls from now on."""
         self.layers, self.block_calls = policy, BlockCalls()
-        self.paths = {} if policy is None else {id(module): path for path, module in model.named_modules()}
+        is_asked = policy is not None
+        self.paths = {id(module): path for path, module in model.named_modules() if is_asked}
+        named = model.named_parameters(remove_duplicate=False)
+        self.names = {id(parameter): name for name, parameter in named if is_asked}
         for block in blocks(model) if self.by_block else ():
             self._intercept(block)
 
@@ -273,7 +277,7 @@ class Converted:
         path = _trained.get()
         if self.layers is None or path is None or not self.layers.is_on():
             return None
-        return LayersNow(self.layers, path)
+        return LayersNow(self.layers, path, self.names)
 
     def _trained_path(self, place: Place, module: nn.Module) -> str | None:
         """The path of a module that is called in training, else None; a block is if the model is, for a

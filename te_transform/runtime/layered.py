@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,14 +38,17 @@ class LayerPolicy(Protocol):
 
 @dataclass(frozen=True)
 class LayersNow:
-    """What decides on the layers in a call of the module at `path`, whose layers are named below it."""
+    """What decides on the layers in a call.
+
+    Attributes:
+        policy: that decides.
+        path: of the module that is called.
+        names: of the model's parameters by their ids.
+    """
 
     policy: LayerPolicy
     path: str
-
-    def factor(self, layer: Layer) -> float | None:
-        """Return the factor of a layer's branches, or None if the call leaves the layer out."""
-        return self.policy.factor(f"{self.path}.{layer.path}".strip("."))
+    names: Mapping[int, str]
 
 
 def layered_plan(
@@ -76,10 +79,17 @@ class Layered:
         plan_: of the graph.
         layers: in the order of the factors.
         run: runs the graph.
+        path_in: tells the path of the module that a call is of, by the names of parameters and arguments.
     """
 
-    def __init__(self, plan_: Plan, layers: Sequence[Layer], run: Callable[..., Any]):
-        self.plan, self.layers, self.run = plan_, layers, run
+    def __init__(
+        self,
+        plan_: Plan,
+        layers: Sequence[Layer],
+        run: Callable[..., Any],
+        path_in: Callable[[Mapping[int, str], Sequence[Any]], str],
+    ):
+        self.plan, self.layers, self.run, self.path_in = plan_, layers, run, path_in
         self.dtypes = [torch.promote_types(dtype_of(layer.start), torch.float32) for layer in layers]
         self.kept: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         graph = plan_.captured.graph
@@ -91,7 +101,8 @@ class Layered:
         self.needs_zeros = False  # as in the forward that a checkpoint repeats
 
     def __call__(self, now: LayersNow, arguments: Sequence[Any]) -> Any:
-        factors = [now.factor(layer) for layer in self.layers]
+        above = self._path(now, arguments)
+        factors = [now.policy.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
         device = next(held.device for held in arguments if isinstance(held, Tensor))
         keys = [
@@ -108,6 +119,14 @@ class Layered:
             dropped.reset(token)
         self._note_ends(arguments, outputs)
         return self._with_zeros(outputs, arguments, left_out)
+
+    def _path(self, now: LayersNow, arguments: Sequence[Any]) -> str:
+        """The path of the module whose graph this is: the one that is called, or one inside of it where a
+        graph break, or the user's own code, stands between the two."""
+        if now.path in self.plan.modules:
+            return now.path
+        is_known = len(self.plan.modules) == 1
+        return self.plan.modules[0] if is_known else self.path_in(now.names, arguments)
 
     def _note_ends(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note what the stream is in front of the graph and behind it, if the graph is a single layer."""
