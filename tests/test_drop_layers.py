@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform import ModelError, OptionError
+from te_transform.backends import limits
 from te_transform.runtime import compiled
 from te_transform.runtime.converted import converted_of
 from te_transform.training import LayerDropping, drop_layers
-from tests import ranks
+from tests import ranks, stand_in
 from tests.conversions import DISTINCT, as_built, each, run
 
 WIDTH, LAYERS = ranks.WIDTH, 4
@@ -287,6 +288,46 @@ def test_removing_lets_all_layers_run_again() -> None:
     dropping(model).remove()
     assert are_equal(gradients(model), gradients(plain))
     drop_layers(model, 100)
+
+
+# in FP8, on the stand-in for Transformer Engine
+
+
+@pytest.fixture
+def in_fp8(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], nn.Module]]:
+    """Models whose products have scales."""
+    stand_in.install(monkeypatch)
+    with limits.at_any_size:
+        yield trained_in_fp8
+
+
+def trained_in_fp8() -> nn.Module:
+    model = ranks.in_fp8().train()
+    for step in range(3):
+        model(ranks.inputs(step)).sum().backward()
+    return model
+
+
+def test_scales_of_a_dropped_layer_stay(in_fp8: Callable[[], nn.Module]) -> None:
+    model = in_fp8()
+    converted_of(model).decide_on_layers(model, Fixed({"blocks.0": None, "blocks.1": 1.0}))
+    before = te_transform.scaling_state(model)
+    for step in range(3, 9):  # the history has 4
+        model(ranks.inputs(step) * step).sum().backward()
+    after = te_transform.scaling_state(model)
+    stayed = {name: torch.equal(before[name]["scale"], after[name]["scale"]) for name in before}
+    assert all(same for name, same in stayed.items() if name.startswith("blocks.0."))
+    assert not stayed["blocks.1.q.weight"]
+
+
+def test_a_factor_of_1_is_bitwise_the_plain_model_in_fp8(in_fp8: Callable[[], nn.Module]) -> None:
+    plain, model = in_fp8(), in_fp8()
+    converted_of(model).decide_on_layers(model, Fixed({"blocks.0": 1.0, "blocks.1": 1.0}))
+    for step in range(3, 6):
+        for trained in (plain, model):
+            trained(ranks.inputs(step)).sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 # steps

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from te_transform.backends.joined import Source
+from te_transform.backends.joined import Source, state_of
 from te_transform.backends.scales import Seen
 
 Row = dict[str, Tensor]
@@ -197,3 +197,14 @@ def restore(kernel: Kernel, rows: list[Row], states: Mapping[str, Any]) -> None:
         history = torch.cat([row["amax_history"][:, columns] for row in rows], 1)
         states[direction].amax_history.copy_(history)
         kernel.seen.used.add(direction)
+
+
+def keep_scales(parameters: Iterable[Tensor]) -> None:
+    """Let the scales of products that do not run in this step stay at its end.
+
+    TE then updates all products that ever ran, by the largest value of a history in which this step is 0.
+    """
+    for parameter in parameters:
+        for kernel in state_of(parameter).kernels.values():
+            for state in kernel.delayed().values():
+                state.amax_history[0].copy_(state.amax_history.amax(0))

@@ -25,6 +25,7 @@ from torch._dynamo.exc import SkipFrame
 from te_transform.backends import gradients
 from te_transform.backends.collectives import Ranks
 from te_transform.backends.joined import held_elsewhere, lay, local
+from te_transform.backends.scale_rows import keep_scales
 from te_transform.backends.storages import sole_owners_needed
 from te_transform.canonicalize import functions
 from te_transform.graph.bound import bind
@@ -269,6 +270,8 @@ class Converted:
         policy = self.layers if path is not None and self.layers is not None and self.layers.is_on() else None
         is_dropped = policy is not None and policy.factor(path) is None
         if is_dropped and (passed := self.block_calls.passed(block, args, kwargs)) is not None:
+            if self.precision is not None:
+                keep_scales(block.parameters())
             return passed[0]
         return block._call_impl(*args, **kwargs)
 

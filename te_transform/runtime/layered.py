@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from te_transform.backends.scale_rows import keep_scales
 from te_transform.backends.tracing import in_backward
 from te_transform.graph import edit
 from te_transform.graph.marks import marked
@@ -98,6 +99,7 @@ class Layered:
         marks = {node: node.args[0].name for _, node in marked(graph)}
         self.ends = {marks[node]: place for place, node in enumerate(returned(graph)) if node in marks}
         self.weights = [[self.places[node.name] for node in layer.weights()] for layer in layers]
+        self.in_recipe = any(getattr(site.fused, "in_fp8", False) for site in plan_.sites)
         self.needs_zeros = False  # as in the forward that a checkpoint repeats
 
     def __call__(self, now: LayersNow, arguments: Sequence[Any]) -> Any:
@@ -117,6 +119,8 @@ class Layered:
             outputs = self.run(*arguments, *tensors)
         finally:
             dropped.reset(token)
+        if self.in_recipe:
+            keep_scales(arguments[place] for number in left_out for place in self.weights[number])
         self._note_ends(arguments, outputs)
         return self._with_zeros(outputs, arguments, left_out)
 
