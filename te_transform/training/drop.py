@@ -139,7 +139,7 @@ def drop_layers(
     Only calls in training mode with gradients drop layers. Evaluation, generation, verification and
     checkpoints stay as they are. The first step drops nothing.
 
-        schedule = te_transform.training.drop_layers(model, total_steps=10_000)
+        schedule = drop_layers(model, total_steps=10_000)
         for batch in batches:
             model(**batch).loss.backward()
             optimizer.step(), optimizer.zero_grad(), schedule.step()
