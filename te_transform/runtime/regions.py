@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from te_transform.backends.joined import joined_anew
 from te_transform.graph.marks import marked
@@ -75,8 +76,9 @@ def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | N
     that have a bucket of gradients. None where the graph has none, or may not be cut into them.
     """
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    runs = layer_runs(graph.graph) if marked(graph.graph) else _unmarked(nodes, given, bucket)
-    if len(runs) < 2:
+    has_layers = bool(marked(graph.graph))
+    runs = layer_runs(graph.graph) if has_layers else _unmarked(nodes, given, bucket)
+    if len(runs) < 2 and not has_layers:  # a block that is captured by itself may be one layer
         return None
     # a write would be one to a copy, and a setting that is switched hold for a part of what it is to hold for
     if any(map(writes, nodes)) or not all(_puts_settings_back(run) for run, _ in runs):
@@ -171,9 +173,15 @@ def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compi
         if key not in made:
             made[key] = compile(piece.module, [as_leaf(each) for each in given])
         piece.run = made[key]
-        with fake:  # not around the compiler, which times kernels on tensors that it makes
+        # not around the compiler, which times kernels on tensors that it makes; and a checkpoint that is on
+        # counts the tensors that are saved
+        with fake, saved_tensors_hooks(_as_it_is, _as_it_is):
             found = piece.module.forward(*given)
         values.update(zip(piece.outputs, found, strict=True))
+
+
+def _as_it_is(held: Any) -> Any:
+    return held
 
 
 def _faked(fake: FakeTensorMode, held: Any) -> Any:
