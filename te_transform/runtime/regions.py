@@ -29,7 +29,9 @@ from te_transform.graph.nodes import (
     called,
     changes_state,
     is_tensor_node,
+    memory_of,
     path_of,
+    storages,
     value,
     writes,
 )
@@ -81,11 +83,19 @@ def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | N
     if len(runs) < 2 and not has_layers:  # a block that is captured by itself may be one layer
         return None
     # a write would be one to a copy, and a setting that is switched hold for a part of what it is to hold for
-    if any(map(writes, nodes)) or not all(_puts_settings_back(run) for run, _ in runs):
+    if (not has_layers and any(map(writes, nodes))) or not all(_puts_settings_back(run) for run, _ in runs):
         return None
     pieces = cut(graph, runs)
     is_cut = all(isinstance(value(node), Tensor) for piece in pieces for node in piece.outputs)
-    return pieces if is_cut else None
+    return pieces if is_cut and not any(map(_writes_to_inputs, pieces)) else None
+
+
+def _writes_to_inputs(piece: Piece) -> bool:
+    """Return True if the piece writes in place to a tensor that it is given."""
+    nodes = piece.module.graph.nodes
+    given = set(storages(node for node in nodes if node.op == "placeholder"))
+    targets = [next(iter(node.all_input_nodes), None) for node in nodes if writes(node)]
+    return any(not is_tensor_node(target) or memory_of(target) in given for target in targets)
 
 
 def _unmarked(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: int | None) -> Runs:
