@@ -496,6 +496,21 @@ def with_graphs() -> nn.Module:
     return model
 
 
+def divided() -> nn.Module:
+    """As by parallelize()."""
+    model = net()
+    converted_of(model).parallel = object()
+    return model
+
+
+def as_it_is() -> nn.Module:
+    """As where the captured forward computes other numbers."""
+    model = net()
+    owner = converted_of(model)
+    owner.options = replace(owner.options, as_it_is=True)
+    return model
+
+
 def uncalled_copy() -> nn.Module:
     return copy.deepcopy(net())
 
@@ -528,6 +543,8 @@ BAD_MODELS: dict[str, Callable[[], nn.Module]] = {
     "expected a converted model, got an unconverted Net; pass what": unconverted,
     "expected a model that drops no layers, got one that does; call remove\\(\\)": already,
     "expected a mode in which layers run one by one, got graphs=True": with_graphs,
+    "expected a model on one rank, under DDP or FSDP, got one divided by parallelize": divided,
+    "expected captured graphs, got a model that runs its own code": as_it_is,
     "expected captured graphs, got a model without any, as a copy is": uncalled_copy,
     "got compile='reduce-overhead', whose CUDA graphs": partial(net, compile="reduce-overhead"),
 }
