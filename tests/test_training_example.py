@@ -41,6 +41,17 @@ def test_in_one_process(example: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "short: " in picture
 
 
+@pytest.mark.usefixtures("process_group")
+def test_the_techniques_together(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropped layers are left out of the graphs of all lengths."""
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *TINY, *SHORT, "--drop-layers", "--one-bit"])
+    run = example.Run(example.arguments(), 0, 1)
+    found = run.train()
+    assert [step["length"] for step in found["train"]] == [128, 64, 64, 64, 128, 128, 128, 128]
+    assert run.drops.steps == len(found["train"])
+    assert found["eval"][-1]["loss"] < found["train"][0]["loss"]
+
+
 @pytest.mark.integration
 @pytest.mark.xdist_group("torchrun")
 def test_on_two_ranks(tmp_path: Path) -> None:

@@ -490,6 +490,7 @@ def with_layers(gm: fx.GraphModule, layers: Sequence[Any]) -> fx.GraphModule:
         The copy; behind the arguments of `gm` it takes a factor for each layer, a 0-dim tensor.
     """
     graph, twins = copy_by_name(gm.graph)
+    eliminate_dead_code(graph)  # a size that nobody reads would be computed behind the layer
     for number, layer in enumerate(layers):
         start, end = twins[layer.start.name], twins[layer.end.name]
         inside = [node for node in graph.nodes if node.name in {node.name for node in layer.inside}]

@@ -61,7 +61,7 @@ def trained(dtype: torch.dtype) -> dict[str, tuple[list[float], list[Tensor]]]:
     found = {}
     makes = {
         "OneBitAdam": lambda p: OneBitAdam(p, lr=1e-3, freeze_step=8),
-        "OneBitLamb": lambda p: OneBitLamb(p, lr=1e-3, freeze_step=8),
+        "OneBitLamb": lambda p: OneBitLamb(p, lr=1e-2, freeze_step=8),
         "ZeroOneAdam": lambda p: ZeroOneAdam(
             p, lr=1e-3, var_freeze_step=8, var_update_scaler=2, local_step_scaler=4, local_step_clipper=4
         ),
