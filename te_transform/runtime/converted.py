@@ -15,23 +15,27 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._C import _disabled_torch_function_impl
 from torch._dynamo.exc import SkipFrame
+from torch.utils._pytree import tree_leaves
 
 from te_transform.backends import gradients
 from te_transform.backends.collectives import Ranks
 from te_transform.backends.joined import held_elsewhere, lay, local
 from te_transform.backends.scale_rows import keep_scales
 from te_transform.backends.storages import sole_owners_needed
+from te_transform.backends.tracing import in_backward
 from te_transform.canonicalize import functions
 from te_transform.graph.bound import bind
 from te_transform.graph.capture import capture, code_of
 from te_transform.graph.names import name_as_in
 from te_transform.graph.nodes import called, replaced_function
+from te_transform.graph.preserve import preserved
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
 from te_transform.plan.model import CONVERTED, ModelError, is_sharded
@@ -356,8 +360,10 @@ class Converted:
         except Exception as error:
             if run.turned_off:  # a call that the model does not take: begin anew with the next one
                 self.runs.pop(kind, None)
-            if self.parallel is None and _fails_by_itself(error, module):
-                forward(module, *args, **kwargs)  # raises what the caller may expect
+            if self.parallel is None and _may_fail_again(error, module, (args, kwargs)):
+                with preserved(module):
+                    forward(module, *args, **kwargs)  # raises what the caller may expect
+                    raise
             raise
         finally:
             if self.nests and kind in self.leaving:  # training is captured still
@@ -686,13 +692,15 @@ def has_checkpoints(captured: fx.GraphModule) -> bool:
     return any("checkpoint" in called(node) for node in captured.graph.nodes if node.op == "call_function")
 
 
-def _fails_by_itself(error: Exception, module: nn.Module) -> bool:
-    """Return True if the user's own code may be run once more to raise its own error.
+def _may_fail_again(error: Exception, module: nn.Module, given: Any) -> bool:
+    """Return True if the user's own code may be run once more, to raise its own error.
 
     A compiled graph raises a RuntimeError for an id out of range, and a captured one may leave out a check of
-    the user's code. On a GPU errors come later, and other ranks would wait for the collectives of this one.
+    the user's code. On a GPU errors come later, other ranks would wait for the collectives of this one, and
+    an argument that the forward changes, as a cache, would be changed twice.
     """
     first = next(module.parameters(), None)
     on_cpu = first is None or first.device.type == "cpu"
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    return isinstance(error, RuntimeError) and on_cpu and alone
+    is_plain = all(isinstance(held, (Tensor, int, float, str, NoneType)) for held in tree_leaves(given))
+    return isinstance(error, RuntimeError) and on_cpu and alone and is_plain and not in_backward()
