@@ -16,10 +16,10 @@ import pytest
 from torch import nn
 
 import te_transform
-from te_transform import rules
+from te_transform import rules, training
 
 RECORD = Path(__file__).parent / "interface.txt"
-PUBLIC = {"te_transform": te_transform, "te_transform.rules": rules}
+PUBLIC = {"te_transform": te_transform, "te_transform.rules": rules, "te_transform.training": training}
 
 
 def interface(public: dict[str, ModuleType]) -> Iterator[str]:
