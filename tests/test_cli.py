@@ -534,7 +534,7 @@ def test_explain_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str], folder: 
 
 
 RULE_MISTAKES = {
-    "x": "there is no rule 'x': one of merge_siblings, attention,",
+    "x": "there is no rule 'x': one of merge_siblings, rotary,",
     "nowhere:RULE": "'nowhere:RULE' cannot be imported (ModuleNotFoundError",
     "math:pi": "'math:pi' is a float, a te_transform.Rule is needed",
     "rules_of_mine:OTHER": "the example of the rule 'other' failed (ModelError: ReLU has no parameters",
