@@ -22,10 +22,10 @@ class ZeroOneAdam(OneBitAdam):
     doubles after every `var_update_scaler` such steps; these steps update m and v. At the others, m takes the
     compressed mean of the gradients. Then v is constant and each rank takes steps by its own gradients, which
     are exchanged at the end of each interval of up to `local_step_clipper` steps. Between exchanges, weights
-    differ from rank to rank; synchronize() makes them equal, as before saving a model.
+    differ from rank to rank; synchronize() makes them equal, as before saving a model. All other arguments
+    are those of OneBitAdam.
 
     Args:
-        params, lr, betas, eps, weight_decay, process_group: as in OneBitAdam.
         var_freeze_step: the number of steps after which the variance is frozen.
         var_update_scaler: the number of full steps after which their interval doubles.
         local_step_scaler: the number of steps after which the interval of exchanges doubles.
