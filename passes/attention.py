@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import dtype_of, is_bias, is_tensor_node, value
+from te_transform.graph.nodes import computed_from, dtype_of, is_bias, is_tensor_node, value
 from te_transform.graph.pattern import Call, OneOf
 from te_transform.plan import scores
 from te_transform.plan.rule import Operation, Rule
@@ -44,15 +44,14 @@ def refuse(
 
 def _is_learned(mask: fx.Node) -> bool:
     """Return True if a gradient goes back to what a mask is made of: through numbers, not through indices."""
-    seen, waiting = set(), [mask]
-    while waiting:
-        node = waiting.pop()
-        dtype = dtype_of(node) if is_tensor_node(node) else torch.float32
-        is_index = not (dtype.is_floating_point or dtype.is_complex)
-        if node not in seen and not is_index and node.target is not torch.Tensor.detach:
-            seen.add(node)
-            waiting += node.all_input_nodes
-    return any(is_tensor_node(node) and value(node).requires_grad for node in seen)
+    sources = computed_from([mask], _stops_gradients)
+    return any(is_tensor_node(node) and value(node).requires_grad for node in sources)
+
+
+def _stops_gradients(node: fx.Node) -> bool:
+    dtype = dtype_of(node) if is_tensor_node(node) else torch.float32
+    is_index = not (dtype.is_floating_point or dtype.is_complex)
+    return is_index or node.target is torch.Tensor.detach
 
 
 def build(backend, attention: Operation) -> nn.Module:

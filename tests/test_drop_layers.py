@@ -488,11 +488,11 @@ def unconverted() -> nn.Module:
     return Net()
 
 
-def with_graphs() -> nn.Module:
-    """As where there is a GPU."""
+def with_options(**changed: bool) -> nn.Module:
+    """As on a GPU, where there are CUDA graphs, and where the captured forward computes other numbers."""
     model = net()
     owner = converted_of(model)
-    owner.options = replace(owner.options, graphs=True)
+    owner.options = replace(owner.options, **changed)
     return model
 
 
@@ -500,14 +500,6 @@ def divided() -> nn.Module:
     """As by parallelize()."""
     model = net()
     converted_of(model).parallel = object()
-    return model
-
-
-def as_it_is() -> nn.Module:
-    """As where the captured forward computes other numbers."""
-    model = net()
-    owner = converted_of(model)
-    owner.options = replace(owner.options, as_it_is=True)
     return model
 
 
@@ -542,9 +534,9 @@ def test_bad_numbers(message: str) -> None:
 BAD_MODELS: dict[str, Callable[[], nn.Module]] = {
     "expected a converted model, got an unconverted Net; pass what": unconverted,
     "expected a model that drops no layers, got one that does; call remove\\(\\)": already,
-    "expected a mode in which layers run one by one, got graphs=True": with_graphs,
+    "expected a mode in which layers run one by one, got graphs=True": partial(with_options, graphs=True),
     "expected a model on one rank, under DDP or FSDP, got one divided by parallelize": divided,
-    "expected captured graphs, got a model that runs its own code": as_it_is,
+    "expected captured graphs, got a model that runs its own code": partial(with_options, as_it_is=True),
     "expected captured graphs, got a model without any, as a copy is": uncalled_copy,
     "got compile='reduce-overhead', whose CUDA graphs": partial(net, compile="reduce-overhead"),
 }

@@ -200,9 +200,10 @@ def restore(kernel: Kernel, rows: list[Row], states: Mapping[str, Any]) -> None:
 
 
 def keep_scales(parameters: Iterable[Tensor]) -> None:
-    """Let the scales of products that do not run in this step stay at its end.
+    """Keep the scales of products that do not run in this step.
 
-    TE then updates all products that ever ran, by the largest value of a history in which this step is 0.
+    At the end of a step TE updates the scales of all products that ever ran, from histories in which the step
+    of a product that did not run is 0.
     """
     for parameter in parameters:
         for kernel in state_of(parameter).kernels.values():

@@ -20,7 +20,7 @@ _MISSING = object()
 def guard_class_attribute(held: Any, name: str) -> None:
     """Guard that the class behind `held` has the method, property or value that it has now under `name`."""
     if isinstance(held, type) or name not in getattr(held, "__dict__", ()):
-        _guard_definition(_classes_of(held), name)
+        _guard_definition(classes_of(held), name)
 
 
 def _guard_definition(mro: tuple[type, ...], name: str) -> None:
@@ -35,7 +35,7 @@ def _guard_definition(mro: tuple[type, ...], name: str) -> None:
 
 def guard_special_methods(held: Any) -> None:
     """Guard what Python and nn.Module look up by themselves: `__len__`, `__call__`, `forward`."""
-    read, mro = _classes_read(), _classes_of(held)
+    read, mro = _classes_read(), classes_of(held)
     if (mro[0], "__mro__") in read or not _is_users(mro[0], "forward"):
         return
     read[mro[0], "__mro__"] = mro[0].__mro__
@@ -48,7 +48,8 @@ def _is_special(name: str) -> bool:
     return name == "forward" or (name.startswith("__") and name not in ("__init__", "__new__"))
 
 
-def _classes_of(held: Any) -> tuple[type, ...]:
+def classes_of(held: Any) -> tuple[type, ...]:
+    """Return the classes that attribute lookup searches for an object, or a class, in order."""
     return (*held.__mro__, *type(held).__mro__) if isinstance(held, type) else type(held).__mro__
 
 

@@ -493,7 +493,8 @@ def with_layers(gm: fx.GraphModule, layers: Sequence[Any]) -> fx.GraphModule:
     eliminate_dead_code(graph)  # a size that nobody reads would be computed behind the layer
     for number, layer in enumerate(layers):
         start, end = twins[layer.start.name], twins[layer.end.name]
-        inside = [node for node in graph.nodes if node.name in {node.name for node in layer.inside}]
+        names = {node.name for node in layer.inside}
+        inside = [node for node in graph.nodes if node.name in names]
         begins = insert_call(graph, inside[0], marks.layer_begins, (start, number), like=start)
         for node in inside:
             node.replace_input_with(start, begins)

@@ -184,6 +184,20 @@ def path_of(node: fx.Node) -> str:
     return path_said(next(reversed(stack.values()))[0])
 
 
+def computed_from(
+    roots: Iterable[fx.Node], is_end: Callable[[fx.Node], bool] = lambda node: False
+) -> set[fx.Node]:
+    """Return the roots and all that they are computed from, but ends and what only ends are computed from."""
+    found: set[fx.Node] = set()
+    waiting = [*roots]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and not is_end(node):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
 def modules_of(node: fx.Node) -> list[tuple[str, str]]:
     """Return path and class name of each module around the call, the outermost first."""
     stack = (node.meta.get("nn_module_stack") or {}).values()

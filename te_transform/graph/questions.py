@@ -33,7 +33,7 @@ from torch._dynamo.variables.user_defined import (
 )
 from torch._guards import Guard, Source, TracingContext
 
-from te_transform.graph.class_guards import guard_class_attribute, guard_special_methods
+from te_transform.graph.class_guards import classes_of, guard_class_attribute, guard_special_methods
 
 Ask = Callable[[Any], Hashable]  # a question to an object: the answer is compared with ==
 
@@ -119,7 +119,7 @@ def _has_attribute(held: Any, key: str) -> bool:
         registered = (vars(held).get(home) or () for home in ("_parameters", "_buffers", "_modules"))
         if any(key in home for home in registered):
             return True
-    mro = type(held).__mro__ if not isinstance(held, type) else (*held.__mro__, *type(held).__mro__)
+    mro = classes_of(held)
     found = next((vars(base)[key] for base in mro if key in vars(base)), None)
     if not isinstance(found, MemberDescriptorType):
         return any(key in vars(base) for base in mro)

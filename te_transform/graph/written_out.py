@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import called, is_model_tensor, is_parameter, is_tensor_node, shape_of, value
+from te_transform.graph.nodes import (
+    called,
+    computed_from,
+    is_model_tensor,
+    is_parameter,
+    is_tensor_node,
+    shape_of,
+    value,
+)
 from te_transform.graph.pattern import Match, Misses, Pattern
 from te_transform.graph.pointwise import is_pointwise
 
@@ -130,15 +138,8 @@ def _factors(node: fx.Node, moved: set[fx.Node]) -> list[fx.Node]:
 
 def _varies_by_column(factor: fx.Node) -> bool:
     """Return True if a factor has other numbers for other columns and is no parameter."""
-    seen: set[fx.Node] = set()
-    waiting = [factor]
-    while waiting:
-        node = waiting.pop()
-        if is_parameter(node):
-            return False
-        if node not in seen:
-            seen.add(node)
-            waiting += node.all_input_nodes
+    if any(map(is_parameter, computed_from([factor]))):
+        return False
     shape = shape_of(factor)
     floats = value(factor).is_floating_point() or value(factor).is_complex()
     return floats and len(shape) > 1 and shape[-1] != 1

@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,7 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import (
     called,
     changes_state,
+    computed_from,
     is_parameter,
     is_tensor_node,
     may_be_view,
@@ -94,11 +96,11 @@ class Residual:
 
 def residual(plan: Plan) -> Residual:
     """Return the residual layers of a captured graph."""
-    sums = _sums(plan.before)
+    sums, live = _sums(plan.before), _live(plan.captured.graph)
     found: list[Layer] = []
     refused: dict[str, str] = {}
     for path, group in _groups(plan, sums):
-        made = _layer(plan, path, [(node, *sums[node]) for node in group])
+        made = _layer(plan, live, path, [(node, *sums[node]) for node in group])
         if isinstance(made, Layer):
             found.append(made)
         else:
@@ -115,7 +117,7 @@ def residual(plan: Plan) -> Residual:
 
 
 def _sums(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
-    """The sums of a stream and a branch, in order, each with both."""
+    """Return the sums of a stream and a branch, in order, each with both."""
     sums: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for node in graph.nodes:
         for stream, branch in _operands(node):
@@ -126,7 +128,7 @@ def _sums(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
 
 
 def _operands(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Stream and branch, or the other way around, if the node may add them."""
+    """Yield stream and branch, and the two swapped, if the node may add them."""
     if node.target is not torch.add or node.kwargs or len(node.args) != 2:
         return
     if all(map(is_tensor_node, node.args)):
@@ -136,7 +138,7 @@ def _operands(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _stream(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> list[fx.Node]:
-    """The values of the stream up to this one, the first one last."""
+    """Return the values of the stream up to `node`, the first one last."""
     values = [node]
     while (before := _before(values[-1], sums)) is not None:
         values.append(before)
@@ -144,7 +146,7 @@ def _stream(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> list
 
 
 def _before(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> fx.Node | None:
-    """The value of the stream in front of this one: of a sum, or of a stream that is laid out anew."""
+    """Return the value of the stream before a sum or a reshape of it, None at the first value."""
     return node.args[0] if node.target is torch.reshape else sums[node][0] if node in sums else None
 
 
@@ -153,7 +155,7 @@ def _laid_out(node: fx.Node) -> fx.Node:
 
 
 def _reads_by_norms(branch: fx.Node, stream: Sequence[fx.Node]) -> bool:
-    """True if the branch reads the stream, and only through norms."""
+    """Return True if the branch reads the stream, and only through norms."""
     of_stream, seen, waiting, is_read = set(stream), set(), [branch], False
     while waiting:
         node = waiting.pop()
@@ -180,7 +182,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _groups(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, list[fx.Node]]]:
-    """The sums of each layer, with its path: successive ones of one stream and one module."""
+    """Yield the path of each layer with its sums: successive sums of one stream and one module."""
     stacks = {node: modules_of(_captured(plan, node)) if "origin" in node.meta else [] for node in sums}
     classes: dict[str, set[str]] = defaultdict(set)
     for path, kind in (module for stack in stacks.values() for module in stack):
@@ -203,15 +205,20 @@ def _groups(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, list[fx
 
 
 def _layer_path(stack: Sequence[tuple[str, str]], classes: dict[str, set[str]], is_block: bool) -> str:
-    """The innermost module of a list of one class, or the outermost of a list: T5's layers hold lists of
-    several classes. Outside of the list that a block stands in, that is the block."""
+    """Return the path of the layer that a sum belongs to, "" for a block that is captured by itself.
+
+    It is the innermost module whose list has one class. T5's layers hold lists of several classes: without
+    a list of one class it is the outermost module of a list.
+    """
     of_lists = [path for path, _ in reversed(stack) if _NUMBERED.match(path)]
     outermost = of_lists[-1] if of_lists and not is_block else ""
     return next((path for path in of_lists if len(classes[path.rpartition(".")[0]]) == 1), outermost)
 
 
-def _layer(plan: Plan, path: str, sums: Sequence[tuple[fx.Node, fx.Node, fx.Node]]) -> Layer | str:
-    """The layer as nodes of the captured graph, or why it cannot be dropped."""
+def _layer(
+    plan: Plan, live: set[fx.Node], path: str, sums: Sequence[tuple[fx.Node, fx.Node, fx.Node]]
+) -> Layer | str:
+    """Return the layer as nodes of the captured graph, or why it cannot be dropped."""
     first, last = sums[0][1], sums[-1][0]
     if not all("origin" in node.meta for each in sums for node in each):
         return NO_SUM.format("whose parts were written otherwise")
@@ -228,7 +235,7 @@ def _layer(plan: Plan, path: str, sums: Sequence[tuple[fx.Node, fx.Node, fx.Node
             return NO_SUM.format("whose parts were written otherwise")
         branches.append((node, operand))
     inside = _inside(start, end)
-    reason = _why_not(plan.captured.graph, start, end, inside)
+    reason = _why_not(live, start, end, inside)
     return reason or Layer(path, start, end, tuple(branches), frozenset(inside))
 
 
@@ -237,7 +244,7 @@ def _captured(plan: Plan, node: fx.Node) -> fx.Node:
 
 
 def _latest(plan: Plan, node: fx.Node) -> fx.Node:
-    """The last of the captured nodes that have this value: a dropout of nothing may follow."""
+    """Return the last captured node with the value of `node`: a dropout with p=0 may follow."""
     known = {found.meta.get("origin") for found in plan.before.nodes}
     users = [user for user in node.users if user.users]
     if len(users) == 1 and users[0].name not in known and users[0].all_input_nodes == [node]:
@@ -246,7 +253,7 @@ def _latest(plan: Plan, node: fx.Node) -> fx.Node:
 
 
 def _in_form(end: fx.Node, start: fx.Node) -> fx.Node:
-    """The end of a layer in the shape of its start, where a view alone reads it."""
+    """Return the only reader of `end` if it is a view that restores the shape of `start`, else `end`."""
     (reader, *others) = end.users or (end,)
     if others or not may_be_view(reader) or not is_tensor_node(reader):
         return end
@@ -255,26 +262,20 @@ def _in_form(end: fx.Node, start: fx.Node) -> fx.Node:
 
 
 def _operand(node: fx.Node, stream: fx.Node, branch: fx.Node) -> fx.Node | None:
-    """The operand of a captured sum that the branch leads to."""
+    """Return the operand of a captured sum that is computed from the branch."""
     for operand in node.all_input_nodes:
-        waiting, seen = [operand], {stream}
-        while waiting:
-            at = waiting.pop()
-            if at is branch:
-                return operand
-            if at not in seen and at > stream:
-                seen.add(at)
-                waiting += at.all_input_nodes
+        if branch in computed_from([operand], lambda at: at is not branch and not at > stream):
+            return operand
     return None
 
 
 def _inside(start: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """What depends on `start` and is needed for `end`, writes to what is inside among it."""
+    """Return what depends on `start` and is needed for `end`, with writes to such values."""
     inside: set[fx.Node] = set()
     writing = [node for node in end.graph.nodes if start < node < end and writes(node)]
     roots = [end]
     while roots:
-        for node in sorted(_needed(roots, start)):
+        for node in sorted(computed_from(roots, lambda node: not node > start)):
             if any(read is start or read in inside for read in node.all_input_nodes):
                 inside.add(node)
         own = set(storages(inside)) - {memory_of(start)}
@@ -284,24 +285,13 @@ def _inside(start: fx.Node, end: fx.Node) -> set[fx.Node]:
     return inside
 
 
-def _needed(roots: Iterable[fx.Node], start: fx.Node) -> set[fx.Node]:
-    """What the roots are computed of behind `start`."""
-    needed, waiting = set(), [*roots]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed and node > start:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
-
-
-def _why_not(graph: fx.Graph, start: fx.Node, end: fx.Node, inside: set[fx.Node]) -> str | None:
-    live = _live(graph)
+def _why_not(live: set[fx.Node], start: fx.Node, end: fx.Node, inside: set[fx.Node]) -> str | None:
+    """Return why a layer cannot be left out, or None; `live` is what the output of the graph needs."""
     for node in sorted(inside - {end}):
         if any(user in live and user not in inside for user in node.users):
             return READ_OUTSIDE
     first = min(inside)
-    between = [node for node in graph.nodes if first <= node <= end]
+    between = [node for node in end.graph.nodes if first <= node <= end]
     if any(map(changes_state, between)):
         return CHANGES_MODE
     given = {read for node in inside for read in node.all_input_nodes} - inside
@@ -314,30 +304,19 @@ def _why_not(graph: fx.Graph, start: fx.Node, end: fx.Node, inside: set[fx.Node]
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
-    """What the output needs, or a write."""
-    roots = [node for node in graph.nodes if node.op == "output" or writes(node) or changes_state(node)]
-    live: set[fx.Node] = set()
-    while roots:
-        node = roots.pop()
-        if node not in live:
-            live.add(node)
-            roots += node.all_input_nodes
-    return live
+    """Return what the output needs, or a write."""
+    return computed_from(
+        node for node in graph.nodes if node.op == "output" or writes(node) or changes_state(node)
+    )
 
 
 def _post_norms(graph: fx.Graph) -> Iterable[str]:
-    """The paths of sums of two values of which a product of one is the other."""
+    """Yield the paths of sums whose one operand is computed from the other."""
     for node in graph.nodes:
         for stream, branch in _operands(node):
-            if branch > stream and stream in _read(branch, stream):
+            if branch > stream and stream in computed_from([branch], partial(_is_out_of, stream)):
                 yield node.meta.get("path", "")
 
 
-def _read(branch: fx.Node, stream: fx.Node) -> set[fx.Node]:
-    found, waiting = set(), [branch]
-    while waiting:
-        node = waiting.pop()
-        if node not in found and node >= stream and not _is_size(node):
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
+def _is_out_of(stream: fx.Node, node: fx.Node) -> bool:
+    return not node >= stream or _is_size(node)

@@ -47,7 +47,7 @@ class BlockCalls:
 
 
 def _place(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> tuple[bool, Any] | None:
-    """Where a dropped block finds what it returns: the place of an argument, or a constant."""
+    """Return where a dropped block finds what it returns: the place of an argument, or a constant."""
     wanted = before if leaf is behind else leaf
     if isinstance(wanted, Tensor):
         return next(((True, place) for place, held in enumerate(given) if held is wanted), None)
@@ -55,7 +55,7 @@ def _place(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> tuple[b
 
 
 def _key(block: nn.Module, args: tuple, kwargs: dict) -> tuple:
-    """What tells calls of a block apart in the same way on all ranks: no sizes."""
+    """Return what tells calls of a block apart, in the same way on all ranks: no sizes."""
     leaves, spec = tree_flatten((args, kwargs))
     return (
         id(block),

@@ -250,7 +250,7 @@ class Converted:
         return out
 
     def decide_on_layers(self, model: nn.Module, policy: LayerPolicy | None) -> None:
-        """Let `policy` decide on the layers of the model's training calls from now on."""
+        """Ask `policy` about the layers of the model's training calls from now on; None runs all of them."""
         self.layers, self.block_calls = policy, BlockCalls()
         is_asked = policy is not None
         self.paths = {id(module): path for path, module in model.named_modules() if is_asked}
@@ -260,7 +260,7 @@ class Converted:
             self._intercept(block)
 
     def _intercept(self, block: nn.Module) -> None:
-        """Let calls of a block, with all hooks, go through _call_block() while there is a policy."""
+        """Send calls of a block, hooks included, through _call_block() while there is a policy."""
         own = vars(block).get("_compiled_call_impl")
         if self.layers is not None and own is None:
             block._compiled_call_impl = partial(self._call_block, block)
@@ -268,7 +268,7 @@ class Converted:
             block._compiled_call_impl = None
 
     def _call_block(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A call of a block, which is left out if the step drops it and FSDP would gather its parameters."""
+        """Call a block, or leave it out if the step drops it and FSDP would gather its parameters."""
         place = vars(block).get(CONVERTED)
         path = None if place is None or not is_sharded(block) else self._trained_path(place, block)
         policy = self.layers if path is not None and self.layers is not None and self.layers.is_on() else None
@@ -287,8 +287,11 @@ class Converted:
         return LayersNow(self.layers, path, self.names)
 
     def _trained_path(self, place: Place, module: nn.Module) -> str | None:
-        """The path of a module that is called in training, else None; a block is if the model is, for a
-        reentrant checkpoint calls it without gradients."""
+        """Return the path of a module that is called in training, else None.
+
+        A block in a call of the model trains if the model does: a reentrant checkpoint calls it without
+        gradients.
+        """
         if place.role is Role.BLOCK and _calling.get():
             is_trained = _trained.get() is not None
         else:
@@ -627,32 +630,28 @@ def converted_of(model: nn.Module) -> Converted | None:
     return place.converted if place is not None else None
 
 
-@contextmanager
-def all_layers(model: nn.Module) -> Iterator[None]:
-    """Let all layers of the converted models in `model` run, whatever decides on them."""
-    found = {id(c): c for c in map(converted_of, model.modules()) if c is not None}.values()
-    before = [(converted, converted.layers) for converted in found]
-    try:
-        for converted in found:
-            converted.layers = None
-        yield
-    finally:
-        for converted, layers in before:
-            converted.layers = layers
+def all_layers(model: nn.Module) -> AbstractContextManager[None]:
+    """Run all layers of the converted models in `model`, whatever decides on them."""
+    return _with_setting(model, "layers", None)
+
+
+def original_forward(model: nn.Module) -> AbstractContextManager[None]:
+    """Run the user's own code of all converted models in `model`."""
+    return _with_setting(model, "original", True)
 
 
 @contextmanager
-def original_forward(model: nn.Module) -> Iterator[None]:
-    """Let all converted models in `model` run the user's own code."""
+def _with_setting(model: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of all converted models in `model`, and put it back."""
     found = {id(c): c for c in map(converted_of, model.modules()) if c is not None}.values()
-    before = [(converted, converted.original) for converted in found]
+    before = [(converted, getattr(converted, name)) for converted in found]
     try:
         for converted in found:
-            converted.original = True
+            setattr(converted, name, value)
         yield
     finally:
-        for converted, was in before:
-            converted.original = was
+        for converted, held in before:
+            setattr(converted, name, held)
 
 
 def _mode(module: nn.Module) -> _Mode:

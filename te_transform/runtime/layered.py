@@ -125,8 +125,11 @@ class Layered:
         return self._with_zeros(outputs, arguments, left_out)
 
     def _path(self, now: LayersNow, arguments: Sequence[Any]) -> str:
-        """The path of the module whose graph this is: the one that is called, or one inside of it where a
-        graph break, or the user's own code, stands between the two."""
+        """Return the path of the module whose graph this is.
+
+        It is the module that is called, or one inside of it if a graph break, or the user's own code, stands
+        between the two.
+        """
         if now.path in self.plan.modules:
             return now.path
         is_known = len(self.plan.modules) == 1
@@ -140,8 +143,7 @@ class Layered:
         ends.set((arguments[found[0]], outputs[found[1]]) if is_whole else None)
 
     def _with_zeros(self, outputs: Any, arguments: Sequence[Any], left_out: frozenset[int]) -> Any:
-        """The outputs; their backward gives zeros to the parameters of dropped layers if DDP waits for
-        these."""
+        """Return outputs whose backward gives parameters of dropped layers zeros, if DDP waits for these."""
         if not in_backward():
             self.needs_zeros = waits_for_all_gradients()
         if not (self.needs_zeros and left_out and torch.is_grad_enabled()):

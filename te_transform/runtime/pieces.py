@@ -94,14 +94,17 @@ def runner(
 
 
 def begin(piece: Piece, values: dict[fx.Node, Any]) -> None:
-    """Let the mark in front of a layer have the value of the stream."""
+    """Give the mark in front of a layer the value of the stream."""
     if piece.marks is not None:
         values[piece.marks[0]] = values[piece.marks[0].args[0]]
 
 
 def _passed(stream: Tensor, end: fx.Node) -> Tensor:
-    """The stream behind a layer that is left out; trained if the layer would have made it so: a backward that
-    reaches no parameter raises, and compiled pieces are made for a trained stream."""
+    """Return the stream behind a layer that is left out.
+
+    It requires gradients if the layer's result would: a backward that reaches no parameter raises, and
+    compiled pieces are made for a stream with gradients.
+    """
     if stream.requires_grad or not value(end).requires_grad or not torch.is_grad_enabled():
         return stream
     return stream.detach().requires_grad_()
@@ -144,7 +147,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _inner(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
-    """The operations of each layer, by the mark at its end."""
+    """Return the operations of each layer, by the mark at its end."""
     found: dict[fx.Node, list[fx.Node]] = {}
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for begins, ends in marked(graph):

@@ -72,10 +72,10 @@ def compiled_in_pieces(
 
 
 def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None) -> list[Piece] | None:
-    """The layers that are marked in a graph, and what is between them.
+    """Return the pieces of a graph, or None if it has none or may not be cut into them.
 
-    Without marks the runs of operations of one layer, and those between, of a deep graph; of others the runs
-    that have a bucket of gradients. None where the graph has none, or may not be cut into them.
+    Layers that are marked are pieces, and what is between them. Without marks, a deep graph is cut into runs
+    of operations of one layer, any other into runs with a bucket of gradients each.
     """
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     has_layers = bool(marked(graph.graph))

@@ -23,6 +23,7 @@ from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError
 from te_transform.plan.residual import residual
 from te_transform.runtime.converted import Converted, converted_of
+from te_transform.training.counts import is_count
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class LayerDropping:
         self._has_run = False
 
     def remove(self) -> None:
-        """Let all layers run again, as before drop_layers()."""
+        """Run all layers again, as before drop_layers()."""
         if self._model is not None and (converted := converted_of(self._model)) is not None:
             converted.decide_on_layers(self._model, None)
         self._model = None
@@ -173,7 +174,7 @@ def drop_layers(
 
 def _checked(total_steps: int, theta: float, gamma: float | None, seed: int) -> float:
     """Return gamma, after a check of all numbers."""
-    if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
+    if not is_count(total_steps):
         raise OptionError(
             f"expected total_steps of 1 or more, got {total_steps!r}; pass the number of optimizer steps"
         )

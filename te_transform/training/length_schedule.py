@@ -9,6 +9,7 @@ from math import isqrt
 from typing import Any
 
 from te_transform.graph.keywords import did_you_mean
+from te_transform.training.counts import is_count
 
 SCHEDULES = ("linear", "root")
 
@@ -94,7 +95,7 @@ def check_count(name: str, value: Any) -> None:
     Raises:
         CurriculumError: the value is another.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_count(value):
         raise CurriculumError(f"expected {name} of at least 1, got {value!r}; pass a positive integer")
 
 

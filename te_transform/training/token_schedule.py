@@ -38,7 +38,7 @@ class TokenSchedule(LRScheduler):
         warmup_steps: int = 0,
         source: CountsTokens | None = None,
     ) -> None:
-        """Let `scheduler` count tokens.
+        """Make `scheduler` count tokens.
 
         Args:
             scheduler: any that counts its calls, which nothing else steps from now on.

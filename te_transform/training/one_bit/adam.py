@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -173,20 +174,29 @@ class OneBitAdam(OneBitOptimizer):
         self._mean(self._flat["update"])
         self._clear_unused(layout, self._flat["update"])
         with self._weights(layout) as weights:
-            for group, own in zip(self.param_groups, layout.groups, strict=True):
-                if trained := [p for p in own if self._has_trained(p)]:
-                    self._descend(group, trained, weights)
+            for group, trained in self._trained_groups(layout):
+                self._descend(group, trained, weights)
 
     def _add_to_update(self, layout: Layout, gradients: Gradients) -> None:
         """Compute beta1 * u + (1 - beta1) * g / denominator; a parameter without a gradient adds zeros."""
-        for index, group in enumerate(self.param_groups):
-            beta1 = group["betas"][0]
-            for part in layout.parts(self._flat["update"], index):
-                part.mul_(beta1)
-            if present := [p for p in layout.groups[index] if p in gradients]:
+        self._decay(layout, "update")
+        for group, own in zip(self.param_groups, layout.groups, strict=True):
+            if present := [p for p in own if p in gradients]:
                 updates, denominators = self._views(present, "update", "denominator")
-                own = [gradients[p] for p in present]
-                torch._foreach_addcdiv_(updates, own, denominators, value=1 - beta1)
+                given = [gradients[p] for p in present]
+                torch._foreach_addcdiv_(updates, given, denominators, value=1 - group["betas"][0])
+
+    def _decay(self, layout: Layout, name: str) -> None:
+        """Multiply a flat buffer by beta1 of each group."""
+        for index, group in enumerate(self.param_groups):
+            for part in layout.parts(self._flat[name], index):
+                part.mul_(group["betas"][0])
+
+    def _trained_groups(self, layout: Layout) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
+        """Yield each group with those of its parameters that have trained, if there are any."""
+        for group, own in zip(self.param_groups, layout.groups, strict=True):
+            if trained := [p for p in own if self._has_trained(p)]:
+                yield group, trained
 
     def _has_trained(self, parameter: nn.Parameter) -> bool:
         """Return False for parameters that no rank had a gradient of during the warm-up."""

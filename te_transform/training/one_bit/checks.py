@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from te_transform.training.counts import is_count
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,7 +30,7 @@ def check_options(group: dict[str, Any]) -> None:
 
 def check_count(name: str, steps: Any) -> None:
     """Raise OneBitError unless `steps` is an integer from 1 on."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not is_count(steps):
         raise OneBitError(f"expected {name} to be a number of steps >= 1, got {steps!r}; pass an integer")
 
 

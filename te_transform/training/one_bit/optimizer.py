@@ -64,7 +64,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             raise
 
     def register(self, ddp_model: nn.Module) -> None:
-        """Let DDP leave out the all-reduce of gradients whenever this optimizer does not need it.
+        """Install the hook by which DDP skips the all-reduce of gradients that this optimizer does not need.
 
         Args:
             ddp_model: DistributedDataParallel, before its first backward, with this optimizer's parameters.
@@ -214,14 +214,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _averaged(self, layout: Layout, gradients: Gradients) -> Gradients:
         """Return the mean of gradients over ranks, if no registered DDP has computed it."""
-        flat = layout.buffer()
-        views = {p: layout.view(flat, p) for p in layout.parameters}
-        if gradients:
-            torch._foreach_copy_([views[p] for p in gradients], list(gradients.values()))
+        flat, views = self._flattened(layout, gradients)
         present = torch.tensor([p in gradients for p in views], dtype=torch.uint8, device=flat.device)
         dist.all_reduce(flat.mul_(1 / layout.world_size), group=self.process_group)
         dist.all_reduce(present, dist.ReduceOp.MAX, group=self.process_group)
         return {p: view for (p, view), used in zip(views.items(), present.tolist(), strict=True) if used}
+
+    def _flattened(self, layout: Layout, gradients: Gradients) -> tuple[Tensor, Gradients]:
+        """Return gradients in one buffer, zeros where there are none, and the view of each parameter."""
+        flat = layout.buffer()
+        views = {p: layout.view(flat, p) for p in layout.parameters}
+        if gradients:
+            torch._foreach_copy_([views[p] for p in gradients], list(gradients.values()))
+        return flat, views
 
     @contextlib.contextmanager
     def _weights(self, layout: Layout) -> Iterator[dict[nn.Parameter, Tensor]]:

@@ -82,19 +82,17 @@ class ZeroOneAdam(OneBitAdam):
             self._note(full_steps=self.param_groups[0]["full_steps"] + 1)
         else:
             gradients = self._compressed_gradients(layout, gradients)
-        for index, group in enumerate(self.param_groups):
-            for part in layout.parts(self._flat["exp_avg"], index):
-                part.mul_(group["betas"][0])
-            if present := [p for p in layout.groups[index] if p in gradients]:
-                own = [gradients[p] for p in present]
-                torch._foreach_add_(*self._views(present, "exp_avg"), own, alpha=1 - group["betas"][0])
+        self._decay(layout, "exp_avg")
+        for group, own in zip(self.param_groups, layout.groups, strict=True):
+            if present := [p for p in own if p in gradients]:
+                given = [gradients[p] for p in present]
+                torch._foreach_add_(*self._views(present, "exp_avg"), given, alpha=1 - group["betas"][0])
         with self._weights(layout) as weights:
-            for group, own in zip(self.param_groups, layout.groups, strict=True):
-                if trained := [p for p in own if self._has_trained(p)]:
-                    updates = torch._foreach_div(*self._views(trained, "exp_avg", "denominator"))
-                    torch._foreach_div_(updates, 1 - group["betas"][0] ** (self.steps + 1))
-                    moved = [weights[p] for p in trained]
-                    torch._foreach_add_(moved, _changes(group, updates, moved))
+            for group, trained in self._trained_groups(layout):
+                updates = torch._foreach_div(*self._views(trained, "exp_avg", "denominator"))
+                torch._foreach_div_(updates, 1 - group["betas"][0] ** (self.steps + 1))
+                moved = [weights[p] for p in trained]
+                torch._foreach_add_(moved, _changes(group, updates, moved))
 
     def _update_variance(self, layout: Layout, gradients: Gradients) -> None:
         """Update v, and keep the errors of exchanges in the unit of gradients over sqrt(v) + eps."""
@@ -121,10 +119,7 @@ class ZeroOneAdam(OneBitAdam):
         return flat
 
     def _compressed_gradients(self, layout: Layout, gradients: Gradients) -> Gradients:
-        flat, denominator = layout.buffer(), self._flat["denominator"]
-        views = {p: layout.view(flat, p) for p in layout.parameters}
-        if gradients:
-            torch._foreach_copy_([views[p] for p in gradients], list(gradients.values()))
+        (flat, views), denominator = self._flattened(layout, gradients), self._flat["denominator"]
         self._mean(flat.div_(denominator))
         self._clear_unused(layout, flat.mul_(denominator))
         return views
@@ -145,13 +140,14 @@ class ZeroOneAdam(OneBitAdam):
             return super()._compressed(layout, gradients)
         self._add_to_update(layout, gradients)
         with self._weights(layout) as weights:
-            for group, own in zip(self.param_groups, layout.groups, strict=True):
-                if trained := [p for p in own if self._has_trained(p)]:
-                    (updates, totals), moved = self._views(trained, "update", "local_change"), weights
-                    changes = _changes(group, updates, [moved[p] for p in trained])
-                    torch._foreach_add_(totals, changes)
-                    torch._foreach_add_([moved[p] for p in trained], changes)
-                group["lr_sum"] += float(group["lr"])
+            for group, trained in self._trained_groups(layout):
+                updates, totals = self._views(trained, "update", "local_change")
+                moved = [weights[p] for p in trained]
+                changes = _changes(group, updates, moved)
+                torch._foreach_add_(totals, changes)
+                torch._foreach_add_(moved, changes)
+        for group in self.param_groups:
+            group["lr_sum"] += float(group["lr"])
         self._note(local_steps=self.param_groups[0]["local_steps"] + 1)
         doublings = (self.steps - self.param_groups[0]["frozen_at"]) // self.local_step_scaler
         if self.param_groups[0]["local_steps"] >= min(2**doublings, self.local_step_clipper):
