@@ -317,6 +317,13 @@ def test_a_class_may_define_something_else_later(name: str, monkeypatch: pytest.
     check(read, Derived(), change)
 
 
+def test_a_method_may_have_other_code_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: Model) -> None:
+        monkeypatch.setattr(Helper.method, "__code__", OtherBase.method.__code__)
+
+    check(lambda m, held, kwargs: held.method(), Derived(), change)
+
+
 def test_a_class_may_have_other_bases_later() -> None:
     try:
         check(

@@ -73,10 +73,12 @@ def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any])
     """Build the guard of what classes define, once `read` is complete."""
     orders = [(base, found) for (base, name), found in read.items() if name == "__mro__"]
     names = [(vars(base), name, found) for (base, name), found in read.items() if name != "__mro__"]
+    codes = [(found, found.__code__) for _, _, found in names if isfunction(found)]
     builder.guard_manager.root.add_lambda_guard(
         lambda _: (
             all(base.__mro__ is found for base, found in orders)
             and all(home.get(name, _MISSING) is found for home, name, found in names)
+            and all(found.__code__ is code for found, code in codes)
         ),
         guards.get_verbose_code_parts(
             [f"classes define the same {sorted({name for _, name, _ in names})}"], guard
