@@ -117,6 +117,11 @@ def parameter_of(argument: Any) -> Tensor | None:
     return argument if is_stored(argument) else getattr(argument, "_te_transform_stored", None)
 
 
+def parts_of(argument: Any) -> tuple[Any, ...]:
+    """Return what Join joined to an argument of a graph, or the argument alone."""
+    return getattr(argument, "_te_transform_parts", (argument,))
+
+
 class _Alias(torch.autograd.Function):
     """The same memory as a tensor that is no view: views of it lead back to it."""
 

@@ -108,6 +108,8 @@ class CapturedGraph:
                 run = CapturedGraph(made[0], self.owner)
                 run.layered = (None,)  # which runs in layers
                 made = Layered(*made, run, self.path_in)
+                if self.compiled is not None and self.options.graphs:
+                    self.compiled.lowered.clear()  # recordings of all layers hold the memory of a step
             self.layered = (made,)
         return self.layered[0]
 

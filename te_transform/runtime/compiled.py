@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import compress
@@ -46,19 +46,21 @@ from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 from te_transform.runtime.console import in_a_line, status
 from te_transform.runtime.cuda_graphs import stream_now
-from te_transform.runtime.heads import head_of
+from te_transform.runtime.heads import Head, head_of
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.lowered import Known, Lowered
+from te_transform.runtime.pieces import Piece
 from te_transform.runtime.prepared import Prepared
 from te_transform.runtime.ranks import bucket_size
 from te_transform.runtime.recordings import Function, Kind
-from te_transform.runtime.regions import compiled_in_pieces
+from te_transform.runtime.regions import in_pieces
 from te_transform.runtime.replayed import Replayed
 
 log = logging.getLogger(__name__)
 
 # Kinds of calls that one graph is compiled for: each takes seconds to minutes, later ones run uncompiled.
 MOST = 8
+_OVERLAP = "runs without CUDA graphs, it returns two tensors in one memory"
 _TRACED = {
     # on a smaller budget it would quantize again in the backward, when TE has updated the scales
     "activation_memory_budget": 1.0,
@@ -112,7 +114,7 @@ class CompiledGraph:
         seen = written(plan.captured.graph)
         self.writes = [place for place, node in enumerate(placeholders) if node in seen]
         self.stays = [stays_in_place(node) or node in seen for node in placeholders]
-        self.outputs_overlap = _overlap(plan.captured.graph)
+        self.outputs_overlap = _overlap(returned(plan.captured.graph), placeholders)
         # the fused products, each with the place of its first parameter; and those that may run in FP8
         self.weights = {
             site: names.index(site.weights[0][0].meta["origin"])
@@ -262,24 +264,75 @@ class CompiledGraph:
         head = head_of(graph, self._compiled if compiles else None) if is_apart else None
         graph = graph if head is None else head.rest
         given = [*arguments, *known.tensors]
-        run = self._compiled(graph, given, bucket) if compiles else self._plain(graph)
-        if run is None or not in_graphs:
+        record = self._recorder(graph, known, arguments) if in_graphs else None
+        by_layer = record is not None and bool(marked(graph.graph))
+        make = partial(self._compiled, bucket=bucket) if compiles else self._plain
+        run = make(graph, given, record=record if by_layer else None)
+        if run is None or record is None or by_layer:
             return None if run is None else Prepared(run, head)
         if self.outputs_overlap:
-            self._note("a graph runs without CUDA graphs, it returns two tensors in one memory")
+            self._note(f"a graph {_OVERLAP}")
             return Prepared(run, head)
+        return record(run, [node for node in graph.graph.nodes if node.op == "placeholder"], head)
+
+    def _recorder(
+        self, graph: fx.GraphModule, known: Known, arguments: Sequence[Any]
+    ) -> Callable[..., Prepared]:
+        """Return a function that lets operations of the graph run as CUDA graphs.
+
+        Its arguments are what runs the operations, the nodes that they read, and the head beside them.
+        """
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         known_stay = known.stay_as(compress(arguments, self.stays)) if self.ranks else known.stays
-        forms = forms_of(given)
-        stays = [*self.stays, *known_stay, *(True for _ in forms)]
-        states = [len(arguments) + place for place in known.written]
+        given = dict(zip(placeholders, [*arguments, *known.tensors], strict=True))
+        stays = dict(zip(placeholders, [*self.stays, *known_stay], strict=True))
+        writes = {placeholders[place] for place in self.writes}
+        states = {placeholders[len(arguments) + place] for place in known.written}
 
-        def recorded(*tensors: Any) -> Any:
-            return run(*closed(tensors, forms))
+        def record(run: Callable[..., Any], inputs: Sequence[fx.Node], head: Head | None = None) -> Prepared:
+            forms = forms_of([given.get(node) for node in inputs])
+            stay = [*(stays.get(node, False) for node in inputs), *(True for _ in forms)]
+            writes_to, states_in = (
+                [place for place, node in enumerate(inputs) if node in nodes] for nodes in (writes, states)
+            )
 
-        replayed = Replayed(Function(recorded, stays, self.writes, states, self._note, self.ranks))
-        return Prepared(run, head, replayed, forms)
+            def recorded(*tensors: Any) -> Any:
+                return run(*closed(tensors, forms))
 
-    def _plain(self, graph: fx.GraphModule) -> Callable[..., Any]:
+            function = Function(recorded, stay, writes_to, states_in, self._note, self.ranks)
+            return Prepared(run, head, Replayed(function), forms)
+
+        return record
+
+    def _in_pieces(
+        self, graph: fx.GraphModule, given: Sequence[Any], compile: Callable[..., Any] | None, **how: Any
+    ) -> Callable[..., Any] | None:
+        """Return what runs the pieces of a graph, see regions.in_pieces(); None if it has none, or cannot be
+        cut into its layers."""
+        run = in_pieces(graph, given, compile, **how)
+        if run is None and marked(graph.graph):
+            self._note(f"a graph whose layers are dropped runs {self.how}, it cannot be cut into them")
+        return run
+
+    def _recorded_piece(self, record: Callable[..., Prepared], piece: Piece) -> Callable[..., Any]:
+        """Return what runs a piece of a graph as CUDA graphs of its own."""
+        run = piece.run or self._in_recipe(piece.module)
+        if not piece.outputs:
+            return run
+        if _overlap(piece.outputs, piece.inputs):
+            self._note(f"a part of a graph {_OVERLAP}")
+            return run
+        return record(run, piece.inputs)
+
+    def _plain(
+        self, graph: fx.GraphModule, given: Sequence[Any], record: Callable[..., Prepared] | None
+    ) -> Callable[..., Any] | None:
+        """Return what runs the graph as it is, or in pieces that are recorded; None if it cannot be cut."""
+        if record is None:
+            return self._in_recipe(graph)
+        return self._in_pieces(graph, given, None, record=partial(self._recorded_piece, record))
+
+    def _in_recipe(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """The graph as it is, in the recipe that is on: a backward, too, may run it again."""
         recipe = self.backend.recipe_now() if self.products else None
         if recipe is None:
@@ -292,10 +345,14 @@ class CompiledGraph:
         return run
 
     def _compiled(
-        self, graph: fx.GraphModule, arguments: Sequence[Any], bucket: int | None = None
+        self,
+        graph: fx.GraphModule,
+        arguments: Sequence[Any],
+        bucket: int | None = None,
+        record: Callable[..., Prepared] | None = None,
     ) -> Callable[..., Any] | None:
-        """The graph, compiled for such arguments, in pieces of so many bytes of gradients; None where the
-        compiler fails."""
+        """The graph, compiled for such arguments, in pieces of so many bytes of gradients, or in pieces that
+        are recorded; None where the compiler fails."""
         if (name := replaced_function(graph.graph)) is not None:
             self._note(
                 f"a graph runs uncompiled, somebody has replaced PyTorch's {name}, which compilers trace"
@@ -314,9 +371,10 @@ class CompiledGraph:
                 mode = list_mode_options("default" if asked is True else asked)
                 compile = partial(compile_fx, config_patches=mode)
                 by_layer = asked not in IN_CUDA_GRAPHS  # each piece would be a graph of its own
-                run = compiled_in_pieces(graph, arguments, compile, bucket) if by_layer else None
+                each = None if record is None else partial(self._recorded_piece, record)
+                how = {"bucket": bucket, "record": each}
+                run = self._in_pieces(graph, arguments, compile, **how) if by_layer else None
                 if run is None and marked(graph.graph):
-                    self._note("a graph whose layers are dropped runs uncompiled, it cannot be cut into them")
                     return None
                 return compile(graph, arguments) if run is None else run
         except Exception as error:
@@ -359,10 +417,10 @@ def _attention() -> tuple[bool, ...]:
     )
 
 
-def _overlap(graph: fx.Graph) -> bool:
-    """Whether two tensors that the graph returns, and makes, lie in one memory."""
-    nodes = [node for node in dict.fromkeys(returned(graph)) if isinstance(node, fx.Node)]
-    given = set(storages(node for node in graph.nodes if node.op == "placeholder"))
+def _overlap(outputs: Iterable[Any], inputs: Iterable[fx.Node]) -> bool:
+    """Whether two tensors that are returned, and made, lie in one memory."""
+    nodes = [node for node in dict.fromkeys(outputs) if isinstance(node, fx.Node)]
+    given = set(storages(inputs))
     made = [storage for storage in storages(nodes) if storage not in given]
     return len(set(made)) < len(made)
 

@@ -167,10 +167,11 @@ class _Zeros(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # outputs without a gradient stay without
         ctx.like = [(held.shape, held.dtype, held.device) for held in tensors[number:]]
         return tuple(held.view_as(held) for held in tensors[:number])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
         return (None, *grads, *zeros)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from te_transform.backends.collectives import Ranks
-from te_transform.backends.joined import check_unwritten, local, parameter_of, versions
+from te_transform.backends.joined import check_unwritten, local, parameter_of, parts_of, versions
 from te_transform.backends.tracing import batches_gradients
 from te_transform.runtime.again import (
     Run,
@@ -230,7 +231,7 @@ class Recorded:
         held = self._held()
         if not held:
             return True
-        for parameter in map(parameter_of, arguments):
+        for parameter in map(parameter_of, chain.from_iterable(map(parts_of, arguments))):
             grad = None if parameter is None else parameter.grad
             if grad is not None and local(grad).untyped_storage()._cdata in held:
                 parameter.grad = grad.clone()

@@ -46,17 +46,22 @@ Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
-def compiled_in_pieces(
-    graph: fx.GraphModule, arguments: Sequence[Any], compile: Compile, bucket: int | None = None
+def in_pieces(
+    graph: fx.GraphModule,
+    arguments: Sequence[Any],
+    compile: Compile | None,
+    bucket: int | None = None,
+    record: Callable[[Piece], Callable[..., Any]] | None = None,
 ) -> Callable[..., list[Any]] | None:
-    """The graph, compiled in pieces for such arguments; None where it is too small, or cannot be cut.
+    """Return what runs the graph in pieces, or None if the graph is too small or cannot be cut.
 
     Args:
         graph: of operations and fused ops.
         arguments: tensors, and numbers, of a call.
-        compile: compiles one piece for such arguments.
+        compile: compiles one piece for such arguments; None if `record` knows how pieces run.
         bucket: how many bytes of gradients are reduced at a time while the backward goes on; None where none
             are.
+        record: returns what runs a piece, in the place of what was compiled.
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     given = dict(zip(placeholders, arguments, strict=True))
@@ -64,10 +69,13 @@ def compiled_in_pieces(
     if pieces is None:
         return None
     try:
-        _compile(pieces, given, compile)
+        if compile is not None:
+            _compile(pieces, given, compile)
     except Exception as error:
         log.info("a graph is compiled whole, its pieces could not be by themselves", exc_info=error)
         return None
+    for piece in pieces if record is not None else ():
+        piece.run = record(piece)
     return runner(graph, pieces, joined_anew)
 
 

@@ -224,11 +224,10 @@ def _check_mode(owner: Converted) -> None:
             "expected captured graphs, got a model without any, as a copy is before its first call; call it "
             "once in training"
         )
-    if options.graphs or options.compile in IN_CUDA_GRAPHS:
-        given = "graphs=True" if options.graphs else f"compile={options.compile!r}"
+    if options.compile in IN_CUDA_GRAPHS:
         raise OptionError(
-            f"expected a mode in which layers run one by one, got {given}, whose CUDA graphs replay all "
-            "layers; convert with compile=True or without compile"
+            f"expected a mode in which layers run one by one, got compile={options.compile!r}, whose CUDA "
+            "graphs replay all layers; convert with compile=True and graphs=True"
         )
 
 
