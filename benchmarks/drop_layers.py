@@ -1,6 +1,7 @@
 """Progressive layer dropping: the time of a training step with dropped layers against a plain one, on a GPU.
 
-    python benchmarks/drop_layers.py [--model gpt llama] [--modes uncompiled compiled] [--recipe fp8-delayed]
+    python benchmarks/drop_layers.py [--model gpt llama] [--modes uncompiled compiled graphs compiled-graphs]
+                                     [--recipe fp8-delayed]
                                      [--layers 12] [--width 1024] [--batch 8] [--length 1024] [--vocab 8192]
                                      [--steps 100] [--json PATH]
 
@@ -30,7 +31,12 @@ import te_transform
 from te_transform.training import LayerDropping, drop_layers
 from tests.models.nanogpt import GPT, GPTConfig
 
-MODES: dict[str, dict[str, Any]] = {"uncompiled": {}, "compiled": {"compile": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "uncompiled": {},
+    "compiled": {"compile": True},
+    "graphs": {"graphs": True},  # of the whole model before drop_layers(), by layer after it
+    "compiled-graphs": {"compile": True, "graphs": True},
+}
 ROUNDS = 5
 
 

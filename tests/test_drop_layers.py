@@ -534,7 +534,6 @@ def test_bad_numbers(message: str) -> None:
 BAD_MODELS: dict[str, Callable[[], nn.Module]] = {
     "expected a converted model, got an unconverted Net; pass what": unconverted,
     "expected a model that drops no layers, got one that does; call remove\\(\\)": already,
-    "expected a mode in which layers run one by one, got graphs=True": partial(with_options, graphs=True),
     "expected a model on one rank, under DDP or FSDP, got one divided by parallelize": divided,
     "expected captured graphs, got a model that runs its own code": partial(with_options, as_it_is=True),
     "expected captured graphs, got a model without any, as a copy is": uncalled_copy,

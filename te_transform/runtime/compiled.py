@@ -283,7 +283,9 @@ class CompiledGraph:
         Its arguments are what runs the operations, the nodes that they read, and the head beside them.
         """
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        known_stay = known.stay_as(compress(arguments, self.stays)) if self.ranks else known.stays
+        # what is copied anew lies where the last call's copy lay, unless other layers ran
+        as_own = self.ranks is not None or bool(marked(graph.graph))
+        known_stay = known.stay_as(compress(arguments, self.stays)) if as_own else known.stays
         given = dict(zip(placeholders, [*arguments, *known.tensors], strict=True))
         stays = dict(zip(placeholders, [*self.stays, *known_stay], strict=True))
         writes = {placeholders[place] for place in self.writes}

@@ -1,0 +1,247 @@
+"""Progressive layer dropping with CUDA graphs: each layer is a recording of its own, emulated as in
+test_replayed.py."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_transform
+from te_transform.backends import limits
+from te_transform.runtime import layered, replayed
+from te_transform.runtime.converted import converted_of
+from tests import ranks, stand_in, test_drop_layers, test_replayed
+from tests.conversions import ALL
+from tests.test_drop_layers import LAYERS, Fixed, Net, X, are_equal, by_hand, dropping, gradients, net
+from tests.zoo import seeded, zero_dropout
+
+counts, compilations = test_replayed.counts, test_drop_layers.compilations  # fixtures
+FEW = "something that no recording can"
+KEPT = {f"blocks.{number}": 1.0 for number in range(LAYERS)}
+PIECES = LAYERS + 1  # and the head
+
+
+class Counts(Net):
+    """A model that counts its calls between its layers and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def recorded(factors: dict[str, float | None], **options: bool) -> nn.Module:
+    """A model each of whose layers was recorded, and that now runs with these factors."""
+    model = net(graphs=True, **options)
+    policy = Fixed(KEPT)
+    converted_of(model).decide_on_layers(model, policy)
+    for _ in range(3):
+        gradients(model)
+    policy.factors = factors
+    return model
+
+
+@pytest.mark.usefixtures("compilations")
+@pytest.mark.parametrize("compile", [False, True])
+def test_every_step_is_that_of_the_uncompiled_model(compile: bool, counts: Counter) -> None:
+    plain, model = net(), net(graphs=True, compile=compile)
+    schedules = dropping(plain), dropping(model)
+    ran: Counter = Counter()
+    for _ in range(20):
+        wanted, left_out = gradients(plain), schedules[1].dropped()
+        ran.update(set(schedules[1].layers) - {*left_out})
+        for name, grad in gradients(model).items():
+            torch.testing.assert_close(grad, wanted[name])
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == name.startswith(tuple(f"{path}." for path in left_out))
+        for schedule in schedules:
+            schedule.step()
+    # two warm-ups of each piece; a check of each recording is one replay more
+    assert counts["recorded"] == PIECES
+    assert counts["forward"] == counts["backward"] == ran.total() + 20 - PIECES
+    assert not converted_of(model).failures
+
+
+def test_a_factor_is_an_argument_of_a_replay(counts: Counter) -> None:
+    model = recorded(KEPT)
+    policy = converted_of(model).layers
+    before = Counter(counts)
+    for factor in (None, 2.0, 1.25, None, 1.0):
+        policy.factors = KEPT | {"blocks.1": factor}
+        torch.testing.assert_close(model(X), by_hand(model, policy.factors))
+    assert counts - before == {"forward": 5 * PIECES - 2}
+
+
+def test_a_factor_of_1_is_bitwise_the_recorded_model(counts: Counter) -> None:
+    whole, model = net(graphs=True), recorded(KEPT)
+    for _ in range(3):
+        wanted = gradients(whole)
+    assert counts["recorded"] == 1 + PIECES
+    assert are_equal(gradients(model), wanted)
+    assert torch.equal(model(X), whole(X))
+
+
+def test_where_theta_is_1_the_whole_is_replayed(counts: Counter) -> None:
+    whole, model = net(graphs=True), net(graphs=True)
+    dropping(model, theta=1)
+    for _ in range(4):
+        assert are_equal(gradients(model), gradients(whole))
+    assert counts["recorded"] == 2
+
+
+def test_a_dropped_layer_replays_nothing(counts: Counter) -> None:
+    model = recorded(dict.fromkeys(KEPT))
+    before = Counter(counts)
+    gradients(model)
+    assert counts - before == {"forward": 1, "backward": 1}  # of the head
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == [
+        "head.weight",
+        "head.bias",
+    ]
+
+
+def test_gradients_of_a_dropped_layer_are_those_that_were_accumulated(counts: Counter) -> None:
+    model = recorded(KEPT)
+    alone = gradients(model)
+    before = counts["recorded"]
+    converted_of(model).layers.factors = KEPT | {"blocks.2": None}
+    model(X).square().mean().backward()
+    weight = model.blocks[2].q.weight
+    assert torch.equal(weight.grad, alone["blocks.2.q.weight"])
+    model.zero_grad(set_to_none=False)
+    model(X).square().mean().backward()
+    assert not weight.grad.any()
+    assert counts["recorded"] == before  # what `.grad` still holds is copied, also that of joined weights
+
+
+def test_evaluation_replays_the_whole(counts: Counter) -> None:
+    whole, model = net(graphs=True), recorded(dict.fromkeys(KEPT))
+    whole.eval(), model.eval()
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(model(X), whole(X))
+    assert counts["recorded"] == PIECES + 2
+
+
+def test_recordings_of_the_whole_are_let_go_of(counts: Counter) -> None:
+    model = net(graphs=True)
+    for _ in range(3):
+        gradients(model)
+    assert len(test_replayed.Emulated.all) == 1
+    dropping(model)
+    gradients(model)
+    gc.collect()
+    assert counts["recorded"] == 1
+    assert not test_replayed.Emulated.all
+
+
+def test_two_forwards_before_a_backward(counts: Counter) -> None:
+    plain, model = net(), recorded(KEPT)
+    factors = KEPT | {"blocks.0": None, "blocks.3": 2.0}
+    converted_of(model).layers.factors = factors
+
+    def loss(one: Tensor, other: Tensor) -> Tensor:
+        return (one * other).mean()
+
+    model.zero_grad()
+    loss(model(X), model(-X)).backward()
+    loss(by_hand(plain, factors), by_hand(plain, factors, -X)).backward()
+    for name, parameter in model.named_parameters():
+        wanted = plain.get_parameter(name).grad
+        assert (parameter.grad is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(parameter.grad, wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_repeat_the_draw(reentrant: bool, counts: Counter) -> None:
+    plain, model = net(), net(graphs=True, reentrant=reentrant)
+    schedules, x = (dropping(plain), dropping(model)), X.clone().requires_grad_()
+    for _ in range(5):
+        wanted = gradients(plain, x)
+        for name, grad in gradients(model, x).items():
+            torch.testing.assert_close(grad, wanted[name])
+        for schedule in schedules:
+            schedule.step()
+
+
+def test_zeros_for_ranks_that_wait_for_all_gradients(
+    counts: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs without a gradient, such as logits beside a loss, stay without: else steps that drop layers and
+    steps that drop none would be recorded in turns."""
+    monkeypatch.setattr(layered, "waits_for_all_gradients", lambda: True)
+    case = ALL["nanogpt_flash"]
+    inputs = case.sample() | {"targets": case.sample()["idx"]}
+    model = te_transform.convert(zero_dropout(case.build()).train(), inputs, verify=False, graphs=True)
+    schedule = dropping(model)
+    for _ in range(10):
+        model.zero_grad()
+        model(**inputs)[1].backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        schedule.step()
+    # the logits' own gradient, which the loss has, shows only in the first replay
+    assert counts["recorded"] == len(schedule.layers) + 3
+    assert not converted_of(model).failures
+
+
+def test_a_piece_that_cannot_be_recorded_runs_as_it_is(
+    counts: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net(graphs=True)
+    schedule = dropping(model)
+    converted_of(model).layers = Fixed(KEPT)
+    monkeypatch.setattr(replayed, "_unfit_outputs", lambda outputs, arguments: "it returns " + FEW)
+    wanted = gradients(net())
+    for _ in range(4):
+        for name, grad in gradients(model).items():
+            torch.testing.assert_close(grad, wanted[name])
+    assert counts["recorded"] == 0
+    assert converted_of(model).failures == ["a graph runs without CUDA graphs, it returns " + FEW]
+    schedule.remove()
+
+
+def test_layers_that_write_run_without_cuda_graphs(counts: Counter) -> None:
+    model = te_transform.convert(seeded(Counts), X, verify=False, graphs=True, inplace=True).train()
+    converted_of(model).decide_on_layers(model, Fixed(KEPT))
+    for call in range(1, 5):
+        gradients(model)
+        assert model.calls == call
+    assert counts["recorded"] == 0
+    assert converted_of(model).failures == [
+        "a graph whose layers are dropped runs without CUDA graphs, it cannot be cut into them"
+    ]
+
+
+def test_fp8(monkeypatch: pytest.MonkeyPatch, counts: Counter) -> None:
+    """Scales of a dropped layer stay. With factors of 1, all else is as where the whole is recorded."""
+    stand_in.install(monkeypatch)
+    kept, found = {"blocks.0": 1.0, "blocks.1": 1.0}, []
+    with limits.at_any_size:
+        for policy in (None, Fixed(kept)):  # one by one: TE's steps are of all models
+            model = ranks.in_fp8(graphs=True).train()
+            converted_of(model).decide_on_layers(model, policy)
+            for step in range(6):
+                model(ranks.inputs(step)).sum().backward()
+            grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+            found.append((te_transform.scaling_state(model), grads))
+        assert counts["recorded"] == 1 + 3  # two layers and the head
+        policy.factors, replays = kept | {"blocks.0": None}, counts["forward"]
+        states = []
+        for step in range(6, 12):
+            model(ranks.inputs(step) * step).sum().backward()
+            states.append(te_transform.scaling_state(model))
+    assert counts["forward"] == replays + 6 * 2
+    assert are_equal(found[0][1], found[1][1])
+    assert all(torch.equal(found[1][0][name]["scale"], state["scale"]) for name, state in found[0][0].items())
+    # the first step that drops a layer still takes in the step before
+    stayed = {name: torch.equal(states[0][name]["scale"], states[-1][name]["scale"]) for name in states[0]}
+    assert all(same for name, same in stayed.items() if name.startswith("blocks.0."))
+    assert not stayed["blocks.1.q.weight"]
