@@ -245,3 +245,24 @@ def test_fp8(monkeypatch: pytest.MonkeyPatch, counts: Counter) -> None:
     stayed = {name: torch.equal(states[0][name]["scale"], states[-1][name]["scale"]) for name in states[0]}
     assert all(same for name, same in stayed.items() if name.startswith("blocks.0."))
     assert not stayed["blocks.1.q.weight"]
+
+
+@pytest.mark.usefixtures("compilations", "counts")
+@pytest.mark.parametrize("options", [{"compile": True}, {"graphs": True}], ids=str)
+def test_layers_that_the_first_steps_drop_run_in_fp8_later(
+    options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a run goes on in the middle of its schedule."""
+    stand_in.install(monkeypatch)
+    with limits.at_any_size:
+        model = ranks.in_fp8(**options).train()
+        policy = Fixed({"blocks.0": None, "blocks.1": 1.0})
+        converted_of(model).decide_on_layers(model, policy)
+        for step in range(8):
+            model(ranks.inputs(step)).sum().backward()
+            policy.factors = {"blocks.0": 1.0, "blocks.1": 1.0 if step % 2 else None}
+    (graph,) = converted_of(model).graphs
+    compiled = graph.layered[0].run.compiled
+    # all but the head, whose sizes FP8 does not take
+    assert [len(sites) for sites in compiled.in_fp8.values()] == [len(compiled.products) - 1]
+    assert not converted_of(model).failures

@@ -49,7 +49,7 @@ from te_transform.runtime.cuda_graphs import stream_now
 from te_transform.runtime.heads import Head, head_of
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.lowered import Known, Lowered
-from te_transform.runtime.pieces import Piece
+from te_transform.runtime.pieces import Piece, dropped
 from te_transform.runtime.prepared import Prepared
 from te_transform.runtime.ranks import bucket_size
 from te_transform.runtime.recordings import Function, Kind
@@ -123,6 +123,7 @@ class CompiledGraph:
         }
         self.products = self.weights if options.recipe is not None else {}
         self.in_fp8: dict[tuple, frozenset[Site]] = {}  # by kind of call
+        self.unseen: dict[tuple, frozenset[int]] = {}  # layers that no call of the kind has run yet
         self.lowered: dict[frozenset[Site], Lowered] = {}  # by what runs in FP8
         # the last call without gradients that was replayed, by all that the next step of a generation has in
         # common with it; what was recorded is let go of elsewhere
@@ -225,8 +226,14 @@ class CompiledGraph:
             self._note(f"a graph is {made} for {MOST} kinds of calls at most, others run {self.how}")
 
     def _first(self, kind: tuple, arguments: Sequence[Any]) -> Any:
-        """The first call of its kind: uncompiled, which shows what runs in FP8."""
+        """Run a first call of its kind uncompiled, which shows what runs in FP8.
+
+        There are several until each layer has run in one.
+        """
         outputs = self.uncompiled(*arguments)
+        self.unseen[kind] = self.unseen.get(kind, dropped.get()) & dropped.get()
+        if self.unseen[kind]:
+            return outputs
         inside = {site for site, told in zip(self.products, kind[1], strict=True) if told}
         self.in_fp8[kind] = self._lowered(frozenset(inside)).ran_in_recipe(arguments)
         return outputs
