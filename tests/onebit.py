@@ -427,9 +427,9 @@ def loaded_from_rank_0(folder: Path) -> bool:
     other = MAKES["OneBitAdam"](net().parameters())
     other.load_state_dict(states[0])
     return any(
-        state["worker_error"].any()
+        state["errors"][:, 1:].any()
         for state in other.state_dict()["state"].values()
-        if "worker_error" in state
+        if "errors" in state
     )
 
 

@@ -44,7 +44,7 @@ class OneBitAdam(OneBitOptimizer):
             fp32, bf16 or fp16, or an option is out of range.
     """
 
-    _buffers = ("exp_avg", "exp_avg_sq", "denominator", "update")
+    _buffers = ("exp_avg", "exp_avg_sq")  # from the freeze on: u, and sqrt(v) + eps
 
     def __init__(
         self,
@@ -102,13 +102,6 @@ class OneBitAdam(OneBitOptimizer):
                     maximize=False,
                 )
 
-    def _start(self) -> None:
-        """Make the state on first use."""
-        self._buffer("exp_avg"), self._buffer("exp_avg_sq")
-        for parameter in self._laid_out().parameters:
-            if "step" not in self.state[parameter]:
-                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-
     def _reset(self) -> None:
         super()._reset()
         self._has_unused = None
@@ -138,12 +131,10 @@ class OneBitAdam(OneBitOptimizer):
         return total
 
     def _freeze(self, layout: Layout) -> None:
-        """Replace m and v, corrected, by sqrt(v) + eps, infinite where v is 0, and m over that."""
+        """Replace v, corrected, by sqrt(v) + eps, infinite where v is 0, and m by m over that."""
         self._correct(layout)
-        self._make_denominator(layout, self._flat["exp_avg_sq"])
-        self._drop_buffer("exp_avg_sq")
-        self._set_buffer("update", self._flat["exp_avg"].div_(self._flat["denominator"]))
-        self._drop_buffer("exp_avg")
+        self._to_denominator_(layout, self._flat["exp_avg_sq"])
+        self._flat["exp_avg"].div_(self._flat["exp_avg_sq"])
 
     def _correct(self, layout: Layout) -> None:
         for group, trained in zip(self.param_groups, layout.groups, strict=True):
@@ -152,38 +143,46 @@ class OneBitAdam(OneBitOptimizer):
                     state["exp_avg"].div_(1 - group["betas"][0] ** step)
                     state["exp_avg_sq"].div_(1 - group["betas"][1] ** step)
 
-    def _make_denominator(self, layout: Layout, variance: Tensor) -> None:
+    def _to_denominator_(self, layout: Layout, variance: Tensor) -> Tensor:
         """Turn a flat variance into sqrt(v) + eps, infinite where v is 0."""
         denominator = variance.masked_fill_(variance == 0, math.inf).sqrt_()
         for index, group in enumerate(self.param_groups):
             for part in layout.parts(denominator, index):
                 part.add_(group["eps"])
-        self._set_buffer("denominator", denominator)
+        return denominator
+
+    @property
+    def _denominator(self) -> Tensor:
+        """Return sqrt(v) + eps, flat."""
+        return self._flat["exp_avg_sq"]
+
+    def _denominators(self, layout: Layout, parameters: list[nn.Parameter]) -> list[Tensor]:
+        return [layout.view(self._denominator, p) for p in parameters]
 
     def _clear_unused(self, layout: Layout, values: Tensor) -> None:
         """Set elements to 0 that had no gradient before the freeze: an exchange gives each of them a size."""
-        denominator = self._flat["denominator"]
+        denominator = self._denominator
         if self._has_unused is None:
-            (sizes,) = self._views(list(layout.parameters), "denominator")
+            sizes = self._denominators(layout, list(layout.parameters))
             self._has_unused = torch.stack([size.isinf().any() for size in sizes]).any().item()
         if self._has_unused:
             values.masked_fill_(denominator.isinf(), 0.0)
 
     def _compressed(self, layout: Layout, gradients: Gradients) -> None:
         self._add_to_update(layout, gradients)
-        self._mean(self._flat["update"])
-        self._clear_unused(layout, self._flat["update"])
+        self._mean(self._flat["exp_avg"])
+        self._clear_unused(layout, self._flat["exp_avg"])
         with self._weights(layout) as weights:
             for group, trained in self._trained_groups(layout):
                 self._descend(group, trained, weights)
 
     def _add_to_update(self, layout: Layout, gradients: Gradients) -> None:
         """Compute beta1 * u + (1 - beta1) * g / denominator; a parameter without a gradient adds zeros."""
-        self._decay(layout, "update")
+        self._decay(layout, "exp_avg")
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if present := [p for p in own if p in gradients]:
-                updates, denominators = self._views(present, "update", "denominator")
-                given = [gradients[p] for p in present]
+                (updates,), given = self._views(present, "exp_avg"), [gradients[p] for p in present]
+                denominators = self._denominators(layout, present)
                 torch._foreach_addcdiv_(updates, given, denominators, value=1 - group["betas"][0])
 
     def _decay(self, layout: Layout, name: str) -> None:
@@ -211,4 +210,4 @@ class OneBitAdam(OneBitOptimizer):
         moved, lr = [weights[p] for p in trained], float(group["lr"])
         if group["weight_decay"]:
             torch._foreach_mul_(moved, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(moved, *self._views(trained, "update"), alpha=-lr)
+        torch._foreach_add_(moved, *self._views(trained, "exp_avg"), alpha=-lr)

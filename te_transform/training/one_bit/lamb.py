@@ -36,35 +36,32 @@ class OneBitLamb(OneBitAdam):
     def _warm_up(self, layout: Layout, gradients: Gradients) -> None:
         self._start()
         with self._weights(layout) as weights:
-            for group, trained in zip(self.param_groups, layout.groups, strict=True):
-                for parameter in (p for p in trained if p in gradients):
-                    state = self.state[parameter]
-                    update = _lamb_update(state, gradients[parameter], group)
-                    self._apply(state, weights[parameter], update, group)
+            for group, own in zip(self.param_groups, layout.groups, strict=True):
+                if present := [p for p in own if p in gradients]:
+                    states = [self.state[p] for p in present]
+                    updates = _lamb_updates(states, [gradients[p] for p in present], group)
+                    _apply(states, [weights[p] for p in present], updates, group)
 
-    @staticmethod
-    def _apply(state: dict[str, Any], weight: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-        update.add_(weight, alpha=group["weight_decay"])
-        ratio = _ratio(weight, update)
-        mean = state.setdefault("coefficient", torch.zeros_like(ratio))
-        mean.mul_(AVERAGED).add_(ratio, alpha=1 - AVERAGED)
-        weight.sub_(update.mul_(ratio), alpha=float(group["lr"]))
+    def _start(self) -> None:
+        super()._start()
+        for parameter in self._laid_out().parameters:
+            state, one = self.state[parameter], torch.ones((), dtype=torch.float32, device=parameter.device)
+            state.setdefault("coefficient", torch.zeros_like(one))
+            state.setdefault("factor", one)
 
     def _freeze(self, layout: Layout) -> None:
         """Freeze v and c; the variance is followed from here on, as a multiple of (sqrt(v) + eps) ** 2."""
-        self._buffer("relative_variance")
         super()._freeze(layout)
-        relative, denominator = self._flat["relative_variance"], self._flat["denominator"]
+        relative, denominator = self._flat["relative_variance"], self._denominator
         for index, group in enumerate(self.param_groups):
             parts = (layout.parts(flat, index) for flat in (relative, denominator))
             for own, size in zip(*parts, strict=True):
                 torch.sub(1.0, group["eps"] / size, out=own).square_()
         for state in (self.state[p] for p in layout.parameters if self._has_trained(p)):
             state["coefficient"].div_(1 - AVERAGED ** state["step"].item())
-            state["factor"] = torch.ones_like(state["coefficient"])
 
     def _compressed(self, layout: Layout, gradients: Gradients) -> None:
-        self._before = self._flat["update"].clone()
+        self._before = self._flat["exp_avg"].clone()
         super()._compressed(layout, gradients)
         del self._before
 
@@ -84,7 +81,7 @@ class OneBitLamb(OneBitAdam):
         self, group: dict[str, Any], trained: list[nn.Parameter], weights: dict[nn.Parameter, Tensor]
     ) -> None:
         moved, states = [weights[p] for p in trained], [self.state[p] for p in trained]
-        updates, shares = [state["update"] for state in states], None
+        updates, shares = [state["exp_avg"] for state in states], None
         if group["weight_decay"]:
             norms = torch.stack(torch._foreach_norm(updates))
             updates = torch._foreach_add(updates, moved, alpha=group["weight_decay"])
@@ -96,7 +93,7 @@ class OneBitLamb(OneBitAdam):
 
     def _factors(self, states: list[dict[str, Any]], eps: float, shares: Tensor | None) -> Tensor:
         """Return the factor of each parameter, and keep it for the next step."""
-        sizes = [state["denominator"] for state in states]
+        sizes = [state["exp_avg_sq"] for state in states]
         ratios = torch._foreach_sqrt([state["relative_variance"] for state in states])
         torch._foreach_addcdiv_(ratios, [torch.full_like(size, eps) for size in sizes], sizes)
         torch._foreach_reciprocal_(ratios)
@@ -112,19 +109,40 @@ class OneBitLamb(OneBitAdam):
         return found
 
 
-def _lamb_update(state: dict[str, Any], gradient: Tensor, group: dict[str, Any]) -> Tensor:
-    """Update m, v and their step; return m / (sqrt(v) + eps), both bias corrected."""
-    (beta1, beta2), momentum, variance = group["betas"], state["exp_avg"], state["exp_avg_sq"]
-    state["step"] += 1
-    step = state["step"].item()
-    momentum.lerp_(gradient, 1 - beta1)
-    variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = (variance / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    return (momentum / (1 - beta1**step)).div_(denominator)
+def _lamb_updates(
+    states: list[dict[str, Any]], gradients: list[Tensor], group: dict[str, Any]
+) -> list[Tensor]:
+    """Update m, v and their steps; return m / (sqrt(v) + eps) of each parameter, both bias corrected."""
+    (beta1, beta2), names = group["betas"], ("exp_avg", "exp_avg_sq", "step")
+    momenta, variances, steps = ([state[name] for state in states] for name in names)
+    torch._foreach_add_(steps, 1)
+    torch._foreach_lerp_(momenta, gradients, 1 - beta1)
+    torch._foreach_mul_(variances, beta2)
+    torch._foreach_addcmul_(variances, gradients, gradients, value=1 - beta2)
+    taken = [step.item() for step in steps]
+    denominators = torch._foreach_div(variances, [1 - beta2**step for step in taken])
+    torch._foreach_sqrt_(denominators)
+    torch._foreach_add_(denominators, group["eps"])
+    updates = torch._foreach_div(momenta, [1 - beta1**step for step in taken])
+    torch._foreach_div_(updates, denominators)
+    return updates
 
 
-def _ratio(weight: Tensor, update: Tensor) -> Tensor:
-    """Return the norm of the weight over that of the update, clipped; 1 where either is zero."""
-    norms = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(update)
-    is_defined = (norms[0] > 0) & (norms[1] > 0)
-    return torch.where(is_defined, (norms[0] / norms[1]).clamp(*COEFFICIENTS), 1.0)
+def _apply(
+    states: list[dict[str, Any]], weights: list[Tensor], updates: list[Tensor], group: dict[str, Any]
+) -> None:
+    """Move the weights, and average the ratios of norms."""
+    if group["weight_decay"]:
+        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+    ratios, means = list(_ratios(weights, updates).unbind()), [state["coefficient"] for state in states]
+    torch._foreach_mul_(means, AVERAGED)
+    torch._foreach_add_(means, ratios, alpha=1 - AVERAGED)
+    torch._foreach_mul_(updates, ratios)
+    torch._foreach_add_(weights, updates, alpha=-float(group["lr"]))
+
+
+def _ratios(weights: list[Tensor], updates: list[Tensor]) -> Tensor:
+    """Return norms of weights over norms of updates, clipped; 1 where either is zero. fp32 [parameters]."""
+    above, below = torch.stack(torch._foreach_norm(weights)), torch.stack(torch._foreach_norm(updates))
+    is_defined = (above > 0) & (below > 0)
+    return torch.where(is_defined, (above / below).clamp(*COEFFICIENTS), 1.0)

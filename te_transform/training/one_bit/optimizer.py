@@ -39,6 +39,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._layout: Layout | None = None
         self._flat: dict[str, Tensor] = {}
         self._exchange: CompressedMean | None = None
+        self._shared_errors: tuple[Tensor, Tensor] | None = None  # of all ranks, from synchronize() to step()
         self.hook_ran = False  # True if DDP has averaged gradients by our hook since the last step
         self.scales_differ = False  # True once GradScaler found an infinity on some ranks only
         super().__init__(params, {"steps": 0, "frozen": False, **defaults})
@@ -116,6 +117,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             if is_first and layout.world_size > 1:
                 self._check_ranks(layout)
             if not self._overflowed():
+                self._shared_errors = None
                 gradients = self._gradients(layout)
                 if self.needs_averaged_gradients and not self.hook_ran and layout.world_size > 1:
                     gradients = self._averaged(layout, gradients)
@@ -141,19 +143,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _buffer(self, name: str) -> Tensor:
         """Return the flat buffer of this name; made of zeros, with its views in `state`, on first use."""
         if name not in self._flat:
-            self._set_buffer(name, self._laid_out().buffer())
+            layout = self._laid_out()
+            self._flat[name] = layout.buffer()
+            for parameter in layout.parameters:
+                self.state[parameter][name] = layout.view(self._flat[name], parameter)
         return self._flat[name]
-
-    def _set_buffer(self, name: str, buffer: Tensor) -> None:
-        self._flat[name] = buffer
-        layout = self._laid_out()
-        for parameter in layout.parameters:
-            self.state[parameter][name] = layout.view(buffer, parameter)
-
-    def _drop_buffer(self, name: str) -> None:
-        self._flat.pop(name, None)
-        for state in self.state.values():
-            state.pop(name, None)
 
     def _mean(self, values: Tensor) -> None:
         """Replace a buffer by its compressed mean over ranks; one rank has nothing to exchange."""
@@ -240,34 +234,54 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if cast:
             torch._foreach_copy_(cast, [weights[p] for p in cast])
 
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Let all ranks share their errors, for a state_dict() that is whole on every rank; a collective.
+
+        Worker errors are replaced by their mean over ranks, which loses no correction that is still to be
+        sent. Until the next step each rank's state has the server errors of all.
+        """
+        if self._exchange is not None and self._shared_errors is None:
+            self._shared_errors = self._exchange.errors(is_gathered=True)
+            self._exchange.set_errors(*self._shared_errors)
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, without exchanging anything, in the form of torch.optim.Optimizer.
 
-        It has this rank's own errors, which resume on this rank of as many ranks; see gathered_state_dict().
+        After synchronize() it resumes on any number of ranks. Without, it has this rank's own errors, which
+        resume on this rank of as many ranks. Names and shapes are the same before and after the freeze.
         """
-        return self._saved(is_gathered=False)
+        if self._exchange is None or self._shared_errors is not None:
+            return self._saved(self._shared_errors, saved.SHARED)
+        return self._saved(self._exchange.errors(is_gathered=False), self._owner)
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """Return one state for any number of ranks; a collective, which all ranks call, and one rank saves.
 
         Worker errors are averaged over ranks, server errors gathered: no correction that is still to be sent
-        gets lost.
+        gets lost. This run goes on with its own errors, unlike after synchronize().
         """
-        return self._saved(is_gathered=True)
+        if self._exchange is None or self._shared_errors is not None:
+            return self._saved(self._shared_errors, saved.SHARED)
+        return self._saved(self._exchange.errors(is_gathered=True), saved.SHARED)
 
-    def _saved(self, is_gathered: bool) -> dict[str, Any]:
+    def _saved(self, errors: tuple[Tensor, Tensor] | None, owner: saved.Owner) -> dict[str, Any]:
         packed = super().state_dict()
-        if self._exchange is None:
+        if not self.state:
             return packed
-        errors = self._exchange.errors(is_gathered)
-        rank = -1 if is_gathered else dist.get_rank(self.process_group)
-        return saved.with_errors(packed, self._parameters(), self._laid_out(), errors, rank)
+        layout = self._laid_out()
+        errors = errors or (layout.buffer(),) * 2
+        return saved.with_errors(packed, self._parameters(), layout, errors, owner)
+
+    @property
+    def _owner(self) -> saved.Owner:
+        return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() or gathered_state_dict() returned, at any number of ranks.
 
-        Errors that state_dict() saved on another rank, or among another number of ranks, start at zero,
-        with a warning in the log.
+        Errors that state_dict() saved on another rank, or among another number of ranks, without
+        synchronize(), start at zero, with a warning in the log.
 
         Raises:
             OneBitError: the state is that of another optimizer.
@@ -276,24 +290,30 @@ class OneBitOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self._reset()
         if state_dict["state"]:
-            self._load(saved.by_parameter(state_dict, self._parameters()), self._laid_out())
+            with torch.no_grad():
+                self._load(saved.by_parameter(state_dict, self._parameters()), self._laid_out())
+
+    def _start(self) -> None:
+        """Make the state on first use, with the names that it keeps: checkpoints are read by name."""
+        for name in self._buffers:
+            self._buffer(name)
+        for parameter in self._laid_out().parameters:
+            state = self.state[parameter]
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
+            if parameter.dim() > 1:  # only the name: state_dict() computes the value
+                state.setdefault(saved.ERRORS, torch.empty(0, dtype=torch.float32, device=parameter.device))
 
     def _reset(self) -> None:
-        self._flat, self._exchange = {}, None
+        self._flat, self._exchange, self._shared_errors = {}, None, None
 
     def _load(self, states: dict[nn.Parameter, dict[str, Any]], layout: Layout) -> None:
+        self._start()
         for parameter in (p for p in layout.parameters if p in states):
-            for name in self._buffers:
-                if name in states[parameter]:
-                    layout.view(self._buffer(name), parameter).copy_(states[parameter][name])
-            for name in self._scalars:
-                if name in states[parameter]:
-                    device = "cpu" if name == "step" else parameter.device
-                    value = torch.as_tensor(states[parameter][name], dtype=torch.float32, device=device)
-                    self.state[parameter][name] = value.clone()
-        rank = dist.get_rank(self.process_group)
-        if layout.world_size > 1 and (found := saved.errors(states, layout, rank, self.param_groups[0])):
-            self._exchanged(layout).set_errors(*found)
+            for name in (*self._buffers, *self._scalars):
+                self.state[parameter][name].copy_(torch.as_tensor(states[parameter][name]))
+        errors = saved.errors(states, layout, self._owner)
+        if layout.world_size > 1 and errors is not None:
+            self._exchanged(layout).set_errors(*errors)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

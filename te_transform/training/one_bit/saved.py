@@ -1,4 +1,9 @@
-"""The errors of the exchange in a state dict: one tensor for each parameter, whatever the number of ranks."""
+"""The errors of the exchange in a state dict: one tensor for each matrix, whatever the number of ranks.
+
+`errors` is fp32 [2, 1 + elements]: a row of the worker error, and a row of the server error. The first column
+is the owner: a rank and the number of ranks, or SHARED. It is part of the tensor because
+torch.distributed.checkpoint takes each tensor from any rank: it saves one of those with the same name.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,10 @@ from te_transform.training.one_bit.checks import OneBitError
 from te_transform.training.one_bit.layout import Layout
 
 logger = logging.getLogger(__name__)
-ERRORS = ("worker_error", "server_error")
+ERRORS = "errors"
+SHARED = (-1, -1)  # the owner of errors that belong to all ranks
 State = dict[nn.Parameter, dict[str, Any]]
+Owner = tuple[int, int]
 
 
 def with_errors(
@@ -22,26 +29,27 @@ def with_errors(
     parameters: list[nn.Parameter],
     layout: Layout,
     errors: tuple[Tensor, Tensor],
-    rank: int,
+    owner: Owner,
 ) -> dict[str, Any]:
-    """Return a state dict of `parameters` with the errors of matrices; rank -1 means they are gathered."""
+    """Return a state dict of `parameters` with the errors of matrices, fp32 [padded] each."""
     state = dict(packed["state"])
     for index, parameter in enumerate(parameters):
         if parameter.dim() > 1 and index in state:
-            views = (layout.view(error, parameter) for error in errors)
-            state[index] = {**state[index], **dict(zip(ERRORS, views, strict=True))}
-    owner = {"errors_of_rank": rank, "errors_of_world_size": layout.world_size}
-    return {**packed, "state": state, "param_groups": [group | owner for group in packed["param_groups"]]}
+            views = [layout.view(error, parameter).reshape(1, -1) for error in errors]
+            marks = torch.tensor(owner, dtype=torch.float32, device=layout.device)[:, None]
+            state[index] = {**state[index], ERRORS: torch.cat([marks, torch.cat(views)], 1)}
+    return {**packed, "state": state}
 
 
 def check(state_dict: dict[str, Any], names: set[str], optimizer: str) -> None:
     """Raise OneBitError if the state is not one of this class of optimizer."""
-    found = {name for state in state_dict["state"].values() for name in state}
-    foreign = sorted(found - names - {*ERRORS})
+    found = [set(state) - {ERRORS} for state in state_dict["state"].values()]
+    foreign = sorted({name for state in found for name in state ^ names})
     if foreign or any("frozen" not in group for group in state_dict["param_groups"]):
+        differing = [f"{'with' if any(n in s for s in found) else 'without'} {n}" for n in foreign]
         raise OneBitError(
             f"expected a state of {optimizer}, got one of another optimizer"
-            f"{' with ' + ', '.join(foreign) if foreign else ''}; load what {optimizer}.state_dict() returned"
+            f"{' ' + ', '.join(differing) if foreign else ''}; load what {optimizer}.state_dict() returned"
         )
 
 
@@ -52,20 +60,24 @@ def by_parameter(state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> 
     return {p: states[key] for key, p in zip(keys, parameters, strict=True) if key in states}
 
 
-def errors(states: State, layout: Layout, rank: int, group: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the saved worker and server errors for this rank, fp32 [padded] each; None if there are none."""
-    owner = group.get("errors_of_rank"), group.get("errors_of_world_size")
-    if owner[0] is None:
-        return None
-    if owner[0] != -1 and owner != (rank, layout.world_size):
-        logger.warning(
-            "errors of rank %s of %s do not belong to rank %s of %s, and start at zero; save "
-            "gathered_state_dict() for all ranks, or state_dict() of each rank for itself",
-            *owner, rank, layout.world_size,
-        )  # fmt: skip
-        return None
+def owners(states: State) -> set[Owner]:
+    """Return the owners of saved errors."""
+    marks = [state[ERRORS][:, 0] for state in states.values() if ERRORS in state]
+    return {(int(rank), int(ranks)) for rank, ranks in torch.stack(marks).tolist()} if marks else set()
+
+
+def errors(states: State, layout: Layout, own: Owner) -> tuple[Tensor, Tensor] | None:
+    """Return worker and server errors, fp32 [padded] each, those of other owners as zeros; None if all are."""
     found = torch.zeros(2, layout.padded, dtype=torch.float32, device=layout.device)
-    for parameter in (p for p in layout.parameters if ERRORS[0] in states.get(p, {})):
-        for buffer, name in zip(found, ERRORS, strict=True):
-            layout.view(buffer, parameter).copy_(states[parameter][name])
-    return found[0], found[1]
+    if foreign := owners(states) - {own, SHARED}:
+        logger.warning(
+            "errors of rank %s of %s do not belong to rank %s of %s, and start at zero; call synchronize() on "
+            "all ranks before one state is saved for all, or save state_dict() of each rank for itself",
+            *min(foreign), *own,
+        )  # fmt: skip
+    for parameter in (p for p in layout.parameters if ERRORS in states.get(p, {})):
+        saved = states[parameter][ERRORS]
+        if owners({parameter: states[parameter]}) <= {own, SHARED}:
+            for buffer, error in zip(found, saved[:, 1:], strict=True):
+                layout.view(buffer, parameter).copy_(error.view(parameter.shape))
+    return (found[0], found[1]) if found.any() else None

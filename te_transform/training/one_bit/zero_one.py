@@ -35,7 +35,7 @@ class ZeroOneAdam(OneBitAdam):
         OneBitError: as OneBitAdam does.
     """
 
-    _buffers = (*OneBitAdam._buffers, "shared_weight", "local_change")
+    _buffers = (*OneBitAdam._buffers, "shared_weight", "local_change")  # fp32: weights all ranks had last
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class ZeroOneAdam(OneBitAdam):
             checks.check_count(name, steps)
         self.var_update_scaler, self.local_step_scaler = var_update_scaler, local_step_scaler
         self.local_step_clipper = local_step_clipper
+        self._divisor: Tensor | None = None  # sqrt(v) + eps, until the freeze
         super().__init__(params, lr, betas, eps, weight_decay, var_freeze_step, process_group)
         self._note(full_steps=0, frozen_at=0, local_steps=0, lr_sum=0.0)
 
@@ -77,25 +78,32 @@ class ZeroOneAdam(OneBitAdam):
 
     def _warm_up(self, layout: Layout, gradients: Gradients) -> None:
         self._start()
-        if self.needs_averaged_gradients:
+        if is_full := self.needs_averaged_gradients:
             self._update_variance(layout, gradients)
             self._note(full_steps=self.param_groups[0]["full_steps"] + 1)
-        else:
-            gradients = self._compressed_gradients(layout, gradients)
         self._decay(layout, "exp_avg")
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if present := [p for p in own if p in gradients]:
                 given = [gradients[p] for p in present]
                 torch._foreach_add_(*self._views(present, "exp_avg"), given, alpha=1 - group["betas"][0])
+        if not is_full:
+            self._exchange_momentum(layout)
         with self._weights(layout) as weights:
             for group, trained in self._trained_groups(layout):
-                updates = torch._foreach_div(*self._views(trained, "exp_avg", "denominator"))
+                (momenta,), sizes = self._views(trained, "exp_avg"), self._denominators(layout, trained)
+                updates = torch._foreach_div(momenta, sizes)
                 torch._foreach_div_(updates, 1 - group["betas"][0] ** (self.steps + 1))
                 moved = [weights[p] for p in trained]
                 torch._foreach_add_(moved, _changes(group, updates, moved))
 
+    def _exchange_momentum(self, layout: Layout) -> None:
+        """Replace m by its compressed mean over ranks, exchanged as m / (sqrt(v) + eps)."""
+        momentum, denominator = self._flat["exp_avg"], self._denominator
+        self._mean(momentum.div_(denominator))
+        self._clear_unused(layout, momentum.mul_(denominator))
+
     def _update_variance(self, layout: Layout, gradients: Gradients) -> None:
-        """Update v, and keep the errors of exchanges in the unit of gradients over sqrt(v) + eps."""
+        """Update v, and keep the errors of exchanges in the unit of m over sqrt(v) + eps."""
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if present := [p for p in own if p in gradients]:
                 for state in (self.state[p] for p in present):
@@ -103,12 +111,25 @@ class ZeroOneAdam(OneBitAdam):
                 (variances,), given = self._views(present, "exp_avg_sq"), [gradients[p] for p in present]
                 torch._foreach_mul_(variances, group["betas"][1])
                 torch._foreach_addcmul_(variances, given, given, value=1 - group["betas"][1])
-        before = self._flat.get("denominator")
-        self._make_denominator(layout, self._corrected_variance(layout))
+        before, self._divisor = self._divisor, None
         if self._exchange is not None and before is not None:
-            ratio = (before / self._flat["denominator"]).nan_to_num_(nan=0.0, posinf=0.0)
+            ratio = (before / self._denominator).nan_to_num_(nan=0.0, posinf=0.0)
             self._exchange.scale_errors(ratio)
         self._has_unused = None
+
+    @property
+    def _denominator(self) -> Tensor:
+        """Return sqrt(v) + eps, flat; until the freeze it is computed again after each change of v."""
+        if self.frozen:
+            return super()._denominator
+        if self._divisor is None:
+            layout = self._laid_out()
+            self._divisor = self._to_denominator_(layout, self._corrected_variance(layout))
+        return self._divisor
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._divisor = None
 
     def _corrected_variance(self, layout: Layout) -> Tensor:
         flat = self._flat["exp_avg_sq"].clone()
@@ -118,20 +139,13 @@ class ZeroOneAdam(OneBitAdam):
                 layout.view(flat, parameter).div_(correction)
         return flat
 
-    def _compressed_gradients(self, layout: Layout, gradients: Gradients) -> Gradients:
-        (flat, views), denominator = self._flattened(layout, gradients), self._flat["denominator"]
-        self._mean(flat.div_(denominator))
-        self._clear_unused(layout, flat.mul_(denominator))
-        return views
-
     def _correct(self, layout: Layout) -> None:
         """Correct m and v, and start phase 2 without errors, from the weights of now."""
         for index, group in enumerate(self.param_groups):
             for part in layout.parts(self._flat["exp_avg"], index):
                 part.div_(1 - group["betas"][0] ** self.steps)
         self._flat["exp_avg_sq"].copy_(self._corrected_variance(layout))
-        self._exchange = None
-        self._buffer("local_change"), self._buffer("shared_weight")
+        self._exchange = self._divisor = None
         self._share_weights(layout)
         self._note(frozen_at=self.steps)
 
@@ -141,7 +155,7 @@ class ZeroOneAdam(OneBitAdam):
         self._add_to_update(layout, gradients)
         with self._weights(layout) as weights:
             for group, trained in self._trained_groups(layout):
-                updates, totals = self._views(trained, "update", "local_change")
+                updates, totals = self._views(trained, "exp_avg", "local_change")
                 moved = [weights[p] for p in trained]
                 changes = _changes(group, updates, moved)
                 torch._foreach_add_(totals, changes)
@@ -151,19 +165,22 @@ class ZeroOneAdam(OneBitAdam):
         self._note(local_steps=self.param_groups[0]["local_steps"] + 1)
         doublings = (self.steps - self.param_groups[0]["frozen_at"]) // self.local_step_scaler
         if self.param_groups[0]["local_steps"] >= min(2**doublings, self.local_step_clipper):
-            self.synchronize()
+            self._exchange_local_steps()
+
+    def synchronize(self) -> None:
+        """Exchange local steps, so that all ranks have the same weights, and errors; a collective."""
+        if not self.is_synchronized:
+            self._exchange_local_steps()
+        super().synchronize()
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Exchange the local steps, so that all ranks have the same weights; a collective, at any time."""
-        if self.is_synchronized:
-            return
+    def _exchange_local_steps(self) -> None:
         layout, change = self._laid_out(), self._flat["local_change"]
         self._mean(change)
         self._clear_unused(layout, change)
         for index, group in enumerate(self.param_groups):
             if group["lr_sum"] > 0:
-                parts = (layout.parts(flat, index) for flat in (self._flat["update"], change))
+                parts = (layout.parts(flat, index) for flat in (self._flat["exp_avg"], change))
                 for update, total in zip(*parts, strict=True):
                     torch.div(total, -group["lr_sum"], out=update)
         with self._weights(layout) as weights:
