@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -433,6 +435,72 @@ def loaded_from_rank_0(folder: Path) -> bool:
     )
 
 
+SAVED = ("OneBitAdam", 4), ("OneBitAdam", 15), ("OneBitLamb", 15), ("ZeroOneAdam", 15)  # at these steps
+OPTIONS = {  # of get_state_dict() and set_state_dict()
+    "OneBitAdam": StateDictOptions(),
+    "OneBitLamb": StateDictOptions(flatten_optimizer_state_dict=True),
+    "ZeroOneAdam": StateDictOptions(cpu_offload=True),
+}
+
+
+def checkpointed(folder: Path) -> dict[str, tuple[bool, bool]]:
+    """Save by torch.distributed.checkpoint before and after the freeze, go on, and resume on as many ranks.
+
+    Return whether the loaded state is bitwise that of the checkpoint, and the resumed run the one that went on.
+    """
+    found = {}
+    for name, begin in SAVED:
+        model = net()
+        optimizer = MAKES[name](model.parameters())
+        ddp = wrapped(optimizer, model)
+        train(ddp, optimizer, range(begin))
+        optimizer.synchronize()
+        state = copy.deepcopy(optimizer.gathered_state_dict())
+        dcp.save(checkpoint(ddp, optimizer, name), checkpoint_id=folder / f"{name} {begin}")
+        train(ddp, optimizer, range(begin, STEPS))
+        again, resumed = from_checkpoint(folder, name, begin)
+        is_loaded = is_same(state, resumed.gathered_state_dict())
+        train(again, resumed, range(begin, STEPS))
+        found[f"{name} {begin}"] = is_loaded, torch.equal(flat(model), flat(again))
+    return found
+
+
+def checkpoint(ddp: nn.Module, optimizer: OneBitAdam, name: str) -> dict[str, Any]:
+    states = get_state_dict(ddp, optimizer, options=OPTIONS[name])
+    return dict(zip(("model_state_dict", "optim_state_dict"), states, strict=True))
+
+
+def from_checkpoint(folder: Path, name: str, begin: int) -> tuple[nn.Module, OneBitAdam]:
+    """Load what checkpointed() saved, on any number of ranks."""
+    model = net()
+    optimizer = MAKES[name](model.parameters())
+    ddp = wrapped(optimizer, model)
+    states = checkpoint(ddp, optimizer, name)
+    dcp.load(states, checkpoint_id=folder / f"{name} {begin}")
+    set_state_dict(ddp, optimizer, **states, options=OPTIONS[name])
+    return ddp, optimizer
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return True if two optimizer states are bitwise equal."""
+    states = [(state, other["state"][key]) for key, state in one["state"].items()]
+    names = all(a.keys() == b.keys() for a, b in states)
+    return names and all(torch.equal(a[n], b[n]) for a, b in states for n in a) and (
+        one["param_groups"] == other["param_groups"]
+    )
+
+
+def resumed_from_checkpoint(folder: Path) -> dict[str, tuple[bool, float]]:
+    """Return whether ranks are equal at the end, and the loss."""
+    found = {}
+    for name, begin in SAVED:
+        ddp, optimizer = from_checkpoint(folder, name, begin)
+        train(ddp, optimizer, range(begin, STEPS))
+        optimizer.synchronize()
+        found[f"{name} {begin}"] = are_equal(flat(ddp)), losses_of(ddp.module)
+    return found
+
+
 def everything(folder: Path) -> dict[str, Any]:
     """Return all of the above, of one group of processes."""
     works = exchanges, counted, warm_up, each_optimizer, plain_ways, without_register, scaled, refused
@@ -442,12 +510,17 @@ def everything(folder: Path) -> dict[str, Any]:
         here.mkdir()
     dist.barrier()
     found["saved"] = saved(here)
+    found["checkpointed"] = checkpointed(here)
     found["loaded_from_rank_0"] = loaded_from_rank_0(folder)
     if dist.get_world_size() == 4:
         found["resumed"] = resumed(folder / "2")
+        found["resumed_from_checkpoint"] = resumed_from_checkpoint(folder / "2")
     return found
 
 
 def resumed_from_four(folder: Path) -> dict[str, Any]:
     """Return what two ranks make of a run of four."""
-    return {"resumed": resumed(folder / "4")}
+    return {
+        "resumed": resumed(folder / "4"),
+        "resumed_from_checkpoint": resumed_from_checkpoint(folder / "4"),
+    }
