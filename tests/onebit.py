@@ -429,9 +429,7 @@ def loaded_from_rank_0(folder: Path) -> bool:
     other = MAKES["OneBitAdam"](net().parameters())
     other.load_state_dict(states[0])
     return any(
-        state["errors"][:, 1:].any()
-        for state in other.state_dict()["state"].values()
-        if "errors" in state
+        state["errors"][:, 1:].any() for state in other.state_dict()["state"].values() if "errors" in state
     )
 
 
@@ -446,7 +444,7 @@ OPTIONS = {  # of get_state_dict() and set_state_dict()
 def checkpointed(folder: Path) -> dict[str, tuple[bool, bool]]:
     """Save by torch.distributed.checkpoint before and after the freeze, go on, and resume on as many ranks.
 
-    Return whether the loaded state is bitwise that of the checkpoint, and the resumed run the one that went on.
+    Return whether the loaded state is bitwise the saved one, and the resumed run the one that went on.
     """
     found = {}
     for name, begin in SAVED:
@@ -485,8 +483,10 @@ def is_same(one: Any, other: Any) -> bool:
     """Return True if two optimizer states are bitwise equal."""
     states = [(state, other["state"][key]) for key, state in one["state"].items()]
     names = all(a.keys() == b.keys() for a, b in states)
-    return names and all(torch.equal(a[n], b[n]) for a, b in states for n in a) and (
-        one["param_groups"] == other["param_groups"]
+    return (
+        names
+        and all(torch.equal(a[n], b[n]) for a, b in states for n in a)
+        and (one["param_groups"] == other["param_groups"])
     )
 
 

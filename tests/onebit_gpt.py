@@ -1,4 +1,4 @@
-"""Train a small GPT on the standard library's sources, with Adam and with 1-bit Adam."""
+"""Train a small GPT on the standard library's sources, with Adam and with 1-bit optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from te_transform.training import OneBitAdam
+from te_transform.training import OneBitAdam, ZeroOneAdam
 from te_transform.training.one_bit.compressed import CompressedMean
 from te_transform.training.one_bit.layout import Layout
 from tests.models.nanogpt import GPT, GPTConfig
@@ -51,6 +51,10 @@ def losses() -> dict[str, list[float]]:
         "Adam": [trained(lambda p: torch.optim.Adam(p, **OPTIONS), seed, text) for seed in range(3)],
         "OneBitAdam": [
             trained(lambda p: OneBitAdam(p, freeze_step=WARM_UP, **OPTIONS), seed, text) for seed in range(3)
+        ],
+        "ZeroOneAdam": [
+            trained(lambda p: ZeroOneAdam(p, var_freeze_step=WARM_UP, **OPTIONS), seed, text)
+            for seed in range(3)
         ],
         "compressed gradients": [trained(lambda p: OfCompressedGradients(p, **OPTIONS), 0, text)],
     }

@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 from transformers import BatchEncoding
 
 import te_transform
-from te_transform.training import CurriculumError, SequenceCurriculum, variance_norms
+from te_transform.training import CurriculumError, SequenceCurriculum, TokenSchedule, variance_norms
 from te_transform.training.length_schedule import LengthSchedule
 from tests.ranks import WIDTH, Net, spawn
 from tests.zoo import seeded
@@ -168,27 +170,40 @@ def test_tokens_are_those_of_all_ranks() -> None:
     assert curriculum.tokens == 2 * ROWS * (32 + 16 + 16 + 24 + 32 + 32)
 
 
-def on_a_rank() -> tuple[list[int], int, tuple[float, float]]:
-    """Train a sharded model on this rank's rows; return the lengths, the tokens and the norms."""
+def on_a_rank() -> tuple[list[int], int, list[float], tuple[float, float]]:
+    """Train a sharded model on this rank's rows; return lengths, tokens, learning rates and norms."""
     sampler = DistributedSampler(Numbered(), shuffle=False)
     loader = DataLoader(Numbered(), batch_size=2, sampler=sampler)
     curriculum = SequenceCurriculum(loader, **SMALL, total_tokens=320)
     model = fully_shard(nn.Sequential(nn.Embedding(24, 8), nn.Linear(8, 1)))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    lengths = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, foreach=False)
+    full = 2 * SIZE * dist.get_world_size()
+    schedule = TokenSchedule(ExponentialLR(optimizer, 0.5), full, source=curriculum)
+    lengths, rates = [], []
     for batch in curriculum:
         lengths.append(batch["input_ids"].shape[1])
         model(batch["input_ids"]).sum().backward()
         optimizer.step()
-    return lengths, curriculum.tokens, variance_norms(optimizer)
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return lengths, curriculum.tokens, rates, variance_norms(optimizer)
 
 
-def test_ranks_agree(tmp_path: Path) -> None:
-    """On lengths by tokens, without communication; norms are those of all shards."""
-    (lengths, tokens, norms), other = spawn(on_a_rank, 2, tmp_path)
-    assert (lengths, tokens, norms) == other
-    assert lengths == [32, 16, 16, 24, 32, 32]  # after 0, 128, 192, 256, 352, 480 tokens
-    assert tokens == 2 * 2 * sum(lengths)
+@pytest.mark.parametrize(
+    ("ranks", "lengths", "rates"),
+    [
+        # after 0, 128, 192, 256, 352, 480 tokens, and 608 in the end; the rate counts each 128
+        (2, [32, 16, 16, 24, 32, 32], [0.5, 0.5, 0.25, 0.25, 0.125, 0.0625]),
+        # after 0, 256, 448 tokens, and 704 in the end; the rate counts each 256
+        (4, [32, 24, 32], [0.5, 0.5, 0.25]),
+    ],
+)
+def test_ranks_agree(ranks: int, lengths: list[int], rates: list[float], tmp_path: Path) -> None:
+    """On lengths and learning rates by tokens, without communication; norms are those of all shards."""
+    first, *others = spawn(on_a_rank, ranks, tmp_path)
+    assert all(first == other for other in others)
+    assert first[:3] == (lengths, ranks * 2 * sum(lengths), rates)
+    norms = first[3]
     assert norms.l1 > norms.max > 0
 
 

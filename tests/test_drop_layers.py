@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -441,14 +442,33 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def on_all_ranks() -> dict[str, dict[str, Any]]:
-    return {name: on_ranks(wrap) for name, wrap in WRAPS.items()}
+def is_plain_at_theta_one() -> bool:
+    """Return True if four steps with theta = 1 are bitwise those without a schedule, under DDP."""
+    weights = []
+    for theta in (None, 1.0):
+        model = ranks.ddp(net())
+        schedule = dropping(model, theta=theta) if theta else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            model(X + step + dist.get_rank()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if schedule:
+                schedule.step()
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    return all(map(torch.equal, *weights))
+
+
+def on_all_ranks() -> tuple[dict[str, dict[str, Any]], bool]:
+    return {name: on_ranks(wrap) for name, wrap in WRAPS.items()}, is_plain_at_theta_one()
 
 
 @pytest.mark.xdist_group("distributed")
 def test_ranks_drop_alike(tmp_path: Path) -> None:
-    found = ranks.spawn(on_all_ranks, 2, tmp_path)
-    assert found[0] == found[1]
+    results = ranks.spawn(on_all_ranks, 4, tmp_path)
+    assert all(is_plain for _, is_plain in results)
+    found = [by_wrap for by_wrap, _ in results]
+    assert all(found[0] == other for other in found)
     alone, *others = found[0].values()
     assert all(other["losses"] == alone["losses"] for other in others)
     assert all(other["dropped"] == alone["dropped"] for other in others)

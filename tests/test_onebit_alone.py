@@ -170,6 +170,43 @@ def test_auto_freezes_once_the_variance_is_steady() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_auto_waits_for_the_warm_up_of_the_learning_rate() -> None:
+    own = model()
+    optimizer = OneBitAdam(own.parameters(), lr=1e-12, betas=(0.9, 0.9))  # gradients of one size
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda taken: min(taken + 1, 15))
+    frozen_at = []
+    for taken in range(1, 30):
+        step(own, optimizer)
+        schedule.step()
+        frozen_at += [taken] * optimizer.frozen
+    assert frozen_at[0] == 15 + 10  # the rate rises until step 15
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_warms_up_as_the_paper_writes_it(weight_decay: float) -> None:
+    own, by_hand = model(), model()
+    own[0].bias.data.zero_(), by_hand[0].bias.data.zero_()  # a norm of zero, at first
+    optimizer = OneBitLamb(own.parameters(), lr=0.01, weight_decay=weight_decay, freeze_step=9)
+    momenta, variances = ([torch.zeros_like(p) for p in by_hand.parameters()] for _ in range(2))
+    for taken in range(1, 6):
+        step(own, optimizer, taken)
+        by_hand.zero_grad()
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(taken))
+        (by_hand(x) - x.sin()).square().mean().backward()
+        for parameter, momentum, variance in zip(by_hand.parameters(), momenta, variances, strict=True):
+            momentum.lerp_(parameter.grad, 0.1)
+            variance.lerp_(parameter.grad.square(), 0.001)
+            update = momentum / (1 - 0.9**taken) / ((variance / (1 - 0.999**taken)).sqrt() + 1e-8)
+            update += weight_decay * parameter.data
+            size = parameter.data.norm()
+            ratio = (size / update.norm()).clamp(0.01, 10) if size > 0 else 1.0
+            parameter.data -= 0.01 * ratio * update
+    for ours, theirs in zip(own.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("group")
 def test_accelerators_move_a_state_before_the_first_step() -> None:
     own = model()
     for optimizer in (OneBitLamb(own.parameters()), ZeroOneAdam(own.parameters(), var_freeze_step=2)):

@@ -14,6 +14,7 @@ __all__ = [
     "CurriculumError",
     "LayerDropping",
     "OneBitAdam",
+    "OneBitCallback",
     "OneBitError",
     "OneBitLamb",
     "SequenceCurriculum",
@@ -27,8 +28,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what needs transformers when it is first read."""
-    if name == "CurriculumCallback":
-        from te_transform.training.trainer_callback import CurriculumCallback
+    if name in ("CurriculumCallback", "OneBitCallback"):
+        from te_transform.training import trainer_callback
 
-        return CurriculumCallback
+        return getattr(trainer_callback, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,14 +1,18 @@
-"""A curriculum in transformers' Trainer; the only file of te_transform.training that imports transformers."""
+"""Callbacks for transformers' Trainer; the only file of te_transform.training that imports transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from te_transform.training.curriculum import COUNTS, SequenceCurriculum
 from te_transform.training.length_schedule import CurriculumError
+from te_transform.training.one_bit.checks import OneBitError
+from te_transform.training.one_bit.optimizer import OneBitOptimizer
 
 STATE = "SequenceCurriculum"  # where Trainer's state, and so its checkpoints, keep the curriculum's
 
@@ -82,3 +86,53 @@ class CurriculumCallback(TrainerCallback):
         """Log the length of the last batches beside the loss."""
         if logs and "loss" in logs and state.log_history:
             state.log_history[-1]["sequence_length"] = logs["sequence_length"] = self.curriculum.length
+
+
+class OneBitCallback(TrainerCallback):
+    """Registers a Trainer's 1-bit optimizer, and synchronizes ranks before a checkpoint or an evaluation.
+
+        trainer = Trainer(model, arguments, optimizer_cls_and_kwargs=(OneBitAdam, {"lr": 1e-4}), ...)
+        trainer.add_callback(OneBitCallback(trainer))
+
+    Trainer makes its DistributedDataParallel in train(), so register() cannot be called before.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        """Keep the trainer, which has its optimizer and its wrapped model from train() on."""
+        self._trainer = trainer
+        self._registered: nn.Module | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Register the optimizer, if Trainer wrapped the model in DistributedDataParallel.
+
+        Raises:
+            OneBitError: the optimizer is another one.
+        """
+        model = self._trainer.model_wrapped
+        optimizer = self._optimizer()
+        if isinstance(model, DistributedDataParallel) and model is not self._registered:
+            optimizer.register(model)
+            self._registered = model
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let all ranks share weights and errors, if they are about to be saved or evaluated."""
+        if control.should_save or control.should_evaluate:
+            self._optimizer().synchronize()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let all ranks share weights and errors, as after a step."""
+        self.on_step_end(args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let all ranks share weights and errors, for a model to be saved after train()."""
+        self._optimizer().synchronize()
+
+    def _optimizer(self) -> OneBitOptimizer:
+        given = self._trainer.optimizer
+        optimizer = getattr(given, "optimizer", given)  # in accelerate's AcceleratedOptimizer
+        if not isinstance(optimizer, OneBitOptimizer):
+            raise OneBitError(
+                f"expected a Trainer with a 1-bit optimizer, got a {type(optimizer).__name__}; pass Trainer "
+                "optimizer_cls_and_kwargs=(OneBitAdam, {'lr': ...})"
+            )
+        return optimizer

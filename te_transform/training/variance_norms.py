@@ -25,10 +25,11 @@ def variance_norms(optimizer: torch.optim.Optimizer) -> VarianceNorms:
     waits for the GPU: call it every so many steps.
 
     Raises:
-        CurriculumError: the optimizer has no second moments.
+        CurriculumError: the optimizer has no second moments, as 1-bit optimizers after the freeze.
     """
+    is_frozen = any(group.get("frozen") for group in optimizer.param_groups)
     states = [state["exp_avg_sq"] for state in optimizer.state.values() if "exp_avg_sq" in state]
-    if not states:
+    if is_frozen or not states:
         raise CurriculumError(
             f"expected second moments (exp_avg_sq), got a {type(optimizer).__name__} without; pass an "
             "optimizer of Adam's family after its first step"

@@ -36,7 +36,7 @@ class OneBitAdam(OneBitOptimizer):
         params: as in torch.optim.Optimizer; groups may have their own lr, betas, eps and weight_decay.
         weight_decay: decoupled, as in AdamW, in both phases.
         freeze_step: the number of warm-up steps, 15% to 25% of training; or "auto": until norm1(v) has
-            changed by less than 4% over 1 / (1 - beta2) steps.
+            changed by less than 4% over 1 / (1 - beta2) steps in which the learning rate did not rise.
         process_group: the ranks; by default all.
 
     Raises:
@@ -60,7 +60,8 @@ class OneBitAdam(OneBitOptimizer):
             checks.check_count("freeze_step", freeze_step)
         self.freeze_step = freeze_step
         self._has_unused: bool | None = None  # True if an element had no gradient before the freeze
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "variances": []}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"variances": [], "last_lr": math.inf}  # for "auto"
         super().__init__(params, defaults, process_group)
 
     @property
@@ -82,25 +83,38 @@ class OneBitAdam(OneBitOptimizer):
         self._start()
         with self._weights(layout) as weights:
             for group, trained in zip(self.param_groups, layout.groups, strict=True):
-                present = [p for p in trained if p in gradients]
-                states = [self.state[p] for p in present]
-                beta1, beta2 = group["betas"]
-                adam(
-                    [weights[p] for p in present],
-                    [gradients[p] for p in present],
-                    [state["exp_avg"] for state in states],
-                    [state["exp_avg_sq"] for state in states],
-                    [],
-                    [state["step"] for state in states],
-                    decoupled_weight_decay=True,
-                    amsgrad=False,
-                    beta1=beta1,
-                    beta2=beta2,
-                    lr=float(group["lr"]),
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+                if present := [p for p in trained if p in gradients]:
+                    self._adam(group, present, weights, gradients)
+
+    def _adam(
+        self,
+        group: dict[str, Any],
+        present: list[nn.Parameter],
+        weights: dict[nn.Parameter, Tensor],
+        gradients: Gradients,
+    ) -> None:
+        """Take a step of torch.optim.AdamW; a fused one on a GPU if all weights are copies of 16 bits."""
+        momenta, variances, steps = self._views(present, "exp_avg", "exp_avg_sq", "step")
+        is_fused = present[0].is_cuda and all(weights[p] is not p for p in present)
+        adam(
+            [weights[p] for p in present],
+            [gradients[p] for p in present],
+            momenta,
+            variances,
+            [],
+            [*torch.stack(steps).to(present[0].device)] if is_fused else steps,
+            fused=is_fused or None,
+            decoupled_weight_decay=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        if is_fused:  # it has counted on the GPU
+            torch._foreach_add_(steps, 1)
 
     def _reset(self) -> None:
         super()._reset()
@@ -117,10 +131,20 @@ class OneBitAdam(OneBitOptimizer):
         norm = self._norm_of_variance(layout)
         if layout.world_size > 1:
             dist.broadcast(norm, group=self.process_group, group_src=0)
-        variances = [*self.param_groups[0]["variances"], norm.item()][-(span // every) - 1 :]
+        before = [] if self._warms_up_rate() else self.param_groups[0]["variances"]
+        variances = [*before, norm.item()][-(span // every) - 1 :]
         self._note(variances=variances)
         change = abs(variances[-1] - variances[0])
         return len(variances) > span // every and change < CHANGE * variances[0]
+
+    def _warms_up_rate(self) -> bool:
+        """Return True if a learning rate has risen since the last check."""
+        rises = False
+        for group in self.param_groups:
+            rate = float(group["lr"])
+            rises |= rate > group["last_lr"]
+            group["last_lr"] = rate
+        return rises
 
     def _norm_of_variance(self, layout: Layout) -> Tensor:
         """Return norm1 of the variance, bias corrected, in fp64."""

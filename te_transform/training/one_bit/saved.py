@@ -67,12 +67,12 @@ def owners(states: State) -> set[Owner]:
 
 
 def errors(states: State, layout: Layout, own: Owner) -> tuple[Tensor, Tensor] | None:
-    """Return worker and server errors, fp32 [padded] each, those of other owners as zeros; None if all are."""
+    """Return worker and server errors, fp32 [padded] each, zeros for other owners; None if all are."""
     found = torch.zeros(2, layout.padded, dtype=torch.float32, device=layout.device)
     if foreign := owners(states) - {own, SHARED}:
         logger.warning(
-            "errors of rank %s of %s do not belong to rank %s of %s, and start at zero; call synchronize() on "
-            "all ranks before one state is saved for all, or save state_dict() of each rank for itself",
+            "errors of rank %s of %s do not belong to rank %s of %s, and start at zero; call synchronize() "
+            "on all ranks before one state is saved for all, or save state_dict() of each rank for itself",
             *min(foreign), *own,
         )  # fmt: skip
     for parameter in (p for p in layout.parameters if ERRORS in states.get(p, {})):
