@@ -310,7 +310,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._start()
         for parameter in (p for p in layout.parameters if p in states):
             for name in (*self._buffers, *self._scalars):
-                self.state[parameter][name].copy_(torch.as_tensor(states[parameter][name]))
+                self.state[parameter][name].copy_(states[parameter][name])
         errors = saved.errors(states, layout, self._owner)
         if layout.world_size > 1 and errors is not None:
             self._exchanged(layout).set_errors(*errors)
