@@ -369,6 +369,32 @@ def refused() -> dict[str, str]:
     return found
 
 
+def zero_one() -> dict[str, float]:
+    """Return how far the weights move in phase 2 without gradients, by weight decay, and at a low rate."""
+    found = {}
+    for name, decay in (("decay", 0.5), ("low rate", 0.0)):
+        model = net()
+        optimizer = MAKES["ZeroOneAdam"](model.parameters(), weight_decay=decay)
+        ddp = wrapped(optimizer, model)
+        train(ddp, optimizer, range(15))
+        optimizer.synchronize()
+        before, group = flat(model), optimizer.param_groups[0]
+        if decay:
+            optimizer._exchange = None  # without errors and momenta
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+        else:
+            group["lr"] *= 1e-6
+        for step in range(8):
+            (ddp(batch(step)) * (0.0 if decay else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        expected = before * (1 - group["lr"] * decay) ** 8
+        found[name] = (flat(model) - expected).abs().max().item() / group["lr"]
+    return found
+
+
 # Checkpoints
 
 
@@ -503,7 +529,17 @@ def resumed_from_checkpoint(folder: Path) -> dict[str, tuple[bool, float]]:
 
 def everything(folder: Path) -> dict[str, Any]:
     """Return all of the above, of one group of processes."""
-    works = exchanges, counted, warm_up, each_optimizer, plain_ways, without_register, scaled, refused
+    works = (
+        exchanges,
+        counted,
+        warm_up,
+        each_optimizer,
+        plain_ways,
+        without_register,
+        scaled,
+        refused,
+        zero_one,
+    )
     found = {work.__name__: work() for work in works}
     here = folder / str(dist.get_world_size())
     if dist.get_rank() == 0:

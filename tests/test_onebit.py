@@ -104,6 +104,12 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(found: Found) -> None:
         assert rank["steps"] == 10
 
 
+def test_local_steps_decay_weights_as_adamw_and_follow_the_rate(found: Found) -> None:
+    for rank in (each["zero_one"] for each in found):
+        assert rank["decay"] < 1e-3  # of a step
+        assert rank["low rate"] < 100  # eight steps; errors of the rate before would be 1e6
+
+
 def test_what_ranks_do_differently_is_refused(found: Found) -> None:
     for rank in (each["refused"] for each in found):
         assert "leave out ZeroRedundancyOptimizer" in rank["ZeRO"]

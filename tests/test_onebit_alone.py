@@ -104,6 +104,13 @@ def test_models_that_cannot_be_registered() -> None:
         optimizer.register(DistributedDataParallel(model()))
     own[0].requires_grad_(False)
     optimizer.register(DistributedDataParallel(own))  # frozen parameters take no part
+    with pytest.raises(OneBitError, match="expected all parameters before register"):
+        optimizer.add_param_group({"params": model().parameters()})
+    own[0].requires_grad_(True)
+    with pytest.raises(
+        OneBitError, match=r"expected the parameters that trained at register\(\), got 2 more"
+    ):
+        step(own, optimizer)
 
 
 @pytest.mark.usefixtures("group")

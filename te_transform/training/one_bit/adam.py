@@ -231,7 +231,12 @@ class OneBitAdam(OneBitOptimizer):
     def _descend(
         self, group: dict[str, Any], trained: list[nn.Parameter], weights: dict[nn.Parameter, Tensor]
     ) -> None:
-        moved, lr = [weights[p] for p in trained], float(group["lr"])
-        if group["weight_decay"]:
-            torch._foreach_mul_(moved, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(moved, *self._views(trained, "exp_avg"), alpha=-lr)
+        descend(group, [weights[p] for p in trained], *self._views(trained, "exp_avg"))
+
+
+def descend(group: dict[str, Any], weights: list[Tensor], updates: list[Tensor]) -> None:
+    """Compute p = (1 - lr * weight_decay) * p - lr * update for each weight, as AdamW does."""
+    lr = float(group["lr"])
+    if group["weight_decay"]:
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+    torch._foreach_add_(weights, updates, alpha=-lr)

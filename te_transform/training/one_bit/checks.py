@@ -98,6 +98,15 @@ def check_ddp(model: Any, parameters: set[nn.Parameter], group: dist.ProcessGrou
         )
 
 
+def check_reduced(parameters: list[nn.Parameter], reduced: set[nn.Parameter] | None) -> None:
+    """Raise OneBitError if a parameter trains that DDP does not average, because register() came before."""
+    if reduced is not None and (late := set(parameters) - reduced):
+        raise OneBitError(
+            f"expected the parameters that trained at register(), got {len(late)} more, whose gradients "
+            "DistributedDataParallel does not average; unfreeze before the model is wrapped in it"
+        )
+
+
 def agree(parameters: list[nn.Parameter], averaged: list[Tensor], group: dist.ProcessGroup) -> bool:
     """Check at the first step that all ranks train the same parameters from the same weights.
 

@@ -38,6 +38,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.process_group = checks.process_group(process_group)
         self._layout: Layout | None = None
         self._flat: dict[str, Tensor] = {}
+        self._reduced: set[nn.Parameter] | None = None  # those of the registered DDP
         self._exchange: CompressedMean | None = None
         self._shared_errors: tuple[Tensor, Tensor] | None = None  # of all ranks, from synchronize() to step()
         self.hook_ran = False  # True if DDP has averaged gradients by our hook since the last step
@@ -48,12 +49,18 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Add parameters, as torch.optim.Optimizer does, before the first step.
 
         Raises:
-            OneBitError: a step was taken, parameters are sharded, or an option is out of range.
+            OneBitError: a step was taken, register() was called, parameters are sharded, or an option is out
+                of range.
         """
         if self._layout is not None:
             raise OneBitError(
                 "expected all parameters before the first step, got a group after it, which the flat buffers "
                 "have no room for; make a new optimizer"
+            )
+        if self._reduced is not None:
+            raise OneBitError(
+                "expected all parameters before register(), got a group after it, whose gradients "
+                "DistributedDataParallel may not average; add the group before"
             )
         super().add_param_group(param_group)
         try:
@@ -76,6 +83,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         trained = {p for p in self._parameters() if p.requires_grad}
         checks.check_ddp(ddp_model, trained, self.process_group)
         ddp_model.register_comm_hook(self, hook.reduce)
+        self._reduced = trained
 
     @property
     def needs_averaged_gradients(self) -> bool:
@@ -137,6 +145,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self._layout is None:
             groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
             checks.check_devices([p for group in groups for p in group])
+            checks.check_reduced([p for group in groups for p in group], self._reduced)
             self._layout = Layout(groups, dist.get_world_size(self.process_group))
         return self._layout
 

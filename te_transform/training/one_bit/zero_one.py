@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_transform.training.one_bit import checks
-from te_transform.training.one_bit.adam import OneBitAdam
+from te_transform.training.one_bit.adam import OneBitAdam, descend
 from te_transform.training.one_bit.checks import OneBitError
 from te_transform.training.one_bit.layout import Layout
 from te_transform.training.one_bit.optimizer import Gradients
@@ -93,8 +93,7 @@ class ZeroOneAdam(OneBitAdam):
                 (momenta,), sizes = self._views(trained, "exp_avg"), self._denominators(layout, trained)
                 updates = torch._foreach_div(momenta, sizes)
                 torch._foreach_div_(updates, 1 - group["betas"][0] ** (self.steps + 1))
-                moved = [weights[p] for p in trained]
-                torch._foreach_add_(moved, _changes(group, updates, moved))
+                descend(group, [weights[p] for p in trained], updates)
 
     def _exchange_momentum(self, layout: Layout) -> None:
         """Replace m by its compressed mean over ranks, exchanged as m / (sqrt(v) + eps)."""
@@ -140,26 +139,27 @@ class ZeroOneAdam(OneBitAdam):
         return flat
 
     def _correct(self, layout: Layout) -> None:
-        """Correct m and v, and start phase 2 without errors, from the weights of now."""
+        """Correct m and v, and start phase 2 without errors."""
         for index, group in enumerate(self.param_groups):
             for part in layout.parts(self._flat["exp_avg"], index):
                 part.div_(1 - group["betas"][0] ** self.steps)
         self._flat["exp_avg_sq"].copy_(self._corrected_variance(layout))
         self._exchange = self._divisor = None
-        self._share_weights(layout)
         self._note(frozen_at=self.steps)
 
     def _compressed(self, layout: Layout, gradients: Gradients) -> None:
         if layout.world_size == 1:
             return super()._compressed(layout, gradients)
+        if self.is_synchronized:
+            self._share_weights(layout)
         self._add_to_update(layout, gradients)
         with self._weights(layout) as weights:
             for group, trained in self._trained_groups(layout):
-                updates, totals = self._views(trained, "exp_avg", "local_change")
-                moved = [weights[p] for p in trained]
-                changes = _changes(group, updates, moved)
-                torch._foreach_add_(totals, changes)
-                torch._foreach_add_(moved, changes)
+                updates, changes, shared = self._views(trained, "exp_avg", "local_change", "shared_weight")
+                descend(group, [weights[p] for p in trained], updates)
+                descend(group, changes, updates)
+                if group["weight_decay"]:
+                    torch._foreach_mul_(shared, 1 - float(group["lr"]) * group["weight_decay"])
         for group in self.param_groups:
             group["lr_sum"] += float(group["lr"])
         self._note(local_steps=self.param_groups[0]["local_steps"] + 1)
@@ -175,25 +175,30 @@ class ZeroOneAdam(OneBitAdam):
 
     @torch.no_grad()
     def _exchange_local_steps(self) -> None:
-        layout, change = self._laid_out(), self._flat["local_change"]
-        self._mean(change)
-        self._clear_unused(layout, change)
+        """Exchange the mean update of the local steps, and repeat these with the update that all ranks got.
+
+        The paper exchanges the change of the weights. Its error would be divided by the learning rates of the
+        next steps, which makes momenta of any size when the learning rate falls.
+        """
+        layout, update, change = self._laid_out(), self._flat["exp_avg"], self._flat["local_change"]
         for index, group in enumerate(self.param_groups):
             if group["lr_sum"] > 0:
-                parts = (layout.parts(flat, index) for flat in (self._flat["exp_avg"], change))
-                for update, total in zip(*parts, strict=True):
-                    torch.div(total, -group["lr_sum"], out=update)
+                for own, total in zip(layout.parts(update, index), layout.parts(change, index), strict=True):
+                    torch.div(total, -group["lr_sum"], out=own)
+        self._mean(update)
+        self._clear_unused(layout, update)
         with self._weights(layout) as weights:
-            shared, changes = self._views(list(layout.parameters), "shared_weight", "local_change")
-            moved = [weights[p] for p in layout.parameters]
-            torch._foreach_copy_(moved, shared)
-            torch._foreach_add_(moved, changes)
-        self._share_weights(layout)
+            for group, own in zip(self.param_groups, layout.groups, strict=True):
+                if own:
+                    shared, updates = self._views(list(own), "shared_weight", "exp_avg")
+                    moved = [weights[p] for p in own]
+                    torch._foreach_copy_(moved, shared)
+                    torch._foreach_add_(moved, updates, alpha=-group["lr_sum"])
         change.zero_()
         self._note(local_steps=0, lr_sum=0.0)
 
     def _share_weights(self, layout: Layout) -> None:
-        """Keep the weights that all ranks have: adding and subtracting steps would round on each rank."""
+        """Keep the weights that all ranks have: to subtract local steps again would round on each rank."""
         shared = [self.state[p]["shared_weight"] for p in layout.parameters]
         torch._foreach_copy_(shared, list(layout.parameters))
 
@@ -210,12 +215,3 @@ class ZeroOneAdam(OneBitAdam):
                 "call synchronize() before the model and the optimizer are saved"
             )
         return super().gathered_state_dict()
-
-
-def _changes(group: dict[str, Any], updates: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-    """Return -lr * (update + weight_decay * p), fp32, for each parameter."""
-    lr = float(group["lr"])
-    changes = torch._foreach_mul(updates, -lr)
-    if group["weight_decay"]:
-        torch._foreach_add_(changes, weights, alpha=-lr * group["weight_decay"])
-    return changes
