@@ -395,6 +395,37 @@ def zero_one() -> dict[str, float]:
     return found
 
 
+class Small(nn.Module):
+    """Elements that are all used, a scalar, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scalar = nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 3] -> a loss."""
+        return (x @ self.weight * self.scalar).square().mean() + self.empty.sum()
+
+
+def small() -> dict[str, list[float]]:
+    """Return the losses of a model of few elements, with each optimizer."""
+    found: dict[str, list[float]] = {}
+    for name, make in MAKES.items():
+        model = Small()
+        optimizer = make(model.parameters())
+        ddp, found[name] = wrapped(optimizer, model), []
+        for step in range(STEPS):
+            loss = ddp(batch(step)[:, :3])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[name].append(loss.item())
+        optimizer.synchronize()
+        assert are_equal(flat(model)), name
+    return found
+
+
 # Checkpoints
 
 
@@ -529,18 +560,8 @@ def resumed_from_checkpoint(folder: Path) -> dict[str, tuple[bool, float]]:
 
 def everything(folder: Path) -> dict[str, Any]:
     """Return all of the above, of one group of processes."""
-    works = (
-        exchanges,
-        counted,
-        warm_up,
-        each_optimizer,
-        plain_ways,
-        without_register,
-        scaled,
-        refused,
-        zero_one,
-    )
-    found = {work.__name__: work() for work in works}
+    works = exchanges, counted, warm_up, each_optimizer, plain_ways, without_register, scaled, refused
+    found = {work.__name__: work() for work in (*works, zero_one, small)}
     here = folder / str(dist.get_world_size())
     if dist.get_rank() == 0:
         here.mkdir()

@@ -104,6 +104,12 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(found: Found) -> None:
         assert rank["steps"] == 10
 
 
+def test_all_elements_used_a_scalar_and_a_parameter_without_elements(found: Found) -> None:
+    for rank in (each["small"] for each in found):
+        for name, losses in rank.items():
+            assert sum(losses[-4:]) < sum(losses[:4]), name
+
+
 def test_local_steps_decay_weights_as_adamw_and_follow_the_rate(found: Found) -> None:
     for rank in (each["zero_one"] for each in found):
         assert rank["decay"] < 1e-3  # of a step

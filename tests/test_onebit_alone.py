@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -174,6 +175,20 @@ def test_auto_freezes_once_the_variance_is_steady() -> None:
     optimizer = OneBitAdam(own.parameters(), lr=0.0, betas=(0.9, 0.9))  # gradients of one size
     taken = next(taken for taken in range(1, 99) if step(own, optimizer) and optimizer.frozen)
     assert taken == 11  # norms of ten steps apart
+
+
+@pytest.mark.usefixtures("group")
+def test_a_checkpoint_before_the_first_step_freezes_nothing() -> None:
+    """get_optimizer_state_dict() makes the state by a step with gradients of zero."""
+    own = model()
+    before = [parameter.detach().clone() for parameter in own.parameters()]
+    optimizer = OneBitAdam(own.parameters(), freeze_step=1)
+    get_optimizer_state_dict(own, optimizer)
+    assert all(map(torch.equal, before, own.parameters()))
+    assert not optimizer.frozen
+    step(own, optimizer)
+    assert optimizer.frozen
+    assert not any(map(torch.equal, before, own.parameters()))
 
 
 @pytest.mark.usefixtures("group")

@@ -122,8 +122,8 @@ class OneBitAdam(OneBitOptimizer):
 
     def _is_steady(self, layout: Layout) -> bool:
         """Return True if the variance is to be frozen now; rank 0 decides for all."""
-        if self.freeze_step != "auto":
-            return self.steps >= self.freeze_step
+        if self.freeze_step != "auto":  # torch.distributed.checkpoint makes a first step without gradients
+            return self.steps >= self.freeze_step and self._norm_of_variance(layout).item() > 0
         span = math.ceil(1 / (1 - max(group["betas"][1] for group in self.param_groups)) - 1e-6)
         every = max(span // CHECKS, 1)
         if self.steps % every:
@@ -222,8 +222,8 @@ class OneBitAdam(OneBitOptimizer):
                 yield group, trained
 
     def _has_trained(self, parameter: nn.Parameter) -> bool:
-        """Return False for parameters that no rank had a gradient of during the warm-up."""
-        return self.state[parameter]["step"].item() > 0
+        """Return False for parameters without elements, or without a gradient on any rank in the warm-up."""
+        return parameter.numel() > 0 and self.state[parameter]["step"].item() > 0
 
     def _views(self, parameters: list[nn.Parameter], *names: str) -> list[list[Tensor]]:
         return [[self.state[p][name] for p in parameters] for name in names]

@@ -87,7 +87,7 @@ class ZeroOneAdam(OneBitAdam):
                 given = [gradients[p] for p in present]
                 torch._foreach_add_(*self._views(present, "exp_avg"), given, alpha=1 - group["betas"][0])
         if not is_full:
-            self._exchange_momentum(layout)
+            self._exchange_momentum()
         with self._weights(layout) as weights:
             for group, trained in self._trained_groups(layout):
                 (momenta,), sizes = self._views(trained, "exp_avg"), self._denominators(layout, trained)
@@ -95,11 +95,11 @@ class ZeroOneAdam(OneBitAdam):
                 torch._foreach_div_(updates, 1 - group["betas"][0] ** (self.steps + 1))
                 descend(group, [weights[p] for p in trained], updates)
 
-    def _exchange_momentum(self, layout: Layout) -> None:
+    def _exchange_momentum(self) -> None:
         """Replace m by its compressed mean over ranks, exchanged as m / (sqrt(v) + eps)."""
         momentum, denominator = self._flat["exp_avg"], self._denominator
         self._mean(momentum.div_(denominator))
-        self._clear_unused(layout, momentum.mul_(denominator))
+        momentum.mul_(denominator.masked_fill(denominator.isinf(), 0.0))  # unused elements, and padding
 
     def _update_variance(self, layout: Layout, gradients: Gradients) -> None:
         """Update v, and keep the errors of exchanges in the unit of m over sqrt(v) + eps."""
