@@ -32,7 +32,7 @@ from rich.table import Table
 
 import te_transform
 from te_transform.backends import limits, plain
-from te_transform.runtime.few_tokens import FewTokens
+from te_transform.runtime.small_batch import SmallBatch
 
 # whether the products run as they were captured, and which fused ops take TE's modules
 WAYS: dict[str, tuple[bool, tuple[type, ...]]] = {
@@ -98,7 +98,9 @@ def running(as_captured: bool, in_te: tuple[type, ...]) -> Iterator[None]:
     """Let products run in one of the ways."""
     gains = property(lambda op: isinstance(op, in_te))
     with (
-        patch.object(FewTokens, "takes", lambda self, arguments: as_captured),
+        patch.object(
+            SmallBatch, "gains_nothing", lambda self, arguments: "asked for" if as_captured else None
+        ),
         patch.object(limits, "break_even_rows", lambda width, in_fp8, in_cuda_graphs=False: 0),
         patch.object(plain.LayerNormLinear, "gains", gains),
         patch.object(plain.LayerNormMLP, "gains", gains),

@@ -43,13 +43,14 @@ def report(converted: nn.Module) -> Report:
     graphs, told = found.graphs, found.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
     plain += Counter({TOLD: found.trials.own_calls})
+    fallbacks = sum((graph.fallbacks_told() for graph in graphs), Counter())
     later = [note for note in found.failures if note not in told]
     if found.parallel is not None:
         later += divided(found.parallel.places, found.parallel.ranks.count)
     # sizes that vary may break what the examples' did not
     broken = explain_breaks((graph.captured for graph in graphs), found.reasons)
     breaks = tuple(dict.fromkeys((*found.report.breaks, *broken)))
-    return replace(found.report, plain_calls=plain, notes=(*told, *later), breaks=breaks)
+    return replace(found.report, plain_calls=plain, fallbacks=fallbacks, notes=(*told, *later), breaks=breaks)
 
 
 def _report_of_whole(model: nn.Module, converted: Converted) -> Report:

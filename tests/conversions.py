@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.report.report import Report
-from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.captured import CapturedGraph, Observer
 from te_transform.runtime.converted import converted_of
 from tests.bitwise import untouched
 from tests.zoo import CASES, EXTRA, Case, Inputs, tensors
@@ -128,11 +128,11 @@ def calls(model: nn.Module) -> Iterator[Counter[str]]:
             found["attention"] += site.rules[-1][0] == "attention"
 
     converted = converted_of(model)
-    converted.watch = count
+    converted.observer = Observer(count)
     try:
         yield found
     finally:
-        converted.watch = None
+        converted.observer = None
 
 
 def error(actual: list[Tensor], expected: list[Tensor]) -> float:

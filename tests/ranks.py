@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
 from te_transform.backends import limits, scale_rows
-from te_transform.runtime import compiled
+from te_transform.runtime.executors import inductor
 from tests import stand_in
 
 WIDTH, LENGTH = 32, 16
@@ -182,7 +182,7 @@ def scales_of(wraps: tuple[Callable[[nn.Module], nn.Module], ...], compiles: boo
     runs uncompiled."""
     install_stand_in()
     if compiles:  # what inductor would compile is traced, as in test_compiled.py
-        compiled.compile_fx = traced
+        inductor.compile_fx = traced
     found = {}
     for wrap in wraps:
         model = in_fp8(compile=compiles)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_transform
-from te_transform.runtime import compiled
+from te_transform.runtime.executors import inductor
 from te_transform.runtime.trials import Trials
 from tests.attacks import OTHER, Act, Attends, Block, Pair, X
 from tests.models.tiny import WIDTH, Tiny
@@ -139,7 +139,7 @@ def test_a_function_that_the_model_holds_is_the_one_that_runs(
 ) -> None:
     """In calls that were captured before, and in those that are captured, and compiled, afterwards."""
     home, attribute, read = HELD[name]
-    monkeypatch.setattr(compiled, "compile_fx", trace)
+    monkeypatch.setattr(inductor, "compile_fx", trace)
     monkeypatch.setattr(Trials, "of", lambda *_: None)  # else some calls run the user's own code
     pair = Pair.of(type("Reads", (Reads,), {"read": read}), compile=compile)
     pair.agree()

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_transform
-from te_transform.runtime import classes, compiled, regions
+from te_transform.runtime import classes, regions, specializations
+from te_transform.runtime.executors import inductor
 from tests.attacks import Attends, Block, Pair
 from tests.conversions import ALL, EVERYWHERE, error, gradients, logged, run
 from tests.models.tiny import WIDTH, Attention
@@ -68,7 +69,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
         found.append((graph, config_patches))
         return trace(graph, arguments, config_patches)
 
-    monkeypatch.setattr(compiled, "compile_fx", noted)
+    monkeypatch.setattr(inductor, "compile_fx", noted)
     return found
 
 
@@ -143,19 +144,20 @@ def test_inductor_does_not_take_kernels_whose_gradients_are_wrong(
 
 def test_each_size_is_compiled_once_and_not_too_many_are(compilations: Compilations) -> None:
     pair = compiled_pair(Block)
-    lengths = range(1, 4 + compiled.MOST)
+    lengths = range(1, 4 + specializations.MOST)
 
     def act(model: nn.Module, x: Tensor) -> list[Tensor]:
         return [model(torch.ones(2, length, WIDTH)) for length in lengths]
 
     pair.agree(act)
     made = len(compilations)
-    assert compiled.MOST <= made < len(lengths)
+    assert specializations.MOST <= made < len(lengths)
     pair.agree(act)
     assert len(compilations) == made
-    assert f"a graph is compiled for {compiled.MOST} kinds of calls at most, others run uncompiled" in (
-        te_transform.report(pair.converted).notes
-    )
+    told, report = "a graph is compiled for {} kinds of calls at most", te_transform.report(pair.converted)
+    assert f"{told.format(specializations.MOST)}, others run uncompiled" in report.notes
+    assert set(report.fallbacks) == {"did not run compiled: no specialization for the call, see the notes"}
+    assert str(report).count("calls of graphs did not run compiled") == 1
 
 
 def llama_of(layers: int) -> nn.Module:
@@ -278,7 +280,9 @@ def test_pieces_of_a_bucket_compute_what_the_whole_does(
     """As under DDP; the weight of GPT-2's head is that of its embedding."""
     case = ALL[name]
     model, inputs = zero_dropout(seeded(case.build)), case.sample()
-    monkeypatch.setattr(compiled, "bucket_size", lambda: sum(p.nbytes for p in model.parameters()) // 8)
+    monkeypatch.setattr(
+        specializations, "bucket_size", lambda: sum(p.nbytes for p in model.parameters()) // 8
+    )
     converted = te_transform.convert(model, inputs, verify=False, compile=True)
     expected, found = (gradients(each, inputs) for each in (model, converted))
     trained = [key for key, grad in expected.items() if grad is not None and grad.norm() > 1e-4]
@@ -303,7 +307,7 @@ class Wide(nn.Module):
 def test_a_sequence_of_single_operations_is_not_cut(
     compilations: Compilations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "bucket_size", lambda: 1)
+    monkeypatch.setattr(specializations, "bucket_size", lambda: 1)
     compiled_pair(Wide).agree()
     assert len(compilations) == 1
 
@@ -325,7 +329,7 @@ def test_what_the_compiler_fails_on_runs_uncompiled(monkeypatch: pytest.MonkeyPa
     def fail(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no kernel\nfor this")
 
-    monkeypatch.setattr(compiled, "compile_fx", fail)
+    monkeypatch.setattr(inductor, "compile_fx", fail)
     pair = compiled_pair(Block)
     pair.agree()
     notes = te_transform.report(pair.converted).notes
@@ -337,7 +341,7 @@ def test_a_compiler_that_fails_within_a_transform_leaves_none_on(monkeypatch: py
         torch._C._functorch._grad_increment_nesting()
         raise NotImplementedError
 
-    monkeypatch.setattr(compiled, "compile_fx", fail)
+    monkeypatch.setattr(inductor, "compile_fx", fail)
     pair = compiled_pair(Block)
     pair.agree()
     assert torch._C._functorch.peek_interpreter_stack() is None

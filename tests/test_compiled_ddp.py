@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.runtime import compiled
+from te_transform.runtime.executors import inductor
 from tests import ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
@@ -64,7 +64,7 @@ class Trained:
     def __init__(self, bucket: float | None = BUCKET, **options: Any):
         ranks.install_stand_in()
         self.events: Events = []
-        self.compiler = compiled.compile_fx = Compiler(self.events)
+        self.compiler = inductor.compile_fx = Compiler(self.events)
         self.model = ranks.in_fp8(**{"compile": True, **options})
         self.ddp = DistributedDataParallel(
             self.model, gradient_as_bucket_view=True, **({} if bucket is None else {"bucket_cap_mb": bucket})

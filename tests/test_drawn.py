@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.runtime import compiled, trials
+from te_transform.runtime import trials
 from te_transform.runtime.converted import converted_of
+from te_transform.runtime.executors import inductor
 from tests import stand_in
 from tests.attacks import each
 from tests.models.drawn import (
@@ -652,7 +653,7 @@ def emulated(way: str) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch)
-        patch.setattr(compiled, "compile_fx", trace)
+        patch.setattr(inductor, "compile_fx", trace)
         patch.setattr(limits.at_any_size, "entered", int(way != "few tokens"))
         patch.setattr(trials, "IN_A_ROW", 1)
         patch.setattr(trials, "ROWS", 1000)

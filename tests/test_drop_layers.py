@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform import ModelError, OptionError
 from te_transform.backends import limits
-from te_transform.runtime import compiled
 from te_transform.runtime.converted import converted_of
+from te_transform.runtime.executors import inductor
 from te_transform.training import LayerDropping, drop_layers
 from tests import ranks, stand_in
 from tests.conversions import DISTINCT, as_built, each, run
@@ -388,7 +388,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(graph)
         return ranks.traced(graph, arguments, config_patches)
 
-    monkeypatch.setattr(compiled, "compile_fx", compile)
+    monkeypatch.setattr(inductor, "compile_fx", compile)
     return found
 
 

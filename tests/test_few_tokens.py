@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.backends import limits, plain
 from te_transform.graph import ops
-from te_transform.runtime import few_tokens
 from te_transform.runtime.converted import converted_of
-from te_transform.runtime.few_tokens import FewTokens
+from te_transform.runtime.executors import captured as captured_executor
+from te_transform.runtime.small_batch import SmallBatch
 from tests import stand_in
 from tests.models.tiny import MLP, WIDTH, Tiny
 from tests.zoo import CASES, seeded
@@ -57,13 +57,14 @@ def _by_rows(by_size: None, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
 def unfused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call ran what was captured, in their order."""
     found: list[bool] = []
-    takes = FewTokens.takes
+    gains_nothing = SmallBatch.gains_nothing
 
-    def noted(*args: Any) -> bool:
-        found.append(takes(*args))
-        return found[-1]
+    def noted(*args: Any) -> str | None:
+        why = gains_nothing(*args)
+        found.append(why is not None)
+        return why
 
-    monkeypatch.setattr(FewTokens, "takes", noted)
+    monkeypatch.setattr(SmallBatch, "gains_nothing", noted)
     return found
 
 
@@ -150,8 +151,8 @@ def test_norms_and_activations_of_many_operations_are_one(
         out, wanted = fused(**inputs).logits, model(**inputs).logits
     assert unfused == [True]
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
-    graph = converted_of(fused).graphs[-1].few_tokens
-    called = [node.target for node in graph.run.__self__.graph.nodes]
+    graph = converted_of(fused).graphs[-1].as_captured
+    called = [node.target for node in graph.graph.__self__.graph.nodes]
     ones = [node for node in graph.plan.before.nodes if node.target is op]
     assert called.count(op) == len(ones) > 0
     assert captured not in called
@@ -165,7 +166,7 @@ def test_rotations_are_fused_where_calls_of_many_tokens_run_so_too(name: str, fu
     model = te_transform.convert(
         case.build(num_hidden_layers=1).bfloat16(), case.sample(), backend="te", verify=False
     )
-    graph = converted_of(model).graphs[-1].few_tokens.run.__self__
+    graph = converted_of(model).graphs[-1].as_captured.graph.__self__
     assert sum(isinstance(module, plain.Rotary) for module in graph.modules()) == fused
 
 
@@ -197,7 +198,7 @@ def test_an_activation_with_a_backward_of_its_own_is_one_operation(unfused: list
     assert unfused == [True]
     for own, found in zip(model.parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(found.grad, own.grad)
-    graph = converted_of(fused).graphs[-1].few_tokens.run.__self__.graph
+    graph = converted_of(fused).graphs[-1].as_captured.graph.__self__.graph
     called = [node.target for node in graph.nodes]
     assert called.count(ops.relu) == 1
     assert torch.ops.higher_order.autograd_function_apply not in called
@@ -210,7 +211,7 @@ def test_a_graph_that_cannot_be_made_is_what_was_captured(monkeypatch: pytest.Mo
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("no such graph")
 
-    monkeypatch.setattr(few_tokens, "lower_unfused", fail)
+    monkeypatch.setattr(captured_executor, "lower_unfused", fail)
     assert torch.equal(model(x), original(x))
     assert any("RuntimeError: no such graph" in note for note in te_transform.report(model).notes)
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.runtime import compiled, heads
+from te_transform.runtime import heads, specializations
+from te_transform.runtime.executors import inductor
 from tests import stand_in, test_compiled, test_replayed
 from tests.attacks import WIDTH, Block, Pair, X
 from tests.test_compiled import Compilations
@@ -122,7 +123,7 @@ def test_a_gradient_of_the_logits_beside_the_loss(of: Any, compilations: Compila
 
 def test_runs_beside_pieces(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under DDP: the gradient of the head is there before that of all else is computed."""
-    monkeypatch.setattr(compiled, "bucket_size", lambda: 1)
+    monkeypatch.setattr(specializations, "bucket_size", lambda: 1)
     pair = Pair.of(words(), compile=True, backend="te")
     for of in (loss_of, loss_and_logits, logits_alone, loss_of):
         pair.agree(of)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import te_transform
-from te_transform.runtime import compiled
+from te_transform.runtime.executors import inductor
 from tests.ranks import install_stand_in, mesh, spawn, traced
 from tests.test_parallelize import Dropped, gradients, sample_of
 from tests.test_parallelize_fp8 import CASES, original
@@ -22,7 +22,7 @@ def compared(by_inductor: bool, recipe: str | None = None) -> dict[str, Any]:
     """How far the loss and gradients of a second call are from those of a model that is not compiled."""
     install_stand_in()
     if not by_inductor:  # as in test_compiled.py
-        compiled.compile_fx = traced
+        inductor.compile_fx = traced
     sample, found, notes = sample_of(CASES["llama"]), [], []
     options = {"backend": "te", "recipe": recipe} if recipe else {"backend": "torch"}
     for compiles in (False, True):

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import te_transform
-from te_transform.runtime import compiled, recordings, replayed
+from te_transform.runtime import recordings, replayed
+from te_transform.runtime.executors import inductor
 from tests.ranks import install_stand_in, mesh, spawn, traced
 from tests.test_parallelize import ALL, loss_of, sample_of, zero_dropout
 from tests.test_replayed import Emulated, emulate
@@ -57,7 +58,7 @@ def notes(model: nn.Module) -> list[str]:
 def trained(name: str, recipe: str | None = None, compiles: bool = False) -> dict[str, Any]:
     """How far each of some calls is from the same model's that is never recorded; weights change between."""
     install_stand_in()
-    compiled.compile_fx = traced
+    inductor.compile_fx = traced
     emulate(pytest.MonkeyPatch())
     options = {"backend": "te", "recipe": recipe} if recipe else {"backend": "torch"}
     dtype = torch.bfloat16 if recipe else torch.float32

@@ -383,11 +383,11 @@ def test_what_runs_by_the_size_of_a_call_is_looked_at_too(
     for graph in converted_of(converted).graphs:
 
         def wrong(
-            *args: Tensor, run: Callable[..., tuple[Tensor, ...]] = graph.few_tokens.run
+            *args: Tensor, run: Callable[..., tuple[Tensor, ...]] = graph.as_captured.graph
         ) -> list[Tensor]:
             return [1.01 * out for out in run(*args)]
 
-        monkeypatch.setitem(vars(graph.few_tokens), "run", wrong)
+        monkeypatch.setitem(vars(graph.as_captured), "graph", wrong)
     result = verify(model, converted, X)
     assert not result
     assert {row.inputs for row in result.rows if not row.ok} == {"example inputs, training, as called"}

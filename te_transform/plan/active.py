@@ -24,7 +24,7 @@ _BY_COMPILER = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEn
 def why_inactive(path: str, plan: Plan, options: Options, precision: PrecisionPlan | None) -> Iterator[str]:
     """Yield why each outcome of the plan is not active, "" if it is, or is no fused one.
 
-    Runtime decides by the same limits, see runtime/few_tokens.py and the ops of the backends. Sizes that are
+    Runtime decides by the same limits, see runtime/small_batch.py and the ops of the backends. Sizes that are
     not known before the call leave a site active.
 
     Args:

@@ -66,7 +66,7 @@ def works_of(
 
 
 def _runs(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence[fx.Node] = ()) -> Way:
-    """The way that a graph runs in where `way` is asked for: runtime/few_tokens.py decides it at each call.
+    """The way that a graph runs in where `way` is asked for: runtime/small_batch.py decides it at each call.
 
     Args:
         added: the operations of a place that is refused, to be told how the graph would run with it fused.

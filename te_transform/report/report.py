@@ -51,7 +51,8 @@ class Report:
     FP8, `plain_calls` why and how often fused ops ran in plain PyTorch, and `memory` what a training step is
     predicted to take, on TE. With compile="auto", `timings` are what a call took in each way to run the
     model, and `chosen` is the name of the one that it runs in. `options` are those of the conversion,
-    `inputs` its example inputs in words.
+    `inputs` its example inputs in words. `fallbacks` count the calls of captured graphs that did not run
+    compiled or as CUDA graphs though that was asked for, by sentences that say why.
     """
 
     model: str
@@ -69,6 +70,7 @@ class Report:
     inputs: str = ""
     parts: tuple[Part, ...] = ()
     rules: tuple[str, ...] = ()  # the names of those that were run
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> Report:
         return self  # frozen: copies of a converted model share it
@@ -140,7 +142,8 @@ class Report:
         precise = () if self.precision is None else _precise(self.precision)
         plain = (f"{count} calls ran in plain PyTorch: {why}" for why, count in self.plain_calls.items())
         memory = () if self.memory is None else (f"a training step is predicted to take {self.memory}",)
-        return (*self.notes, *self.breaks, *precise, *memory, *plain, *self.all_timings())
+        fell_back = (f"{count} calls of graphs {why}" for why, count in self.fallbacks.items())
+        return (*self.notes, *self.breaks, *precise, *memory, *plain, *fell_back, *self.all_timings())
 
     def all_timings(self) -> tuple[str, ...]:
         """What a call takes in each way to run the model, and which one was chosen."""

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import fx, nn
 
+from te_transform.backends import limits
 from te_transform.backends.collectives import Ranks
-from te_transform.backends.tracing import transformed
 from te_transform.graph.nodes import name_in_model
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
-from te_transform.runtime.compiled import CompiledGraph
-from te_transform.runtime.few_tokens import FewTokens
+from te_transform.runtime.call_context import CallContext
+from te_transform.runtime.executors import Executor
+from te_transform.runtime.executors.captured import Captured
+from te_transform.runtime.executors.cuda_graph import CudaGraph
+from te_transform.runtime.executors.fused import Fused
+from te_transform.runtime.executors.inductor import Inductor
 from te_transform.runtime.layered import Layered, LayersNow, layered_plan
-from te_transform.runtime.lower import Apart, lower
-from te_transform.runtime.modes import is_dispatch_mode_on, put_back
-from te_transform.runtime.pieces import in_pieces
+from te_transform.runtime.lower import Apart
+from te_transform.runtime.modes import put_back
 from te_transform.runtime.writes import unwritten
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Who looks at the calls of captured graphs: the conversion itself, and verify().
+
+    Attributes:
+        see: is told of each call, before it runs.
+        runs_captured: whether the calls run as captured, else with all sites fused.
+    """
+
+    see: Callable[[CapturedGraph, Sequence[Any]], None]
+    runs_captured: bool = False
 
 
 class Owner(Protocol):
     """What a captured graph asks of the converted model that it belongs to."""
 
     apart: Apart  # see runtime/lower.py
-    failures: list[str]  # sentences for the report
-    dry: bool  # whether calls only find out what there is, and run what was captured
-    watch: Callable[[CapturedGraph, Sequence[Any]], None] | None  # is told of each call
+    observer: Observer | None
 
     def options_now(self) -> Options:
         """Those of the conversion, without what the model as it is now does not go with."""
@@ -57,11 +74,16 @@ class Calls(NamedTuple):
 
 
 class CapturedGraph:
-    """What dynamo calls in the place of a graph: the graph with its sites fused."""
+    """What dynamo calls in the place of a graph.
+
+    Attributes:
+        executors: in the order in which they are asked; the last one runs any call.
+        fallbacks: how often an executor has refused, by its name and the reason.
+    """
 
     def __init__(self, plan: Plan, owner: Owner):
         self.plan, self.owner, self.options, self.unchecked = plan, owner, owner.options_now(), True
-        self.ran = {True: 0, False: 0}  # calls, by whether they ran as it was captured
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.disabled: frozenset[Site] = frozenset()
         self.layered: tuple[Layered | None] | None = None  # the graph in layers; None before it is made
         self.disable(())
@@ -69,36 +91,50 @@ class CapturedGraph:
     def disable(self, sites: Collection[Site]) -> None:
         """Let these sites run as they were captured, and all others fused."""
         self.disabled = frozenset(sites)
-        apart, options, failures = self.owner.apart, self.options, self.owner.failures
-        self.run: Callable[..., Any] = in_pieces(lower(self.plan, apart, self.disabled))
-        self.few_tokens = FewTokens(self.plan, apart, self.disabled, options, failures)
-        self.compiled: CompiledGraph | None = None
-        if options.compile or options.graphs:
-            self.compiled = CompiledGraph(
-                self.plan, apart, self.disabled, options, self.run, failures, self.owner.ranks
-            )
+        made = (self.plan, self.owner.apart, self.disabled, self.options)
+        self.fused, self.as_captured = Fused(*made), Captured(*made, self.owner.tell)
+        self.executors: tuple[Executor, ...] = (self.fused, self.as_captured)
+        if self.options.compile:
+            self.executors = (Inductor(*made, self.fused, self.owner.tell), *self.executors)
+        if self.options.graphs:  # which record what inductor compiles
+            recorded = CudaGraph(*made, self.fused, self.owner.tell, self.owner.ranks)
+            self.executors = (recorded, self.fused, self.as_captured)
+
+    def forget_recordings(self) -> None:
+        """Free what was recorded of calls that run all layers, which holds the memory of a step."""
+        for executor in self.executors:
+            if isinstance(executor, CudaGraph):
+                executor.specializations.lowered.clear()
+
+    def release(self) -> None:
+        """Free what was compiled and recorded."""
+        self.executors, self.layered = (self.fused, self.as_captured), None
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self.owner
         if self.unchecked:
             self._check(arguments)
-        if owner.watch is not None:
-            owner.watch(self, arguments)
-            run = self.plan.captured.forward if owner.dry else self.run
-            with put_back():
-                return run(*arguments)
-        if (layers := owner.layers_now()) is not None and (layered := self._in_layers()) is not None:
+        observer = owner.observer
+        if observer is not None:
+            observer.see(self, arguments)
+        elif (layers := owner.layers_now()) is not None and (layered := self._in_layers()) is not None:
             return layered(layers, arguments)
-        with put_back() as in_modes:
-            if transformed():
-                return self.run(*arguments)
-            if self.compiled is not None:
-                # modes see torch calls, of which a compiled graph makes none
-                sees = in_modes or is_dispatch_mode_on()
-                return self.run(*arguments) if sees else self.compiled(*arguments)
-            takes = self.few_tokens.takes(arguments)
-            self.ran[takes] += 1
-            return self.few_tokens.run(*arguments) if takes else self.run(*arguments)
+        with put_back(), limits.replayed if self.options.in_cuda_graphs else nullcontext():
+            observe_only = observer is not None and observer.runs_captured
+            return self._run(CallContext(arguments, None, observer is not None, observe_only))
+
+    def _run(self, call: CallContext) -> Any:
+        *executors, last = self.executors
+        for executor in executors:
+            if (why := executor.refuse(call)) is None:
+                return executor.run(call)
+            self.fallbacks[executor.name, why] += 1
+        return last.run(call)
+
+    def fallbacks_told(self) -> Counter[str]:
+        """Return the fallbacks as sentences; ops count those from fused to captured by themselves."""
+        counted = ((name, why, n) for (name, why), n in self.fallbacks.items() if name != Fused.name)
+        return Counter({f"did not run {name}: {why}": n for name, why, n in counted})
 
     def _in_layers(self) -> Layered | None:
         """Return the graph in layers that a call may leave out, or None if it has none."""
@@ -108,22 +144,23 @@ class CapturedGraph:
                 run = CapturedGraph(made[0], self.owner)
                 run.layered = (None,)  # which runs in layers
                 made = Layered(*made, run, self.path_in)
-                if self.compiled is not None and self.options.graphs:
-                    self.compiled.lowered.clear()  # recordings of all layers hold the memory of a step
+                self.forget_recordings()
             self.layered = (made,)
         return self.layered[0]
 
     def calls(self) -> Calls:
         """Those up to now."""
-        in_kernels = self.few_tokens.in_kernels
-        return Calls(self.ran[True], self.ran[False], [op.plain_calls.total() for op in in_kernels])
+        in_kernels = self.as_captured.in_kernels
+        plain = [op.plain_calls.total() for op in in_kernels]
+        return Calls(self.as_captured.calls, self.fused.calls, plain)
 
     def has_gained(self, before: Calls) -> bool:
         """Whether anything ran otherwise than it was captured in the calls since then."""
-        now, few_tokens = self.calls(), self.few_tokens
+        now = self.calls()
         if now[:2] == before[:2]:
             return False
-        if not few_tokens.changes_nothing or (few_tokens.products and now.fused > before.fused):
+        has_products = bool(self.fused.small_batch.products)
+        if not self.as_captured.changes_nothing or (has_products and now.fused > before.fused):
             return True
         return any(map(operator.eq, now.plain, before.plain))
 
@@ -140,7 +177,8 @@ class CapturedGraph:
         self.count_anew()
 
     def count_anew(self) -> None:
-        """Count the calls in plain PyTorch from here on: those before were not the user's."""
+        """Count fallbacks and calls in plain PyTorch from here on: those before were not the user's."""
+        self.fallbacks.clear()
         for site in self.plan.sites:
             site.fused.plain_calls.clear()
 

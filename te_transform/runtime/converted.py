@@ -42,7 +42,7 @@ from te_transform.plan.model import CONVERTED, ModelError, is_sharded
 from te_transform.plan.options import Options
 from te_transform.runtime.block_calls import BlockCalls
 from te_transform.runtime.blocks import are_held_by_parts, blocks, parts, skipped_inside
-from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.captured import CapturedGraph, Observer
 from te_transform.runtime.classes import Place, Role, own_class, parts_stay_out, restore_class, swap_class
 from te_transform.runtime.layered import LayerPolicy, LayersNow
 from te_transform.runtime.lower import Apart
@@ -102,7 +102,7 @@ class Converted:
     """What a converted model carries beside its own: one for the model and all its captured blocks.
 
     `original` runs the user's own code for as long as it is set; `checker` finds the wrong sites of a graph;
-    `apart`, `dry` and `watch` are for its graphs, see captured.py.
+    `apart` and `observer` are for its graphs, see captured.py.
     """
 
     options: Options
@@ -121,9 +121,8 @@ class Converted:
     apart: Apart = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # sentences: what runs as it was captured
     reasons: dict[str, None] = field(default_factory=dict)  # dynamo's, of what it did not capture
-    watch: Callable[..., Any] | None = None
+    observer: Observer | None = None
     original: bool = False
-    dry: bool = False
     report: Any = None  # of the room to the right
     # graphs of the next call, [] until then, if the report has to be made of that call; else None
     whole: list[CapturedGraph] | None = None
@@ -332,7 +331,7 @@ class Converted:
         options = self.options
         if not place.is_root or options.recipe is not None or options.compile or options.graphs:
             return None
-        if self.by_block or self.parallel is not None or self.watch is not None:
+        if self.by_block or self.parallel is not None or self.observer is not None:
             return None
         if self.layers_now() is not None:  # which the user's own code knows nothing of
             return None
@@ -495,7 +494,7 @@ class Converted:
         """Free what was compiled and recorded, whoever still holds the graphs: dynamo may."""
         self.runs.clear()
         for graph in self.graphs:
-            graph.compiled = graph.layered = None
+            graph.release()
 
     def lay_again(self, model: nn.Module) -> None:
         """Lay parameters next to each other that had to be copied, those that are the model's own: FSDP's

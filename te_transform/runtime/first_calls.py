@@ -18,7 +18,7 @@ from te_transform.graph.inputs import Inputs, TraceError
 from te_transform.graph.preserve import preserved
 from te_transform.plan.match import Plan
 from te_transform.plan.model import ModelError
-from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.captured import CapturedGraph, Observer
 from te_transform.runtime.classes import own_classes
 from te_transform.runtime.console import in_a_line, progress
 from te_transform.runtime.converted import Converted
@@ -186,15 +186,15 @@ def watched(
         see(arguments)
         writes.note_graph(graph.captured, arguments)
         seen.graphs[graph.path_in(seen.names, arguments), graph] = None
-        if not graph.few_tokens.takes_any_number:
+        if not graph.fused.small_batch.takes_any_number:
             seen.groups |= dict.fromkeys(graph.groups(arguments))
 
     with unwritten() as writes:
-        converted.watch, converted.dry = watch, True
+        converted.observer = Observer(watch, runs_captured=True)
         try:
             yield seen
         finally:
-            converted.watch, converted.dry = None, False
+            converted.observer = None
 
 
 def call(model: nn.Module, sample: Inputs) -> Any:

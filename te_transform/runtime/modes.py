@@ -36,6 +36,11 @@ def is_foreign_mode_on() -> bool:
     return any(not isinstance(mode, (GraphMode, DeviceContext)) for mode in modes)
 
 
+def is_graph_mode_on() -> bool:
+    """Whether a mode of te_transform sees torch calls."""
+    return isinstance(_get_current_function_mode(), GraphMode)
+
+
 def is_dispatch_mode_on() -> bool:
     """Whether a mode below autograd sees what calls do, as selective checkpoints and fake tensors have
     one."""
@@ -62,18 +67,22 @@ def set_aside() -> Iterator[None]:
             mode.__enter__()
 
 
-def put_back() -> contextlib.AbstractContextManager[bool]:
-    """Enter those that were set aside, for the calls of a captured graph; says whether there are any."""
+def put_back() -> contextlib.AbstractContextManager[None]:
+    """Enter the modes that were set aside, for a call of a captured graph."""
     modes = _aside.get()
-    return _entered(modes) if modes else contextlib.nullcontext(False)  # mostly there are none
+    return _entered(modes) if modes else contextlib.nullcontext()  # mostly there are none
 
 
 @contextlib.contextmanager
-def _entered(modes: Sequence[GraphMode]) -> Iterator[bool]:
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        yield True
+def _entered(modes: Sequence[GraphMode]) -> Iterator[None]:
+    token = _aside.set(())  # a graph that runs inside this one finds them on
+    try:
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            yield
+    finally:
+        _aside.reset(token)
 
 
 @contextlib.contextmanager

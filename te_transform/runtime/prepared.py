@@ -43,10 +43,11 @@ class Prepared:
         kind = self.replayed.kind_of(opened(arguments, self.forms))
         return kind if kind.graphs is not None and kind.graphs.needs <= own else None
 
-    def again(self, kind: Kind, arguments: Sequence[Any]) -> Any:
-        """A call of this kind, by the graph's own arguments; None where the recording was let go of."""
+    def again(self, kind: Kind) -> Callable[..., Any] | None:
+        """Return what replays calls of this kind, by the graph's own arguments; None if the recording was let
+        go of."""
         replay = None if self.replayed is None else self.replayed.again(kind)
-        return None if replay is None else self._with_head(replay, arguments)
+        return None if replay is None else lambda *arguments: self._with_head(replay, arguments)
 
     def _replay(self, *arguments: Any) -> Any:
         return self.replayed(*opened(arguments, self.forms))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from te_transform.plan.match import Site
-from te_transform.runtime.captured import CapturedGraph
+from te_transform.runtime.captured import CapturedGraph, Observer
 from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.writes import unwritten
 
@@ -33,7 +33,7 @@ def conversions(model: nn.Module) -> list[Converted]:
 def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None] | None) -> Iterator[None]:
     """Run all that is fused in each captured graph, and tell `see` of its calls, with their arguments; if it
     is None, run them as outside of verify()."""
-    before = [(converted, converted.watch) for converted in conversions(model)]
+    before = [(converted, converted.observer) for converted in conversions(model)]
     with unwritten() as writes:
 
         def watch(graph: CapturedGraph, arguments: Sequence[Any]) -> None:
@@ -42,11 +42,11 @@ def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None
 
         try:
             for converted, _ in before:
-                converted.watch = None if see is None else watch
+                converted.observer = None if see is None else Observer(watch)
             yield
         finally:
             for converted, was in before:
-                converted.watch = was
+                converted.observer = was
 
 
 class Called:

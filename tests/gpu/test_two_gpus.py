@@ -278,7 +278,7 @@ def replayed_on_shards(recipe: str | None, compile: bool) -> dict[str, Any]:
     kinds = sum(
         kind.graphs is not None
         for graph in converted_of(model).graphs
-        for lowered in graph.compiled.lowered.values()
+        for lowered in graph.executors[0].specializations.lowered.values()
         for prepared in lowered.runs.values()
         for kind in prepared.replayed.kinds.values()
     )

@@ -19,7 +19,7 @@ from te_transform.graph.pattern import AnyOrder, Call, Linear, Var
 from te_transform.passes import PIPELINE, layernorm_linear, layernorm_mlp, linear, merge_siblings
 from te_transform.plan import refusals
 from te_transform.report.sentences import refused, yielded
-from te_transform.runtime import compiled
+from te_transform.runtime.executors import inductor
 from tests import stand_in
 from tests.attacks import Pair
 from tests.models.tiny import Tiny
@@ -141,7 +141,7 @@ class Counted(ScaledLinear):
 def test_it_runs_in_calls_of_any_size(
     options: dict[str, str], compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "compile_fx", trace)
+    monkeypatch.setattr(inductor, "compile_fx", trace)
     x, rules = X.bfloat16(), (replace(OWN, build=lambda: Counted()), *PIPELINE)
     original = scaling(2.0)().bfloat16()
     model = te_transform.convert(original, x, passes=rules, verify=False, compile=compile, **options)

@@ -1,33 +1,28 @@
-"""A captured graph for calls of so few tokens that the CPU sets the pace.
+"""Which calls of a captured graph have so few tokens that the CPU sets the pace.
 
-Fused products gain nothing there, in TE's kernels nor in plain PyTorch, and each of them asks first what it
-may do: what was captured is faster. Without a gated MLP it is for any number of them, but in a recipe, and
-where CUDA graphs launch the kernels.
+Fused products gain nothing there, neither in TE's kernels nor in plain PyTorch: each asks first what it may
+do. A graph without gated MLPs gains nothing at any size, except in a recipe and where CUDA graphs launch the
+kernels.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from te_transform.backends import limits, plain
+from te_transform.backends import limits
 from te_transform.backends.joined import state_of
 from te_transform.backends.quantized import is_quantized
 from te_transform.backends.tracing import in_backward
 from te_transform.graph.nodes import shape_of, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
-from te_transform.runtime.lower import Apart, is_as_captured, lower_unfused
-from te_transform.runtime.pieces import in_pieces
-
-log = logging.getLogger(__name__)
 
 _GAINS_NOTHING = "a graph without gated MLPs, as fast as it was captured"
+_UNKNOWN = "of sizes that only the values of the call tell"
 _KNOWN = 4096  # sizes whose answers are kept: one for each length that a generation goes through
 
 
@@ -39,22 +34,17 @@ class Work(NamedTuple):
     gains: bool
 
 
-class FewTokens:
-    """The graph as it was captured, but for attention, and for norms and activations of many operations.
+class SmallBatch:
+    """The size rule of one captured graph.
 
     Args:
         plan: of the captured graph.
-        apart: where groups are noted that a call finds apart, see Join.
-        without: its sites that run as they were captured.
+        without: its sites that run as captured.
         options: of the conversion.
-        failures: gets a sentence if the graph cannot be made.
     """
 
-    def __init__(
-        self, plan: Plan, apart: Apart, without: Collection[Site], options: Options, failures: list[str]
-    ):
-        self.plan, self.apart, self.without, self.backend = plan, apart, without, options.backend
-        self.failures = failures
+    def __init__(self, plan: Plan, without: Collection[Site], options: Options):
+        self.backend = options.backend
         self.products = [site for site in plan.sites if site.is_product and site not in without]
         self.gains = any(site.fused.gains for site in self.products)
         self.fuses_all = options.recipe is not None or options.graphs
@@ -69,13 +59,6 @@ class FewTokens:
             for place, node in enumerate(placeholders)
             if isinstance(value(node), torch.SymInt)
         }
-        # what gains where a kernel takes a call, and counts the calls that none takes
-        self.in_kernels = [
-            site.fused
-            for site in plan.sites
-            if site not in without and not site.is_product
-            if self.backend.HAS_KERNELS or isinstance(site.fused, plain.PaddedLinear)
-        ]
         self.work = {
             Work(
                 _expression(math.prod(shape_of(site.node.args[0])[:-1])),
@@ -86,60 +69,47 @@ class FewTokens:
         }
         # by the sizes of a call: the work of its products, and what the last one was told
         self.rows: dict[tuple[int, ...], list[Work] | None] = {}
-        self.told: dict[tuple[int, ...], bool] = {}
-
-    @cached_property
-    def run(self) -> Callable[..., Any]:
-        """The graph, made when it first runs; one that cannot be made is what was captured."""
-        try:
-            return in_pieces(lower_unfused(self.plan, self.apart, self.without, rotations=not self.gains))
-        except Exception as error:
-            log.warning("a graph of few tokens runs as it was captured", exc_info=error)
-            self.failures.append(f"{type(error).__name__}: {error}")
-            return in_pieces(self.plan.captured)
-
-    @cached_property
-    def changes_nothing(self) -> bool:
-        """Whether each operation runs as it was captured, where no kernel takes a call."""
-        return is_as_captured(self.plan, self.without)
+        self.told: dict[tuple[int, ...], str | None] = {}
 
     @property
     def takes_any_number(self) -> bool:
         """Whether no call gains from fused products, however many tokens it has."""
         return self.is_possible and not (self.gains or self.fuses_all or limits.at_any_size)
 
-    def takes(self, arguments: Sequence[Any]) -> bool:
-        """Whether a call with these arguments has so few tokens; counts its products as plain calls then.
+    def gains_nothing(self, arguments: Sequence[Any]) -> str | None:
+        """Return why fused products gain nothing in a call with these arguments, or None if they gain.
 
-        A checkpoint repeats what the forward did, whose recipe need not be on any more.
+        Counts the products as plain calls. A checkpoint repeats what the forward did, whose recipe need not
+        be on any more.
         """
         if not self.is_possible or limits.at_any_size:
-            return False
+            return None
         sizes = tuple(arguments[place] for place in self.symbols)
         if not all(isinstance(size, int) for size in sizes):  # nested and fake tensors have symbols
-            return True
+            return _UNKNOWN
         if sizes not in self.rows:
             if len(self.rows) >= _KNOWN:
                 self.rows.clear()
                 self.told.clear()
             self.rows[sizes] = self._rows(sizes)
         if not (in_backward() and sizes in self.told):
-            self.told[sizes] = self._has_few(self.rows[sizes], arguments)
+            self.told[sizes] = self._why(self.rows[sizes], arguments)
         return self.told[sizes]
 
-    def _has_few(self, rows: list[Work] | None, arguments: Sequence[Any]) -> bool:
+    def _why(self, rows: list[Work] | None, arguments: Sequence[Any]) -> str | None:
         # kernels add gradients to buffers that accumulate() made
         if rows is None or state_of(arguments[self.first]).gradients is not None:
-            return False
+            return None
         in_fp8 = self.backend.recipe_now() is not None
         gaining = [each for each in rows if each.gains or in_fp8 or limits.replayed]
         reasons = [limits.too_small(each.rows, each.width, in_fp8) for each in gaining]
         if None in reasons:
-            return False
+            return None
+        why = reasons[0] if reasons else _GAINS_NOTHING
         if self.backend.HAS_KERNELS:
             for site in self.products:
-                site.fused.plain_calls[reasons[0] if reasons else _GAINS_NOTHING] += 1
-        return True
+                site.fused.plain_calls[why] += 1
+        return why
 
     def _rows(self, sizes: Sequence[int]) -> list[Work] | None:
         """The work of the products at these sizes."""
