@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 
 BATCH, LENGTH, SIDE, VOCABULARY, CLASSES = 8, 128, 224, 8192, 1000
 WARM_UPS, ROUNDS, STEPS = 30, 12, 6
@@ -103,7 +103,7 @@ def _row(name: str, training: bool) -> dict[str, Any]:
             measure.in_a_row(step, 1)
             seconds.append(measure.in_a_row(step, STEPS))
     one, other = (1e3 * statistics.median(seconds) for seconds in taken)
-    own = [trial.own for trial in converted_of(converted).trials.trials.values() if trial.left]
+    own = [trial.own for trial in runner_of(converted).user_code.trials.trials.values() if trial.left]
     runs = {(True,): "own code", (False,): "captured"}.get(tuple(own), "by turns")
     return {"model": name, "call": call, "original": one, "converted": other, "runs": runs}
 

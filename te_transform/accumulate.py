@@ -21,7 +21,7 @@ from te_transform.backends.running import forget_weights
 from te_transform.backends.tracing import in_backward
 from te_transform.graph.keywords import suggests
 from te_transform.plan.model import check_module
-from te_transform.runtime.converted import is_divided
+from te_transform.runtime.runner import is_divided
 
 
 class AccumulationError(RuntimeError):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from te_transform.graph.keywords import suggests
 from te_transform.plan.options import Options
 from te_transform.reporting import report
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from te_transform.runtime.timing import version_of
 
 _PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")
@@ -68,7 +68,7 @@ def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any
 
 def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str]:
     """What has to be the same in all processes, in words or as digests."""
-    made, carried = report(converted), converted_of(converted)
+    made, carried = report(converted), runner_of(converted)
     named = converted.named_parameters(remove_duplicate=False)
     parameters = [f"{name} {[*p.shape]} {p.dtype} {p.requires_grad}" for name, p in named]
     options, precision = carried.options, made.precision

@@ -30,9 +30,9 @@ from te_transform.runtime import timing
 from te_transform.runtime.calibrate import calibrate
 from te_transform.runtime.classes import give_classes_back
 from te_transform.runtime.console import in_a_line, progress
-from te_transform.runtime.converted import Converted, converted_of, enter, leave
 from te_transform.runtime.first_calls import Seen, fails_captured, first_calls, traced_otherwise
 from te_transform.runtime.precision import Precision
+from te_transform.runtime.runner import Runner, attach, detach, runner_of
 from te_transform.runtime.timing import Timing
 from te_transform.verify.check import check_sites
 
@@ -125,40 +125,40 @@ def _convert(
     made: nn.Module, original: nn.Module | None, options: Options, samples: Sequence[Inputs]
 ) -> nn.Module:
     """Convert `made` itself, which may be a copy of an original; what is raised leaves it as it was."""
-    converted = Converted(options, check_sites if options.verify else None)
+    runner = Runner(options, check_sites if options.verify else None)
     try:
-        _capture_and_report(made, original, converted, samples)
+        _capture_and_report(made, original, runner, samples)
         return made
     except BaseException:
-        leave(made)
+        detach(made)
         raise
 
 
 def _capture_and_report(
-    made: nn.Module, original: nn.Module | None, converted: Converted, samples: Sequence[Inputs]
+    made: nn.Module, original: nn.Module | None, runner: Runner, samples: Sequence[Inputs]
 ) -> None:
-    enter(made, converted)
+    attach(made, runner)
     seen, why = Seen(), None
     try:
-        seen = first_calls(made, converted, samples, original)
-        if converted.by_block:  # which only a first call can show
-            seen = first_calls(made, converted, samples, original)
+        seen = first_calls(made, runner, samples, original)
+        if runner.policy.by_block:  # which only a first call can show
+            seen = first_calls(made, runner, samples, original)
     except TraceError as error:
         why = fails_captured(made, samples, original, error)
-    if converted.checker is not None and why is None:
+    if runner.captures.checker is not None and why is None:
         why = traced_otherwise(made, seen.outputs, samples[0], original)
     if why is not None:
-        converted.failures.append(why)
-        converted.options = replace(converted.options, as_it_is=True)
+        runner.material.notes.append(why)
+        runner.options = replace(runner.options, as_it_is=True)
         seen.graphs.clear()
         seen.groups.clear()
     seen.outputs.clear()
-    options = converted.options
+    options = runner.options
     if not (seen.graphs or options.as_it_is):  # dynamo was switched off meanwhile, for example
-        converted.whole = []
+        runner.material.next_call = []
     if options.as_it_is:
         give_classes_back(made)
-    converted.report = reported(made, converted, seen, samples[0])
+    runner.material.report = reported(made, runner, seen, samples[0])
     # from here on nothing is refused any more: a model that is refused stays where it lay
     joins = not options.compile or options.recipe is not None  # compiled, products in FP8 alone
     groups = progress(tuple(seen.groups) * joins, "laying parameters next to each other")
@@ -166,12 +166,12 @@ def _capture_and_report(
         # dynamo's exceptions, as of what ends a graph, have frames that hold the outputs of the first call
         # still, in a circle, and these what their backward would read
         gc.collect()
-        converted.note_scattered(made, [group for group in held if not lay(group)])
+        runner.note_scattered(made, [group for group in held if not lay(group)])
     if options.recipe is not None and not options.as_it_is:
-        _enter_recipe(made, converted, seen, samples)
-    for graph in converted.graphs:
+        _enter_recipe(made, runner, seen, samples)
+    for graph in runner.graphs:
         graph.count_anew()
-    log.info("%s", converted.report)
+    log.info("%s", runner.material.report)
 
 
 def _fastest(
@@ -187,9 +187,10 @@ def _fastest(
     best = timing.fastest(timings)
     chosen = replace(options, compile=False) if best is None else ways[best.name]
     converted = _convert(made, original, replace(chosen, as_it_is=False), samples)
-    found = converted_of(converted)
-    found.options = chosen
-    found.report = replace(found.report, timings=tuple(timings), chosen="" if best is None else best.name)
+    found = runner_of(converted)
+    found.options, material = chosen, found.material
+    name = "" if best is None else best.name
+    material.report = replace(material.report, timings=tuple(timings), chosen=name)
     return converted
 
 
@@ -211,7 +212,7 @@ def _timings(
             log.debug("where that came from", exc_info=error)
             found[name] = Timing(name, None, in_a_line(error))
         finally:
-            leave(made)
+            detach(made)
             _free_gpu_memory()
     return [found[name] for name in ways]
 
@@ -223,12 +224,12 @@ def _free_gpu_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _enter_recipe(model: nn.Module, converted: Converted, seen: Seen, samples: Sequence[Inputs]) -> None:
+def _enter_recipe(model: nn.Module, runner: Runner, seen: Seen, samples: Sequence[Inputs]) -> None:
     """Let the products that the plan names run in its recipe; delayed scaling finds its scales on the
     samples."""
-    backend, plan = converted.options.backend, converted.report.precision
+    backend, plan = runner.options.backend, runner.material.report.precision
     recipe = backend.recipe_of(plan.recipe)
-    converted.precision = Precision(recipe, products_in(seen.plans(), plan), plan.small_calls)
+    runner.precision = Precision(recipe, products_in(seen.plans(), plan), plan.small_calls)
     if backend.is_delayed(recipe) and all(parameter.is_cuda for parameter in model.parameters()):
         calibrate(model, samples)
 
@@ -249,7 +250,7 @@ def revert(converted: nn.Module) -> nn.Module:
             "te_transform.convert() returned, which is a copy unless inplace=True"
         )
     dequantize_weights(converted)
-    leave(converted)
+    detach(converted)
     return converted
 
 
@@ -276,10 +277,10 @@ def te_transform(
         raise OptionError(
             "compile is 'auto', which times calls of a whole model: pass it to te_transform.convert()"
         )
-    converted = Converted(chosen)
-    run = converted.backend(captured, example_inputs)
+    runner = Runner(chosen)
+    run = runner.backend(captured, example_inputs)
     # a graph lives for as long as what it belongs to, which here is no model, but what dynamo holds
-    return lambda *arguments, converted=converted: run(*arguments)
+    return lambda *arguments, runner=runner: run(*arguments)
 
 
 def _copy(model: nn.Module) -> nn.Module:

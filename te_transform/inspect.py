@@ -21,8 +21,8 @@ from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.report.report import Report
 from te_transform.reporting import reported
 from te_transform.runtime import timing
-from te_transform.runtime.converted import Converted, enter, leave
 from te_transform.runtime.first_calls import Seen, raises_captured, watched
+from te_transform.runtime.runner import Runner, attach, detach
 from te_transform.runtime.timing import Timing
 
 
@@ -99,33 +99,33 @@ def _asked(model: nn.Module, example_inputs: Any, options: dict[str, Any]) -> tu
     return asked, as_inputs(model, example_inputs)[0]
 
 
-def _planned(model: nn.Module, options: Options, sample: Inputs) -> tuple[Converted, Seen]:
+def _planned(model: nn.Module, options: Options, sample: Inputs) -> tuple[Runner, Seen]:
     """Capture the forward, without memory unless the forward branches on values."""
     for tensors in ways_to_call(model):
-        planned = Converted(options)
+        planned = Runner(options)
         try:
             return planned, _dry_call(model, planned, sample, tensors)
         except TraceError as error:
             failed = error
     with suppress(Exception), preserved(model), tensors(model, sample) as (args, kwargs):
         model.train()(*args, **kwargs)
-        planned.failures.append(raises_captured(failed.__cause__ or failed))
+        planned.material.notes.append(raises_captured(failed.__cause__ or failed))
         return planned, Seen()
     raise failed
 
 
-def _dry_call(model: nn.Module, planned: Converted, sample: Inputs, tensors: Callable[..., Any]) -> Seen:
+def _dry_call(model: nn.Module, planned: Runner, sample: Inputs, tensors: Callable[..., Any]) -> Seen:
     """Capture the forward in training mode; nothing is fused."""
     with preserved(model), watched(planned, model) as seen:
-        enter(model, planned)
+        attach(model, planned)
         try:
             with tensors(model, sample) as (args, kwargs):
                 seen.name_parameters(model)
                 model.train()(*args, **kwargs)
-                if planned.by_block:  # which only a first call can show
+                if planned.policy.by_block:  # which only a first call can show
                     model(*args, **kwargs)
         except Exception as error:
             raise TraceError.of(model, sample, error) from error
         finally:
-            leave(model)
+            detach(model)
     return seen

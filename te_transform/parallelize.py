@@ -26,10 +26,10 @@ from te_transform.graph.preserve import preserved
 from te_transform.plan.layout import Place, lay_out
 from te_transform.plan.model import wrapped_by
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, check_skip, globs_of
-from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.distances import distance, rounding
 from te_transform.runtime.parallel import Parallel, ParallelError
 from te_transform.runtime.precision import Precision
+from te_transform.runtime.runner import Runner, runner_of
 
 
 @suggests
@@ -82,11 +82,11 @@ def parallelize(
             except BaseException:
                 state.divide(None)
                 raise
-    state.lay_again(converted)
+    state.make_adjacent(converted)
     return converted
 
 
-def _checked(converted: Any, mesh: Any) -> tuple[Converted, Ranks]:
+def _checked(converted: Any, mesh: Any) -> tuple[Runner, Ranks]:
     kind = type(converted).__name__
     if not isinstance(converted, nn.Module):
         raise ParallelError(f"parallelize() was given a {kind}, a converted model is needed")
@@ -95,14 +95,14 @@ def _checked(converted: Any, mesh: Any) -> tuple[Converted, Ranks]:
             f"the model is wrapped by {wrapped}, the converted model itself is needed: parallelize() it "
             "first, then wrap"
         )
-    state = converted_of(converted)
+    state = runner_of(converted)
     if state is None:
         raise ParallelError(
             f"{kind} is not converted, a converted model is needed: pass what te_transform.convert() returns"
         )
-    if state.parallel is not None:
+    if state.division is not None:
         raise ParallelError(
-            f"{kind} is divided among {state.parallel.ranks.count} ranks already, a whole one is needed: "
+            f"{kind} is divided among {state.division.ranks.count} ranks already, a whole one is needed: "
             "te_transform.revert() and convert() it first"
         )
     _check_mesh(mesh)

@@ -15,8 +15,8 @@ from te_transform.report.compose import compose
 from te_transform.report.explain import SET_ON_MODEL, divided, explain_breaks
 from te_transform.report.report import Report
 from te_transform.runtime.blocks import blocks
-from te_transform.runtime.converted import Converted, converted_of
 from te_transform.runtime.first_calls import Seen
+from te_transform.runtime.runner import Runner, runner_of
 from te_transform.runtime.trials import TOLD
 
 _SET_ON_MODEL = f"{SET_ON_MODEL}it runs as it is, with parts that are captured"
@@ -29,60 +29,64 @@ def report(converted: nn.Module) -> Report:
     Raises:
         ModelError: `converted` does not come from te_transform.convert().
     """
-    found = converted_of(converted) if isinstance(converted, nn.Module) else None
+    found = runner_of(converted) if isinstance(converted, nn.Module) else None
     if found is None:
         parts = converted.named_modules() if isinstance(converted, nn.Module) else ()
-        inside = next((path for path, part in parts if converted_of(part) is not None), None)
+        inside = next((path for path, part in parts if runner_of(part) is not None), None)
         raise ModelError(
             f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
             + (f": pass its .{inside}" if inside else "")
         )
-    if found.whole:
-        found.report = _report_of_whole(converted, found)
-        found.whole = None
-    graphs, told = found.graphs, found.report.notes
+    material = found.material
+    if material.next_call:
+        material.report = _report_of_next_call(converted, found)
+        material.next_call = None
+    graphs, told = found.graphs, material.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
-    plain += Counter({TOLD: found.trials.own_calls})
+    plain += Counter({TOLD: found.user_code.trials.own_calls})
     fallbacks = sum((graph.fallbacks_told() for graph in graphs), Counter())
-    later = [note for note in found.failures if note not in told]
-    if found.parallel is not None:
-        later += divided(found.parallel.places, found.parallel.ranks.count)
+    later = [note for note in material.notes if note not in told]
+    if found.division is not None:
+        later += divided(found.division.places, found.division.ranks.count)
     # sizes that vary may break what the examples' did not
-    broken = explain_breaks((graph.captured for graph in graphs), found.reasons)
-    breaks = tuple(dict.fromkeys((*found.report.breaks, *broken)))
-    return replace(found.report, plain_calls=plain, fallbacks=fallbacks, notes=(*told, *later), breaks=breaks)
+    broken = explain_breaks((graph.captured for graph in graphs), material.breaks)
+    breaks = tuple(dict.fromkeys((*material.report.breaks, *broken)))
+    counted = {"plain_calls": plain, "fallbacks": fallbacks}
+    return replace(material.report, **counted, notes=(*told, *later), breaks=breaks)
 
 
-def _report_of_whole(model: nn.Module, converted: Converted) -> Report:
+def _report_of_next_call(model: nn.Module, runner: Runner) -> Report:
     """Return the report of the first call, if the conversion captured nothing or chose another backend.
 
     The memory of a step stays what was predicted for the example inputs, in training mode.
     """
-    told, options = converted.report, converted.options
+    told, options = runner.material.report, runner.options
     layers = set(map(id, blocks(model)))
     plans = [
         (path, graph.plan)
-        for graph in converted.whole
+        for graph in runner.material.next_call
         for number, path in enumerate(graph.plan.modules)
         if number == 0 or id(model.get_submodule(path)) in layers  # what else runs it, nobody knows
     ]
     precision = None
     if options.recipe is not None:
         precision = assign(plans, options.recipe, options.backend, products_around(model, []))
-    made = compose(model, plans, options, precision, notes=converted.failures)
+    made = compose(model, plans, options, precision, notes=runner.material.notes)
     return replace(made, memory=told.memory, timings=told.timings, chosen=told.chosen, inputs=told.inputs)
 
 
-def reported(model: nn.Module, converted: Converted, seen: Seen, sample: Inputs) -> Report:
-    options, plans = converted.options, list(seen.plans())
+def reported(model: nn.Module, runner: Runner, seen: Seen, sample: Inputs) -> Report:
+    options, plans = runner.options, list(seen.plans())
     precision = None
     if options.recipe is not None:
         # graphs of what is around blocks are the model's, and not all of it
-        others = products_around(model, [path for path, _ in plans if path or not converted.by_block])
+        others = products_around(model, [path for path, _ in plans if path or not runner.policy.by_block])
         precision = assign(plans, options.recipe, options.backend, others)
-    if plans and "forward" in vars(model) and not converted.entered:
-        converted.tell(_SET_ON_MODEL)
-    return compose(model, plans, options, precision, str(sample), converted.failures, converted.reasons)
+    if plans and "forward" in vars(model) and not runner.material.was_called:
+        runner.tell(_SET_ON_MODEL)
+    return compose(
+        model, plans, options, precision, str(sample), runner.material.notes, runner.material.breaks
+    )
 
 
 def products_around(model: nn.Module, captured: Iterable[str]) -> Iterator[str]:

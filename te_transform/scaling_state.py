@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.precision_plan import PrecisionError
-from te_transform.runtime.converted import converted_of
 from te_transform.runtime.precision import Precision
+from te_transform.runtime.runner import runner_of
 
 
 def scaling_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -84,7 +84,7 @@ def _found(model: nn.Module, function: str) -> tuple[nn.Module, Precision | None
     """The converted model in `model`, which `function` was given, and its precision if that keeps scales."""
     check_module(model, function)
     for module in model.modules():
-        if (converted := converted_of(module)) is not None:
+        if (converted := runner_of(module)) is not None:
             precision = converted.precision
             return module, precision if precision is not None and precision.is_delayed else None
     raise ModelError(

@@ -15,7 +15,7 @@ from te_transform.graph.names import name_as_in
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.plan.model import ModelError, check_module, is_compiled
 from te_transform.plan.options import OptionError
-from te_transform.runtime.converted import is_divided
+from te_transform.runtime.runner import is_divided
 
 
 @suggests

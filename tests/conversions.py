@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.report.report import Report
 from te_transform.runtime.captured import CapturedGraph, Observer
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests.bitwise import untouched
 from tests.zoo import CASES, EXTRA, Case, Inputs, tensors
 
@@ -127,7 +127,7 @@ def calls(model: nn.Module) -> Iterator[Counter[str]]:
             found["linear"] += sum(len(weight) for weight in site.weights)
             found["attention"] += site.rules[-1][0] == "attention"
 
-    converted = converted_of(model)
+    converted = runner_of(model)
     converted.observer = Observer(count)
     try:
         yield found

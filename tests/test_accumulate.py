@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends.joined import state_of
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests import stand_in
 
 te = stand_in.te  # a fixture
@@ -145,7 +145,7 @@ def test_entering_captures_nothing_anew(model: nn.Module) -> None:
 
 
 def captures(model: nn.Module) -> int:
-    return len(converted_of(model).graphs)
+    return len(runner_of(model).graphs)
 
 
 def test_frozen_parts_take_no_part(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests.attacks import WIDTH, Block, Pair, X
 
 LABELS = torch.arange(X.shape[1]).expand(X.shape[:2])
@@ -104,7 +104,7 @@ class TwoTowers(Nested):
 
 def paths(model: nn.Module) -> list[str]:
     """Of the sites of all graphs that there are by now."""
-    return [site.path for graph in converted_of(model).graphs for site in graph.plan.sites]
+    return [site.path for graph in runner_of(model).graphs for site in graph.plan.sites]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from te_transform.backends import joined
 from te_transform.graph import capture
 from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
-from te_transform.runtime.converted import Converted, converted_of
+from te_transform.runtime.runner import Runner, runner_of
 from tests.attacks import Block, Pair, X, call, odd, with_input_gradient
 from tests.conversions import calls, logged
 from tests.models.tiny import WIDTH, Tiny
@@ -46,7 +46,7 @@ def linears(model: nn.Module, *args: Any, training: bool = True) -> int:
 
 
 def graphs(model: nn.Module) -> int:
-    return len(converted_of(model).graphs)
+    return len(runner_of(model).graphs)
 
 
 # Whole, or block by block
@@ -88,7 +88,7 @@ def test_a_norm_whose_sizes_are_asked_for_is_fused_at_sizes_that_vary() -> None:
     for length in (3, 4):
         pair.x = torch.randn(2, length, WIDTH)
         pair.agree()
-    outcomes = [outcome for graph in converted_of(pair.converted).graphs for outcome in graph.plan.outcomes]
+    outcomes = [outcome for graph in runner_of(pair.converted).graphs for outcome in graph.plan.outcomes]
     assert {(outcome.rule, outcome.status) for outcome in outcomes} == {("layernorm_linear", "fused")}
     assert graphs(pair.converted) == 2
 
@@ -221,9 +221,9 @@ def test_a_block_that_recomputes_a_part_of_itself_is_traced_once(monkeypatch: py
     pair = Pair(original, te_transform.convert(original, X, verify=False), X)
     assert "activation checkpoints are on inside blocks" in str(te_transform.report(pair.converted))
     traced: list[type] = []
-    backend = Converted.backend
+    backend = Runner.backend
     monkeypatch.setattr(
-        Converted, "backend", lambda self, *given: traced.append(given[-1]) or backend(self, *given)
+        Runner, "backend", lambda self, *given: traced.append(given[-1]) or backend(self, *given)
     )
     for _ in range(2):
         pair.agree(with_input_gradient)
@@ -661,7 +661,7 @@ def test_a_copy_is_a_converted_model_of_its_own(name: str) -> None:
     assert str(te_transform.report(twin)) == str(te_transform.report(pair.converted))
     assert graphs(twin) == 0
     assert linears(twin, X) == 7
-    assert converted_of(twin) is not converted_of(pair.converted)
+    assert runner_of(twin) is not runner_of(pair.converted)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(2)

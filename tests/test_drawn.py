@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.backends import limits
 from te_transform.runtime import trials
-from te_transform.runtime.converted import converted_of
 from te_transform.runtime.executors import inductor
+from te_transform.runtime.runner import runner_of
 from tests import stand_in
 from tests.attacks import each
 from tests.models.drawn import (
@@ -265,12 +265,12 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 def reverted(model: nn.Module) -> None:
-    if converted_of(model) is not None:
+    if runner_of(model) is not None:
         te_transform.revert(model)
 
 
 def converted_again(model: nn.Module) -> nn.Module:
-    if converted_of(model) is None:
+    if runner_of(model) is None:
         return model
     return te_transform.convert(te_transform.revert(model), inplace=True)
 
@@ -591,15 +591,15 @@ def check(drawing: Drawing) -> None:
         converted, sample, verify=drawing.verify, inplace=drawing.inplace, **options
     )
     by_turns = "graphs" in options or drawing.way == "few tokens"
-    state, times = converted_of(converted), REPLAYED if by_turns else 1
+    state, times = runner_of(converted), REPLAYED if by_turns else 1
     for _ in range(times):
         compare(original, converted, first)
     for change, call in zip(drawing.changes, later, strict=False):
         original, converted = (CHANGES[change](model) or model for model in (original, converted))
-        state = converted_of(converted) or state
+        state = runner_of(converted) or state
         for _ in range(times):
             compare(original, converted, call)
-    assert not any("Error" in sentence for sentence in state.failures), state.failures
+    assert not any("Error" in sentence for sentence in state.material.notes), state.material.notes
     same_state(original, converted)
 
 
@@ -775,7 +775,7 @@ def check_in_fp8(drawing: Drawing) -> None:
                 assert torch.equal(found[name].isnan(), value.isnan()), name
                 off = (found[name].double() - value.double()).nan_to_num().norm()
                 assert off <= ULP * value.double().nan_to_num().norm(), name
-    assert not any("Error" in sentence for sentence in converted_of(converted).failures)
+    assert not any("Error" in sentence for sentence in runner_of(converted).material.notes)
 
 
 @pytest.mark.parametrize("part", PARTS[: max(1, len(PARTS) // 10)])

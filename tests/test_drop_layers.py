@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform import ModelError, OptionError
 from te_transform.backends import limits
-from te_transform.runtime.converted import converted_of
 from te_transform.runtime.executors import inductor
+from te_transform.runtime.layers import decide_on_layers
+from te_transform.runtime.runner import runner_of
 from te_transform.training import LayerDropping, drop_layers
 from tests import ranks, stand_in
 from tests.conversions import DISTINCT, as_built, each, run
@@ -154,7 +155,7 @@ def test_no_global_random_state_is_read_or_changed() -> None:
 
 def test_every_draw_is_what_a_loop_over_the_layers_computes() -> None:
     model = net(layers=2)
-    converted_of(model).decide_on_layers(model, policy := Fixed({}))
+    decide_on_layers(model, runner_of(model), policy := Fixed({}))
     for factors in itertools.product((None, 1.25), repeat=2):
         policy.factors = {f"blocks.{number}": factor for number, factor in enumerate(factors)}
         torch.testing.assert_close(model(X), by_hand(model, policy.factors))
@@ -198,7 +199,7 @@ def test_the_mean_over_all_draws_is_the_model_without_dropping() -> None:
     for draws in itertools.product((True, False), repeat=2):
         pairs = [*zip(rates.items(), draws, strict=True)]
         factors = {path: 1 / rate if is_kept else None for (path, rate), is_kept in pairs}
-        converted_of(model).decide_on_layers(model, Fixed(factors))
+        decide_on_layers(model, runner_of(model), Fixed(factors))
         mean += math.prod(rate if is_kept else 1 - rate for (_, rate), is_kept in pairs) * model(x)
     torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
 
@@ -213,7 +214,7 @@ def test_where_theta_is_1_it_is_bitwise_the_plain_model(theta: float) -> None:
 
 def test_a_factor_of_1_is_bitwise_the_plain_model() -> None:
     plain, model = net(), net()
-    converted_of(model).decide_on_layers(model, Fixed({f"blocks.{n}": 1.0 for n in range(LAYERS)}))
+    decide_on_layers(model, runner_of(model), Fixed({f"blocks.{n}": 1.0 for n in range(LAYERS)}))
     assert torch.equal(model(X), plain(X))
     assert are_equal(gradients(model), gradients(plain))
 
@@ -222,7 +223,7 @@ def test_dropping_all_layers_leaves_a_backward() -> None:
     model = net()
     model.blocks.requires_grad_(True)
     model.head.requires_grad_(False)
-    converted_of(model).decide_on_layers(model, Fixed({f"blocks.{n}": None for n in range(LAYERS)}))
+    decide_on_layers(model, runner_of(model), Fixed({f"blocks.{n}": None for n in range(LAYERS)}))
     assert not any(grad.any() for grad in gradients(model).values())
 
 
@@ -241,7 +242,7 @@ def test_layers_behind_graph_breaks_have_draws_of_their_own() -> None:
     drop_layers(model, 100)
     for number in range(LAYERS):
         factors = {f"blocks.{n}": None if n == number else 2.0 for n in range(LAYERS)}
-        converted_of(model).decide_on_layers(model, Fixed(factors))
+        decide_on_layers(model, runner_of(model), Fixed(factors))
         torch.testing.assert_close(model(X), by_hand(model, factors))
 
 
@@ -281,7 +282,7 @@ def test_generation_stays() -> None:
 def test_a_copy_drops_nothing() -> None:
     model = net()
     dropping(model)
-    assert converted_of(copy.deepcopy(model)).layers is None
+    assert runner_of(copy.deepcopy(model)).extension is None
 
 
 def test_removing_lets_all_layers_run_again() -> None:
@@ -311,7 +312,7 @@ def trained_in_fp8() -> nn.Module:
 
 def test_scales_of_a_dropped_layer_stay(in_fp8: Callable[[], nn.Module]) -> None:
     model = in_fp8()
-    converted_of(model).decide_on_layers(model, Fixed({"blocks.0": None, "blocks.1": 1.0}))
+    decide_on_layers(model, runner_of(model), Fixed({"blocks.0": None, "blocks.1": 1.0}))
     before = te_transform.scaling_state(model)
     for step in range(3, 9):  # the history has 4
         model(ranks.inputs(step) * step).sum().backward()
@@ -328,7 +329,7 @@ def test_a_factor_of_1_is_bitwise_the_plain_model_in_fp8(in_fp8: Callable[[], nn
         Fixed({"blocks.0": 1.0, "blocks.1": 1.0}),
     ):  # one by one: TE's steps are of all models
         model = in_fp8()
-        converted_of(model).decide_on_layers(model, policy)
+        decide_on_layers(model, runner_of(model), policy)
         for step in range(3, 6):
             model(ranks.inputs(step)).sum().backward()
         grads.append([parameter.grad for parameter in model.parameters()])
@@ -404,7 +405,7 @@ def test_compiled_layers_are_left_out(reentrant: bool | None, compilations: list
             schedule.step()
     # equal layers once, but for the first, whose stream is not trained; and the head, but behind checkpoints
     assert len(compilations) == (3 if reentrant is None else 2)
-    assert not converted_of(model).failures
+    assert not runner_of(model).material.notes
 
 
 def on_ranks(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
@@ -511,7 +512,7 @@ def unconverted() -> nn.Module:
 def with_options(**changed: bool) -> nn.Module:
     """As on a GPU, where there are CUDA graphs, and where the captured forward computes other numbers."""
     model = net()
-    owner = converted_of(model)
+    owner = runner_of(model)
     owner.options = replace(owner.options, **changed)
     return model
 
@@ -519,7 +520,7 @@ def with_options(**changed: bool) -> nn.Module:
 def divided() -> nn.Module:
     """As by parallelize()."""
     model = net()
-    converted_of(model).parallel = object()
+    runner_of(model).division = object()
     return model
 
 
@@ -564,10 +565,10 @@ BAD_MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("message", BAD_MODELS)
 def test_bad_models(message: str) -> None:
     model = BAD_MODELS[message]()
-    before = converted_of(model) and converted_of(model).layers
+    before = runner_of(model) and runner_of(model).extension
     with pytest.raises((ModelError, OptionError), match=message):
         drop_layers(model, 100)
-    assert before is (converted_of(model) and converted_of(model).layers)
+    assert before is (runner_of(model) and runner_of(model).extension)
 
 
 def test_a_state_of_something_else() -> None:
@@ -584,4 +585,4 @@ def test_caches_of_keys_and_values_keep_layers_from_being_dropped() -> None:
     found = run(pair.converted, inputs, training=True)
     schedule.remove()
     assert all(map(torch.equal, found, wanted))
-    assert any("pass use_cache=False" in sentence for sentence in converted_of(pair.converted).failures)
+    assert any("pass use_cache=False" in sentence for sentence in runner_of(pair.converted).material.notes)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends import limits
 from te_transform.runtime import layered, replayed
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.layers import decide_on_layers
+from te_transform.runtime.runner import runner_of
 from tests import ranks, stand_in, test_drop_layers, test_replayed
 from tests.conversions import ALL
 from tests.test_drop_layers import LAYERS, Fixed, Net, X, are_equal, by_hand, dropping, gradients, net
@@ -41,7 +42,7 @@ def recorded(factors: dict[str, float | None], **options: bool) -> nn.Module:
     """A model each of whose layers was recorded, and that now runs with these factors."""
     model = net(graphs=True, **options)
     policy = Fixed(KEPT)
-    converted_of(model).decide_on_layers(model, policy)
+    decide_on_layers(model, runner_of(model), policy)
     for _ in range(3):
         gradients(model)
     policy.factors = factors
@@ -66,12 +67,12 @@ def test_every_step_is_that_of_the_uncompiled_model(compile: bool, counts: Count
     # two warm-ups of each piece; a check of each recording is one replay more
     assert counts["recorded"] == PIECES
     assert counts["forward"] == counts["backward"] == ran.total() + 20 - PIECES
-    assert not converted_of(model).failures
+    assert not runner_of(model).material.notes
 
 
 def test_a_factor_is_an_argument_of_a_replay(counts: Counter) -> None:
     model = recorded(KEPT)
-    policy = converted_of(model).layers
+    policy = runner_of(model).extension.policy
     before = Counter(counts)
     for factor in (None, 2.0, 1.25, None, 1.0):
         policy.factors = KEPT | {"blocks.1": factor}
@@ -111,7 +112,7 @@ def test_gradients_of_a_dropped_layer_are_those_that_were_accumulated(counts: Co
     model = recorded(KEPT)
     alone = gradients(model)
     before = counts["recorded"]
-    converted_of(model).layers.factors = KEPT | {"blocks.2": None}
+    runner_of(model).extension.policy.factors = KEPT | {"blocks.2": None}
     model(X).square().mean().backward()
     weight = model.blocks[2].q.weight
     assert torch.equal(weight.grad, alone["blocks.2.q.weight"])
@@ -145,7 +146,7 @@ def test_recordings_of_the_whole_are_let_go_of(counts: Counter) -> None:
 def test_two_forwards_before_a_backward(counts: Counter) -> None:
     plain, model = net(), recorded(KEPT)
     factors = KEPT | {"blocks.0": None, "blocks.3": 2.0}
-    converted_of(model).layers.factors = factors
+    runner_of(model).extension.policy.factors = factors
 
     def loss(one: Tensor, other: Tensor) -> Tensor:
         return (one * other).mean()
@@ -189,7 +190,7 @@ def test_zeros_for_ranks_that_wait_for_all_gradients(
         schedule.step()
     # the logits' own gradient, which the loss has, shows only in the first replay
     assert counts["recorded"] == len(schedule.layers) + 3
-    assert not converted_of(model).failures
+    assert not runner_of(model).material.notes
 
 
 def test_a_piece_that_cannot_be_recorded_runs_as_it_is(
@@ -197,25 +198,25 @@ def test_a_piece_that_cannot_be_recorded_runs_as_it_is(
 ) -> None:
     model = net(graphs=True)
     schedule = dropping(model)
-    converted_of(model).layers = Fixed(KEPT)
+    runner_of(model).extension.policy = Fixed(KEPT)
     monkeypatch.setattr(replayed, "_unfit_outputs", lambda outputs, arguments: "it returns " + FEW)
     wanted = gradients(net())
     for _ in range(4):
         for name, grad in gradients(model).items():
             torch.testing.assert_close(grad, wanted[name])
     assert counts["recorded"] == 0
-    assert converted_of(model).failures == ["a graph runs without CUDA graphs, it returns " + FEW]
+    assert runner_of(model).material.notes == ["a graph runs without CUDA graphs, it returns " + FEW]
     schedule.remove()
 
 
 def test_layers_that_write_run_without_cuda_graphs(counts: Counter) -> None:
     model = te_transform.convert(seeded(Counts), X, verify=False, graphs=True, inplace=True).train()
-    converted_of(model).decide_on_layers(model, Fixed(KEPT))
+    decide_on_layers(model, runner_of(model), Fixed(KEPT))
     for call in range(1, 5):
         gradients(model)
         assert model.calls == call
     assert counts["recorded"] == 0
-    assert converted_of(model).failures == [
+    assert runner_of(model).material.notes == [
         "a graph whose layers are dropped runs without CUDA graphs, it cannot be cut into them"
     ]
 
@@ -227,7 +228,7 @@ def test_fp8(monkeypatch: pytest.MonkeyPatch, counts: Counter) -> None:
     with limits.at_any_size:
         for policy in (None, Fixed(kept)):  # one by one: TE's steps are of all models
             model = ranks.in_fp8(graphs=True).train()
-            converted_of(model).decide_on_layers(model, policy)
+            decide_on_layers(model, runner_of(model), policy)
             for step in range(6):
                 model(ranks.inputs(step)).sum().backward()
             grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -257,12 +258,13 @@ def test_layers_that_the_first_steps_drop_run_in_fp8_later(
     with limits.at_any_size:
         model = ranks.in_fp8(**options).train()
         policy = Fixed({"blocks.0": None, "blocks.1": 1.0})
-        converted_of(model).decide_on_layers(model, policy)
+        decide_on_layers(model, runner_of(model), policy)
         for step in range(8):
             model(ranks.inputs(step)).sum().backward()
             policy.factors = {"blocks.0": 1.0, "blocks.1": 1.0 if step % 2 else None}
-    (graph,) = converted_of(model).graphs
-    compiled = graph.layered[0].run.compiled
+    (graph,) = runner_of(model).graphs
+    layered = runner_of(model).extension.executor(graph).layered[0]
+    compiled = layered.run.executors[0].specializations
     # all but the head, whose sizes FP8 does not take
     assert [len(sites) for sites in compiled.in_fp8.values()] == [len(compiled.products) - 1]
-    assert not converted_of(model).failures
+    assert not runner_of(model).material.notes

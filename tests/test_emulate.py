@@ -15,8 +15,8 @@ from te_transform.backends import plain
 from te_transform.backends.joined import state_of
 from te_transform.graph.inputs import Inputs
 from te_transform.plan.precision_plan import PrecisionPlan
-from te_transform.runtime.converted import converted_of
 from te_transform.runtime.products import Products
+from te_transform.runtime.runner import runner_of
 from te_transform.verify import compare
 from te_transform.verify.emulate import E4M3, E5M2, Formats, Quantizer, emulated, formats_of, product
 from te_transform.verify.replay import Subject, run
@@ -447,7 +447,7 @@ def test_delayed_scaling_begins_anew_and_has_its_own_scales_back(te: ModuleType)
 def test_a_recipe_without_emulation_is_said_before_anything_runs(te: ModuleType) -> None:
     model, x = mixed()
     converted = converted_in(Current(), model, x)
-    converted_of(converted).precision.recipe = Recipe("nvfp4")
+    runner_of(converted).precision.recipe = Recipe("nvfp4")
     steps = stand_in.FP8GlobalStateManager.quantization_state.steps
     with pytest.raises(ValueError, match="no emulation"):
         verify(model, converted, x)
@@ -480,7 +480,7 @@ def test_a_tied_heads_product_is_the_heads_and_not_the_embeddings(te: ModuleType
     torch.manual_seed(0)
     model, ids = TiedHead().bfloat16(), torch.randint(48, (4, 8))
     converted = converted_in(PrecisionPlan(Current(), {"head": "fp8"}), model, ids)
-    assert converted_of(converted).precision.products["embedding.weight"]
+    assert runner_of(converted).precision.products["embedding.weight"]
     result = verify(model, converted, ids)
     assert result, str(result)
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.backends import limits, plain
 from te_transform.graph import ops
-from te_transform.runtime.converted import converted_of
 from te_transform.runtime.executors import captured as captured_executor
+from te_transform.runtime.runner import runner_of
 from te_transform.runtime.small_batch import SmallBatch
 from tests import stand_in
 from tests.models.tiny import MLP, WIDTH, Tiny
@@ -89,14 +89,14 @@ def test_the_tokens_of_a_call_decide_also_at_sizes_that_vary(backend: str, unfus
         if unfused[0]:
             assert torch.equal(out, wanted)  # the same operations
         torch.testing.assert_close(out, wanted, atol=0.02 if backend == "te" else 1e-5, rtol=0.02)
-    assert len(converted_of(model).graphs) <= 3
+    assert len(runner_of(model).graphs) <= 3
 
 
 def test_calls_are_counted_with_the_reason() -> None:
     model = converted(seeded(Gated).bfloat16(), rows(1, 3, torch.bfloat16), backend="te")
     for _ in range(2):
         model(rows(1, 3, torch.bfloat16))
-    products = len([site for site in converted_of(model).graphs[0].plan.sites if site.weights])
+    products = len([site for site in runner_of(model).graphs[0].plan.sites if site.weights])
     why = "a call too small to be faster in fused products"
     assert te_transform.report(model).plain_calls[why] == 2 * products
 
@@ -108,7 +108,7 @@ def test_without_a_gate_what_was_captured_runs_at_any_size_but_for_a_recipe(unfu
     unfused.clear()
     assert torch.equal(model(x), original(x))
     assert unfused == [True]
-    products = len([site for site in converted_of(model).graphs[0].plan.sites if site.weights])
+    products = len([site for site in runner_of(model).graphs[0].plan.sites if site.weights])
     why = "a graph without gated MLPs, as fast as it was captured"
     assert te_transform.report(model).plain_calls[why] == products
     in_fp8(x)
@@ -151,7 +151,7 @@ def test_norms_and_activations_of_many_operations_are_one(
         out, wanted = fused(**inputs).logits, model(**inputs).logits
     assert unfused == [True]
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
-    graph = converted_of(fused).graphs[-1].as_captured
+    graph = runner_of(fused).graphs[-1].as_captured
     called = [node.target for node in graph.graph.__self__.graph.nodes]
     ones = [node for node in graph.plan.before.nodes if node.target is op]
     assert called.count(op) == len(ones) > 0
@@ -166,7 +166,7 @@ def test_rotations_are_fused_where_calls_of_many_tokens_run_so_too(name: str, fu
     model = te_transform.convert(
         case.build(num_hidden_layers=1).bfloat16(), case.sample(), backend="te", verify=False
     )
-    graph = converted_of(model).graphs[-1].as_captured.graph.__self__
+    graph = runner_of(model).graphs[-1].as_captured.graph.__self__
     assert sum(isinstance(module, plain.Rotary) for module in graph.modules()) == fused
 
 
@@ -198,7 +198,7 @@ def test_an_activation_with_a_backward_of_its_own_is_one_operation(unfused: list
     assert unfused == [True]
     for own, found in zip(model.parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(found.grad, own.grad)
-    graph = converted_of(fused).graphs[-1].as_captured.graph.__self__.graph
+    graph = runner_of(fused).graphs[-1].as_captured.graph.__self__.graph
     called = [node.target for node in graph.nodes]
     assert called.count(ops.relu) == 1
     assert torch.ops.higher_order.autograd_function_apply not in called

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.runtime import heads, specializations
-from te_transform.runtime.executors import inductor
 from tests import stand_in, test_compiled, test_replayed
 from tests.attacks import WIDTH, Block, Pair, X
 from tests.test_compiled import Compilations

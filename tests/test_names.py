@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests.attacks import Block, Pair, X, call, with_input_gradient
 from tests.models.tiny import WIDTH
 from tests.test_capture import Loops
@@ -148,7 +148,7 @@ def test_blocks_of_a_copy_skip_what_they_skipped(copied: Callable[[nn.Module], n
     again = copied(Pair.of(Repeats, skip=("layers.0", "layers.2.mlp.fc2")).converted)
     with_input_gradient(again, X.clone())
     found = {
-        graph.plan.modules: [site.name for site in graph.plan.sites] for graph in converted_of(again).graphs
+        graph.plan.modules: [site.name for site in graph.plan.sites] for graph in runner_of(again).graphs
     }
     assert found[("layers.0",)] == []
     assert found[("layers.1",)] == ["mlp.layernorm_mlp"]

@@ -17,7 +17,7 @@ from te_transform.backends import few_rows, limits
 from te_transform.backends.joined import Join
 from te_transform.backends.quantized import Quantized, exact, is_quantized, quantize
 from te_transform.quantize import dequantize_weights
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests import stand_in
 
 te = stand_in.te  # a fixture
@@ -327,11 +327,11 @@ def test_calls_of_all_lengths_share_a_capture(te: ModuleType) -> None:
     fused = converted(net())
     answer(fused)
     te_transform.quantize_weights(fused)
-    before = len(converted_of(fused).graphs)
+    before = len(runner_of(fused).graphs)
     with torch.no_grad():
         for length in (12, 24, 40, 64):
             fused(random(2, length, WIDTH))
-    assert len(converted_of(fused).graphs) <= before + 2  # of the first length, and of any
+    assert len(runner_of(fused).graphs) <= before + 2  # of the first length, and of any
 
 
 def test_says_why_the_rest_stays(te: ModuleType) -> None:

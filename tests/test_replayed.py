@@ -25,7 +25,7 @@ from te_transform import OptionError
 from te_transform.backends import limits
 from te_transform.plan import options
 from te_transform.runtime import lowered, recordings, replayed
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests import attacks, stand_in, test_compiled, test_quantize
 from tests.attacks import OTHER, WIDTH, Attends, Block, Pair, X, observed
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
@@ -435,7 +435,7 @@ def test_nothing_is_left_of_a_model_that_is_gone(kind: type[nn.Module], counts: 
     """Dynamo keeps what it was given for code that other models share."""
     pair = pair_of(kind)
     assert counts["recorded"]
-    left = [weakref.ref(graph) for graph in converted_of(pair.converted).graphs]
+    left = [weakref.ref(graph) for graph in runner_of(pair.converted).graphs]
     assert left
     del pair
     gc.collect()

@@ -32,7 +32,7 @@ from te_transform.plan.match import Site, plan
 from te_transform.plan.options import Options
 from te_transform.report.places import gather
 from te_transform.report.report import Report
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests import stand_in
 from tests.attacks import Attends
 from tests.attacks import X as OF_ATTENDS
@@ -270,7 +270,7 @@ def test_auto_is_chosen_anew_where_a_model_is_captured_anew(
     assert after.notes[0].startswith("backend 'te', because it runs here")
     assert after.counts >= before.counts
     assert after.counts["cross_entropy"] == 1  # which TE alone has a kernel for
-    graph = converted_of(converted).graphs[-1]
+    graph = runner_of(converted).graphs[-1]
     assert any(type(site.fused).__module__.startswith(te.__name__) for site in graph.plan.sites)
     for found, wanted in zip(converted.parameters(), model.parameters(), strict=True):
         assert (found.grad - wanted.grad).norm() <= 0.02 * wanted.grad.norm()

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.backends import limits
 from te_transform.runtime.captured import CapturedGraph
-from te_transform.runtime.converted import Converted, converted_of
+from te_transform.runtime.runner import Runner, runner_of
 from te_transform.runtime.trials import IN_A_ROW, LASTS, MOST, ROWS, TOLD, Trial
 from tests import stand_in
 from tests.models.tiny import WIDTH, Tiny
@@ -43,7 +43,7 @@ class Dropping(Tiny):
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Which way each call ran, in their order."""
     found: list[bool] = []
-    call, captured = Converted._call, Converted._run_captured
+    call, captured = Runner._run, Runner._run_captured
 
     def called(*args: Any) -> Any:
         found.append(OWN)
@@ -53,8 +53,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found[-1] = CAPTURED
         return captured(*args)
 
-    monkeypatch.setattr(Converted, "_call", called)
-    monkeypatch.setattr(Converted, "_run_captured", ran_captured)
+    monkeypatch.setattr(Runner, "_run", called)
+    monkeypatch.setattr(Runner, "_run_captured", ran_captured)
     return found
 
 
@@ -136,7 +136,7 @@ def test_each_kind_of_call_has_a_trial(ran: list[bool]) -> None:
     assert ran == [OWN]
     for length in range(1, MOST + 3):
         model(rows(1, length))
-    assert len(converted_of(model).trials.trials) <= MOST
+    assert len(runner_of(model).user_code.trials.trials) <= MOST
 
 
 @pytest.mark.usefixtures("faster")
@@ -332,7 +332,7 @@ def test_graphs_that_another_thread_captures_meanwhile_are_none_of_a_call(
 ) -> None:
     x = rows(2, 3)
     model = converted(seeded(Tiny), x)
-    graphs = converted_of(model).graphs
+    graphs = runner_of(model).graphs
 
     def has_gained(*_: Any) -> bool:
         graphs.append(graphs[0])

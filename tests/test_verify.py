@@ -22,7 +22,7 @@ from te_transform.backends import plain
 from te_transform.graph.inputs import Inputs
 from te_transform.passes import layernorm_linear
 from te_transform.plan.match import Site
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from te_transform.verify import compare as comparing
 from te_transform.verify import judged
 from te_transform.verify.bisect import bisect_failures
@@ -70,7 +70,7 @@ def layernorm_linear_with(wrong: str | None = None, path: str | None = None, eps
 
 def sites(model: nn.Module) -> list[Site]:
     """What is fused in the graphs of a converted model."""
-    return [site for graph in converted_of(model).graphs for site in graph.plan.sites]
+    return [site for graph in runner_of(model).graphs for site in graph.plan.sites]
 
 
 def rolled_back(model: nn.Module) -> list[te_transform.Outcome]:
@@ -137,7 +137,7 @@ def test_nothing_is_dropped_in_graphs_around_them_and_in_checkpoints(blocks: int
     if not listed:
         model.blocks = nn.Sequential(*model.blocks)
     converted = te_transform.convert(model, X)
-    assert converted_of(converted).by_block is listed
+    assert runner_of(converted).policy.by_block is listed
 
     result = verify(model, converted, X)
 
@@ -275,7 +275,7 @@ def test_verify_bisects_to_the_wrong_site() -> None:
     assert result.guilty == ("1.1",)
     assert "NOT the same" in str(result)
     assert "guilty: 1.1" in str(result)
-    assert not any(graph.disabled for graph in converted_of(converted).graphs)
+    assert not any(graph.disabled for graph in runner_of(converted).graphs)
 
 
 @pytest.mark.integration  # the same search, in blocks that are captured one by one
@@ -380,7 +380,7 @@ def test_what_runs_by_the_size_of_a_call_is_looked_at_too(
     model = tiny()
     converted = te_transform.convert(model, X)
     assert verify(model, converted, X)
-    for graph in converted_of(converted).graphs:
+    for graph in runner_of(converted).graphs:
 
         def wrong(
             *args: Tensor, run: Callable[..., tuple[Tensor, ...]] = graph.as_captured.graph

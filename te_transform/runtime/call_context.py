@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from te_transform.backends.tracing import in_backward, recorded, saving_hooks, transformed
+from te_transform.runtime.classes import Place, Role
 from te_transform.runtime.modes import is_dispatch_mode_on, is_foreign_mode_on, is_graph_mode_on
 
 
@@ -84,3 +86,74 @@ class CallContext:
     def is_seen_by_others(self) -> bool:
         """Whether a user's torch function mode sees the operations of the call."""
         return is_foreign_mode_on()
+
+
+Mode = tuple[type, bool, bool]
+"""The class of a module, whether it trains, and whether autograd records its calls."""
+
+
+def mode_of(module: nn.Module) -> Mode:
+    """Return the mode that a module is in."""
+    return type(module), module.training, torch.is_grad_enabled()
+
+
+class ModuleCall(CallContext):
+    """A call of a converted model, of a part of it, or of a block.
+
+    Attributes:
+        place: of the module in the model.
+        module: that is called.
+        forward: of the module's own class.
+        options: of the conversion.
+        division: of the parameters among ranks.
+        trial: what the call is timed for; None if it is not.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ):
+        super().__init__(args, kwargs)
+        self.place, self.module, self.forward = place, module, forward
+        self.options: Any = None
+        self.division: Any = None
+        self.trial: Any = None
+
+    @property
+    def is_block(self) -> bool:
+        """Whether a block is called, one of many layers."""
+        return self.place.role is Role.BLOCK
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the model itself is called."""
+        return self.place.is_root
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The arguments that are tensors; those inside of containers are not among them."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+
+    @cached_property
+    def is_decoding(self) -> bool:
+        """Whether this is a step of a generation: one token of each sequence, without gradients."""
+        if self.records_gradients or not self.tensors:
+            return False
+        first = self.tensors[0]
+        if first.is_floating_point():
+            return first.dim() == 3 and first.shape[1] == 1
+        return first.shape[1:] == (1,)
+
+    @cached_property
+    def is_evaluated(self) -> bool:
+        """Whether the module is called in evaluation, and nothing of it is trained."""
+        trains = self.records_gradients and any(p.requires_grad for p in self.module.parameters())
+        return not self.module.training and not trains
+
+    def run_original(self) -> Any:
+        """Run the user's own forward."""
+        return self.forward(self.module, *self.args, **self.kwargs)

@@ -22,7 +22,7 @@ from te_transform.runtime.executors.captured import Captured
 from te_transform.runtime.executors.cuda_graph import CudaGraph
 from te_transform.runtime.executors.fused import Fused
 from te_transform.runtime.executors.inductor import Inductor
-from te_transform.runtime.layered import Layered, LayersNow, layered_plan
+from te_transform.runtime.extension import Extension
 from te_transform.runtime.lower import Apart
 from te_transform.runtime.modes import put_back
 from te_transform.runtime.writes import unwritten
@@ -44,8 +44,9 @@ class Observer:
 class Owner(Protocol):
     """What a captured graph asks of the converted model that it belongs to."""
 
-    apart: Apart  # see runtime/lower.py
+    scattered: Apart  # see runtime/lower.py
     observer: Observer | None
+    extension: Extension | None
 
     def options_now(self) -> Options:
         """Those of the conversion, without what the model as it is now does not go with."""
@@ -53,9 +54,6 @@ class Owner(Protocol):
     @property
     def ranks(self) -> Ranks | None:
         """Those that the model is divided among."""
-
-    def layers_now(self) -> LayersNow | None:
-        """Return what decides on the layers of this call, or None if all of them run as captured."""
 
     def tell(self, why: str) -> None:
         """Add a sentence to the report, once."""
@@ -79,19 +77,20 @@ class CapturedGraph:
     Attributes:
         executors: in the order in which they are asked; the last one runs any call.
         fallbacks: how often an executor has refused, by its name and the reason.
+        is_extended: whether an extension of the model is asked before them.
     """
 
-    def __init__(self, plan: Plan, owner: Owner):
+    def __init__(self, plan: Plan, owner: Owner, is_extended: bool = True):
         self.plan, self.owner, self.options, self.unchecked = plan, owner, owner.options_now(), True
+        self.is_extended = is_extended
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.disabled: frozenset[Site] = frozenset()
-        self.layered: tuple[Layered | None] | None = None  # the graph in layers; None before it is made
         self.disable(())
 
     def disable(self, sites: Collection[Site]) -> None:
         """Let these sites run as they were captured, and all others fused."""
         self.disabled = frozenset(sites)
-        made = (self.plan, self.owner.apart, self.disabled, self.options)
+        made = (self.plan, self.owner.scattered, self.disabled, self.options)
         self.fused, self.as_captured = Fused(*made), Captured(*made, self.owner.tell)
         self.executors: tuple[Executor, ...] = (self.fused, self.as_captured)
         if self.options.compile:
@@ -108,7 +107,7 @@ class CapturedGraph:
 
     def release(self) -> None:
         """Free what was compiled and recorded."""
-        self.executors, self.layered = (self.fused, self.as_captured), None
+        self.executors = (self.fused, self.as_captured)
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self.owner
@@ -117,13 +116,15 @@ class CapturedGraph:
         observer = owner.observer
         if observer is not None:
             observer.see(self, arguments)
-        elif (layers := owner.layers_now()) is not None and (layered := self._in_layers()) is not None:
-            return layered(layers, arguments)
         with put_back(), limits.replayed if self.options.in_cuda_graphs else nullcontext():
             observe_only = observer is not None and observer.runs_captured
             return self._run(CallContext(arguments, None, observer is not None, observe_only))
 
     def _run(self, call: CallContext) -> Any:
+        if self.is_extended and (extension := self.owner.extension) is not None:
+            executor = extension.executor(self)
+            if executor.refuse(call) is None:
+                return executor.run(call)
         *executors, last = self.executors
         for executor in executors:
             if (why := executor.refuse(call)) is None:
@@ -135,18 +136,6 @@ class CapturedGraph:
         """Return the fallbacks as sentences; ops count those from fused to captured by themselves."""
         counted = ((name, why, n) for (name, why), n in self.fallbacks.items() if name != Fused.name)
         return Counter({f"did not run {name}: {why}": n for name, why, n in counted})
-
-    def _in_layers(self) -> Layered | None:
-        """Return the graph in layers that a call may leave out, or None if it has none."""
-        if self.layered is None:
-            made = layered_plan(self.plan, self.options, self.owner.tell)
-            if made is not None:
-                run = CapturedGraph(made[0], self.owner)
-                run.layered = (None,)  # which runs in layers
-                made = Layered(*made, run, self.path_in)
-                self.forget_recordings()
-            self.layered = (made,)
-        return self.layered[0]
 
     def calls(self) -> Calls:
         """Those up to now."""

@@ -21,8 +21,8 @@ from te_transform.plan.model import ModelError
 from te_transform.runtime.captured import CapturedGraph, Observer
 from te_transform.runtime.classes import own_classes
 from te_transform.runtime.console import in_a_line, progress
-from te_transform.runtime.converted import Converted
 from te_transform.runtime.distances import distance, rounding
+from te_transform.runtime.runner import Runner
 from te_transform.runtime.writes import unwritten
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Seen:
 
 
 def first_calls(
-    model: nn.Module, converted: Converted, samples: Sequence[Inputs], original: nn.Module | None
+    model: nn.Module, runner: Runner, samples: Sequence[Inputs], original: nn.Module | None
 ) -> Seen:
     """Capture the forward in training mode, by calling the model, which is left as it was, on its
     examples."""
@@ -68,13 +68,13 @@ def first_calls(
 
     with (
         preserved(model, original) as before,
-        watched(converted, model, check_own) as seen,
+        watched(runner, model, check_own) as seen,
         torch.set_grad_enabled(_is_trainable(model)),
     ):
         for why in map(_UNSAVED.format, before.unsaved()):
-            if why not in converted.failures:
+            if why not in runner.material.notes:
                 log.warning(why)
-                converted.failures.append(why)
+                runner.material.notes.append(why)
         for sample in progress(samples, "capturing"):
             outputs = call(model.train(), sample)
             if not seen.outputs:  # copies, for what graphs wrote is undone in the end
@@ -171,7 +171,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 @contextmanager
 def watched(
-    converted: Converted, model: nn.Module, see: Callable[[Sequence[Any]], None] = lambda arguments: None
+    runner: Runner, model: nn.Module, see: Callable[[Sequence[Any]], None] = lambda arguments: None
 ) -> Iterator[Seen]:
     """What is captured, and called, meanwhile. What graphs write stays until the end, for the code around
     them reads it.
@@ -190,11 +190,11 @@ def watched(
             seen.groups |= dict.fromkeys(graph.groups(arguments))
 
     with unwritten() as writes:
-        converted.observer = Observer(watch, runs_captured=True)
+        runner.observer = Observer(watch, runs_captured=True)
         try:
             yield seen
         finally:
-            converted.observer = None
+            runner.observer = None
 
 
 def call(model: nn.Module, sample: Inputs) -> Any:

@@ -160,9 +160,19 @@ class Parallel:
             yield
 
     @contextmanager
-    def whole(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+    def whole(self, modules: Iterable[nn.Module], repeats: bool = False) -> Iterator[None]:
         """Whole tensors in the places of these modules' parameters, gathered for a call of the user's own
-        code, which each rank makes for itself."""
+        code, which each rank makes for itself.
+
+        Raises:
+            ParallelError: the backward `repeats` parts of that code, when they are no longer whole.
+        """
+        if repeats:
+            raise ParallelError(
+                "activation checkpoints are on in a model that is divided among ranks, inside its blocks or "
+                "without a list of blocks to capture one by one, a forward without them is needed: turn them "
+                "off, or have whole blocks repeated"
+            )
         with self._replaced(modules, lambda divided, held: held.full_tensor()):
             yield
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from te_transform.backends.gradients import accumulating
 from te_transform.backends.limits import at_any_size, whole_logits
-from te_transform.backends.tracing import in_backward, recorded, saving_hooks, transformed
+from te_transform.runtime.call_context import ModuleCall
 from te_transform.runtime.captured import CapturedGraph
-from te_transform.runtime.modes import is_dispatch_mode_on
 
 IN_A_ROW = 5  # calls of one way, of which the first does not count: caches hold the work of the other one
 ROWS = 4  # by turns; the fastest call of a way counts, for what delays a call is not its own
@@ -70,26 +69,27 @@ class Trials:
         self.trials: dict[tuple, Trial] = {}
         self.own_calls = 0  # for which the user's own code has been chosen
 
-    def of(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Trial | None:
-        """That of a call; None where it has to run captured graphs.
+    def of(self, call: ModuleCall) -> Trial | None:
+        """Return the trial of a call, or None if it has to run captured graphs.
 
-        So it is where a checkpoint will repeat a call, which has to save as many tensors then, and does;
+        So it has where a checkpoint will repeat a call, which has to save as many tensors then, and does;
         where a call is looked at, or recorded; in accumulate(); and where all calls are to compute the same
         bits.
         """
-        looked_at = at_any_size or whole_logits or transformed() or is_dispatch_mode_on() or recorded()
-        is_repeated = saving_hooks() or in_backward()
-        if looked_at or is_repeated or accumulating or torch.are_deterministic_algorithms_enabled():
+        looked_at = at_any_size or whole_logits or call.is_transformed or call.is_seen_below
+        is_repeated = call.is_checkpointed or call.in_backward
+        if looked_at or call.is_recorded or is_repeated or accumulating or call.is_deterministic:
             return None
         # what is inside of lists and caches does not count: this is looked up in each call
-        kinds = *map(_kind, args), *kwargs, *map(_kind, kwargs.values())
-        key = (module.training, torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), kinds)
+        kinds = *map(_kind, call.args), *call.kwargs, *map(_kind, call.kwargs.values())
+        autocast = torch._C._is_any_autocast_enabled()
+        key = (call.module.training, call.records_gradients, autocast, kinds)
         trial = self.trials.get(key)
         if trial is None:
             if len(self.trials) >= MOST:
                 self.trials.clear()
-            given = [each.device for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            trial = self.trials[key] = Trial(given[0] if given else torch.device("cpu"))
+            device = call.tensors[0].device if call.tensors else torch.device("cpu")
+            trial = self.trials[key] = Trial(device)
         return trial
 
     def choice(self, trial: Trial) -> bool | None:

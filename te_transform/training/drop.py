@@ -22,7 +22,8 @@ from te_transform.graph.keywords import suggests
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError
 from te_transform.plan.residual import residual
-from te_transform.runtime.converted import Converted, converted_of
+from te_transform.runtime.layers import decide_on_layers
+from te_transform.runtime.runner import Runner, runner_of
 from te_transform.training.counts import is_count
 
 log = logging.getLogger(__name__)
@@ -121,8 +122,8 @@ class LayerDropping:
 
     def remove(self) -> None:
         """Run all layers again, as before drop_layers()."""
-        if self._model is not None and (converted := converted_of(self._model)) is not None:
-            converted.decide_on_layers(self._model, None)
+        if self._model is not None and (runner := runner_of(self._model)) is not None:
+            decide_on_layers(self._model, runner, None)
         self._model = None
 
 
@@ -162,12 +163,12 @@ def drop_layers(
         ModelError: no model was converted, or it has no residual branches x + f(norm(x)) of its own layers.
     """
     gamma = _checked(total_steps, theta, gamma, seed)
-    model, owner = _found(converted)
-    _check_mode(owner)
-    layers = _layers(model, owner)
+    model, runner = _found(converted)
+    _check_mode(runner)
+    layers = _layers(model, runner)
     settings = {"total_steps": total_steps, "theta": theta, "gamma": gamma, "seed": seed}
     schedule = LayerDropping(model, layers, **settings)
-    owner.decide_on_layers(model, schedule)
+    decide_on_layers(model, runner, schedule)
     log.info("%d layers may be dropped, %d may not", len(schedule.layers), len(schedule.refused))
     return schedule
 
@@ -190,26 +191,26 @@ def _checked(total_steps: int, theta: float, gamma: float | None, seed: int) -> 
     return 100 / total_steps if gamma is None else float(gamma)
 
 
-def _found(model: Any) -> tuple[nn.Module, Converted]:
+def _found(model: Any) -> tuple[nn.Module, Runner]:
     """Return the converted model in `model`, and what it carries."""
     check_module(model, "drop_layers")
     for module in model.modules():
-        if (owner := converted_of(module)) is not None:
-            return module, owner
+        if (runner := runner_of(module)) is not None:
+            return module, runner
     raise ModelError(
         f"expected a converted model, got an unconverted {type(model).__name__}; pass what "
         "te_transform.convert() returned"
     )
 
 
-def _check_mode(owner: Converted) -> None:
+def _check_mode(runner: Runner) -> None:
     """Raise unless the calls of a model may leave layers out."""
-    options = owner.options
-    if owner.layers is not None:
+    options = runner.options
+    if runner.extension is not None:
         raise ModelError(
             "expected a model that drops no layers, got one that does; call remove() of its schedule first"
         )
-    if owner.parallel is not None:
+    if runner.division is not None:
         raise ModelError(
             "expected a model on one rank, under DDP or FSDP, got one divided by parallelize(); use "
             "fully_shard() instead"
@@ -219,7 +220,7 @@ def _check_mode(owner: Converted) -> None:
             "expected captured graphs, got a model that runs its own code, as its report says; convert it "
             "without compile='auto', or mend what the report names"
         )
-    if not owner.graphs:
+    if not runner.graphs:
         raise ModelError(
             "expected captured graphs, got a model without any, as a copy is before its first call; call it "
             "once in training"
@@ -231,7 +232,7 @@ def _check_mode(owner: Converted) -> None:
         )
 
 
-def _layers(model: nn.Module, owner: Converted) -> tuple[tuple[str, ...], dict[str, str]]:
+def _layers(model: nn.Module, runner: Runner) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the paths of the layers in the graphs that were captured so far, and the reasons against others.
 
     Raises:
@@ -239,7 +240,7 @@ def _layers(model: nn.Module, owner: Converted) -> tuple[tuple[str, ...], dict[s
     """
     layers: dict[str, None] = {}
     refused: dict[str, str] = {}
-    for graph in owner.graphs:
+    for graph in runner.graphs:
         found = residual(graph.plan)
         for module in graph.plan.modules:
             layers |= {f"{module}.{layer.path}".strip("."): None for layer in found.layers}

@@ -10,7 +10,7 @@ from torch import nn
 
 from te_transform.plan.match import Site
 from te_transform.runtime.captured import CapturedGraph, Observer
-from te_transform.runtime.converted import Converted, converted_of
+from te_transform.runtime.runner import Runner, runner_of
 from te_transform.runtime.writes import unwritten
 
 
@@ -23,9 +23,9 @@ def bisect_failures(suspects: Sequence[str], fails: Callable[[Sequence[str]], bo
     return [one for half in halves for one in bisect_failures(half, fails)] or list(suspects)
 
 
-def conversions(model: nn.Module) -> list[Converted]:
+def conversions(model: nn.Module) -> list[Runner]:
     """What was converted in `model`: itself, or modules of it."""
-    found = {id(c): c for c in map(converted_of, model.modules()) if c is not None}
+    found = {id(c): c for c in map(runner_of, model.modules()) if c is not None}
     return list(found.values())
 
 

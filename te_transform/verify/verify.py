@@ -20,7 +20,7 @@ from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, preserved, same_buffers
 from te_transform.plan.model import wrapped_by
 from te_transform.runtime.console import progress
-from te_transform.runtime.converted import all_layers, original_forward
+from te_transform.runtime.runner import original_forward, without_extensions
 from te_transform.verify.bisect import Called, bisect_failures, conversions, watched
 from te_transform.verify.compare import Contenders, OriginalError, Row, judge
 from te_transform.verify.precision import Recipes
@@ -209,7 +209,7 @@ class _Duel:
         own = partial(original_forward, self.model)
         return Contenders(
             Subject.of(self.model, own),
-            Subject.of(self.converted, partial(all_layers, self.converted)),
+            Subject.of(self.converted, partial(without_extensions, self.converted)),
             Subject.of(self.model, self._in_double),
             partial(self.recipes.emulation, self.model) if self.recipes.held else nullcontext,
             rehearsals=1 if self.recipes.delayed else 0,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import te_transform
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.layers import decide_on_layers
+from te_transform.runtime.runner import runner_of
 from te_transform.training import LayerDropping, drop_layers
 from tests.gpu.test_training import batch, distance, llama, step
 from tests.test_drop_layers import Fixed
@@ -43,7 +44,7 @@ def recorded(factors: dict[str, float | None], **options: Any) -> nn.Module:
     """A model each of whose layers was recorded, and that now runs with these factors."""
     model = converted(graphs=True, **options)
     policy = Fixed(dict.fromkeys(PATHS, 1.0))
-    converted_of(model).decide_on_layers(model, policy)
+    decide_on_layers(model, runner_of(model), policy)
     for _ in range(4):
         step(model, inputs())
     policy.factors = policy.factors | factors
@@ -120,7 +121,7 @@ def kernels(model: nn.Module) -> int:
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_dropped_layer_runs_no_kernel(compile: bool) -> None:
     model = recorded({}, compile=compile)
-    policy = converted_of(model).layers
+    policy = runner_of(model).extension.policy
     kernels(model)
     counts = []
     for dropped in range(LAYERS + 1):

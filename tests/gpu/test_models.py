@@ -7,7 +7,7 @@ import torch
 
 import te_transform
 from te_transform.backends.joined import state_of
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests.conversions import ALL, Pair, cast
 from tests.zoo import Inputs, zero_dropout
 
@@ -49,6 +49,6 @@ def test_kernels_of_te_run(name: str) -> None:
         if k.made is not None
     ]
     # of every graph: verify() has made calls that are captured whole, where those of the example are not
-    sites = [site for graph in converted_of(pair.converted).graphs for site in graph.plan.sites]
+    sites = [site for graph in runner_of(pair.converted).graphs for site in graph.plan.sites]
     fused = {rule for site in sites for rule, _ in site.rules}
     assert bool(found) == bool(fused & {"layernorm_linear", "layernorm_mlp"}), f"{found}\n{pair.report}"

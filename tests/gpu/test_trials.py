@@ -9,7 +9,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 import te_transform
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from te_transform.runtime.trials import IN_A_ROW, LASTS, ROWS, TOLD
 
 pytestmark = pytest.mark.usefixtures("by_size")
@@ -30,6 +30,6 @@ def test_both_ways_compute_the_same_until_one_is_chosen(backend: str) -> None:
         losses.append(model(**batch).loss)
         losses[-1].backward()
     assert all(torch.equal(loss, original(**batch).loss) for loss in losses)
-    (trial,) = (trial for trial in converted_of(model).trials.trials.values() if trial.left)
+    (trial,) = (trial for trial in runner_of(model).user_code.trials.trials.values() if trial.left)
     assert LASTS - 5 <= trial.left < LASTS
     assert (TOLD in te_transform.report(model).plain_calls) is trial.own

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests.gpu.test_training import VOCAB, llama
 from tests.ranks import mesh, scales_before, spawn
 from tests.test_parallelize import check_dropouts, dropouts, equal, errors, gradients, whole
@@ -277,7 +277,7 @@ def replayed_on_shards(recipe: str | None, compile: bool) -> dict[str, Any]:
     notes = [note for note in te_transform.report(model).notes if "without CUDA graphs" in note]
     kinds = sum(
         kind.graphs is not None
-        for graph in converted_of(model).graphs
+        for graph in runner_of(model).graphs
         for lowered in graph.executors[0].specializations.lowered.values()
         for prepared in lowered.runs.values()
         for kind in prepared.replayed.kinds.values()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends.joined import Split, adjacent
 from te_transform.graph.nodes import value
-from te_transform.runtime.converted import converted_of
+from te_transform.runtime.runner import runner_of
 from tests import stand_in
 from tests.rules.tables import FFN, H, Make, Written, X, assert_refused, fused, linear, sites, written
 from tests.zoo import CASES, seeded
@@ -134,7 +134,7 @@ def test_what_is_trained_stays_apart_from_what_is_frozen() -> None:
     """A merged linear would have the gradients of all."""
     converted = te_transform.convert(seeded(Adapted), X)
     te_transform.report(converted).expect(merge_siblings=2)
-    (graph,) = converted_of(converted).graphs
+    (graph,) = runner_of(converted).graphs
     merged = [
         value(weight[0]).requires_grad for site in graph.plan.sites for weight in site.weights if weight[1:]
     ]
@@ -301,7 +301,7 @@ def test_of_a_joined_product_the_values_alone_are_kept(
     assert len(products) == 1
     assert kept
     assert not {storage._cdata for storage in products} & {storage._cdata for storage in kept}
-    for graph in converted_of(converted).graphs:
+    for graph in runner_of(converted).graphs:
         assert not [node for node in graph.run.__self__.graph.nodes if node.target is torch.clone]
     loss.backward()
     assert all(parameter.grad is not None for parameter in converted.parameters())
@@ -313,8 +313,8 @@ def test_a_conversion_copies_nothing_together(verify: bool) -> None:
     """A backward would keep the copies of all layers: the first calls run what was captured."""
     model = CASES["llama"].build()
     converted = te_transform.convert(model, CASES["llama"].sample(), backend="torch", verify=verify)
-    assert converted_of(converted).apart == []
+    assert runner_of(converted).scattered == []
     converted(**CASES["llama"].sample())
-    assert converted_of(converted).apart == []
+    assert runner_of(converted).scattered == []
     (attention, *_) = (part for name, part in converted.named_modules() if name.endswith("self_attn"))
     assert adjacent([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None

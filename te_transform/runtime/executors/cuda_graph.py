@@ -33,7 +33,6 @@ from te_transform.runtime.recordings import Function, Kind
 from te_transform.runtime.replayed import Replayed
 from te_transform.runtime.specializations import FirstCall, Ready, Specializations, attention_kernels
 
-
 _OVERLAP = "runs without CUDA graphs, it returns two tensors in one memory"
 
 
