@@ -4,7 +4,7 @@
 
 8 sequences of 128 tokens, or 8 images of 224 x 224: a training step without optimizer, and a forward without
 gradients. Milliseconds in a row, by turns in one process; the first of each turn does not count. "runs" is
-what calls of that kind have settled on, see te_transform/runtime/trials.py. Nothing is asserted.
+what calls of that kind have settled on, see te_transform/execution/trials.py. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.runtime.runner import runner_of
+from te_transform.execution.runner import runner_of
 
 BATCH, LENGTH, SIDE, VOCABULARY, CLASSES = 8, 128, 224, 8192, 1000
 WARM_UPS, ROUNDS, STEPS = 30, 12, 6

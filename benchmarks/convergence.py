@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.runtime.console import progress
+from te_transform.execution.console import progress
 from tests.models.nanogpt import GPT, GPTConfig
 
 BATCH, LENGTH = 16, 512
@@ -68,7 +68,7 @@ def measured(steps: int) -> Iterator[tuple[str, list[float]]]:
     config = GPTConfig(LENGTH, 256, n_layer=6, n_head=8, n_embd=512, dropout=0.0, flash=True, gelu="tanh")
     model = GPT(config).to("cuda", torch.bfloat16)
     text = standard_library()
-    with limits.at_any_size:
+    with limits.ignore_size_limits:
         for name, options in progress(RUNS.items(), "training"):
             yield name, trained(model, options, text, steps)
 

@@ -32,7 +32,7 @@ from rich.table import Table
 
 import te_transform
 from te_transform.backends import limits, plain
-from te_transform.runtime.small_batch import SmallBatch
+from te_transform.execution.small_batch import SmallBatch
 
 # whether the products run as they were captured, and which fused ops take TE's modules
 WAYS: dict[str, tuple[bool, tuple[type, ...]]] = {

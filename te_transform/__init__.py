@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from te_transform.backends import BackendError
     from te_transform.check_ranks import RanksError, check_ranks
     from te_transform.convert import convert, revert
+    from te_transform.execution.parallel import ParallelError
     from te_transform.graph.inputs import InputError, TraceError
     from te_transform.inspect import inspect
     from te_transform.parallelize import parallelize
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from te_transform.quantize import QuantizationError, Quantized, quantize_weights
     from te_transform.report.report import ExpectationError, Report
     from te_transform.reporting import report
-    from te_transform.runtime.parallel import ParallelError
     from te_transform.scaling_state import load_scaling_state, scaling_state
     from te_transform.trace import trace
     from te_transform.verify.verification import Verification
@@ -79,7 +79,7 @@ _HOMES = {
     "te_transform.quantize": ("QuantizationError", "Quantized", "quantize_weights"),
     "te_transform.report.report": ("ExpectationError", "Report"),
     "te_transform.reporting": ("report",),
-    "te_transform.runtime.parallel": ("ParallelError",),
+    "te_transform.execution.parallel": ("ParallelError",),
     "te_transform.scaling_state": ("load_scaling_state", "scaling_state"),
     "te_transform.trace": ("trace",),
     "te_transform.verify.verification": ("Verification",),

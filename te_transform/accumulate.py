@@ -19,9 +19,9 @@ from te_transform.backends.joined import state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.running import forget_weights
 from te_transform.backends.tracing import in_backward
+from te_transform.execution.runner import is_divided
 from te_transform.graph.keywords import suggests
 from te_transform.plan.model import check_module
-from te_transform.runtime.runner import is_divided
 
 
 class AccumulationError(RuntimeError):

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_transform.execution.runner import runner_of
+from te_transform.execution.timing import version_of
 from te_transform.graph.keywords import suggests
 from te_transform.plan.options import Options
 from te_transform.reporting import report
-from te_transform.runtime.runner import runner_of
-from te_transform.runtime.timing import version_of
 
 _PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")
 

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from te_transform.backends import BackendError
 from te_transform.config_file import LoadError, read_config
 from te_transform.convert import convert
+from te_transform.execution import timing
+from te_transform.execution.console import in_a_line, status
 from te_transform.explain import explanation
 from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, positions
 from te_transform.graph.nodes import dtype_name
@@ -32,8 +34,6 @@ from te_transform.plan.rule import Rule
 from te_transform.pretrained import config_of
 from te_transform.report.report import ExpectationError, Report
 from te_transform.reporting import report as report_of
-from te_transform.runtime import timing
-from te_transform.runtime.console import in_a_line, status
 from te_transform.verify.verify import verify
 
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # whose labels are their ids

@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from te_transform.backends.joined import lay
+from te_transform.backends.joined import make_adjacent
 from te_transform.backends.quantized import is_quantized
-from te_transform.graph.contents import noted
+from te_transform.execution import timing
+from te_transform.execution.calibrate import calibrate
+from te_transform.execution.classes import give_classes_back
+from te_transform.execution.console import in_a_line, progress
+from te_transform.execution.first_calls import Seen, fails_captured, first_calls, traced_otherwise
+from te_transform.execution.precision import Precision
+from te_transform.execution.runner import Runner, attach, detach, runner_of
+from te_transform.execution.timing import Timing
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, same_random
+from te_transform.graph.state_snapshot import noted
 from te_transform.passes import PIPELINE
 from te_transform.plan.assign import products_in
 from te_transform.plan.model import CONVERTED, ModelError, check_model, check_module
 from te_transform.plan.options import OptionError, Options, check_skip
 from te_transform.quantize import dequantize_weights
 from te_transform.reporting import reported
-from te_transform.runtime import timing
-from te_transform.runtime.calibrate import calibrate
-from te_transform.runtime.classes import give_classes_back
-from te_transform.runtime.console import in_a_line, progress
-from te_transform.runtime.first_calls import Seen, fails_captured, first_calls, traced_otherwise
-from te_transform.runtime.precision import Precision
-from te_transform.runtime.runner import Runner, attach, detach, runner_of
-from te_transform.runtime.timing import Timing
 from te_transform.verify.check import check_sites
 
 log = logging.getLogger(__name__)
@@ -149,25 +149,25 @@ def _capture_and_report(
         why = traced_otherwise(made, seen.outputs, samples[0], original)
     if why is not None:
         runner.material.notes.append(why)
-        runner.options = replace(runner.options, as_it_is=True)
+        runner.options = replace(runner.options, run_original=True)
         seen.graphs.clear()
         seen.groups.clear()
     seen.outputs.clear()
     options = runner.options
-    if not (seen.graphs or options.as_it_is):  # dynamo was switched off meanwhile, for example
+    if not (seen.graphs or options.run_original):  # dynamo was switched off meanwhile, for example
         runner.material.next_call = []
-    if options.as_it_is:
+    if options.run_original:
         give_classes_back(made)
     runner.material.report = reported(made, runner, seen, samples[0])
     # from here on nothing is refused any more: a model that is refused stays where it lay
     joins = not options.compile or options.recipe is not None  # compiled, products in FP8 alone
     groups = progress(tuple(seen.groups) * joins, "laying parameters next to each other")
-    if held := [group for group in groups if not lay(group)]:
+    if held := [group for group in groups if not make_adjacent(group)]:
         # dynamo's exceptions, as of what ends a graph, have frames that hold the outputs of the first call
         # still, in a circle, and these what their backward would read
         gc.collect()
-        runner.note_scattered(made, [group for group in held if not lay(group)])
-    if options.recipe is not None and not options.as_it_is:
+        runner.note_scattered(made, [group for group in held if not make_adjacent(group)])
+    if options.recipe is not None and not options.run_original:
         _enter_recipe(made, runner, seen, samples)
     for graph in runner.graphs:
         graph.count_anew()
@@ -186,7 +186,7 @@ def _fastest(
         timing.keep(key, timings)
     best = timing.fastest(timings)
     chosen = replace(options, compile=False) if best is None else ways[best.name]
-    converted = _convert(made, original, replace(chosen, as_it_is=False), samples)
+    converted = _convert(made, original, replace(chosen, run_original=False), samples)
     found = runner_of(converted)
     found.options, material = chosen, found.material
     name = "" if best is None else best.name
@@ -205,7 +205,7 @@ def _timings(
             found[name] = Timing(name, None, f"not tried, {timing.SECONDS_IN_ALL:.0f} s were over")
             continue
         try:
-            if not ways[name].as_it_is:
+            if not ways[name].run_original:
                 _convert(made, original, ways[name], samples[:1])
             found[name] = Timing(name, timing.seconds_of(made, samples[0]))
         except Exception as error:

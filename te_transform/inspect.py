@@ -9,6 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from te_transform.execution import timing
+from te_transform.execution.first_calls import Seen, raises_captured, watched
+from te_transform.execution.runner import Runner, attach, detach
+from te_transform.execution.timing import Timing
 from te_transform.graph.capture import ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import one_at_a_time, preserved
@@ -20,10 +24,6 @@ from te_transform.plan.options import Options, check_skip
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.report.report import Report
 from te_transform.reporting import reported
-from te_transform.runtime import timing
-from te_transform.runtime.first_calls import Seen, raises_captured, watched
-from te_transform.runtime.runner import Runner, attach, detach
-from te_transform.runtime.timing import Timing
 
 
 @one_at_a_time
@@ -61,7 +61,7 @@ def _predicted_call(
         yield f"no time of a call is predicted, times are {why}"
     elif why is None:
         fused = cost.seconds_of(plans, options, precision, training)
-        before = cost.seconds_of(plans, replace(options, as_it_is=True), None, training)
+        before = cost.seconds_of(plans, replace(options, run_original=True), None, training)
         mode = "forward and backward" if training else "forward"
         taken, unfused = timing.duration(fused), timing.duration(before)
         yield f"a call is predicted to take {taken} on an H100, {unfused} unfused ({mode})"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.config_file import LoadError
+from te_transform.execution.console import in_a_line, raised_at
 from te_transform.graph.inputs import Inputs
 from te_transform.pretrained import from_config
-from te_transform.runtime.console import in_a_line, raised_at
 
 
 def load(

@@ -17,6 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.backends.collectives import Ranks, Shards
 from te_transform.canonicalize import canonicalize
+from te_transform.execution.distances import distance, rounding
+from te_transform.execution.parallel import Parallel, ParallelError
+from te_transform.execution.precision import Precision
+from te_transform.execution.runner import Runner, runner_of
 from te_transform.graph.capture import capture, ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.keywords import suggests
@@ -26,10 +30,6 @@ from te_transform.graph.preserve import preserved
 from te_transform.plan.layout import Place, lay_out
 from te_transform.plan.model import wrapped_by
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, check_skip, globs_of
-from te_transform.runtime.distances import distance, rounding
-from te_transform.runtime.parallel import Parallel, ParallelError
-from te_transform.runtime.precision import Precision
-from te_transform.runtime.runner import Runner, runner_of
 
 
 @suggests
@@ -140,7 +140,7 @@ def _check_options(options: Options) -> None:
             f"the model was converted with compile={options.compile!r}, whose CUDA graphs each rank would "
             "record by itself, ranks that record together are needed: pass compile=True, graphs=True"
         )
-    if options.as_it_is:
+    if options.run_original:
         raise ParallelError(
             "the model runs its own code, see te_transform.report(); a captured forward is needed"
         )

@@ -14,8 +14,8 @@ from te_transform.backends.joined import is_stored, state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.quantized import exact, is_quantized, quantize
 from te_transform.backends.running import forget_weights
+from te_transform.execution.runner import is_divided
 from te_transform.plan.model import check_module
-from te_transform.runtime.runner import is_divided
 
 
 class QuantizationError(ValueError):

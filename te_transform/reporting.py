@@ -8,16 +8,16 @@ from dataclasses import replace
 
 from torch import nn
 
+from te_transform.execution.blocks import blocks
+from te_transform.execution.first_calls import Seen
+from te_transform.execution.runner import Runner, runner_of
+from te_transform.execution.trials import TOLD
 from te_transform.graph.inputs import Inputs
 from te_transform.plan.assign import assign
 from te_transform.plan.model import ModelError
 from te_transform.report.compose import compose
 from te_transform.report.explain import SET_ON_MODEL, divided, explain_breaks
 from te_transform.report.report import Report
-from te_transform.runtime.blocks import blocks
-from te_transform.runtime.first_calls import Seen
-from te_transform.runtime.runner import Runner, runner_of
-from te_transform.runtime.trials import TOLD
 
 _SET_ON_MODEL = f"{SET_ON_MODEL}it runs as it is, with parts that are captured"
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from te_transform.execution.precision import Precision
+from te_transform.execution.runner import runner_of
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.precision_plan import PrecisionError
-from te_transform.runtime.precision import Precision
-from te_transform.runtime.runner import runner_of
 
 
 def scaling_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:

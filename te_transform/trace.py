@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from te_transform.execution.runner import is_divided
 from te_transform.graph.capture import capture, on_fake_tensors
 from te_transform.graph.edit import name_model_tensors
 from te_transform.graph.inputs import TraceError, as_inputs
@@ -15,7 +16,6 @@ from te_transform.graph.names import name_as_in
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.plan.model import ModelError, check_module, is_compiled
 from te_transform.plan.options import OptionError
-from te_transform.runtime.runner import is_divided
 
 
 @suggests

@@ -42,9 +42,9 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.fixture(autouse=True)
-def at_any_size() -> Iterator[None]:
+def ignore_size_limits() -> Iterator[None]:
     """Calls of the few tokens that tests have run fused, in kernels where there are any."""
-    with limits.at_any_size:
+    with limits.ignore_size_limits:
         yield
 
 
@@ -63,11 +63,11 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.fixture
-def by_size(at_any_size: None) -> Iterator[None]:
+def by_size(ignore_size_limits: None) -> Iterator[None]:
     """Calls run as they do outside of tests."""
-    before, limits.at_any_size.entered = limits.at_any_size.entered, 0
+    before, limits.ignore_size_limits.entered = limits.ignore_size_limits.entered, 0
     yield
-    limits.at_any_size.entered = before
+    limits.ignore_size_limits.entered = before
 
 
 @pytest.fixture

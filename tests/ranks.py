@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
 from te_transform.backends import limits, scale_rows
-from te_transform.runtime.executors import inductor
+from te_transform.execution.executors import inductor
 from tests import stand_in
 
 WIDTH, LENGTH = 32, 16
@@ -112,7 +112,7 @@ def in_fp8(**options: Any) -> nn.Module:
 def install_stand_in() -> None:
     """For the rest of a process's life."""
     stand_in.install(pytest.MonkeyPatch())
-    limits.at_any_size.__enter__()
+    limits.ignore_size_limits.__enter__()
 
 
 def alone(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends.joined import state_of
-from te_transform.runtime.runner import runner_of
+from te_transform.execution.runner import runner_of
 from tests import stand_in
 
 te = stand_in.te  # a fixture

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_transform
-from te_transform.runtime.executors import inductor
-from te_transform.runtime.trials import Trials
+from te_transform.execution.executors import inductor
+from te_transform.execution.trials import Trials
 from tests.attacks import OTHER, Act, Attends, Block, Pair, X
 from tests.models.tiny import WIDTH, Tiny
 from tests.test_attacks_python import ABSENT, Options, Reads, reads

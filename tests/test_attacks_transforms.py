@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import te_transform
-from te_transform.runtime.captured import CapturedGraph
+from te_transform.execution.captured_graph import CapturedGraph
 from tests.attacks import OTHER, Act, Attends, Pair, X, assert_same, call, with_input_gradient
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded

@@ -12,12 +12,12 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import te_transform
 from te_transform import OptionError
+from te_transform.execution import timing
+from te_transform.execution.runner import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.inspect import plans_of
 from te_transform.passes import PIPELINE
 from te_transform.plan import cost, options
-from te_transform.runtime import timing
-from te_transform.runtime.runner import runner_of
 from tests import test_compiled, test_replayed
 from tests.attacks import Attends, Pair, X
 from tests.bitwise import untouched
@@ -39,7 +39,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def way_of(model: nn.Module) -> str:
     """The way that a model runs in at the moment."""
     converted = runner_of(model)
-    if converted is None or converted.options.as_it_is:
+    if converted is None or converted.options.run_original:
         return "as it is"
     chosen = converted.options
     words = ("torch", "compiled" * bool(chosen.compile), "as CUDA graphs" * chosen.graphs)
@@ -93,7 +93,7 @@ def test_the_fastest_stays(best: str, times: Times) -> None:
 def test_the_simpler_one_where_nothing_is_clearly_faster(times: Times) -> None:
     times.update({"as it is": 0.502, "torch": 0.5, "torch, compiled": 0.498})
     assert way_of(convert(seeded(Attends))) == "as it is"
-    assert runner_of(copy.deepcopy(convert(seeded(Attends)))).options.as_it_is
+    assert runner_of(copy.deepcopy(convert(seeded(Attends)))).options.run_original
 
 
 def test_without_a_gpu_there_are_no_cuda_graphs(times: Times, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends.joined import state_of
 from te_transform.backends.scales import Amax
+from te_transform.execution.calibrate import calibrate, loss_of
+from te_transform.execution.products import Products
 from te_transform.graph.inputs import Inputs
-from te_transform.runtime.calibrate import calibrate, loss_of
-from te_transform.runtime.products import Products
 from tests import stand_in
 from tests.bitwise import untouched
 

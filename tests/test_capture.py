@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import joined
+from te_transform.execution.runner import Runner, runner_of
 from te_transform.graph import capture
 from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
-from te_transform.runtime.runner import Runner, runner_of
 from tests.attacks import Block, Pair, X, call, odd, with_input_gradient
 from tests.conversions import calls, logged
 from tests.models.tiny import WIDTH, Tiny

@@ -17,11 +17,11 @@ from torch import nn
 
 import te_transform
 from te_transform.cli import main
+from te_transform.execution import timing
 from te_transform.explain import explanation
 from te_transform.load import LoadError, load
 from te_transform.passes import PIPELINE
 from te_transform.plan.rule import Rule
-from te_transform.runtime import timing
 from tests import test_compiled
 
 compilations = test_compiled.compilations  # a fixture: the compiler is AOTAutograd's tracing alone

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from te_transform.backends.collectives import (
     Ranks,
+    Redistribution,
     ShardedCrossEntropy,
     ShardedEmbedding,
     Shards,
-    Way,
     moved,
 )
 from te_transform.graph import ops
@@ -39,9 +39,11 @@ def test_a_share_is_gathered_again(parts: tuple[int, ...], dim: int) -> None:
     whole = torch.randn(shape)
 
     def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
-        own = moved(whole, Way.SHARE, ranks, shards)
+        own = moved(whole, Redistribution.SHARE, ranks, shards)
         assert own.shape == ranks.shape(whole.shape, shards)
-        return moved(own, Way.GATHER, ranks, shards), moved(own, Way.GATHER_ENTER, ranks, shards)
+        return moved(own, Redistribution.GATHER, ranks, shards), moved(
+            own, Redistribution.GATHER_ENTER, ranks, shards
+        )
 
     for found in on(2, work):
         assert all(torch.equal(each, whole) for each in found)
@@ -61,7 +63,9 @@ def test_a_cross_entropy_of_shards(reduction: str) -> None:
     def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
         op = ShardedCrossEntropy(ranks, UNEVEN)
         return gradient(
-            lambda x: op(moved(x, Way.SHARE, ranks, UNEVEN), targets, -100, reduction, torch.float32)
+            lambda x: op(
+                moved(x, Redistribution.SHARE, ranks, UNEVEN), targets, -100, reduction, torch.float32
+            )
         )
 
     expected = gradient(lambda x: ops.cross_entropy(x, targets, -100, reduction, torch.float32))
@@ -83,7 +87,9 @@ def test_an_embedding_of_shards() -> None:
     def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
         rows = UNEVEN.on(-2)
         op = ShardedEmbedding(ranks, rows, 7)
-        return gradient(lambda x: moved(op(ids, moved(x, Way.SHARE, ranks, rows)), Way.SUM, ranks))
+        return gradient(
+            lambda x: moved(op(ids, moved(x, Redistribution.SHARE, ranks, rows)), Redistribution.SUM, ranks)
+        )
 
     expected = gradient(lambda x: F.embedding(ids, x, 7))
     for found in on(2, work):

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_transform
-from te_transform.runtime import classes, regions, specializations
-from te_transform.runtime.executors import inductor
+from te_transform.execution import classes, partition, specializations
+from te_transform.execution.executors import inductor
 from tests.attacks import Attends, Block, Pair
 from tests.conversions import ALL, EVERYWHERE, error, gradients, logged, run
 from tests.models.tiny import WIDTH, Attention
@@ -168,7 +168,7 @@ def llama_of(layers: int) -> nn.Module:
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of four layers are."""
-    monkeypatch.setattr(regions, "FEWEST", 4)
+    monkeypatch.setattr(partition, "FEWEST", 4)
 
 
 def test_equal_layers_of_a_deep_model_are_compiled_once(deep: None, compilations: Compilations) -> None:
@@ -318,7 +318,7 @@ def test_what_fails_in_pieces_is_compiled_whole(
     def fail(module: fx.GraphModule) -> None:
         raise NotImplementedError("no")
 
-    monkeypatch.setattr(regions, "structure", fail)
+    monkeypatch.setattr(partition, "structure", fail)
     pair = compiled_pair(Layers)
     pair.agree()
     assert len(compilations) == 1

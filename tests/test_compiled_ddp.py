@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.runtime.executors import inductor
+from te_transform.execution.executors import inductor
 from tests import ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends import fp8, plain
 from te_transform.backends.joined import state_of
-from te_transform.runtime import regions
+from te_transform.execution import partition
 from tests import stand_in, test_compiled
 from tests.attacks import Attends, Block
 from tests.conversions import ALL, gradients, run
@@ -113,7 +113,7 @@ def test_scales_are_updated_once_a_step_as_tes_modules_do(te: ModuleType) -> Non
 def test_equal_layers_are_compiled_once_with_scales_of_their_own(
     te: ModuleType, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regions, "FEWEST", 2)
+    monkeypatch.setattr(partition, "FEWEST", 2)
     case = ALL["llama"]
     pair = Converted(case.build(num_hidden_layers=2), case.sample(), "fp8-delayed")
     for _ in range(2):

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.runtime import trials
-from te_transform.runtime.executors import inductor
-from te_transform.runtime.runner import runner_of
+from te_transform.execution import trials
+from te_transform.execution.executors import inductor
+from te_transform.execution.runner import runner_of
 from tests import stand_in
 from tests.attacks import each
 from tests.models.drawn import (
@@ -654,7 +654,7 @@ def emulated(way: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch)
         patch.setattr(inductor, "compile_fx", trace)
-        patch.setattr(limits.at_any_size, "entered", int(way != "few tokens"))
+        patch.setattr(limits.ignore_size_limits, "entered", int(way != "few tokens"))
         patch.setattr(trials, "IN_A_ROW", 1)
         patch.setattr(trials, "ROWS", 1000)
         yield

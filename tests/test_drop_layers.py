@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform import ModelError, OptionError
 from te_transform.backends import limits
-from te_transform.runtime.executors import inductor
-from te_transform.runtime.layers import decide_on_layers
-from te_transform.runtime.runner import runner_of
+from te_transform.execution.executors import inductor
+from te_transform.execution.layers import decide_on_layers
+from te_transform.execution.runner import runner_of
 from te_transform.training import LayerDropping, drop_layers
 from tests import ranks, stand_in
 from tests.conversions import DISTINCT, as_built, each, run
@@ -299,7 +299,7 @@ def test_removing_lets_all_layers_run_again() -> None:
 def in_fp8(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], nn.Module]]:
     """Models whose products have scales."""
     stand_in.install(monkeypatch)
-    with limits.at_any_size:
+    with limits.ignore_size_limits:
         yield trained_in_fp8
 
 
@@ -556,7 +556,7 @@ BAD_MODELS: dict[str, Callable[[], nn.Module]] = {
     "expected a converted model, got an unconverted Net; pass what": unconverted,
     "expected a model that drops no layers, got one that does; call remove\\(\\)": already,
     "expected a model on one rank, under DDP or FSDP, got one divided by parallelize": divided,
-    "expected captured graphs, got a model that runs its own code": partial(with_options, as_it_is=True),
+    "expected captured graphs, got a model that runs its own code": partial(with_options, run_original=True),
     "expected captured graphs, got a model without any, as a copy is": uncalled_copy,
     "got compile='reduce-overhead', whose CUDA graphs": partial(net, compile="reduce-overhead"),
 }

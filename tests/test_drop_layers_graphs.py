@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.runtime import layered, replayed
-from te_transform.runtime.layers import decide_on_layers
-from te_transform.runtime.runner import runner_of
+from te_transform.execution import layered, replayed
+from te_transform.execution.layers import decide_on_layers
+from te_transform.execution.runner import runner_of
 from tests import ranks, stand_in, test_drop_layers, test_replayed
 from tests.conversions import ALL
 from tests.test_drop_layers import LAYERS, Fixed, Net, X, are_equal, by_hand, dropping, gradients, net
@@ -225,7 +225,7 @@ def test_fp8(monkeypatch: pytest.MonkeyPatch, counts: Counter) -> None:
     """Scales of a dropped layer stay. With factors of 1, all else is as where the whole is recorded."""
     stand_in.install(monkeypatch)
     kept, found = {"blocks.0": 1.0, "blocks.1": 1.0}, []
-    with limits.at_any_size:
+    with limits.ignore_size_limits:
         for policy in (None, Fixed(kept)):  # one by one: TE's steps are of all models
             model = ranks.in_fp8(graphs=True).train()
             decide_on_layers(model, runner_of(model), policy)
@@ -255,7 +255,7 @@ def test_layers_that_the_first_steps_drop_run_in_fp8_later(
 ) -> None:
     """As where a run goes on in the middle of its schedule."""
     stand_in.install(monkeypatch)
-    with limits.at_any_size:
+    with limits.ignore_size_limits:
         model = ranks.in_fp8(**options).train()
         policy = Fixed({"blocks.0": None, "blocks.1": 1.0})
         decide_on_layers(model, runner_of(model), policy)

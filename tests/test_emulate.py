@@ -13,10 +13,10 @@ from transformers.pytorch_utils import Conv1D
 import te_transform
 from te_transform.backends import plain
 from te_transform.backends.joined import state_of
+from te_transform.execution.products import Products
+from te_transform.execution.runner import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.plan.precision_plan import PrecisionPlan
-from te_transform.runtime.products import Products
-from te_transform.runtime.runner import runner_of
 from te_transform.verify import compare
 from te_transform.verify.emulate import E4M3, E5M2, Formats, Quantizer, emulated, formats_of, product
 from te_transform.verify.replay import Subject, run
@@ -347,7 +347,7 @@ def test_random_rounding_reaches_emulated_products() -> None:
 # verify()
 
 
-class Known:
+class Precomputed:
     """What verify() reads of a recipe, beside what the stand-in for TE has."""
 
     kind = ""
@@ -359,11 +359,11 @@ class Known:
         return lambda: name == self.kind
 
 
-class Current(Known, stand_in.Float8CurrentScaling):
+class Current(Precomputed, stand_in.Float8CurrentScaling):
     kind = "float8_current_scaling"
 
 
-class Delayed(Known, stand_in.DelayedScaling):
+class Delayed(Precomputed, stand_in.DelayedScaling):
     kind = "delayed"
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import te_transform
 from te_transform import reporting
 from te_transform.backends import joined
+from te_transform.execution import captured_graph, classes, converted, first_calls
 from te_transform.plan.model import CONVERTED
-from te_transform.runtime import captured, classes, converted, first_calls
 from tests.bitwise import untouched
 from tests.models.tiny import WIDTH, Attention, Tiny
 from tests.zoo import seeded
@@ -123,9 +123,9 @@ INSIDE: dict[str, ModuleType] = {
     "check_sites": converting,
     "capture": converted,
     "plan": converted,
-    "lower": captured,
-    "unwritten": captured,
-    "put_back": captured,
+    "lower": captured_graph,
+    "unwritten": captured_graph,
+    "put_back": captured_graph,
 }
 
 
@@ -208,7 +208,7 @@ class Interrupting:
 
     FILES = frozenset(
         module.__file__
-        for module in (converting, first_calls, reporting, converted, classes, captured, joined)
+        for module in (converting, first_calls, reporting, converted, classes, captured_graph, joined)
     )
     PUTTING_BACK = frozenset(("leave", "original_forward"))
 

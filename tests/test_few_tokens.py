@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import limits, plain
+from te_transform.execution.executors import captured as captured_executor
+from te_transform.execution.runner import runner_of
+from te_transform.execution.small_batch import SmallBatch
 from te_transform.graph import ops
-from te_transform.runtime.executors import captured as captured_executor
-from te_transform.runtime.runner import runner_of
-from te_transform.runtime.small_batch import SmallBatch
 from tests import stand_in
 from tests.models.tiny import MLP, WIDTH, Tiny
 from tests.zoo import CASES, seeded

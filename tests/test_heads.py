@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.runtime import heads, specializations
+from te_transform.execution import lm_head, specializations
 from tests import stand_in, test_compiled, test_replayed
 from tests.attacks import WIDTH, Block, Pair, X
 from tests.test_compiled import Compilations
@@ -26,7 +26,7 @@ LABELS = torch.randint(COLUMNS, X.shape[:2], generator=torch.Generator().manual_
 @pytest.fixture(autouse=True)
 def beside_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of tests are few."""
-    monkeypatch.setattr(heads, "COPIED", 0)
+    monkeypatch.setattr(lm_head, "COPIED", 0)
 
 
 class Words(nn.Module):
@@ -150,8 +150,8 @@ def test_a_write_to_the_logits() -> None:
 
 @pytest.mark.parametrize("paced", [0, pytest.param(2**30, marks=pytest.mark.integration)])
 def test_few_logits_are_copied(paced: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "COPIED", 2**20)
-    monkeypatch.setattr(heads, "PACED", paced)
+    monkeypatch.setattr(lm_head, "COPIED", 2**20)
+    monkeypatch.setattr(lm_head, "PACED", paced)
     pair = Pair.of(words(), graphs=True, compile=True, backend="te")
     agree_in_evaluation(pair)
     assert (COLUMNS in in_graphs()) == bool(paced)  # where the CPU sets the pace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("graph", "canonicalize", "backends", "plan", "passes", "runtime", "report", "verify")
+ROOMS = ("graph", "canonicalize", "backends", "plan", "passes", "execution", "report", "verify")
 EXTRAS = ("training",)
 FRONT_DOOR = len(ROOMS)  # the files of te_transform itself, right of all rooms
 

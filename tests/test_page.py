@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import te_transform
+from te_transform.execution.timing import duration
 from te_transform.report.report import Report
-from te_transform.runtime.timing import duration
 from tests.conversions import ALL, as_built
 from tests.test_auto import llama as of_8b
 

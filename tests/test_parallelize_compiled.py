@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import te_transform
-from te_transform.runtime.executors import inductor
+from te_transform.execution.executors import inductor
 from tests.ranks import install_stand_in, mesh, spawn, traced
 from tests.test_parallelize import Dropped, gradients, sample_of
 from tests.test_parallelize_fp8 import CASES, original

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import te_transform
-from te_transform.runtime import recordings, replayed
-from te_transform.runtime.executors import inductor
+from te_transform.execution import graph_recording, replayed
+from te_transform.execution.executors import inductor
 from tests.ranks import install_stand_in, mesh, spawn, traced
 from tests.test_parallelize import ALL, loss_of, sample_of, zero_dropout
 from tests.test_replayed import Emulated, emulate
@@ -102,7 +102,7 @@ def without_agreement() -> dict[str, Any]:
     """One of the ranks cannot record: the other does not either, and both go on."""
     emulate(pytest.MonkeyPatch())
     if dist.get_rank() == 1:
-        recordings.Graphs = Failing
+        graph_recording.CudaGraphPair = Failing
     model, sample = divided("llama", graphs=True)
     found = [gradients(model, sample) for _ in range(CALLS) if model.zero_grad() is None]
     return {"off": distance(found[-1], found[0]), "counts": dict(Emulated.counts), "notes": notes(model)}

@@ -18,7 +18,7 @@ import te_transform
 from te_transform import PrecisionPlan
 from te_transform.backends.joined import state_of
 from te_transform.backends.running import is_evaluating
-from te_transform.runtime.precision import Precision
+from te_transform.execution.precision import Precision
 from tests import stand_in, test_compiled
 from tests.ranks import WIDTH, Block
 
@@ -395,16 +395,16 @@ def quantized(model: nn.Module, calls: int = 1) -> list[int]:
     """How often weights are quantized in each of some calls of evaluation, whose answer is a fresh copy's."""
     counts = []
     fresh = converted("fp8-current", te_transform.revert(copy.deepcopy(model))).eval()
-    expected = as_it_is(fresh)
+    expected = run_original(fresh)
     for _ in range(calls):
         before = stand_in.Base.quantized
-        assert torch.equal(as_it_is(model), expected)
+        assert torch.equal(run_original(model), expected)
         counts.append(stand_in.Base.quantized - before)
     return counts
 
 
 @torch.no_grad()
-def as_it_is(model: nn.Module) -> Tensor:
+def run_original(model: nn.Module) -> Tensor:
     return model(inputs())
 
 

@@ -27,8 +27,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_transform.graph.contents import same_bits
 from te_transform.graph.preserve import preserved
+from te_transform.graph.state_snapshot import same_bits
 
 
 class Counts:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_transform.runtime.products import Products
+from te_transform.execution.products import Products
 
 X = torch.randn(2, 3, 4)
 BIAS = nn.Parameter(torch.randn(4))

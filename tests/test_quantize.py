@@ -16,8 +16,8 @@ import te_transform
 from te_transform.backends import few_rows, limits
 from te_transform.backends.joined import Join
 from te_transform.backends.quantized import Quantized, exact, is_quantized, quantize
+from te_transform.execution.runner import runner_of
 from te_transform.quantize import dequantize_weights
-from te_transform.runtime.runner import runner_of
 from tests import stand_in
 
 te = stand_in.te  # a fixture

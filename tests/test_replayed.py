@@ -23,9 +23,9 @@ from transformers import StaticCache
 import te_transform
 from te_transform import OptionError
 from te_transform.backends import limits
+from te_transform.execution import graph_recording, replayed, specialize
+from te_transform.execution.runner import runner_of
 from te_transform.plan import options
-from te_transform.runtime import lowered, recordings, replayed
-from te_transform.runtime.runner import runner_of
 from tests import attacks, stand_in, test_compiled, test_quantize
 from tests.attacks import OTHER, WIDTH, Attends, Block, Pair, X, observed
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
@@ -81,13 +81,13 @@ def overwrite(kept: list[Tensor | None], made: list[Tensor | None]) -> None:
 
 def emulate(patch: pytest.MonkeyPatch) -> None:
     """Record and replay without a GPU."""
-    patch.setattr(recordings, "Graphs", Emulated)
+    patch.setattr(graph_recording, "Graphs", Emulated)
     patch.setattr(options, "cuda_graphs", lambda: True)
     patch.setattr(limits, "DEVICE", "cpu")
     patch.setattr(Emulated, "counts", Counter())
     patch.setattr(Emulated, "all", weakref.WeakSet())
     # the functions themselves count what they write to
-    patch.setattr(recordings, "increment_version", lambda tensor: None)
+    patch.setattr(graph_recording, "increment_version", lambda tensor: None)
 
 
 @pytest.fixture
@@ -582,7 +582,7 @@ def test_what_is_recorded_is_held_to_what_the_call_computes(monkeypatch: pytest.
             super().replay_forward()
             self.outputs[0][0, 0, 0] = torch.nan
 
-    monkeypatch.setattr(recordings, "Graphs", Garbage)
+    monkeypatch.setattr(graph_recording, "Graphs", Garbage)
     pair = pair_of(Deep)
     pair.agree()
     (note,) = notes(pair.converted)
@@ -601,7 +601,7 @@ def test_a_replay_may_differ_as_far_as_the_calls_themselves(
             self.outputs[0] *= 1.06
 
     far = iter(scatter)
-    monkeypatch.setattr(recordings, "Graphs", Otherwise)
+    monkeypatch.setattr(graph_recording, "Graphs", Otherwise)
     monkeypatch.setattr(replayed, "_distances", lambda *call: [next(far)] * len(call[-1]))
     pair = Pair.of(Deep, graphs=True)
     for _ in range(3):
@@ -616,7 +616,7 @@ def test_a_recording_that_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -
     def out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
-    target = (recordings, "Graphs") if failing == "recording" else (replayed, "_unfit_outputs")
+    target = (graph_recording, "Graphs") if failing == "recording" else (replayed, "_unfit_outputs")
     monkeypatch.setattr(*target, out_of_memory)
     pair = pair_of(Deep)
     pair.agree()
@@ -724,13 +724,13 @@ def a_hook(model: nn.Module) -> None:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """How often calls are looked at before they run."""
-    looks, look = Counter(), lowered.Lowered.look
+    looks, look = Counter(), specialize.Specialized.look
 
-    def counted(self: lowered.Lowered, arguments: Sequence[Any]) -> Any:
+    def counted(self: specialize.Specialized, arguments: Sequence[Any]) -> Any:
         looks["looks"] += 1
         return look(self, arguments)
 
-    monkeypatch.setattr(lowered.Lowered, "look", counted)
+    monkeypatch.setattr(specialize.Specialized, "look", counted)
     return looks
 
 
@@ -902,7 +902,7 @@ UNFIT: dict[str, tuple[Callable[..., list[Any]], Any]] = {
 def test_what_cannot_be_recorded_is_said_once(why: str, counts: Counter) -> None:
     run, other = UNFIT[why]
     said: list[str] = []
-    call = replayed.Replayed(recordings.Function(run, [False, True], [], [], said.append))
+    call = replayed.Replayed(graph_recording.Function(run, [False, True], [], [], said.append))
     with torch.no_grad():
         for _ in range(5):
             call(X, other)
@@ -912,7 +912,7 @@ def test_what_cannot_be_recorded_is_said_once(why: str, counts: Counter) -> None
 
 def test_expanded_arguments_are_recorded(counts: Counter) -> None:
     said: list[str] = []
-    call = replayed.Replayed(recordings.Function(doubled, [False], [], [], said.append))
+    call = replayed.Replayed(graph_recording.Function(doubled, [False], [], [], said.append))
     with torch.no_grad():
         for number in range(5):
             x = (X[:, :1] + number).expand_as(X)

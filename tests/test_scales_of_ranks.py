@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import te_transform
 from te_transform.backends import limits, scale_rows
-from te_transform.runtime import precision
+from te_transform.execution import precision
 from tests import ranks, stand_in
 
 te = stand_in.te  # a fixture
@@ -59,10 +59,10 @@ def scales_after_uneven_steps() -> list[dict[str, list[float]]]:
     ranks.install_stand_in()
     model = ranks.ddp(ranks.in_fp8())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    at_any_size = limits.at_any_size.entered
-    limits.at_any_size.entered = 0 if dist.get_rank() == 1 else at_any_size
+    ignore_size_limits = limits.ignore_size_limits.entered
+    limits.ignore_size_limits.entered = 0 if dist.get_rank() == 1 else ignore_size_limits
     ranks.train(model, range(3), optimizer)
-    limits.at_any_size.entered = at_any_size
+    limits.ignore_size_limits.entered = ignore_size_limits
     with pytest.MonkeyPatch.context() as patch:
         return ranks.scales_before(lambda: ranks.train(model, range(3, 7), optimizer), patch)
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_transform.backends.collectives import Ranks, Shards, Way, moved
+from te_transform.backends.collectives import Ranks, Redistribution, Shards, moved
 from te_transform.canonicalize import canonicalize
+from te_transform.execution.sharded import on_shards
 from te_transform.plan.layout import Layout, lay_out
-from te_transform.runtime.sharded import on_shards
 from tests.captures import Captured, capture, executable
 from tests.conversions import each
 from tests.threads import in_threads
@@ -63,7 +63,7 @@ def on_one_rank(captured: Captured, layout: Layout, sequence: bool, ranks: Ranks
 
 def share(whole: Tensor, shards: Shards | None, ranks: Ranks) -> Tensor:
     """A rank's share of a parameter, whose gradient is gathered."""
-    return whole if shards is None else moved(whole, Way.SHARE, ranks, shards)
+    return whole if shards is None else moved(whole, Redistribution.SHARE, ranks, shards)
 
 
 def close(found: Tensor, exact: Tensor, scale: float) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_transform.backends import cudnn, limits, plain
-from te_transform.backends.joined import Join, lay, state_of
+from te_transform.backends.joined import Join, make_adjacent, state_of
 from te_transform.backends.running import forget_weights, running
 from te_transform.graph import ops
 from tests import stand_in
@@ -210,7 +210,7 @@ def test_says_why_a_call_ran_in_plain_pytorch(te: ModuleType, monkeypatch: pytes
     case.op(X.double(), *(None if t is None else t.double() for t in case.tensors))
     assert case.op.plain_calls == {"float64, which TE would multiply in TF32": 1}
     with monkeypatch.context() as small:  # undone before the fixture leaves at_any_size
-        small.setattr(limits.at_any_size, "entered", 0)
+        small.setattr(limits.ignore_size_limits, "entered", 0)
         case.op(X, *case.tensors)
         with te.autocast(te.recipe_of("fp8-current")):
             case.op(X, *case.tensors)
@@ -552,7 +552,7 @@ def test_scales_fit_the_weights_that_evaluation_loads(te: ModuleType, larger: fl
 @each_recipe
 def test_joined_weights_share_a_kernel_and_get_slices_of_the_gradient(te: ModuleType, recipe: str) -> None:
     parts = [parameter(16, WIDTH, seed=seed) for seed in range(3)]
-    assert lay(parts)
+    assert make_adjacent(parts)
     join, op, recipe = Join([]), te.Linear(), te.recipe_of(recipe)
     for _ in range(2):
         with te.autocast(recipe):
@@ -567,7 +567,7 @@ def test_joined_weights_share_a_kernel_and_get_slices_of_the_gradient(te: Module
 
 def test_a_write_to_frozen_joined_weights_before_the_backward_is_noticed(te: ModuleType) -> None:
     parts = [parameter(16, WIDTH, seed=seed).requires_grad_(False) for seed in range(2)]
-    assert lay(parts)
+    assert make_adjacent(parts)
     x = X.detach().requires_grad_()
     for op in (te.Linear(), plain.Linear()):
         with te.autocast(te.recipe_of("fp8-current")):

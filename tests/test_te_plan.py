@@ -25,6 +25,7 @@ from te_transform import (
     backends,
 )
 from te_transform.backends import limits, plain
+from te_transform.execution.runner import runner_of
 from te_transform.graph.capture import capture
 from te_transform.graph.nodes import value
 from te_transform.plan import options as plan_options
@@ -32,7 +33,6 @@ from te_transform.plan.match import Site, plan
 from te_transform.plan.options import Options
 from te_transform.report.places import gather
 from te_transform.report.report import Report
-from te_transform.runtime.runner import runner_of
 from tests import stand_in
 from tests.attacks import Attends
 from tests.attacks import X as OF_ATTENDS
@@ -423,7 +423,7 @@ def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: boo
     tokens = limits.break_even_rows(width, in_fp8)
     assert limits.too_small(tokens - 1, width, in_fp8)
     assert limits.too_small(tokens, width, in_fp8) is None
-    with limits.at_any_size:
+    with limits.ignore_size_limits:
         assert limits.too_small(1, width, in_fp8) is None
     assert limits.too_small(1, width, in_fp8)
     with limits.replayed:

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.runtime.captured import CapturedGraph
-from te_transform.runtime.runner import Runner, runner_of
-from te_transform.runtime.trials import IN_A_ROW, LASTS, MOST, ROWS, TOLD, Trial
+from te_transform.execution.captured_graph import CapturedGraph
+from te_transform.execution.runner import Runner, runner_of
+from te_transform.execution.trials import IN_A_ROW, LASTS, MOST, ROWS, TOLD, Trial
 from tests import stand_in
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import CASES, seeded
@@ -178,7 +178,7 @@ def _deterministic(model: nn.Module, x: Tensor) -> None:
 
 
 def _checked(model: nn.Module, x: Tensor) -> None:
-    with limits.at_any_size:
+    with limits.ignore_size_limits:
         model(x)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends import plain
-from te_transform.backends.twice import differentiable_once, differentiable_twice
+from te_transform.backends.double_backward import differentiable_once, differentiable_twice
 from te_transform.graph import ops
 
 

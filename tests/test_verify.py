@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform import Rule
 from te_transform.backends import plain
+from te_transform.execution.runner import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.passes import layernorm_linear
 from te_transform.plan.match import Site
-from te_transform.runtime.runner import runner_of
 from te_transform.verify import compare as comparing
 from te_transform.verify import judged
 from te_transform.verify.bisect import bisect_failures

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
+from te_transform.execution.calibrate import calibrate
+from te_transform.execution.products import Products
+from te_transform.execution.writes import Writes, unwritten
 from te_transform.graph.inputs import Inputs
-from te_transform.runtime.calibrate import calibrate
-from te_transform.runtime.products import Products
-from te_transform.runtime.writes import Writes, unwritten
 from tests.attacks import Block, Pair, call, with_input_gradient
 from tests.models.tiny import WIDTH
 

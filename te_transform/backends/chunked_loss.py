@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.limits import as_autocast, whole_logits
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import reduced
 from te_transform.backends.quantized import is_quantized
 from te_transform.backends.tracing import check_index, transformed
-from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 

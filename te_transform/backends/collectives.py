@@ -236,7 +236,7 @@ _LIBRARY.impl("all_reduce", _all_reduced, "CompositeExplicitAutograd")
 torch.library.register_fake("te_transform::all_reduce", lambda x, *_: torch.empty_like(x), lib=_LIBRARY)
 
 
-class Way(Enum):
+class Redistribution(Enum):
     """From one placement to another: what is done in the forward, and what with the gradient."""
 
     ENTER = ("same", "sum")  # a whole value for what gives each rank a term of its gradient
@@ -251,9 +251,9 @@ class Way(Enum):
     SUM_SHARE = ("sum_share", "gather")
     LEAD = ("lead", "same")  # a whole value to terms of it, of which all but the first rank's are zeros
 
-    def backwards(self) -> Way:
+    def backwards(self) -> Redistribution:
         """The way that the gradient goes, as a way of its own."""
-        return Way((self.value[1], self.value[0]))
+        return Redistribution((self.value[1], self.value[0]))
 
 
 def _done(what: str, x: Tensor, ranks: Ranks, shards: Shards | None) -> Tensor:
@@ -275,18 +275,18 @@ def _done(what: str, x: Tensor, ranks: Ranks, shards: Shards | None) -> Tensor:
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way, ranks: Ranks, shards: Shards | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: Redistribution, ranks: Ranks, shards: Shards | None) -> Tensor:
         ctx.way, ctx.ranks, ctx.shards = way, ranks, shards
         return _done(way.value[0], x, ranks, shards)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.way is Way.LEAD:
+        if ctx.way is Redistribution.LEAD:
             return grad, None, None, None
         return _Moved.apply(grad, ctx.way.backwards(), ctx.ranks, ctx.shards), None, None, None
 
 
-def moved(x: Tensor, way: Way, ranks: Ranks, shards: Shards | None = None) -> Tensor:
+def moved(x: Tensor, way: Redistribution, ranks: Ranks, shards: Shards | None = None) -> Tensor:
     """`x` in another placement; differentiable, any number of times."""
     return _Moved.apply(x, way, ranks, shards)
 
@@ -294,7 +294,7 @@ def moved(x: Tensor, way: Way, ranks: Ranks, shards: Shards | None = None) -> Te
 class Move(GraphOp):
     """The op of a captured graph that brings a value from one placement to another."""
 
-    def __init__(self, way: Way, ranks: Ranks, shards: Shards | None = None):
+    def __init__(self, way: Redistribution, ranks: Ranks, shards: Shards | None = None):
         super().__init__()
         self.way, self.ranks, self.shards = way, ranks, shards
 
@@ -359,7 +359,9 @@ class ShardedCrossEntropy(GraphOp):
             largest = self.ranks.summed(wide.amax(-1), "max")
         wide = wide - largest[..., None]
         of_target = wide.gather(-1, own[..., None]).squeeze(-1).masked_fill(outside, 0)
-        total, of_target = moved(torch.stack((wide.exp().sum(-1), of_target)), Way.SUM, self.ranks).unbind()
+        total, of_target = moved(
+            torch.stack((wide.exp().sum(-1), of_target)), Redistribution.SUM, self.ranks
+        ).unbind()
         losses = (total.log() - of_target).masked_fill(~counts, 0)
         return reduced(losses, counts, reduction, dtype)
 

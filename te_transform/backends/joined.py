@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends import quantized
 from te_transform.backends.op import GraphOp
-from te_transform.backends.stamp import version_of
 from te_transform.backends.storages import is_sole_owner
+from te_transform.backends.tensor_version import version_of
 from te_transform.backends.tracing import compiling, recorded, transformed
 from te_transform.graph import ops
 
@@ -177,13 +177,13 @@ class Join(GraphOp):
     """The op of a captured graph that joins parameters [rows, ...] below each other.
 
     Args:
-        apart: where groups of parameters that had to be copied are noted, as weak references: the converted
-            model lays them next to each other before its next call, if they are its own.
+        scattered: where groups of parameters that had to be copied are noted, as weak references; the
+            converted model lays its own next to each other before its next call.
     """
 
-    def __init__(self, apart: list[tuple[weakref.ref, ...]]):
+    def __init__(self, scattered: list[tuple[weakref.ref, ...]]):
         super().__init__()
-        self.apart = apart
+        self.scattered = scattered
 
     def forward(self, *parts: Tensor | int) -> Tensor:
         """Parameters of shapes [n_i, ...] -> [sum of n_i, ...]; the gradients are slices of the result's.
@@ -221,7 +221,7 @@ class Join(GraphOp):
             state.stays = places
         # a share that a call has computed lies elsewhere, and would next time
         if state.stays != places and _pointers(parameters) == places:
-            self.apart.append(tuple(map(weakref.ref, held)))
+            self.scattered.append(tuple(map(weakref.ref, held)))
 
 
 def _whole(parameters: Sequence[Tensor]) -> Tensor | None:
@@ -236,7 +236,7 @@ def _whole(parameters: Sequence[Tensor]) -> Tensor | None:
     if state.stays == places:  # a look at scales waits for the GPU
         return None
     state.stays = places
-    return quantized.lay(parameters)
+    return quantized.make_quantized_adjacent(parameters)
 
 
 def _held(part: Tensor) -> Tensor | None:
@@ -402,7 +402,7 @@ def adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
     return group.buffer if group is not None and group.lies(parameters) else None
 
 
-def lay(parameters: Sequence[Tensor]) -> bool:
+def make_adjacent(parameters: Sequence[Tensor]) -> bool:
     """Lay the parameters, or what DTensors hold of them, next to each other, in this order; the numbers stay
     bitwise the same.
 

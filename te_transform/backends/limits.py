@@ -61,7 +61,7 @@ class Switch:
         return self.entered > 0
 
 
-at_any_size = Switch()
+ignore_size_limits = Switch()
 """Kernels take calls that are too small to gain from them: to check what they compute."""
 replayed = Switch()
 """Calls run as CUDA graphs, or show what is going to: kernels are chosen by what the GPU takes alone."""
@@ -74,7 +74,7 @@ small_calls_in_fp8 = Switch()
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
     """Why fused products are not faster than what was captured for so many rows, or None."""
     enough = break_even_rows(width, in_fp8, bool(replayed))
-    if at_any_size or (in_fp8 and small_calls_in_fp8) or rows >= enough:
+    if ignore_size_limits or (in_fp8 and small_calls_in_fp8) or rows >= enough:
         return None
     return f"a call too small to be faster in {'FP8' if in_fp8 else 'fused products'}"
 
@@ -168,7 +168,7 @@ def without_padding(x: Tensor, weight: Tensor) -> str | None:
     dtype = autocast_dtype(x) or x.dtype
     if dtype not in DTYPES:
         return f"a product in {dtype_name(dtype)}"
-    enough = at_any_size or x.shape[:-1].numel() >= MIN_PADDED_TOKENS
+    enough = ignore_size_limits or x.shape[:-1].numel() >= MIN_PADDED_TOKENS
     return None if enough else f"less than {MIN_PADDED_TOKENS} tokens"
 
 
@@ -281,7 +281,7 @@ def too_small_attention(query: Tensor, key: Tensor, has_mask: bool, in_graphs: b
     least, work = MIN_ATTENTION_LENGTH, MIN_ATTENTION_WORK
     if has_mask:
         least, work = MIN_MASKED_ATTENTION_LENGTH, MIN_MASKED_ATTENTION_WORK
-    if at_any_size:
+    if ignore_size_limits:
         return None
     if min(query.shape[2], key.shape[2]) < least:
         return f"attention over less than {least} tokens"
@@ -300,7 +300,7 @@ def is_large(queries: Sequence[int], keys: int, work: float = MIN_ATTENTION_WORK
 
 def gains_from_masks(length: int) -> bool:
     """Whether attention over so many keys may be faster where it is known what hides some of them."""
-    return bool(at_any_size) or length >= MIN_MASKED_ATTENTION_LENGTH
+    return bool(ignore_size_limits) or length >= MIN_MASKED_ATTENTION_LENGTH
 
 
 def may_be_replayed() -> bool:
@@ -354,7 +354,7 @@ def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
         return f"logits of shape {list(logits.shape)} for targets of shape {list(targets.shape)}"
     if logits.dtype != torch.bfloat16 or targets.dtype != torch.int64:
         return f"logits in {dtype_name(logits.dtype)}, targets in {dtype_name(targets.dtype)}"
-    if at_any_size:
+    if ignore_size_limits:
         return None
     if logits.numel() < MIN_LOGITS and not replayed:
         return f"less than {MIN_LOGITS:,.0f} logits, too few to be faster in TE's kernel"

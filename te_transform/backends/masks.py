@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from te_transform.backends.bands import Band, Banded, Seeing, band_of, banded, kept, measure
 from te_transform.backends.limits import gains_from_masks, on_kernels_device
 from te_transform.backends.op import GraphOp
-from te_transform.backends.stamp import Stamp
+from te_transform.backends.tensor_version import TensorVersion
 from te_transform.canonicalize.attention import HIDES
 from te_transform.graph import edit
 from te_transform.graph.nodes import is_bias
@@ -30,7 +30,7 @@ Answer = str | Band | None
 class _Looked(NamedTuple):
     """A look at the data that a mask is made of."""
 
-    stamp: Stamp
+    stamp: TensorVersion
     others: tuple  # what else the mask is made of
     held: Tensor | None  # the contents, on the CPU
     answer: Answer
@@ -91,7 +91,9 @@ class Mask(GraphOp):
         known = self._looked.get(data[0]) if alone else None
         if known is not None and known.is_of(data[0], keys):
             return known.answer, None
-        stamp = Stamp.of(data[0]) if alone else None  # as it was looked at, whoever writes to it meanwhile
+        stamp = (
+            TensorVersion.of(data[0]) if alone else None
+        )  # as it was looked at, whoever writes to it meanwhile
         answer, made = self._find(data, keys, arguments)
         if stamp is not None:
             self._looked[data[0]] = _Looked(stamp, keys, _held(data[0]), answer)
@@ -152,7 +154,7 @@ def _key(argument: Any, stored: bool) -> tuple | None:
     """What the argument is, as part of a key; None for data, which has to be looked at."""
     if not isinstance(argument, Tensor):
         return (argument,)
-    return (argument.shape, argument.dtype, argument.device, Stamp.of(argument)) if stored else None
+    return (argument.shape, argument.dtype, argument.device, TensorVersion.of(argument)) if stored else None
 
 
 def _is_on_cpu(argument: Any) -> bool:

@@ -317,7 +317,7 @@ def joined(parameters: Sequence[Tensor]) -> Quantized | None:
     return whole if place == whole.held.data_ptr() + whole.held.numel() else None
 
 
-def lay(parameters: Sequence[Tensor]) -> Quantized | None:
+def make_quantized_adjacent(parameters: Sequence[Tensor]) -> Quantized | None:
     """Copies of weights that were the rows of one tensor, made the rows of one again; None where they have
     several scales, as what was quantized by itself."""
     first = parameters[0]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_transform.backends.joined import State, parameters_of, state_of
-from te_transform.backends.stamp import Stamp
+from te_transform.backends.tensor_version import TensorVersion
 
 
 @dataclass
@@ -90,7 +90,7 @@ def stamp_of(weights: Sequence[Tensor]) -> Any:
     if is_evaluating() and _running.look is not None:
         look, _running.look = _running.look, None
         look()
-    written = [(Stamp.of(parameter), state_of(parameter).steps) for parameter in parameters]
+    written = [(TensorVersion.of(parameter), state_of(parameter).steps) for parameter in parameters]
     return gradients, torch.is_grad_enabled(), *written
 
 

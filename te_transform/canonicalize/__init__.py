@@ -18,11 +18,11 @@ from te_transform.canonicalize.norms import NORMS
 from te_transform.canonicalize.op import write
 from te_transform.canonicalize.products import spell_products
 from te_transform.canonicalize.rotary import ROTARY, WIDE_ROTARY, join_halves
+from te_transform.canonicalize.score_layout import leave_unturned
 from te_transform.canonicalize.shared import share_angles, share_norms
 from te_transform.canonicalize.sizes import read_sizes_early
 from te_transform.canonicalize.softmax import SOFTMAXES
 from te_transform.canonicalize.spelling import spell, spell_indices, spell_pieces
-from te_transform.canonicalize.turned import leave_unturned
 from te_transform.graph import edit, nodes
 
 __all__ = ["canonicalize", "written"]

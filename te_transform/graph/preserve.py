@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.graph.bits import same_bits
-from te_transform.graph.contents import Noted, TensorContent, is_plain, noted
+from te_transform.graph.state_snapshot import Noted, TensorContent, is_plain, noted
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -24,8 +24,8 @@ _BY_COMPILER = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEn
 def why_inactive(path: str, plan: Plan, options: Options, precision: PrecisionPlan | None) -> Iterator[str]:
     """Yield why each outcome of the plan is not active, "" if it is, or is no fused one.
 
-    Runtime decides by the same limits, see runtime/small_batch.py and the ops of the backends. Sizes that are
-    not known before the call leave a site active.
+    A call decides by the same limits, see execution/small_batch.py and the ops of the backends. Sizes that
+    are not known before the call leave a site active.
 
     Args:
         path: of the captured module.
@@ -66,10 +66,10 @@ def _uncompiled(
     for site in plan.sites:
         if type(site.fused) is plain.Linear and not has_kernels and len(site.weights[0]) == 1:
             why = _ALONE
-        elif few and not limits.at_any_size and (site in products or _goes_with(site, small)):
+        elif few and not limits.ignore_size_limits and (site in products or _goes_with(site, small)):
             why = few
         elif site in products and has_kernels:
-            why = small.get(site, None if limits.at_any_size else AS_FAST)
+            why = small.get(site, None if limits.ignore_size_limits else AS_FAST)
         elif site in products:
             why = None
         else:
@@ -92,7 +92,7 @@ def _few_rows(
     rows: int, width: int, in_fp8: bool = False, in_graphs: bool = False, what: str = "fused products gain"
 ) -> str | None:
     least = limits.break_even_rows(width, in_fp8, in_graphs)
-    if limits.at_any_size or not isinstance(rows, int) or rows >= least:
+    if limits.ignore_size_limits or not isinstance(rows, int) or rows >= least:
         return None
     return f"a call of {rows:,} tokens, {'FP8 gains' if in_fp8 else what} from {least:,} on (width {width})"
 
@@ -100,7 +100,7 @@ def _few_rows(
 def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str | None:
     """Return why a call without products is too small for its kernel, or None."""
     first, *others = site.node.args
-    if limits.at_any_size:
+    if limits.ignore_size_limits:
         return None
     if isinstance(site.fused, plain.PaddedLinear):
         tokens, least = math.prod(shape_of(first)[:-1]), limits.MIN_PADDED_TOKENS

@@ -66,7 +66,9 @@ def works_of(
 
 
 def _runs(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence[fx.Node] = ()) -> Way:
-    """The way that a graph runs in where `way` is asked for: runtime/small_batch.py decides it at each call.
+    """Return the way that a graph runs in where `way` is asked for.
+
+    At each call, execution/small_batch.py decides by the same limits.
 
     Args:
         added: the operations of a place that is refused, to be told how the graph would run with it fused.
@@ -149,7 +151,7 @@ def _is_in_kernel(site: Site) -> bool:
 
 def _changes_nothing(plan: Plan) -> bool:
     """Whether a graph that runs as it was captured has each operation as the model has it, in no kernel of
-    another kind: then runtime/trials.py times the model's own code too, and the faster one runs."""
+    another kind: then execution/trials.py times the model's own code too, and the faster one runs."""
     kernels = (plain.DotProductAttention, plain.CrossEntropy)
     in_kernels = any(isinstance(site.fused, kernels) and _is_in_kernel(site) for site in plan.sites)
     counts = (sum(_moved(plan, way), Work()).operations for way in (AS_IT_IS, CAPTURED))
@@ -246,7 +248,7 @@ NOTE = (
 
 def way_of(options: Options) -> Way:
     """The way that these options ask for."""
-    return AS_IT_IS if options.as_it_is else WAYS[bool(options.compile), options.graphs]
+    return AS_IT_IS if options.run_original else WAYS[bool(options.compile), options.graphs]
 
 
 def unknown(plans: Sequence[tuple[str, Plan]], options: Options) -> str | None:
@@ -254,7 +256,7 @@ def unknown(plans: Sequence[tuple[str, Plan]], options: Options) -> str | None:
     products = [node for _, plan in plans for node in plan.before.nodes if node.target is ops.linear]
     if not products or {value(node).dtype for node in products} - {*DTYPES}:
         return "predicted for products of 16-bit numbers alone (te-transform: --dtype bfloat16)"
-    if not options.backend.HAS_KERNELS and not options.as_it_is:
+    if not options.backend.HAS_KERNELS and not options.run_original:
         return "predicted for backend='te' alone"
     recipe = options.recipe.recipe if isinstance(options.recipe, PrecisionPlan) else options.recipe
     return None if recipe in (None, "fp8-delayed") else "predicted for recipe='fp8-delayed' alone"

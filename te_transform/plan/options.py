@@ -43,7 +43,7 @@ class Options:
     graphs: bool = False
     inplace: bool = False
     verify: bool = True
-    as_it_is: bool = False  # run the user's own code, because nothing was found to be faster
+    run_original: bool = False  # run the user's own code, because nothing was found to be faster
     is_auto: bool = False  # whether the backend was for this to choose
 
     @property
@@ -62,7 +62,7 @@ class Options:
     def ways(self, planning: bool = False) -> dict[str, Options]:
         """The ways to run a model that compile="auto" chooses among, by their names, the simplest first; as
         CUDA graphs if this machine has them, or nothing will run."""
-        found = {"as it is": replace(self, compile=False, recipe=None, as_it_is=True)}
+        found = {"as it is": replace(self, compile=False, recipe=None, run_original=True)}
         recipes = [None] if self.recipe is None else [None, self.recipe]
         for replayed in (False, True)[: 1 + (planning or cuda_graphs())]:
             for compiled in (False, True):

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_transform.execution.timing import duration
 from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of, value
 from te_transform.plan.rule import Outcome
 from te_transform.report.places import listed
-from te_transform.runtime.timing import duration
 
 _ITEMS = 6  # of a list or a dictionary that are shown
 _CALL = 120  # characters of one call that are shown

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from te_transform.execution.timing import duration, version_of
 from te_transform.plan.rule import Outcome
 from te_transform.report.places import Places
-from te_transform.runtime.timing import duration, version_of
 
 if TYPE_CHECKING:
     from te_transform.report.blocks import Block, Operation

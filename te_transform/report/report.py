@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
+from te_transform.execution.timing import Timing, duration
 from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.nodes import called, name_in_model, path_of
 from te_transform.passes import PIPELINE
@@ -26,7 +27,6 @@ from te_transform.plan.rule import Outcome
 from te_transform.report import drawing, page
 from te_transform.report.drawing import Part
 from te_transform.report.places import Places, gather, listed, most_valuable_first
-from te_transform.runtime.timing import Timing, duration
 
 if TYPE_CHECKING:
     import networkx

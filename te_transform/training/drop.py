@@ -18,12 +18,12 @@ from typing import Any
 from torch import nn
 
 from te_transform.backends.tracing import in_backward
+from te_transform.execution.layers import decide_on_layers
+from te_transform.execution.runner import Runner, runner_of
 from te_transform.graph.keywords import suggests
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError
 from te_transform.plan.residual import residual
-from te_transform.runtime.layers import decide_on_layers
-from te_transform.runtime.runner import Runner, runner_of
 from te_transform.training.counts import is_count
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ def _check_mode(runner: Runner) -> None:
             "expected a model on one rank, under DDP or FSDP, got one divided by parallelize(); use "
             "fully_shard() instead"
         )
-    if options.as_it_is:
+    if options.run_original:
         raise ModelError(
             "expected captured graphs, got a model that runs its own code, as its report says; convert it "
             "without compile='auto', or mend what the report names"

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from te_transform.execution.captured_graph import CapturedGraph, Observer
+from te_transform.execution.runner import Runner, runner_of
+from te_transform.execution.writes import unwritten
 from te_transform.plan.match import Site
-from te_transform.runtime.captured import CapturedGraph, Observer
-from te_transform.runtime.runner import Runner, runner_of
-from te_transform.runtime.writes import unwritten
 
 
 def bisect_failures(suspects: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:

@@ -16,14 +16,14 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_transform.execution.captured_graph import CapturedGraph
+from te_transform.execution.lower import lower, reference
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import is_parameter, name_in_model, path_of, value
 from te_transform.graph.preserve import same_random
 from te_transform.graph.structure import structure
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.rule import Deviation
-from te_transform.runtime.captured import CapturedGraph
-from te_transform.runtime.lower import lower, reference
 from te_transform.verify.compare import Contenders, judge
 from te_transform.verify.replay import Subject, in_double, widened
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from te_transform.backends.limits import at_any_size, whole_logits
+from te_transform.backends.limits import ignore_size_limits, whole_logits
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import dtype_name
 from te_transform.verify.replay import Run, Subject, run
@@ -94,7 +94,7 @@ class Contenders:
     reference: Subject
     emulation: Emulation = nullcontext
     rehearsals: int = 0
-    sizes: AbstractContextManager = at_any_size
+    sizes: AbstractContextManager = ignore_size_limits
 
 
 def judge(contenders: Contenders, inputs: Inputs, label: str = "", large: bool = False) -> list[Row]:

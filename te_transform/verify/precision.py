@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_transform.backends.joined import state_of
+from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.plan.match import Site
-from te_transform.runtime.captured import CapturedGraph
 from te_transform.verify.bisect import conversions, watched
 from te_transform.verify.emulate import Formats, emulated, formats_of
 

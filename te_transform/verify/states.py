@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_transform.backends.quantized import exact, is_quantized
-from te_transform.graph.contents import same_bits
 from te_transform.graph.nodes import dtype_name
+from te_transform.graph.state_snapshot import same_bits
 from te_transform.verify.compare import Row
 
 STATE = "state_dict"

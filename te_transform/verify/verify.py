@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from te_transform.backends.limits import at_any_size
+from te_transform.backends.limits import ignore_size_limits
+from te_transform.execution.console import progress
+from te_transform.execution.runner import original_forward, without_extensions
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, preserved, same_buffers
 from te_transform.plan.model import wrapped_by
-from te_transform.runtime.console import progress
-from te_transform.runtime.runner import original_forward, without_extensions
 from te_transform.verify.bisect import Called, bisect_failures, conversions, watched
 from te_transform.verify.compare import Contenders, OriginalError, Row, judge
 from te_transform.verify.precision import Recipes
@@ -161,7 +161,7 @@ class _Duel:
     def by_size(self) -> bool:
         """Whether calls may run otherwise than with all sites fused, which is looked at besides."""
         options = [each.options for each in conversions(self.converted)]
-        return not (at_any_size or any(each.compile or each.graphs for each in options))
+        return not (ignore_size_limits or any(each.compile or each.graphs for each in options))
 
     def learn(self, samples: list[Inputs]) -> None:
         """See which products run in FP8."""
@@ -213,7 +213,7 @@ class _Duel:
             Subject.of(self.model, self._in_double),
             partial(self.recipes.emulation, self.model) if self.recipes.held else nullcontext,
             rehearsals=1 if self.recipes.delayed else 0,
-            sizes=watched(self.converted, None) if case.by_size else at_any_size,
+            sizes=watched(self.converted, None) if case.by_size else ignore_size_limits,
         )
 
     def _in_double(self) -> AbstractContextManager:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import te_transform
-from te_transform.runtime import timing
+from te_transform.execution import timing
 from tests.gpu.test_compiled import error, gradients, model_of
 from tests.gpu.test_models import sample
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.runtime import recordings, replayed
+from te_transform.execution import graph_recording, replayed
 from tests.conversions import run
 from tests.gpu.test_compiled import error, gradients, hold_in_fp8, model_of, overwrite_free_memory
 from tests.gpu.test_models import sample
@@ -24,7 +24,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often something was recorded, and replayed."""
     found: Counter[str] = Counter()
 
-    class Counted(recordings.Graphs):
+    class Counted(graph_recording.CudaGraphPair):
         def __init__(self, *arguments: Any):
             super().__init__(*arguments)
             found["recorded"] += 1
@@ -37,7 +37,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             found["backward"] += 1
             super().replay_backward()
 
-    monkeypatch.setattr(recordings, "Graphs", Counted)
+    monkeypatch.setattr(graph_recording, "Graphs", Counted)
     return found
 
 

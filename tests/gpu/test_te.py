@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_transform.backends import plain
 from te_transform.backends.gradients import Gradients
-from te_transform.backends.joined import Join, lay, state_of
+from te_transform.backends.joined import Join, make_adjacent, state_of
 from te_transform.backends.quantized import quantize
 from te_transform.backends.running import running
 from te_transform.graph import ops
@@ -250,7 +250,7 @@ def test_joined_and_transposed_weights(recipe: str | None) -> None:
 
     parts = [nn.Parameter(random(n, WIDTH, seed=n, scale=0.05)) for n in (128, 64, 64)]
     stored = nn.Parameter(random(WIDTH, 128, seed=3, scale=0.05))
-    assert lay(parts)
+    assert make_adjacent(parts)
     recipe, x, op, join = None if recipe is None else te.recipe_of(recipe), random(*X), te.Linear(), Join([])
     for _ in range(3):
         with te.autocast(recipe, enabled=recipe is not None):

@@ -251,7 +251,7 @@ def test_small_calls_accumulate_in_the_buffers_too(
     errors = []
     for small in (False, True):
         if small:
-            monkeypatch.setattr(limits.at_any_size, "entered", 0)  # as outside of these tests
+            monkeypatch.setattr(limits.ignore_size_limits, "entered", 0)  # as outside of these tests
         fused = converted(recipe)
         with te_transform.accumulate(fused, steps=3):
             for number in range(3):

@@ -9,8 +9,8 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 import te_transform
-from te_transform.runtime.runner import runner_of
-from te_transform.runtime.trials import IN_A_ROW, LASTS, ROWS, TOLD
+from te_transform.execution.runner import runner_of
+from te_transform.execution.trials import IN_A_ROW, LASTS, ROWS, TOLD
 
 pytestmark = pytest.mark.usefixtures("by_size")
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.runtime.runner import runner_of
+from te_transform.execution.runner import runner_of
 from tests.gpu.test_training import VOCAB, llama
 from tests.ranks import mesh, scales_before, spawn
 from tests.test_parallelize import check_dropouts, dropouts, equal, errors, gradients, whole
@@ -71,7 +71,7 @@ def trained(recipe: str | None, compile: bool) -> dict[str, dict[str, Any]]:
     step, and what a checkpoint has of them, before and after it was loaded."""
     import transformer_engine.pytorch  # noqa: F401, whose libraries have to be loaded before any model runs
 
-    limits.at_any_size.__enter__()
+    limits.ignore_size_limits.__enter__()
     results = {}
     for wrap in (ddp, fsdp):
         torch._dynamo.reset()
@@ -150,7 +150,7 @@ def compared(dtype: torch.dtype, sequence_parallel: bool) -> dict[str, dict[str,
     """By models, the errors of the original and of the divided one against the original in fp64."""
     import transformer_engine.pytorch  # noqa: F401
 
-    limits.at_any_size.__enter__()
+    limits.ignore_size_limits.__enter__()
     found, sample = {}, common_batch()
     for make in (llama, gpt2):
         torch._dynamo.reset()
@@ -196,7 +196,7 @@ def written(folder: Path) -> list[dict[str, Tensor]]:
     divided and has loaded it."""
     import transformer_engine.pytorch  # noqa: F401
 
-    limits.at_any_size.__enter__()
+    limits.ignore_size_limits.__enter__()
     model, other = (divided(seeded(llama).train(), sequence_parallel=True) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model(**common_batch()).loss.backward()
@@ -227,7 +227,7 @@ def trained_on_shards(recipe: str, sequence_parallel: bool, compile: bool) -> di
     step of that, and its scaling_state() before and after."""
     import transformer_engine.pytorch  # noqa: F401
 
-    limits.at_any_size.__enter__()
+    limits.ignore_size_limits.__enter__()
     found: dict[str, Any] = {"losses": [train(initialized(), common_batch)]}
     for is_divided in (False, True):
         torch._dynamo.reset()
@@ -265,7 +265,7 @@ def replayed_on_shards(recipe: str | None, compile: bool) -> dict[str, Any]:
     """Losses of the divided model without and with CUDA graphs, and why calls run without."""
     import transformer_engine.pytorch  # noqa: F401
 
-    limits.at_any_size.__enter__()
+    limits.ignore_size_limits.__enter__()
     losses = []
     for graphs in (False, True):
         torch._dynamo.reset()

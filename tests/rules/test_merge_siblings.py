@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends.joined import Split, adjacent
+from te_transform.execution.runner import runner_of
 from te_transform.graph.nodes import value
-from te_transform.runtime.runner import runner_of
 from tests import stand_in
 from tests.rules.tables import FFN, H, Make, Written, X, assert_refused, fused, linear, sites, written
 from tests.zoo import CASES, seeded

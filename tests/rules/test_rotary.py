@@ -186,7 +186,7 @@ def test_fuses(name: str, te: ModuleType) -> None:
     model[0].frequencies.data = frequencies().data
     converted = te_transform.convert(model, Q, backend="te")
     te_transform.report(converted).expect(rotary=times)
-    with limits.at_any_size:  # as where the kernel runs
+    with limits.ignore_size_limits:  # as where the kernel runs
         found = outputs_and_gradients(converted, Q)
     torch.testing.assert_close(found, outputs_and_gradients(model, Q), atol=0.02, rtol=0.02)
 
@@ -498,7 +498,7 @@ def test_plain_pytorch_has_no_kernel_for_it() -> None:
 def test_angles_that_are_written_to_before_the_rotation_are_not_taken_instead(te: ModuleType) -> None:
     model = seeded(model_of(of(written_to)))
     model[0].frequencies.data = frequencies().data
-    with limits.at_any_size, torch.no_grad():  # as where the kernel runs
+    with limits.ignore_size_limits, torch.no_grad():  # as where the kernel runs
         converted = te_transform.convert(model, Q, backend="te", verify=False)
         torch.testing.assert_close(converted(Q), model(Q), atol=0.02, rtol=0.02)
 

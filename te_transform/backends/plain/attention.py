@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.backends import limits
 from te_transform.backends.bands import Banded, Seeing, tensor_of
+from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.op import FusedOp
 from te_transform.backends.tracing import compiling, traced, transformed
-from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 

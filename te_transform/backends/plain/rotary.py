@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_transform.backends import limits
 from te_transform.backends.op import FusedOp
-from te_transform.backends.stamp import version_of
+from te_transform.backends.tensor_version import version_of
 from te_transform.backends.tracing import transformed
 from te_transform.graph import ops
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.module import layernorm_mlp
 
+from te_transform.backends.double_backward import Out
 from te_transform.backends.plain import EXACT_GELU, GATED_ACTIVATIONS
 from te_transform.backends.te.recipes import is_delayed
-from te_transform.backends.twice import Out
 from te_transform.graph.bound import F
 
 

@@ -12,6 +12,7 @@ from transformer_engine.pytorch.cpp_extensions import fused_attn
 from te_transform.backends import banded_attention, cudnn, plain
 from te_transform.backends.banded_attention import OPEN
 from te_transform.backends.bands import PLANNED_LENGTHS, Band, Banded, sees_itself
+from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.limits import (
     as_autocast,
     gains_packed,
@@ -19,7 +20,6 @@ from te_transform.backends.limits import (
     without_band,
 )
 from te_transform.backends.tracing import compiling, traced
-from te_transform.backends.twice import differentiable_twice
 from te_transform.graph.bound import F
 
 _HAS_FORMATS = "o_format" in inspect.signature(fused_attn.fused_attn_fwd).parameters  # older ones have not

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from te_transform.backends import plain
 from te_transform.backends.combine import Combined, Sent
+from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.gated import Gate, Gated
 from te_transform.backends.groups import of_groups
 from te_transform.backends.limits import without_experts
 from te_transform.backends.te.casts import functions_of
 from te_transform.backends.tracing import traced
-from te_transform.backends.twice import differentiable_twice
 from te_transform.graph import ops
 
 _SLOPES = {"silu": 1.0, "quick_gelu": 1.702}

@@ -19,7 +19,6 @@ from te_transform.backends.joined import Source
 from te_transform.backends.quantized import Quantized, is_quantized, scale_for
 from te_transform.backends.running import sample_of, stamp_of
 from te_transform.backends.scales import Call, Calls, Seen
-from te_transform.backends.stamp import Stamp
 from te_transform.backends.te.recipes import (
     FP8GlobalStateManager,
     is_delayed,
@@ -27,6 +26,7 @@ from te_transform.backends.te.recipes import (
     update_scales_after_this_backward,
     within_step,
 )
+from te_transform.backends.tensor_version import TensorVersion
 
 
 class Kernel:
@@ -46,7 +46,9 @@ class Kernel:
         self.sample: Tensor | None = None  # of the weights that these were made of
         self.kept: fp8.State | None = None  # of compiled calls, with quantized weights
         self.scaled = fp8.State()  # of compiled calls, without weights
-        self.tensors: dict[int, tuple[Stamp, Tensor]] = {}  # TE's, of weights that are held in FP8 alone
+        self.tensors: dict[
+            int, tuple[TensorVersion, Tensor]
+        ] = {}  # TE's, of weights that are held in FP8 alone
         self.vectors: dict[tuple[float, torch.device], Tensor] = {}  # for norms without a scale or a bias
 
     @property
@@ -146,7 +148,7 @@ class Kernel:
                 fp8_dtype=quantizer.dtype,
                 quantizer=quantizer,
             )
-            self.tensors[number] = Stamp.of(weight.held), made
+            self.tensors[number] = TensorVersion.of(weight.held), made
         return self.tensors[number][1]
 
     def vector(self, number: float, weight: Tensor) -> Tensor:

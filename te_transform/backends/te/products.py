@@ -10,9 +10,10 @@ import transformer_engine.pytorch as te
 from torch import Tensor
 
 from te_transform.backends import few_rows, fp8, plain
+from te_transform.backends.double_backward import Out, differentiable_once, differentiable_twice
 from te_transform.backends.gradients import Gradients, gradients_of
 from te_transform.backends.joined import state_of, watched
-from te_transform.backends.limits import at_any_size, too_small, without_kernel
+from te_transform.backends.limits import ignore_size_limits, too_small, without_kernel
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import EXACT_GELU
 from te_transform.backends.quantized import exact, is_quantized
@@ -28,7 +29,6 @@ from te_transform.backends.te.recipes import (
     scaling_of,
 )
 from te_transform.backends.tracing import in_backward, recorded, saving_hooks, traced, transformed
-from te_transform.backends.twice import Out, differentiable_once, differentiable_twice
 
 
 class _Product(FusedOp):
@@ -67,7 +67,7 @@ class _Product(FusedOp):
 
     def _may_gain(self) -> bool:
         """Whether TE's module is asked for in the weights' own dtype too: as it gains, or to be checked."""
-        return self.gains or bool(at_any_size)
+        return self.gains or bool(ignore_size_limits)
 
     def _recorded(
         self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]

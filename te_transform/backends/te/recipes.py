@@ -20,7 +20,7 @@ except ImportError:  # TE before 2.8
 
 _RECIPES = {
     # TE would reduce what all modules of a process saw, twice a step, which have to be the same ones in all
-    # processes: runtime/precision.py lets them agree in one collective, whatever ran
+    # processes: execution/precision.py lets them agree in one collective, whatever ran
     "fp8-delayed": lambda: recipes.DelayedScaling(reduce_amax=False),
     "fp8-current": recipes.Float8CurrentScaling,
     "fp8-block": recipes.Float8BlockScaling,

@@ -6,9 +6,9 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from te_transform.backends import plain
+from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.limits import without_rotary
 from te_transform.backends.tracing import traced
-from te_transform.backends.twice import differentiable_twice
 
 
 class Rotary(plain.Rotary):

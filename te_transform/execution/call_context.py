@@ -1,0 +1,159 @@
+"""The modes that a call runs in. Executors ask them here, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_transform.backends.tracing import in_backward, recorded, saving_hooks, transformed
+from te_transform.execution.classes import ModuleRole, Role
+from te_transform.execution.modes import is_dispatch_mode_on, is_foreign_mode_on, is_graph_mode_on
+
+
+class CallContext:
+    """One call of a module, or of a captured graph behind dynamo.
+
+    Each mode is read once, when an executor first asks for it.
+
+    Attributes:
+        args, kwargs: of the call; a graph has no kwargs.
+        is_observed: whether the conversion or verify() looks at the call.
+        observe_only: whether the call runs as captured for that.
+        found: what an executor's refuse() found out for its run().
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        is_observed: bool = False,
+        observe_only: bool = False,
+    ):
+        self.args, self.kwargs = args, kwargs or {}
+        self.is_observed, self.observe_only = is_observed, observe_only
+        self.found: Any = None
+
+    @cached_property
+    def records_gradients(self) -> bool:
+        """Whether autograd records the call."""
+        return torch.is_grad_enabled()
+
+    @cached_property
+    def is_inference(self) -> bool:
+        """Whether inference_mode() is on."""
+        return torch.is_inference_mode_enabled()
+
+    @cached_property
+    def is_checkpointed(self) -> bool:
+        """Whether hooks take what autograd saves, as those of a checkpoint that will repeat the call."""
+        return saving_hooks()
+
+    @cached_property
+    def in_backward(self) -> bool:
+        """Whether a backward makes the call, as a checkpoint repeats a forward."""
+        return in_backward()
+
+    @cached_property
+    def is_transformed(self) -> bool:
+        """Whether a transform of torch.func or forward-mode differentiation is on."""
+        return transformed()
+
+    @cached_property
+    def is_recorded(self) -> bool:
+        """Whether somebody else records a CUDA graph."""
+        return recorded()
+
+    @cached_property
+    def is_deterministic(self) -> bool:
+        """Whether all calls have to compute the same bits."""
+        return torch.are_deterministic_algorithms_enabled()
+
+    @cached_property
+    def is_seen_below(self) -> bool:
+        """Whether a mode below autograd sees the operations of the call."""
+        return is_dispatch_mode_on()
+
+    @cached_property
+    def is_seen(self) -> bool:
+        """Whether a mode of te_transform or one below autograd sees the operations of the call."""
+        return is_graph_mode_on() or self.is_seen_below
+
+    @cached_property
+    def is_seen_by_others(self) -> bool:
+        """Whether a user's torch function mode sees the operations of the call."""
+        return is_foreign_mode_on()
+
+
+Mode = tuple[type, bool, bool]
+"""The class of a module, whether it trains, and whether autograd records its calls."""
+
+
+def mode_of(module: nn.Module) -> Mode:
+    """Return the mode that a module is in."""
+    return type(module), module.training, torch.is_grad_enabled()
+
+
+class ModuleCall(CallContext):
+    """A call of a converted model, of a part of it, or of a block.
+
+    Attributes:
+        role: of the module in the model.
+        module: that is called.
+        forward: of the module's own class.
+        options: of the conversion.
+        division: of the parameters among ranks.
+        trial: what the call is timed for; None if it is not.
+    """
+
+    def __init__(
+        self,
+        role: ModuleRole,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ):
+        super().__init__(args, kwargs)
+        self.role, self.module, self.forward = role, module, forward
+        self.options: Any = None
+        self.division: Any = None
+        self.trial: Any = None
+
+    @property
+    def is_block(self) -> bool:
+        """Whether a block is called, one of many layers."""
+        return self.role.kind is Role.BLOCK
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the model itself is called."""
+        return self.role.is_root
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The arguments that are tensors; those inside of containers are not among them."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+
+    @cached_property
+    def is_decoding(self) -> bool:
+        """Whether this is a step of a generation: one token of each sequence, without gradients."""
+        if self.records_gradients or not self.tensors:
+            return False
+        first = self.tensors[0]
+        if first.is_floating_point():
+            return first.dim() == 3 and first.shape[1] == 1
+        return first.shape[1:] == (1,)
+
+    @cached_property
+    def is_evaluated(self) -> bool:
+        """Whether the module is called in evaluation, and nothing of it is trained."""
+        trains = self.records_gradients and any(p.requires_grad for p in self.module.parameters())
+        return not self.module.training and not trains
+
+    def run_original(self) -> Any:
+        """Run the user's own forward."""
+        return self.forward(self.module, *self.args, **self.kwargs)

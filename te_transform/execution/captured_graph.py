@@ -1,0 +1,209 @@
+"""One captured graph of a converted model, and what runs in its place."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import fx, nn
+
+from te_transform.backends import limits
+from te_transform.backends.collectives import Ranks
+from te_transform.execution.call_context import CallContext
+from te_transform.execution.executors import Executor
+from te_transform.execution.executors.captured import Captured
+from te_transform.execution.executors.cuda_graph import CudaGraph
+from te_transform.execution.executors.fused import Fused
+from te_transform.execution.executors.inductor import Inductor
+from te_transform.execution.extension import Extension
+from te_transform.execution.lower import ScatteredGroups
+from te_transform.execution.modes import put_back
+from te_transform.execution.writes import unwritten
+from te_transform.graph.nodes import name_in_model
+from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Who looks at the calls of captured graphs: the conversion itself, and verify().
+
+    Attributes:
+        see: is told of each call, before it runs.
+        runs_captured: whether the calls run as captured, else with all sites fused.
+    """
+
+    see: Callable[[CapturedGraph, Sequence[Any]], None]
+    runs_captured: bool = False
+
+
+class Owner(Protocol):
+    """What a captured graph asks of the converted model that it belongs to."""
+
+    scattered: ScatteredGroups  # see execution/lower.py
+    observer: Observer | None
+    extension: Extension | None
+
+    def options_now(self) -> Options:
+        """Those of the conversion, without what the model as it is now does not go with."""
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Those that the model is divided among."""
+
+    def tell(self, why: str) -> None:
+        """Add a sentence to the report, once."""
+
+    def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
+        """What is wrong with sites of the graph on the values of its first call."""
+
+
+class Calls(NamedTuple):
+    """How many calls of a graph ran as it was captured, and with its products fused, and how many of each op
+    that kernels may take ran in plain PyTorch."""
+
+    captured: int
+    fused: int
+    plain: list[int]
+
+
+class CapturedGraph:
+    """What dynamo calls in the place of a graph.
+
+    Attributes:
+        executors: in the order in which they are asked; the last one runs any call.
+        fallbacks: how often an executor has refused, by its name and the reason.
+        is_extended: whether an extension of the model is asked before them.
+    """
+
+    def __init__(self, plan: Plan, owner: Owner, is_extended: bool = True):
+        self.plan, self.owner, self.options, self.unchecked = plan, owner, owner.options_now(), True
+        self.is_extended = is_extended
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+        self.disabled: frozenset[Site] = frozenset()
+        self.disable(())
+
+    def disable(self, sites: Collection[Site]) -> None:
+        """Let these sites run as they were captured, and all others fused."""
+        self.disabled = frozenset(sites)
+        made = (self.plan, self.owner.scattered, self.disabled, self.options)
+        self.fused, self.as_captured = Fused(*made), Captured(*made, self.owner.tell)
+        self.executors: tuple[Executor, ...] = (self.fused, self.as_captured)
+        if self.options.compile:
+            self.executors = (Inductor(*made, self.fused, self.owner.tell), *self.executors)
+        if self.options.graphs:  # which record what inductor compiles
+            recorded = CudaGraph(*made, self.fused, self.owner.tell, self.owner.ranks)
+            self.executors = (recorded, self.fused, self.as_captured)
+
+    def forget_recordings(self) -> None:
+        """Free what was recorded of calls that run all layers, which holds the memory of a step."""
+        for executor in self.executors:
+            if isinstance(executor, CudaGraph):
+                executor.specializations.lowered.clear()
+
+    def release(self) -> None:
+        """Free what was compiled and recorded."""
+        self.executors = (self.fused, self.as_captured)
+
+    def __call__(self, *arguments: Any) -> Any:
+        owner = self.owner
+        if self.unchecked:
+            self._check(arguments)
+        observer = owner.observer
+        if observer is not None:
+            observer.see(self, arguments)
+        with put_back(), limits.replayed if self.options.in_cuda_graphs else nullcontext():
+            observe_only = observer is not None and observer.runs_captured
+            return self._run(CallContext(arguments, None, observer is not None, observe_only))
+
+    def _run(self, call: CallContext) -> Any:
+        if self.is_extended and (extension := self.owner.extension) is not None:
+            executor = extension.executor(self)
+            if executor.refuse(call) is None:
+                return executor.run(call)
+        *executors, last = self.executors
+        for executor in executors:
+            if (why := executor.refuse(call)) is None:
+                return executor.run(call)
+            self.fallbacks[executor.name, why] += 1
+        return last.run(call)
+
+    def fallbacks_told(self) -> Counter[str]:
+        """Return the fallbacks as sentences; ops count those from fused to captured by themselves."""
+        counted = ((name, why, n) for (name, why), n in self.fallbacks.items() if name != Fused.name)
+        return Counter({f"did not run {name}: {why}": n for name, why, n in counted})
+
+    def calls(self) -> Calls:
+        """Those up to now."""
+        in_kernels = self.as_captured.in_kernels
+        plain = [op.plain_calls.total() for op in in_kernels]
+        return Calls(self.as_captured.calls, self.fused.calls, plain)
+
+    def has_gained(self, before: Calls) -> bool:
+        """Whether anything ran otherwise than it was captured in the calls since then."""
+        now = self.calls()
+        if now[:2] == before[:2]:
+            return False
+        has_products = bool(self.fused.small_batch.products)
+        if not self.as_captured.changes_nothing or (has_products and now.fused > before.fused):
+            return True
+        return any(map(operator.eq, now.plain, before.plain))
+
+    def _check(self, arguments: Sequence[Any]) -> None:
+        """Take back the sites that are wrong on the values of this call."""
+        self.unchecked = False
+        self.plan.forget_tensors()
+        with unwritten() as writes:
+            writes.note_graph(self.plan.captured, arguments)
+            wrong = self.owner.check(self, arguments)
+        if wrong:
+            self.plan.roll_back(wrong)
+            self.disable(self.disabled - wrong.keys())
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """Count fallbacks and calls in plain PyTorch from here on: those before were not the user's."""
+        self.fallbacks.clear()
+        for site in self.plan.sites:
+            site.fused.plain_calls.clear()
+
+    def values(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of a call by the names of the graph's placeholders."""
+        return {node.name: argument for node, argument in self.placeholders(arguments)}
+
+    def placeholders(self, arguments: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:
+        """The graph's placeholders, each with its argument in a call."""
+        nodes = (node for node in self.plan.captured.graph.nodes if node.op == "placeholder")
+        return zip(nodes, arguments, strict=True)
+
+    def groups(self, arguments: Sequence[Any]) -> Iterator[tuple[nn.Parameter, ...]]:
+        """The parameters that the graph joins in a call with these arguments.
+
+        Without those that have zeros between them: they are copied together wherever they lie.
+        """
+        held = self.values(arguments)
+        for node in self.plan.joins():
+            if len(node.all_input_nodes) == len(node.args):
+                yield tuple(held[source.name] for source in node.args)
+
+    def path_in(self, names: Mapping[int, str], arguments: Sequence[Any]) -> str:
+        """Where in a model the module lies whose forward was captured, in a call with these arguments.
+
+        Args:
+            names: of the model's parameters, by their ids; layers that are alike share a graph, not their
+                parameters.
+        """
+        for node, argument in self.placeholders(arguments):
+            own, name = name_in_model(node), names.get(id(argument), "")
+            if own and name.endswith(own):
+                return name.removesuffix(own).rstrip(".")
+        return ""
+
+    @property
+    def captured(self) -> fx.GraphModule:
+        """The graph as dynamo gave it."""
+        return self.plan.captured

@@ -1,0 +1,65 @@
+"""The captured forwards of a converted model, by class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from te_transform.execution.captured_graph import CapturedGraph
+from te_transform.execution.classes import own_class
+from te_transform.plan.match import Site
+
+Capture = Callable[..., Any]
+Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
+
+
+class Captures:
+    """What dynamo captured of each class, for as long as nobody replaces the methods that calls go through.
+
+    Dynamo guards the class of a module, not what the class has for a forward, nor who calls that.
+
+    Attributes:
+        graphs: that were captured so far.
+        checker: finds the wrong sites of a graph at its first call; None if nobody asked for that.
+    """
+
+    def __init__(self, checker: Checker | None = None):
+        self.checker = checker
+        self.graphs: list[CapturedGraph] = []
+        self.runs: dict[type, Capture] = {}
+        self.methods: dict[type, tuple[Any, ...]] = {}
+
+    def of(self, kind: type, make: Callable[[], Capture]) -> Capture:
+        """Return the captured forward of a class, made by `make` if there is none yet."""
+        if kind not in self.runs:
+            self.runs[kind] = make()
+        return self.runs[kind]
+
+    def forget(self, kind: type) -> None:
+        """Capture the forward of a class anew."""
+        self.runs.pop(kind, None)
+
+    def clear(self) -> None:
+        """Capture all forwards anew."""
+        self.runs.clear()
+
+    def note_methods(self, model: nn.Module) -> None:
+        """Note what calls of the model's modules go through now."""
+        self.methods |= {kind: _methods_called(kind) for kind in map(own_class, model.modules())}
+
+    def forget_replaced(self) -> None:
+        """Capture all forwards anew if a method that calls go through was replaced."""
+        if any(_methods_called(kind) != methods for kind, methods in self.methods.items()):
+            self.runs.clear()
+            self.methods.clear()
+
+
+def _methods_called(kind: type) -> tuple[Any, ...]:
+    """Return what calls of the modules of a class go through.
+
+    A forward that is another object each time it is asked for, as a descriptor makes it, tells nothing.
+    """
+    forward = kind.forward if kind.forward is kind.forward else None
+    return kind.__call__, kind._call_impl, forward

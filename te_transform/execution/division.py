@@ -1,0 +1,36 @@
+"""What a model that is divided among ranks asks of the calls of its captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import fx, nn
+
+from te_transform.backends.collectives import Ranks
+
+
+class Division(Protocol):
+    """A division of a model's parameters, see execution/parallel.py."""
+
+    ranks: Ranks
+
+    def graph(
+        self, captured: fx.GraphModule, fuse: Callable[[fx.GraphModule], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """Return what dynamo calls in the place of a captured graph."""
+
+    def standing_in(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Put stand-ins in the places of these modules' parameters, for a call that is captured."""
+
+    def whole(self, modules: Iterable[nn.Module], repeats: bool = False) -> AbstractContextManager[None]:
+        """Put whole parameters in the places of the shards, for a call of the user's own code.
+
+        Args:
+            modules: whose parameters they are.
+            repeats: whether a backward is going to repeat parts of that code.
+        """
+
+    def collect(self) -> None:
+        """Put whole parameters in the places of the shards for good."""

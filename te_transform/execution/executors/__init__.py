@@ -1,0 +1,27 @@
+"""The ways to run a captured graph, each in one file: what a rule is to a graph, an executor is to a call.
+
+A graph asks its executors in order, see execution/captured_graph.py: the first that does not refuse runs the
+call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from te_transform.execution.call_context import CallContext
+
+
+class Executor(Protocol):
+    """One way to run a captured graph.
+
+    Attributes:
+        name: completes "did not run ..." in the report's table of fallbacks.
+    """
+
+    name: str
+
+    def refuse(self, call: CallContext) -> str | None:
+        """Return why the executor cannot run the call, or None if it can."""
+
+    def run(self, call: CallContext) -> Any:
+        """Run a call that was not refused."""

@@ -1,0 +1,245 @@
+"""The graph as CUDA graphs: forward and backward are recorded once, and replayed.
+
+What is recorded is the graph with all its sites fused, or compiled by inductor if both are asked for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from te_transform.backends.collectives import Ranks
+from te_transform.backends.quantized import addresses, closed, forms_of
+from te_transform.canonicalize import written
+from te_transform.execution.call_context import CallContext
+from te_transform.execution.cuda_graph_pair import stream_now
+from te_transform.execution.executors.fused import Fused
+from te_transform.execution.executors.inductor import compiled, in_layers
+from te_transform.execution.graph_recording import CallSignature, Function
+from te_transform.execution.lm_head import Head, head_of
+from te_transform.execution.lower import ScatteredGroups
+from te_transform.execution.pieces import Piece
+from te_transform.execution.prepared import Prepared
+from te_transform.execution.replayed import Replayed
+from te_transform.execution.specializations import FirstCall, Ready, Specializations, attention_kernels
+from te_transform.execution.specialize import Precomputed, Specialized
+from te_transform.graph.marks import marked
+from te_transform.graph.nodes import returned, stays_in_place, storages
+from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
+
+_OVERLAP = "runs without CUDA graphs, it returns two tensors in one memory"
+
+
+class Step(NamedTuple):
+    """The last call without gradients that was replayed.
+
+    Attributes:
+        key: all that the next step of a generation has in common with it.
+        prepared: what ran it.
+        kind: what was recorded, which is let go of elsewhere.
+    """
+
+    key: tuple[Any, ...]
+    prepared: Prepared
+    kind: weakref.ref[CallSignature]
+
+
+class Again(NamedTuple):
+    """What runs a call like the last one, by the graph's own arguments."""
+
+    replay: Callable[..., Any]
+
+
+class CudaGraph:
+    """Runs a graph by replay.
+
+    Args:
+        plan: of the captured graph.
+        scattered: where groups are noted that a call finds scattered, see Join.
+        without: its sites that run as captured.
+        options: of the conversion.
+        fused: runs the first call of a kind in a recipe.
+        tell: gets a sentence where the graph runs without CUDA graphs.
+        ranks: that the model is divided among.
+    """
+
+    name = "as CUDA graphs"
+
+    def __init__(
+        self,
+        plan: Plan,
+        scattered: ScatteredGroups,
+        without: Collection[Site],
+        options: Options,
+        fused: Fused,
+        tell: Callable[[str], None],
+        ranks: Ranks | None,
+    ):
+        self.options, self.fused, self.tell, self.ranks = options, fused, tell, ranks
+        self.specializations = Specializations(plan, scattered, without, options, self._make, tell)
+        seen = written(plan.captured.graph)
+        placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
+        self.static_inputs = [stays_in_place(node) or node in seen for node in placeholders]
+        self.outputs_overlap = _overlap(returned(plan.captured.graph), placeholders)
+        self.last: Step | None = None
+
+    def refuse(self, call: CallContext) -> str | None:
+        """Return why the call runs without CUDA graphs."""
+        why = self.specializations.refuse(call)
+        if why is not None:
+            return why
+        step = self._step(call)
+        call.found = self._repeated(step)
+        if call.found is None:
+            call.found = self.specializations.find(call)
+            if isinstance(call.found, Ready):
+                call.found = (call.found, step)
+        return call.found if isinstance(call.found, str) else None
+
+    def run(self, call: CallContext) -> Any:
+        """Replay what was recorded, or run and record it: the third call of a kind records."""
+        if isinstance(call.found, Again):
+            return call.found.replay(*call.args)
+        if isinstance(call.found, FirstCall):
+            outputs = self.fused.run(call)
+            self.specializations.learn(call.found, call)
+            return outputs
+        found, step = call.found
+        outputs = found.prepared(*call.args, *found.known.tensors)
+        if found.in_fp8 and call.records_gradients:
+            self.options.backend.update_scales_after_backward(outputs)
+        if step is not None and not found.known.states and not found.reads_values:
+            self._keep(step, found, call.args)
+        return outputs
+
+    def _keep(self, step: tuple[Any, ...], found: Ready, arguments: Sequence[Any]) -> None:
+        """Keep what ran this call for the next one, if that needs the arguments' own memory alone."""
+        tensors = found.known.tensors
+        # what was computed before is the arguments' own memory, not a copy that each call makes anew
+        own = {*addresses(tensors)} <= {*step[0]}
+        kind = found.prepared.kind_of([*arguments, *tensors], len(arguments)) if own else None
+        self.last = None if kind is None else Step(step, found.prepared, weakref.ref(kind))
+
+    def _step(self, call: CallContext) -> tuple[Any, ...] | None:
+        """Return what two calls without gradients that one recording computes have in common.
+
+        None: only a look at more than the arguments' memory could tell.
+        """
+        if call.records_gradients or self.ranks is not None:
+            return None
+        arguments, writes = call.args, self.specializations.writes
+        others = [
+            argument
+            for argument, static_inputs in zip(arguments, self.static_inputs, strict=True)
+            if not static_inputs
+        ]
+        if writes:
+            changed = {arguments[place].untyped_storage()._cdata for place in writes}
+            tensors = (other for other in others if isinstance(other, Tensor))
+            if any(tensor.untyped_storage()._cdata in changed for tensor in tensors):
+                return None
+        where = addresses([*compress(arguments, self.static_inputs)])
+        values = [other for other in others if not isinstance(other, Tensor)]
+        recipe, scaling = self.specializations.precision()
+        sizes, here = self.specializations.sizes(arguments), (call.is_inference, stream_now())
+        return where, values, sizes, (recipe is None, scaling), attention_kernels(), here
+
+    def _repeated(self, step: tuple[Any, ...] | None) -> Again | None:
+        """Return what runs a call like the last one, which takes half of the CPU's time so."""
+        last = self.last  # which another thread may change
+        if step is None or last is None or last.key != step:
+            return None
+        kind = last.kind()
+        replay = None if kind is None else last.prepared.again(kind)
+        return None if replay is None else Again(replay)
+
+    def _make(
+        self, lowered: Specialized, known: Precomputed, arguments: Sequence[Any], bucket: int | None
+    ) -> Prepared | None:
+        graph = lowered.with_known(known)
+        compile = partial(compiled, options=self.options, tell=self.tell) if self.options.compile else None
+        head = head_of(graph, compile)  # what it gives is copied by itself
+        graph = graph if head is None else head.rest
+        given = [*arguments, *known.tensors]
+        record = self._recorder(graph, known, arguments)
+        if marked(graph.graph):  # each of the layers is recorded by itself
+            record_piece = partial(self._recorded_piece, record)
+            if compile is None:
+                run = in_layers(graph, given, None, self.tell, record=record_piece)
+            else:
+                run = compile(graph, given, bucket, record_piece)
+            return None if run is None else Prepared(run, head)
+        run = self._in_recipe(graph) if compile is None else compile(graph, given, bucket)
+        if run is None:
+            return None
+        if self.outputs_overlap:
+            self.tell(f"a graph {_OVERLAP}")
+            return Prepared(run, head)
+        return record(run, [node for node in graph.graph.nodes if node.op == "placeholder"], head)
+
+    def _recorder(
+        self, graph: fx.GraphModule, known: Precomputed, arguments: Sequence[Any]
+    ) -> Callable[..., Prepared]:
+        """Return a function that lets operations of the graph run as CUDA graphs.
+
+        Its arguments are what runs the operations, the nodes that they read, and the head beside them.
+        """
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        # what is copied anew lies where the last call's copy lay, unless other layers ran
+        as_own = self.ranks is not None or bool(marked(graph.graph))
+        known_stay = known.stay_as(compress(arguments, self.static_inputs)) if as_own else known.static_inputs
+        given = dict(zip(placeholders, [*arguments, *known.tensors], strict=True))
+        static_inputs = dict(zip(placeholders, [*self.static_inputs, *known_stay], strict=True))
+        writes = {placeholders[place] for place in self.specializations.writes}
+        states = {placeholders[len(arguments) + place] for place in known.written}
+
+        def record(run: Callable[..., Any], inputs: Sequence[fx.Node], head: Head | None = None) -> Prepared:
+            forms = forms_of([given.get(node) for node in inputs])
+            stay = [*(static_inputs.get(node, False) for node in inputs), *(True for _ in forms)]
+            writes_to, states_in = (
+                [place for place, node in enumerate(inputs) if node in nodes] for nodes in (writes, states)
+            )
+
+            def recorded(*tensors: Any) -> Any:
+                return run(*closed(tensors, forms))
+
+            function = Function(recorded, stay, writes_to, states_in, self.tell, self.ranks)
+            return Prepared(run, head, Replayed(function), forms)
+
+        return record
+
+    def _recorded_piece(self, record: Callable[..., Prepared], piece: Piece) -> Callable[..., Any]:
+        """Return what runs a piece of a graph as CUDA graphs of its own."""
+        run = piece.run or self._in_recipe(piece.module)
+        if not piece.outputs:
+            return run
+        if _overlap(piece.outputs, piece.inputs):
+            self.tell(f"a part of a graph {_OVERLAP}")
+            return run
+        return record(run, piece.inputs)
+
+    def _in_recipe(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """Return the graph in the recipe that is on: a backward, too, may run it again."""
+        recipe, _ = self.specializations.precision()
+        if recipe is None:
+            return graph.forward
+
+        def run(*arguments: Any) -> Any:
+            with self.options.backend.within_step(recipe):
+                return graph.forward(*arguments)
+
+        return run
+
+
+def _overlap(outputs: Iterable[Any], inputs: Iterable[fx.Node]) -> bool:
+    """Return True if two tensors that are returned, and made, lie in one memory."""
+    nodes = [node for node in dict.fromkeys(outputs) if isinstance(node, fx.Node)]
+    given = set(storages(inputs))
+    made = [storage for storage in storages(nodes) if storage not in given]
+    return len(set(made)) < len(made)

@@ -1,0 +1,30 @@
+"""What changes calls from outside of the core, as layer dropping does."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+
+from te_transform.execution.call_context import ModuleCall
+from te_transform.execution.executors import Executor
+
+
+class Extension(Protocol):
+    """An extension of one converted model."""
+
+    def is_on(self) -> bool:
+        """Return True if calls of this step may compute something else than the user's own code."""
+
+    def around(self, call: ModuleCall) -> AbstractContextManager[None]:
+        """Enter a call of the model, of a part of it, or of a block."""
+
+    def learn(self, call: ModuleCall, out: Any) -> None:
+        """Take note of what the call has returned."""
+
+    def executor(self, graph: Any) -> Executor:
+        """Return what a captured graph asks before its own executors."""
+
+    def attach(self, block: nn.Module) -> None:
+        """Take note of a block that is captured by itself from now on."""

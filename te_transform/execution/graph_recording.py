@@ -1,0 +1,338 @@
+"""What was recorded of one kind of call, and autograd's way through it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from te_transform.backends.collectives import Ranks
+from te_transform.backends.joined import check_unwritten, local, parameter_of, parts_of, versions
+from te_transform.backends.tracing import batches_gradients
+from te_transform.execution.cuda_graph_pair import CudaGraphPair, casting_anew
+from te_transform.execution.rerun import (
+    Run,
+    as_it_was,
+    autocast_now,
+    call_on_views,
+    gradients_of,
+    random_state,
+    set_random_state,
+    unexpanded,
+)
+from te_transform.execution.writes import Writes
+
+MOST_CHANGES = 2  # of which outputs get gradients, each of which is recorded anew
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of tensors, and what has to be known of it for its calls to be replayed.
+
+    Args:
+        run: the function; returns a sequence of tensors, and of values that are the same in all calls.
+        stays: for each argument whether its memory is the model's, and belongs to the kind of call; others
+            are copied to where the recorded kernels read them.
+        writes: the places of the arguments that it writes to.
+        states: the places of those in which it notes what it has seen, for others: FP8's largest values.
+        note: gets a sentence where calls cannot be replayed.
+        ranks: that the model is divided among. A recording calls the function more often than a call does,
+            and each of these calls exchanges numbers with other ranks: all have to record in the same one. So
+            the kind of a call is not told by where its tensors lie, which each rank finds by itself; where
+            they do not lie as in the recording, the function runs.
+    """
+
+    run: Run
+    static_inputs: Sequence[bool]
+    writes: Sequence[int]
+    states: Sequence[int]
+    note: Callable[[str], None]
+    ranks: Ranks | None = None
+
+    @property
+    def changes(self) -> list[int]:
+        """The places of the arguments that a call changes."""
+        return [*self.writes, *self.states]
+
+    def agreed(self, why: str | None) -> str | None:
+        """Why calls cannot be replayed, on this rank or on another."""
+        return why if self.ranks is None else self.ranks.agreed(why)
+
+
+@dataclass(eq=False)
+class CallSignature:
+    """One kind of call: what is known of it, and what was recorded.
+
+    `wanted` are the outputs that got gradients in its warm-ups.
+    """
+
+    trained: list[int]  # the places of the arguments that need a gradient, one for each tensor
+    writes: set[int] = field(default_factory=set)  # the places of arguments that calls were seen to write to
+    calls: int = 0
+    wanted: set[int] = field(default_factory=set)
+    refused: bool = False
+    changes: int = 0  # of `wanted`, after it was recorded
+    copies_gradients: bool = False  # because they are held beside `.grad`
+    graphs: GraphRecording | None = None
+    waiting: Callable[[], Any] | None = None  # a weak reference to the last forward that has had no backward
+
+    def knows_gradients(self) -> bool:
+        """Whether a backward has shown which outputs get gradients, if there is one."""
+        return not self.trained or bool(self.wanted)
+
+    def is_waiting(self) -> bool:
+        """Whether a replay would overwrite what the backward of the one before still reads."""
+        return self.waiting is not None and self.waiting() is not None
+
+    def warmed_up(self, run: Run, arguments: Sequence[Any]) -> Sequence[Any]:
+        """A call that runs as it is, and shows which of its outputs get gradients."""
+        self.calls += 1
+        before = _versions(arguments)
+        outputs = run(*arguments)
+        now, given = _versions(arguments), set(map(id, arguments))
+        self.writes |= {place for place, version in before.items() if now[place] != version}
+        for place, output in enumerate(outputs):
+            made = isinstance(output, Tensor) and id(output) not in given
+            if self.trained and made and output.requires_grad:
+                output.register_hook(partial(self._note_gradient, place))
+        return outputs
+
+    def _note_gradient(self, place: int, grad: Tensor | None) -> None:
+        if grad is not None:  # a function of several outputs calls the hooks of all
+            self.wanted.add(place)
+
+    def record_for(self, wanted: set[int], note: Callable[[str], None]) -> None:
+        """Let the next call be recorded for other outputs with a gradient, unless they change too often."""
+        self.wanted, self.graphs, self.changes = wanted, None, self.changes + 1
+        if self.changes > MOST_CHANGES:
+            self.refused = True
+            note("a graph runs without CUDA graphs, its outputs get gradients now here, now there")
+
+    def replayed(self, function: Function, arguments: Sequence[Any]) -> Sequence[Any]:
+        """A call by replay."""
+        graphs = self.graphs
+        if not self.trained:
+            return graphs.returned(graphs.forward(arguments), arguments)
+        trained = [arguments[place] for place in self.trained]
+        return graphs.returned(Replay.apply(self, function, arguments, *trained), arguments)
+
+
+def _versions(arguments: Sequence[Any]) -> dict[int, int]:
+    tensors = ((place, a) for place, a in enumerate(arguments) if isinstance(a, Tensor))
+    return {place: a._version for place, a in tensors if not a.is_inference()}
+
+
+class GraphRecording:
+    """What was recorded of one call, and how others are computed by it.
+
+    Args:
+        function: whose call it was.
+        kind: of call.
+        arguments: of the call; those that do not stay are copies, which others are copied to.
+        outputs: what the function returns of these.
+    """
+
+    def __init__(
+        self, function: Function, kind: CallSignature, arguments: Sequence[Any], outputs: Sequence[Any]
+    ):
+        tensors = {place: a for place, a in enumerate(arguments) if isinstance(a, Tensor)}
+        static_inputs, self.writes = function.static_inputs, function.writes
+        self.copies = {
+            place: unexpanded(tensor) for place, tensor in tensors.items() if not static_inputs[place]
+        }
+        self.staying = {place: tensor.data_ptr() for place, tensor in tensors.items() if static_inputs[place]}
+        # Kernels read memory, whoever's it is now: parameters that are gone need not stay for them.
+        self.parameters = [(weakref.ref(tensors[place]), at) for place, at in self.staying.items()
+                           if isinstance(tensors[place], torch.nn.Parameter)]  # fmt: skip
+        # what a repetition of the call reads as it was
+        self.read = sorted(tensors.keys() - {*function.changes})
+        numbers = {id(argument): place for place, argument in enumerate(arguments)}
+        # of the outputs: those that are arguments, by the places of these; tensors that are made; the rest
+        self.given = {p: numbers[id(out)] for p, out in enumerate(outputs) if id(out) in numbers}
+        made = {p for p, out in enumerate(outputs) if isinstance(out, Tensor)} - self.given.keys()
+        # how many of the first arguments a replay needs, the others it reads where they lie
+        self.needs = 1 + max([*self.copies, *self.writes, *self.given.values()], default=-1)
+        self.tensors = sorted(made)
+        self.values = [None if p in made or p in self.given else out for p, out in enumerate(outputs)]
+        returned = [outputs[place] for place in self.tensors]
+        # by their numbers among the tensors: those that have a gradient, that get one, that have none
+        self.differentiable = [n for n, out in enumerate(returned) if kind.trained and out.requires_grad]
+        self.wanted = [number for number in self.differentiable if self.tensors[number] in kind.wanted]
+        self.without = sorted({*range(len(returned))} - {*self.differentiable})
+        self.seeds = [torch.zeros_like(returned[number]) for number in self.wanted]
+        self.watched: list[int] = []  # the places of staying arguments that the backward reads
+        trained: list[Tensor] = []
+
+        def forward() -> list[Tensor]:
+            found, trained[:] = call_on_views(function.run, arguments, kind.trained)
+            return [found[place] for place in self.tensors]
+
+        def backward(found: list[Tensor]) -> list[Tensor | None]:
+            used = [found[number] for number in self.wanted]
+            return list(gradients_of(used, trained, self.seeds))
+
+        with casting_anew():
+            self.graphs = CudaGraphPair(forward, backward if kind.trained else None, returned[0].device)
+        self.storages = {grad.untyped_storage()._cdata: grad.untyped_storage()
+                         for grad in self.graphs.gradients if grad is not None}  # fmt: skip
+        self.alone: dict[int, int] = {}  # how often each of them is held where nobody else holds it
+        self.copies_gradients = kind.copies_gradients
+
+    def watch(self, saved: Sequence[Tensor]) -> None:
+        """Note which arguments lie in what autograd has saved for a backward."""
+        spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in saved]
+        self.watched = [
+            place
+            for place, at in self.staying.items()
+            if any(start <= at < start + length for start, length in spans)
+        ]
+
+    def has_moved(self) -> bool:
+        """Whether parameters are gone, or lie elsewhere now."""
+        found = ((reference(), place) for reference, place in self.parameters)
+        return any(parameter is None or parameter.data_ptr() != place for parameter, place in found)
+
+    def forward(self, arguments: Sequence[Any]) -> list[Tensor]:
+        """The tensors that a call returns."""
+        with torch.no_grad():
+            for place, copy in self.copies.items():
+                copy.copy_(unexpanded(arguments[place]), non_blocking=True)
+            self.graphs.replay_forward()
+            for place in self.writes:
+                if not arguments[place].is_inference():
+                    increment_version(arguments[place])
+            return [output.clone() for output in self.graphs.outputs]
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the last forward, from those of its tensors; see frees_gradients()."""
+        with torch.no_grad():
+            for number, seed in zip(self.wanted, self.seeds, strict=True):
+                seed.copy_(grads[number])
+            self.graphs.replay_backward()
+            given: set[int] = set()  # two gradients may be one tensor, which autograd hands out as two
+            found: list[Tensor | None] = []
+            for grad in self.graphs.gradients:
+                storage = None if grad is None else grad.untyped_storage()._cdata
+                is_own = self.copies_gradients or storage in given
+                found.append(None if grad is None else grad.clone() if is_own else grad.detach())
+                given.add(storage)
+            return found
+
+    def frees_gradients(self, arguments: Sequence[Any]) -> bool:
+        """Whether the memory of the recorded gradients may be written to.
+
+        They are handed out where they are, and become `.grad` without a copy: most steps have dropped them
+        by the next forward. Where `.grad` still holds them, as over an accumulation, it gets a copy now. What
+        somebody else holds is not to be written to any more.
+        """
+        held = self._held()
+        if not held:
+            return True
+        for parameter in map(parameter_of, chain.from_iterable(map(parts_of, arguments))):
+            grad = None if parameter is None else parameter.grad
+            if grad is not None and local(grad).untyped_storage()._cdata in held:
+                parameter.grad = grad.clone()
+        grad = None  # else it would be held here
+        return not self._held()
+
+    def _held(self) -> set[int]:
+        """Those of the recorded gradients' storages that somebody else holds too."""
+        counts = {storage: torch._C._storage_Use_Count(storage) for storage in self.storages}
+        if not self.alone:
+            self.alone = counts
+        return {storage for storage, count in counts.items() if count > self.alone[storage]}
+
+    def returned(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> list[Any]:
+        """The outputs of a call with these arguments, of the tensors that it made and all else."""
+        outputs = list(self.values)
+        for place, number in self.given.items():
+            outputs[place] = arguments[number]
+        for place, tensor in zip(self.tensors, tensors, strict=True):
+            outputs[place] = tensor
+        return outputs
+
+
+class Forward:
+    """A forward whose backward has not been yet, for as long as somebody may still call it."""
+
+
+class Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kind: CallSignature, function: Function, arguments: Sequence[Any], *trained: Tensor
+    ) -> tuple[Tensor, ...]:
+        graphs = kind.graphs
+        ctx.set_materialize_grads(False)
+        ctx.kind, ctx.graphs, ctx.arguments = kind, graphs, arguments
+        ctx.function, ctx.before = function, Writes()
+        ctx.before.note([arguments[place] for place in function.writes])
+        ctx.forward = Forward()
+        kind.waiting = weakref.ref(ctx.forward)
+        ctx.random, ctx.autocast = random_state(trained[0].device), autocast_now(trained[0].device.type)
+        ctx.read = _noted([arguments[place] for place in graphs.read])
+        outputs = graphs.forward(arguments)
+        ctx.watched = _noted([arguments[place] for place in graphs.watched])
+        # autograd frees a saved tensor after the last backward
+        ctx.save_for_backward(torch.empty(0, dtype=torch.float32, device="cpu"))
+        ctx.mark_non_differentiable(*(outputs[number] for number in graphs.without))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        kind, graphs, _ = ctx.kind, ctx.graphs, ctx.saved_tensors
+        given = [number for number, grad in enumerate(grads) if grad is not None]
+        if not given:
+            return None, None, None, *(None for _ in kind.trained)
+        is_last = kind.waiting is not None and kind.waiting() is ctx.forward
+        if given != graphs.wanted:
+            # A gradient of zeros for the others would not do: parameters that nothing reached would get one.
+            kind.record_for({graphs.tensors[number] for number in given}, ctx.function.note)
+        if given != graphs.wanted or not is_last or torch.is_grad_enabled() or batches_gradients():
+            return None, None, None, *_computed_again(ctx, grads)
+        _check_unchanged(ctx.watched)
+        found = graphs.backward(grads)
+        kind.waiting = None  # from here on another forward may overwrite what this one left
+        return None, None, None, *found
+
+
+def _noted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
+    """What tells whether they are written to, or laid elsewhere, before the backward."""
+    return [(tensor, version, tensor.data_ptr()) for tensor, version in versions(tensors)]
+
+
+def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:
+    check_unwritten([(tensor, version) for tensor, version, _ in noted])
+    for tensor, _, place in noted:
+        if tensor.data_ptr() != place:
+            raise RuntimeError(
+                f"a tensor of shape {list(tensor.shape)} was given other memory between the forward and its "
+                "backward, which is a CUDA graph and reads the memory of before: assign to .data after the "
+                "backward, or convert the model with graphs=False"
+            )
+
+
+def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The gradients of a call that was replayed, by calling the function itself, in the autocast and with the
+    random numbers of then: for a second backward, one that is itself differentiated, and outputs that never
+    had a gradient."""
+    _check_unchanged(ctx.read)
+    recorded, writes = torch.is_grad_enabled(), ctx.function.writes
+    with as_it_was(ctx.arguments, writes), torch.enable_grad():
+        set_random_state(ctx.arguments[ctx.kind.trained[0]].device, ctx.random)
+        ctx.before.undo()
+        with torch.autocast(**ctx.autocast):
+            outputs, trained = call_on_views(ctx.function.run, ctx.arguments, ctx.kind.trained)
+        pairs = [
+            (outputs[place], grad)
+            for place, grad in zip(ctx.graphs.tensors, grads, strict=True)
+            if grad is not None
+        ]
+        used, given = zip(*pairs, strict=True)
+        return gradients_of(used, trained, given, create_graph=recorded)

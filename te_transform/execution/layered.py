@@ -1,0 +1,177 @@
+"""A captured graph in layers that a call may leave out, for whoever decides on that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from te_transform.backends.scale_rows import keep_scales
+from te_transform.backends.tracing import in_backward
+from te_transform.execution.block_calls import ends
+from te_transform.execution.pieces import dropped
+from te_transform.execution.ranks import waits_for_all_gradients
+from te_transform.execution.rerun import is_trained
+from te_transform.graph import edit
+from te_transform.graph.marks import marked
+from te_transform.graph.nodes import dtype_of, returned
+from te_transform.plan.assign import put_in_recipe
+from te_transform.plan.match import Plan, plan
+from te_transform.plan.options import Options
+from te_transform.plan.residual import Layer, residual
+
+log = logging.getLogger(__name__)
+
+
+class LayerPolicy(Protocol):
+    """What decides on the layers of a converted model in its training calls."""
+
+    def is_on(self) -> bool:
+        """Return True if a layer may be left out, or scaled, in this step."""
+
+    def factor(self, path: str) -> float | None:
+        """Return the factor of the branches of a layer in this step, or None if the layer is left out."""
+
+
+@dataclass(frozen=True)
+class LayersNow:
+    """What decides on the layers in a call.
+
+    Attributes:
+        policy: that decides.
+        path: of the module that is called.
+        names: of the model's parameters by their ids.
+    """
+
+    policy: LayerPolicy
+    path: str
+    names: Mapping[int, str]
+
+
+def layered_plan(
+    plan_: Plan, options: Options, tell: Callable[[str], None]
+) -> tuple[Plan, tuple[Layer, ...]] | None:
+    """Plan a captured graph with its layers marked; None if it has no layers that can be left out."""
+    found = residual(plan_)
+    for reason in dict.fromkeys(found.refused.values()):
+        paths = [path for path, why in found.refused.items() if why == reason]
+        tell(sentence := f"{_never(paths)} never dropped: {reason}")
+        log.warning(sentence)
+    if not found.layers:
+        return None
+    made = plan(edit.with_layers(plan_.captured, found.layers), options, plan_.modules)
+    if options.recipe is not None:
+        put_in_recipe(made, options)
+    return made, found.layers
+
+
+def _never(paths: Sequence[str]) -> str:
+    return f"{paths[0]} is" if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more layers are"
+
+
+class Layered:
+    """A graph whose last arguments are the factors of its layers.
+
+    Args:
+        plan_: of the graph.
+        layers: in the order of the factors.
+        run: runs the graph.
+        path_in: tells the path of the module that a call is of, by the names of parameters and arguments.
+    """
+
+    def __init__(
+        self,
+        plan_: Plan,
+        layers: Sequence[Layer],
+        run: Callable[..., Any],
+        path_in: Callable[[Mapping[int, str], Sequence[Any]], str],
+    ):
+        self.plan, self.layers, self.run, self.path_in = plan_, layers, run, path_in
+        self.dtypes = [torch.promote_types(dtype_of(layer.start), torch.float32) for layer in layers]
+        self.kept: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        graph = plan_.captured.graph
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self.places = {node.name: place for place, node in enumerate(placeholders)}
+        marks = {node: node.args[0].name for _, node in marked(graph)}
+        self.ends = {marks[node]: place for place, node in enumerate(returned(graph)) if node in marks}
+        self.weights = [[self.places[node.name] for node in layer.weights()] for layer in layers]
+        self.in_recipe = any(getattr(site.fused, "in_fp8", False) for site in plan_.sites)
+        self.needs_zeros = False  # as in the forward that a checkpoint repeats
+
+    def __call__(self, now: LayersNow, arguments: Sequence[Any]) -> Any:
+        above = self._path(now, arguments)
+        factors = [now.policy.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
+        left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
+        device = next(held.device for held in arguments if isinstance(held, Tensor))
+        keys = [
+            (1.0 if factor is None else factor, dtype, device)
+            for factor, dtype in zip(factors, self.dtypes, strict=True)
+        ]
+        # of the last call, if they are the same
+        self.kept = {key: self.kept[key] if key in self.kept else _number(*key) for key in keys}
+        tensors = [self.kept[key] for key in keys]
+        token = dropped.set(left_out)
+        try:
+            outputs = self.run(*arguments, *tensors)
+        finally:
+            dropped.reset(token)
+        if self.in_recipe:
+            keep_scales(arguments[place] for number in left_out for place in self.weights[number])
+        self._note_ends(arguments, outputs)
+        return self._with_zeros(outputs, arguments, left_out)
+
+    def _path(self, now: LayersNow, arguments: Sequence[Any]) -> str:
+        """Return the path of the module whose graph this is.
+
+        It is the module that is called, or one inside of it if a graph break, or the user's own code, stands
+        between the two.
+        """
+        if now.path in self.plan.modules:
+            return now.path
+        is_known = len(self.plan.modules) == 1
+        return self.plan.modules[0] if is_known else self.path_in(now.names, arguments)
+
+    def _note_ends(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note what the stream is in front of the graph and behind it, if the graph is a single layer."""
+        start, end = self.layers[0].start.name, self.layers[0].end.name
+        found = self.places.get(start), self.ends.get(end)
+        is_whole = len(self.layers) == 1 and None not in found
+        ends.set((arguments[found[0]], outputs[found[1]]) if is_whole else None)
+
+    def _with_zeros(self, outputs: Any, arguments: Sequence[Any], left_out: frozenset[int]) -> Any:
+        """Return outputs whose backward gives parameters of dropped layers zeros, if DDP waits for these."""
+        if not in_backward():
+            self.needs_zeros = waits_for_all_gradients()
+        if not (self.needs_zeros and left_out and torch.is_grad_enabled()):
+            return outputs
+        places = {place for number in left_out for place in self.weights[number]}
+        weights = [arguments[place] for place in sorted(places) if is_trained(arguments[place])]
+        trained = [place for place, held in enumerate(outputs) if is_trained(held)]
+        if not (weights and trained):
+            return outputs
+        held = _Zeros.apply(len(trained), *(outputs[place] for place in trained), *weights)
+        found = dict(zip(trained, held, strict=True))
+        return type(outputs)(found.get(place, held) for place, held in enumerate(outputs))
+
+
+def _number(held: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), held, dtype=dtype, device=device)
+
+
+class _Zeros(torch.autograd.Function):
+    """Tensors as they are, whose backward gives zeros to the weights that are given beside them."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # outputs without a gradient stay without
+        ctx.like = [(held.shape, held.dtype, held.device) for held in tensors[number:]]
+        return tuple(held.view_as(held) for held in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return (None, *grads, *zeros)

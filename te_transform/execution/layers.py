@@ -1,0 +1,158 @@
+"""Layers that a policy leaves out of the training calls of a converted model: an extension of its runner."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_transform.backends.scale_rows import keep_scales
+from te_transform.execution.block_calls import BlockCalls
+from te_transform.execution.blocks import blocks
+from te_transform.execution.call_context import CallContext, ModuleCall
+from te_transform.execution.captured_graph import CapturedGraph
+from te_transform.execution.classes import ModuleRole, Role
+from te_transform.execution.layered import Layered, LayerPolicy, LayersNow, layered_plan
+from te_transform.execution.runner import Runner
+from te_transform.plan.model import CONVERTED, is_sharded
+
+_OBSERVED = "verify() or the conversion looks at the call, in which all layers run"
+_WHOLE = "all layers run in this call"
+_NONE = "no layer of the graph can be left out"
+
+_OUTSIDE: Any = object()
+# the path of the module whose call runs in training; None in other calls, _OUTSIDE outside of any
+_trained: ContextVar[Any] = ContextVar("_trained", default=_OUTSIDE)
+
+
+class LayerCalls:
+    """The calls of a model whose layers a policy decides on.
+
+    Args:
+        model: the converted model.
+        runner: of the model.
+        policy: is asked in each training call.
+    """
+
+    def __init__(self, model: nn.Module, runner: Runner, policy: LayerPolicy):
+        self.policy, self.block_calls = policy, BlockCalls()
+        self.runner = weakref.ref(runner)
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        named = model.named_parameters(remove_duplicate=False)
+        self.names = {id(parameter): name for name, parameter in named}
+        self.graphs: weakref.WeakKeyDictionary[CapturedGraph, LayeredGraph] = weakref.WeakKeyDictionary()
+        for block in blocks(model) if runner.policy.by_block else ():
+            self.attach(block)
+
+    def is_on(self) -> bool:
+        """Return True if this step may leave a layer out."""
+        return self.policy.is_on()
+
+    @contextmanager
+    def around(self, call: ModuleCall) -> Iterator[None]:
+        """Note whether the call trains, and of which module it is."""
+        token = _trained.set(self._trained_path(call.role, call.module))
+        try:
+            yield
+        finally:
+            _trained.reset(token)
+
+    def learn(self, call: ModuleCall, out: Any) -> None:
+        """Learn what a block returns, from a training call that has run."""
+        if call.is_block and self._trained_path(call.role, call.module) is not None:
+            self.block_calls.learn(call.module, tuple(call.args), dict(call.kwargs), out)
+
+    def executor(self, graph: CapturedGraph) -> LayeredGraph:
+        """Return what runs a captured graph in layers."""
+        if graph not in self.graphs:
+            self.graphs[graph] = LayeredGraph(graph, self)
+        return self.graphs[graph]
+
+    def attach(self, block: nn.Module) -> None:
+        """Send calls of a block, hooks included, through _call_block() from now on."""
+        if vars(block).get("_compiled_call_impl") is None:
+            block._compiled_call_impl = partial(self._call_block, block)
+
+    def detach(self, model: nn.Module) -> None:
+        """Let blocks of the model be called as before."""
+        for block in model.modules():
+            own = vars(block).get("_compiled_call_impl")
+            if getattr(own, "func", None) == self._call_block:
+                block._compiled_call_impl = None
+
+    def _call_block(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a block, or leave it out if the step drops it and FSDP would gather its parameters."""
+        role, runner = vars(block).get(CONVERTED), self.runner()
+        is_ours = role is not None and runner is not None and runner.extension is self
+        path = self._trained_path(role, block) if is_ours and is_sharded(block) else None
+        is_dropped = path is not None and self.is_on() and self.policy.factor(path) is None
+        if is_dropped and (passed := self.block_calls.passed(block, args, kwargs)) is not None:
+            if runner.precision is not None:
+                keep_scales(block.parameters())
+            return passed[0]
+        return block._call_impl(*args, **kwargs)
+
+    def _trained_path(self, role: ModuleRole, module: nn.Module) -> str | None:
+        """Return the path of a module that is called in training, else None.
+
+        A block in a call of the model trains if the model does: a reentrant checkpoint calls it without
+        gradients.
+        """
+        if role.kind is Role.BLOCK and _trained.get() is not _OUTSIDE:
+            is_trained = _trained.get() is not None
+        else:
+            is_trained = module.training and torch.is_grad_enabled()
+        return self.paths.get(id(module)) if is_trained else None
+
+
+class LayeredGraph:
+    """Runs a captured graph without the layers that the policy leaves out.
+
+    Args:
+        graph: that was captured.
+        calls: of the model whose graph it is.
+    """
+
+    name = "in layers"
+
+    def __init__(self, graph: CapturedGraph, calls: LayerCalls):
+        self.graph, self.calls = weakref.ref(graph), weakref.ref(calls)
+        self.layered: tuple[Layered | None] | None = None  # None before it is made
+
+    def refuse(self, call: CallContext) -> str | None:
+        """Return why all layers run."""
+        if call.is_observed:
+            return _OBSERVED
+        calls, path = self.calls(), _trained.get()
+        if path is None or path is _OUTSIDE or calls is None or not calls.is_on():
+            return _WHOLE
+        return _NONE if self._made() is None else None
+
+    def run(self, call: CallContext) -> Any:
+        """Run the layers that the policy keeps."""
+        calls = self.calls()
+        return self._made()(LayersNow(calls.policy, _trained.get(), calls.names), call.args)
+
+    def _made(self) -> Layered | None:
+        if self.layered is None:
+            graph = self.graph()
+            made = layered_plan(graph.plan, graph.options, graph.owner.tell)
+            if made is not None:
+                run = CapturedGraph(made[0], graph.owner, is_extended=False)
+                made = Layered(*made, run, graph.path_in)
+                graph.forget_recordings()
+            self.layered = (made,)
+        return self.layered[0]
+
+
+def decide_on_layers(model: nn.Module, runner: Runner, policy: LayerPolicy | None) -> None:
+    """Ask `policy` about the layers of the model's training calls from now on; None runs all of them."""
+    if isinstance(runner.extension, LayerCalls):
+        runner.extension.detach(model)
+    runner.extension = None if policy is None else LayerCalls(model, runner, policy)

@@ -1,0 +1,240 @@
+"""The head of a language model beside CUDA graphs, with the loss that reads it; and beside what is compiled
+in pieces, so that its gradient is the first to be reduced.
+
+What CUDA graphs return is copied, for the next call writes to the same memory. Many logits take longer to
+copy than the CPU takes to launch the head and its loss, while the GPU still computes the layers.
+
+Beside a loss the logits are compiled without a gradient. A compiled backward takes one for each output, and
+where only the loss is differentiated that is as many zeros as there are logits, to write and to add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.convert_frame import compile_lock
+
+from te_transform.backends import plain
+from te_transform.execution.partition import as_leaf
+from te_transform.execution.rerun import autocast_now, call_on_views, gradients_of, trained_among
+from te_transform.graph import edit
+from te_transform.graph.nodes import (
+    bytes_of,
+    changes_state,
+    is_model_tensor,
+    is_random,
+    numel_of,
+    returned,
+    shape_of,
+    storages,
+    value,
+    writes,
+)
+
+COLUMNS = 4096  # from which on a linear is a head
+# Fewer bytes of logits are copied, on an H100 in 0.09 ms at most. To launch another forward takes 0.05 to 0.2
+# ms of the CPU, by how fast it is, and a backward 0.4 to 0.9. Where the GPU has more to do than the CPU that
+# is no loss: in a forward from so many rows times numbers in weights on, a third of a millisecond.
+COPIED, PACED = 2**27, 10**11
+
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any] | None]
+
+
+class Head:
+    """The last operations of a graph: linears with many columns, and what reads them.
+
+    Attributes:
+        rest: the graph without them.
+
+    Args:
+        graph: what they are cut off from.
+        nodes: the operations, in the order of the graph.
+        reads: what of the others they read.
+        compile: compiles a graph for such arguments, or returns None where it cannot; None if the operations
+            are to run as they are.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        nodes: Sequence[fx.Node],
+        reads: Sequence[fx.Node],
+        compile: Compile | None,
+    ):
+        self.outputs, inside = returned(graph.graph), set(nodes)
+        tensors = dict.fromkeys(node for node in self.outputs if isinstance(node, fx.Node))
+        self.own = [node for node in tensors if node in inside]
+        self.passed = [*dict.fromkeys([*reads, *(node for node in tensors if node not in inside)])]
+        self.module, self.inputs = edit.cut_out(graph, nodes, self.own)
+        self.rest = edit.without(graph, nodes, self.passed)
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self.places = {node: place for place, node in enumerate(placeholders)}
+        self.compile = compile
+        self.run: Callable[..., Sequence[Any]] | None = None if compile else self.module.forward
+        self.logits = None if compile is None else _beside_a_loss(self.own, reads)
+
+    def __call__(self, rest: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
+        """What the graph returns, by a function that computes `rest`."""
+        values = dict(zip(self.passed, rest(*arguments), strict=True))
+        given = [values[node] if node in values else arguments[self.places[node]] for node in self.inputs]
+        run = self.run or self._compiled([*map(as_leaf, given)])
+        values.update(zip(self.own, run(*given), strict=True))
+        return [values[node] if isinstance(node, fx.Node) else node for node in self.outputs]
+
+    def compile_with_gradient(self) -> None:
+        """Compile the logits with their gradient, from the next call on."""
+        with compile_lock:
+            if self.logits is not None:  # else another backward has
+                self.run = self.logits = None
+
+    def _compiled(self, given: list[Any]) -> Callable[..., Sequence[Any]]:
+        with compile_lock:
+            if self.run is None:  # else another thread has
+                module, place = self.module, self.logits
+                if place is not None:
+                    module = edit.passed_through(module, place, torch.detach)
+                run = self.compile(module, given)
+                if run is None:
+                    self.run = self.module.forward
+                else:
+                    self.run = run if place is None else partial(self._run_without_gradient, run, place)
+            return self.run
+
+    def _run_without_gradient(self, run: Callable[..., Sequence[Any]], place: int, *given: Any) -> list[Any]:
+        """The outputs of the function, that at this place with what computes its gradient by itself."""
+        outputs, trained = [*run(*given)], trained_among(given)
+        # nothing is written: what the function itself saved is as it was
+        with torch.autograd._unsafe_preserve_version_counter(outputs[place]):
+            tensors = [given[number] for number in trained]
+            outputs[place] = _Logits.apply(outputs[place], self, place, given, trained, *tensors)
+        return outputs
+
+
+class _Logits(torch.autograd.Function):
+    """Logits that were computed without a gradient; should they get one, the head is called again for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        head: Head,
+        place: int,
+        given: Sequence[Any],
+        trained: Sequence[int],
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.mark_dirty(logits)  # else they would be a view, which nobody could write to
+        ctx.save_for_backward(*(each for each in given if isinstance(each, Tensor)))
+        ctx.others = [None if isinstance(each, Tensor) else each for each in given]
+        ctx.head, ctx.place, ctx.trained = head, place, trained
+        ctx.autocast = autocast_now(logits.device.type)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        saved, recorded = iter(ctx.saved_tensors), torch.is_grad_enabled()
+        given = [next(saved) if each is None else each for each in ctx.others]
+        ctx.head.compile_with_gradient()
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            outputs, views = call_on_views(ctx.head.module.forward, given, ctx.trained)
+        found = gradients_of([outputs[ctx.place]], views, [grad], create_graph=recorded)
+        return None, None, None, None, None, *found
+
+
+def _beside_a_loss(outputs: Sequence[fx.Node], reads: Sequence[fx.Node]) -> int | None:
+    """The place of the logits, the one output larger than what the head reads, in memory of their own, if
+    another output is differentiated too."""
+    large = [place for place, node in enumerate(outputs) if numel_of(node) > max(map(numel_of, reads))]
+    trained = [place for place, node in enumerate(outputs) if value(node).requires_grad]
+    apart = len({*storages(outputs)}) == len(outputs)
+    return large[0] if apart and len(large) == 1 and len(trained) > 1 and large[0] in trained else None
+
+
+def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
+    """The head of a graph in the mode that is on; None where it has none that may come after all else.
+
+    Args:
+        graph: of operations and fused ops.
+        compile: compiles what reads the logits, see Head; where it is None, they are the last that is
+            computed, or there is no head.
+    """
+    heads = [node for node in graph.graph.nodes if _is_head(graph, node)]
+    if not heads:
+        return None
+    reads = [*dict.fromkeys(head.args[0] for head in heads)]
+    nodes = _without_others(graph, heads, reads)
+    if nodes is None or any(map(is_random, nodes)):
+        return None
+    given = set(storages(node for node in graph.graph.nodes if node.op == "placeholder"))
+    if given.intersection(storages(reads)):  # no graph may return memory of an argument
+        return None
+    # The head runs after all that stays: what comes later in the graph may not write, nor change the mode.
+    if any(node >= nodes[0] and (writes(node) or changes_state(node)) for node in graph.graph.nodes):
+        return None
+    if _are_copied(graph, heads):
+        return None
+    if nodes == heads:
+        return Head(graph, nodes, reads, None)
+    return None if compile is None else Head(graph, nodes, reads, compile)
+
+
+def _are_copied(graph: fx.GraphModule, heads: Sequence[fx.Node]) -> bool:
+    """Whether the logits are few enough to stay in the graph, out of whose memory they are copied."""
+    few = sum(map(bytes_of, heads)) < COPIED
+    return few and (torch.is_grad_enabled() or _work(graph, heads[0]) < PACED)
+
+
+def _work(graph: fx.GraphModule, head: fx.Node) -> int:
+    """The rows of the head's input times the numbers in all weights, about what products add up."""
+    weights = [node for node in graph.graph.nodes if node.op == "placeholder" and is_model_tensor(node)]
+    return numel_of(head.args[0]) // shape_of(head.args[1])[1] * sum(map(numel_of, weights))
+
+
+def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether it is a linear whose result is far larger than its input, and the last one."""
+    module = graph.get_submodule(node.target) if node.op == "call_module" else None
+    if node.target is not torch._C._nn.linear and not isinstance(module, plain.Linear):
+        return False
+    # TE updates its scales in the backward of the module that it saw first in a step. Beside a graph that
+    # would be the head, whose backward comes before all others.
+    if module is not None and torch.is_grad_enabled():
+        return False
+    x, weight = node.args[:2]
+    if node.kwargs or x.op == "placeholder" or not is_model_tensor(weight):
+        return False
+    outs, ins = shape_of(weight)
+    if outs < max(COLUMNS, 2 * ins):
+        return False
+    later = _readers([node]) - {node}
+    return not any(is_model_tensor(read) for each in later for read in each.all_input_nodes)
+
+
+def _readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These, what reads them, what reads that, and so on."""
+    found, waiting = set(), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            waiting += node.users
+    return found
+
+
+def _without_others(
+    graph: fx.GraphModule, heads: Sequence[fx.Node], reads: Sequence[fx.Node]
+) -> list[fx.Node] | None:
+    """The heads, what reads them, and what else only that reads; None where others read a part of it too."""
+    own = _readers(heads)
+    nodes, waiting = set(), {*own}
+    for node in reversed(graph.graph.nodes):
+        if node in waiting:
+            nodes.add(node)
+            waiting |= {read for read in node.all_input_nodes if read.op != "placeholder"} - {*reads}
+    outputs = {node for node in returned(graph.graph) if isinstance(node, fx.Node)}
+    shared = any(node in outputs or not {*node.users} <= nodes for node in nodes - own)
+    fused = any(node.op == "call_module" for node in nodes - {*heads})
+    return None if shared or fused or nodes & {*reads} else sorted(nodes)

@@ -1,0 +1,360 @@
+"""From a plan to what runs: the captured graph, with each site's operations replaced by one call of its fused
+op.
+
+All else in the graph stays bitwise what dynamo captured.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Collection, Iterator
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from te_transform.backends import plain
+from te_transform.backends.joined import Join, Split
+from te_transform.backends.masks import Mask
+from te_transform.canonicalize import written
+from te_transform.canonicalize.linears import TURNS
+from te_transform.graph import edit, ops
+from te_transform.graph.bound import module_of
+from te_transform.graph.nodes import (
+    called,
+    dtype_of,
+    goes_into_products,
+    is_batched,
+    is_bias,
+    is_foreign,
+    is_model_tensor,
+    is_parameter,
+    is_random,
+    is_tensor_node,
+    same_shape,
+    shape_of,
+    shows_layout,
+    value,
+    varies_by_autocast,
+)
+from te_transform.plan.match import Plan, Site
+
+# in plain PyTorch they are as many operations as were captured
+_IN_AS_MANY = (plain.CrossEntropy, plain.PaddedLinear, plain.Rotary)
+_SINGLE = (*ops.NORMS, *ops.ACTIVATIONS)
+
+ScatteredGroups = list[
+    tuple[weakref.ref, ...]
+]  # groups of joined parameters that do not lie next to each other
+
+
+def lower(plan: Plan, scattered: ScatteredGroups, without: Collection[Site] = ()) -> fx.GraphModule:
+    """The graph that runs.
+
+    Args:
+        plan: its captured graph is copied.
+        scattered: where groups are noted that a call finds scattered, see Join.
+        without: sites that run as they were captured.
+    """
+    lowering = _Lowering(plan, scattered)
+    for site in _in_order(plan, without):
+        lowering.put(site)
+    return lowering.finished()
+
+
+def lower_unfused(
+    plan: Plan, scattered: ScatteredGroups, without: Collection[Site] = (), rotations: bool = False
+) -> fx.GraphModule:
+    """The graph with its products as they were captured.
+
+    Attention and what else gains in plain PyTorch is fused, and so are the norms and activations of these
+    products where they were captured as several operations each; rotary embeddings if `rotations` says so,
+    whose kernel is for calls of many tokens.
+    """
+    lowering = _Lowering(plan, scattered)
+    for site in _in_order(plan, without):
+        if site.is_product:
+            lowering.put_parts(site)
+        elif rotations or not isinstance(site.fused, plain.Rotary):
+            lowering.put(site)
+    return lowering.finished()
+
+
+def is_as_captured(plan: Plan, without: Collection[Site] = ()) -> bool:
+    """Whether lower_unfused() leaves each operation as it was captured, but for masks, where no kernel takes
+    the call."""
+    return not any(map(partial(_is_rewritten, plan), _in_order(plan, without)))
+
+
+def _is_rewritten(plan: Plan, site: Site) -> bool:
+    if isinstance(site.fused, plain.DotProductAttention):
+        return site.fused.written_out
+    if site.is_product:
+        return any(len(part.meta["spelled"]) > 1 for part in _parts(plan, _names_in(plan, site)))
+    return not isinstance(site.fused, _IN_AS_MANY)
+
+
+def _parts(plan: Plan, names: Collection[str]) -> Iterator[fx.Node]:
+    """The norms and activations among the captured nodes of these names."""
+    found = (node for node in plan.before.nodes if node.target in _SINGLE)
+    return (node for node in found if node.meta.get("origin") in names)
+
+
+def _names_in(plan: Plan, site: Site) -> set[str]:
+    """The names of the captured nodes that a site replaces."""
+    inside, _ = edit.needed(*_ends(plan, site))
+    return {node.name for node in inside}
+
+
+def _in_order(plan: Plan, without: Collection[Site]) -> list[Site]:
+    sites = (site for site in plan.sites if site not in without and not _changes_nothing(site))
+    return sorted(sites, key=lambda site: site.node)
+
+
+def _changes_nothing(site: Site) -> bool:
+    """In plain PyTorch a linear by itself is what was captured."""
+    return type(site.fused) is plain.Linear and len(site.weights[0]) == 1
+
+
+def reference(plan: Plan, site: Site) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
+    """What a site replaces: the captured operations between its inputs and its outputs.
+
+    Returns:
+        A module of these operations, which returns a tuple of the site's outputs, and the captured nodes that
+        are its arguments: the site's inputs, and what the operations read besides, for its dtype or shape.
+    """
+    outputs, inputs = _ends(plan, site)
+    return edit.extract(plan.captured, outputs, inputs | edit.read_aside(outputs, inputs))
+
+
+def _ends(plan: Plan, site: Site) -> tuple[list[fx.Node], set[fx.Node]]:
+    """The captured nodes that the site's outputs are, and those of its inputs."""
+    captured = {node.name: node for node in plan.captured.graph.nodes}
+    outputs = [captured[node.meta["origin"]] for node in site.outputs]
+    return outputs, {captured[name] for name in _inputs(site)}
+
+
+def _is_asked_for(site: Site, mask: Tensor) -> bool:
+    """Whether it pays to know what this mask is. A bias that differs from head to head is none of those that
+    kernels know of: written out, its gradients are right in kernels where every query sees a key."""
+    is_trained = value(site.node.args[0]).requires_grad
+    return not is_bias(mask) or (is_trained and site.fused.written_out)
+
+
+def _inputs(site: Site) -> set[str]:
+    """The names of the captured nodes that the arguments of a site are, or are made of."""
+    found, waiting = set(), list(site.node.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if "origin" in node.meta:
+            found.add(node.meta["origin"])
+        else:
+            waiting += node.all_input_nodes
+    return found
+
+
+class _Lowering:
+    """Puts sites into a copy of the captured graph, in the order of the canonical graph.
+
+    `stands` maps the name of each captured node to the node of the copy that has its value now.
+    """
+
+    def __init__(self, plan: Plan, scattered: ScatteredGroups):
+        self.plan, self.scattered = plan, scattered
+        self.graph, self.stands = edit.copy_by_name(plan.captured.graph)
+        self.module = module_of(plan.captured, self.graph)
+        self.written = {node.name for node in written(plan.captured.graph)}
+        self.in_modes = any("autocast" in called(node) for node in plan.captured.graph.nodes)
+        self.masks: dict[tuple[fx.Node, bool], fx.Node] = {}
+        self.shared: dict[tuple, fx.Node] = {}
+        # What sites return, copies of canonical calls, masks that are made in other places. Unread they go at
+        # the end alone: a later site may read what the captured graph computed twice, the canonical one once.
+        self.added: dict[fx.Node, None] = {}
+        self.views: dict[tuple, fx.Node] = {}
+        self.put_already: set[str] = set()  # a norm may be part of several sites
+
+    def put(self, site: Site) -> None:
+        """Call the site's op where the first of its outputs is computed."""
+        outputs = {node: self.stands[node.meta["origin"]] for node in site.outputs}
+        at = self._place_of(site, outputs.values())
+        made: dict[fx.Node, fx.Node] = {}
+        args = self._inner(site.node.args, at, made)
+        if isinstance(site.fused, plain.DotProductAttention):
+            args = self._with_mask(site, args, at)
+        name = site.name.replace(".", "_")
+        self.module.add_submodule(name, site.fused)
+        made[site.node] = edit.insert_call(self.graph, at, name, args, like=site.node)
+        parts = self._split(site, at, made) if site.is_merged else {}
+        for canonical, old in outputs.items():
+            columns = parts.get(canonical)
+            if columns is None:
+                new = self._node(canonical, at, made, new=True)
+            else:
+                new = self._own(old, columns, at)
+            if canonical.target in TURNS and old.name not in self.written and goes_into_products(old):
+                edit.take_any_layout(old)
+            elif canonical.target in TURNS:  # the linear's own result lies in its order
+                new = self._own_copy(new, at)
+            elif isinstance(site.fused, plain.DotProductAttention) and site.fused.written_out:
+                # kernels have the heads of a token next to each other, products all tokens of a head
+                new = self._own(old, new, at) if goes_into_products(old) else self._own_copy(new, at)
+            elif columns is None and old.name in self.written:
+                # Autograd lets nobody write to a view that comes out of a Function, as kernels return it, and
+                # the backward of attention reads what its forward returned.
+                new = edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
+            self.stands[canonical.meta["origin"]] = new
+            self.added[new] = None
+            edit.replace_uses(old, new)
+        edit.erase_cascade(self.graph, outputs.values(), _names_in(self.plan, site), staying=self.added)
+
+    def _place_of(self, site: Site, outputs: Collection[fx.Node]) -> fx.Node:
+        """The first of the outputs; the last of them where something that the op reads comes after the
+        first."""
+        read = [self.stands[name] for name in _inputs(site)]
+        first = min(outputs)
+        return first if all(node < first for node in read) else max(outputs)
+
+    def put_parts(self, site: Site) -> None:
+        """Compute each norm and activation of the site by one operation."""
+        inside = _names_in(self.plan, site)
+        for part in _parts(self.plan, inside - self.put_already):
+            name = part.meta["origin"]
+            self.put_already.add(name)
+            if len(part.meta["spelled"]) == 1:
+                continue
+            old = self.stands[name]
+            args = self._inner(part.args, old, {})
+            self.stands[name] = edit.insert_call(self.graph, old, part.target, args, like=part)
+            edit.replace_uses(old, self.stands[name])
+            edit.erase_cascade(self.graph, [old], inside)
+
+    def finished(self) -> fx.GraphModule:
+        """The graph as a module, ready to run."""
+        edit.erase_cascade(self.graph, self.added, set())
+        self.graph.lint()
+        self.module.recompile()
+        # fx prints a graph when it is first called; what cannot be printed has to fail here
+        _LazyGraphModule.force_recompile(self.module)
+        return self.module
+
+    def _split(self, site: Site, at: fx.Node, made: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Each of the columns of a merged product."""
+        sizes = [shape_of(weight)[0] for weight in site.weights[0]]
+        joined = [self._node(arg, at, made) for arg in site.node.all_input_nodes if arg.target is ops.join]
+        whole = self._node(site.result, at, made, new=True)
+        name = f"{site.name}_split".replace(".", "_")
+        self.module.add_submodule(name, Split(sizes))
+        split = edit.insert_call(self.graph, at, name, (whole, *joined), like=site.result)
+        starts = list(accumulate(sizes, initial=0))
+        return {
+            columns: edit.insert_call(
+                self.graph, at, operator.getitem, (split, starts.index(columns.args[1])), like=columns
+            )
+            for columns in site.outputs
+            if columns.target is ops.columns
+        }
+
+    def _own(self, old: fx.Node, columns: fx.Node, at: fx.Node) -> fx.Node:
+        """The columns in the place of what a linear returned, as a tensor of their own where somebody could
+        tell."""
+        if not shows_layout(old) and old.name not in self.written:
+            edit.take_any_layout(old)
+            return columns
+        return self._own_copy(columns, at)
+
+    def _own_copy(self, x: fx.Node, at: fx.Node) -> fx.Node:
+        own = {"memory_format": torch.contiguous_format}
+        return edit.insert_call(self.graph, at, torch.clone, (x,), own, like=x)
+
+    def _inner(self, args: Any, at: fx.Node, made: dict[fx.Node, fx.Node]) -> Any:
+        """The arguments of a canonical call as nodes of the graph that runs, in front of `at`."""
+        return fx.node.map_aggregate(
+            args, lambda arg: self._node(arg, at, made) if isinstance(arg, fx.Node) else arg
+        )
+
+    def _node(self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node], new: bool = False) -> fx.Node:
+        if node in made:
+            return made[node]
+        if "origin" in node.meta and not new:
+            return self.stands[node.meta["origin"]]
+        made[node] = self._copied(node, at, made)
+        return made[node]
+
+    def _copied(self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The same call in the graph that runs."""
+        args, kwargs = self._inner(node.args, at, made), self._inner(dict(node.kwargs), at, made)
+        if node.target is not ops.join:
+            # All layers have the same mask, which is made, and looked at, once; floating ones in each mode.
+            is_hiding = is_tensor_node(node) and dtype_of(node) is torch.bool
+            read = fx.map_arg(args, self._first_view)
+            key = (node.target, str(read), tuple(kwargs.items()), None if is_hiding else node.meta["region"])
+            shared = is_tensor_node(node) and not is_random(node) and not self._reads_written(args)
+            if shared and key in self.shared:
+                return self.shared[key]
+            call = edit.insert_call(self.graph, at, node.target, args, kwargs, like=node)
+            self.added[call] = None
+            if shared:
+                self.shared[key] = call
+            return call
+        name = f"join_{at.name}_{len(made)}"
+        self.module.add_submodule(name, Join(self.scattered))
+        return edit.insert_call(self.graph, at, name, args, like=node)
+
+    def _first_view(self, node: fx.Node) -> fx.Node:
+        """The first of the nodes that take the same part of the same tensor, as each layer does of a bias."""
+        if node.target is operator.getitem and is_tensor_node(node) and is_tensor_node(node.args[0]):
+            return self.views.setdefault((str(node.args), value(node).requires_grad), node)
+        return node
+
+    def _reads_written(self, args: tuple) -> bool:
+        """Whether a call has an argument that may be written to before it is made again."""
+        return any(arg.name in self.written for arg in args if isinstance(arg, fx.Node))
+
+    def _with_mask(self, site: Site, args: tuple, at: fx.Node) -> tuple:
+        """The arguments of attention with its mask found out at run time, where that is possible.
+
+        A mask of finite numbers leaves a row that it hides everywhere uniform, for which the canonical form
+        has the query zeroed: that is left to the op, which need not do it where the mask turns out to be
+        causal or to hide nothing, without such rows.
+        """
+        query, mask, sinks = args[0], args[3], args[8]
+        hidden = None
+        if isinstance(query, fx.Node) and query.target is ops.zero_hidden:
+            query, hidden = query.args
+        # A single query sees other keys at each step of a generation: each look would wait for the GPU.
+        is_one = same_shape(shape_of(query)[-2:-1], (1,))
+        is_asked = isinstance(mask, fx.Node) and (args[10] is not None or _is_asked_for(site, value(mask)))
+        if is_asked and not is_one:
+            mask = self._proved(mask, hidden, at, sinks is not None)
+        return (query, *args[1:3], mask, *args[4:], hidden)
+
+    def _proved(self, mask: fx.Node, hidden: fx.Node | None, at: fx.Node, beside_sinks: bool) -> fx.Node:
+        known = mask, beside_sinks
+        if known not in self.masks:
+            make, inputs = edit.extract(self.module, [mask] if hidden is None else [mask, hidden], ())
+            if not self._provable(make, inputs):
+                return mask
+            name = f"mask_{len(self.masks)}"
+            stored = [is_model_tensor(node) for node in inputs]
+            self.module.add_submodule(name, Mask(make, stored, beside_sinks))
+            self.masks[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
+            self.added[mask] = None
+        return self.masks[known]
+
+    def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
+        """Whether a mask is made of sizes, buffers and data alone, all of them as they are when it is
+        made; and not in a vmap(), which begins and ends with calls that nothing reads, nor by products that
+        another autocast than the attention's may have in another dtype."""
+        inside = [node for node in make.graph.nodes if node.op not in ("placeholder", "output")]
+        calls = all(node.op in ("call_function", "call_method") for node in inside)
+        pure = calls and not any(is_random(n) or is_batched(n) or is_foreign(n) for n in inside)
+        if self.in_modes and any(map(varies_by_autocast, inside)):
+            return False
+        learned = any(is_parameter(node) for node in inputs) or any(
+            is_tensor_node(node) and node.meta["example_value"].requires_grad for node in (*inputs, *inside)
+        )
+        return pure and not learned and not self.written & {node.name for node in (*inputs, *inside)}

@@ -1,0 +1,44 @@
+"""What a converted model keeps for its report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from te_transform.execution.captured_graph import CapturedGraph
+
+
+class ReportMaterial:
+    """The material for the report of one converted model.
+
+    Attributes:
+        report: of the conversion, None before there is one.
+        notes: sentences on what runs otherwise than asked for.
+        breaks: what dynamo says of code that it did not capture.
+        next_call: the graphs of the next call, [] until then, if the report has to be made of that call; else
+            None.
+        was_called: whether a call has come through the model's own forward, and not its parts' alone.
+        own_calls: how many calls ran the user's own code, by the reason.
+    """
+
+    def __init__(self, report: Any = None, next_call: list[CapturedGraph] | None = None):
+        self.report, self.next_call = report, next_call
+        self.notes: list[str] = []
+        self.breaks: dict[str, None] = {}
+        self.was_called = False
+        self.own_calls: Counter[str] = Counter()
+
+    def tell(self, why: str) -> None:
+        """Add a sentence to the report, once."""
+        if why not in self.notes:
+            self.notes.append(why)
+
+    def __deepcopy__(self, memo: dict) -> ReportMaterial:
+        return ReportMaterial(self.report, self._no_graphs())
+
+    def __reduce__(self) -> tuple:
+        return ReportMaterial, (self.report, self._no_graphs())
+
+    def _no_graphs(self) -> list[CapturedGraph] | None:
+        """Return [] if a copy has to make its report of its own next call, else None."""
+        return None if self.next_call is None else []

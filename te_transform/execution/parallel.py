@@ -1,0 +1,270 @@
+"""A converted model on the ranks of a tensor-parallel group: its parameters are DTensors, each rank computes
+with its own shards of them.
+
+The model's own code, which has sizes and numbers of heads written into it, is captured as on one rank: in a
+call stand-ins lie in the places of the parameters, of the sizes of the whole ones and without memory. What is
+captured is put on shards, and the graph that runs reads the shards themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from te_transform.backends.collectives import Move, Ranks, Shards
+from te_transform.backends.joined import local, share_state, standing_for
+from te_transform.execution.sharded import Unshardable, on_shards
+from te_transform.graph.nodes import MADE_ANEW, is_parameter
+from te_transform.plan.layout import Place
+
+
+class ParallelError(RuntimeError):
+    """A model, a mesh or a call that cannot be divided among ranks; the message says what would do."""
+
+
+@dataclass(eq=False)
+class Divided:
+    """A parameter of a divided model.
+
+    `shards` says what of it a rank computes with, None: all of it; `held` is the DTensor of the last call.
+    What FP8 keeps for a parameter belongs to its stand-in, which is the same from call to call.
+    """
+
+    shards: Shards | None
+    stand_in: nn.Parameter | None = None
+    held: DTensor | None = None
+    version: int = 0  # of the DTensor, at the last call
+
+    def stand_in_for(self, held: DTensor) -> nn.Parameter:
+        """A parameter of the size of the whole one, without its memory; who reads it reads that it is no
+        number.
+
+        Products by groups look at the strides of a matrix already when dynamo captures them: of a stack of
+        matrices one is there.
+        """
+        made, self.held = self.stand_in, held
+        if made is None or (made.dtype, made.device) != (held.dtype, held.device):
+            sizes = (1, *held.shape[1:]) if held.dim() == 3 else (1,)
+            one = torch.full(sizes, math.nan, dtype=held.dtype, device=held.device)
+            made = nn.Parameter(one.expand(held.shape), held.requires_grad)
+            if self.stand_in is not None:
+                share_state(self.stand_in, made)
+            self.stand_in = made
+        made.requires_grad_(held.requires_grad)
+        share_state(made, held)
+        if held._version != self.version:
+            # writes to a DTensor are counted there alone, and weights in FP8 are kept by the count of what it
+            # holds; once a call has taken its share, which is a view of that, it may not be counted any more
+            self.version = held._version
+            increment_version(local(held))
+        return made
+
+    def share(self, ranks: Ranks, move: Move | None) -> Tensor:
+        """What this rank computes with, in the placement that `move` brings it to; gradients find their way
+        to the DTensor."""
+        if self.shards is None or self.shards.is_plain:
+            share = self.held.to_local()
+        else:
+            # q, k and v of one product, of each of which a rank has rows, or heads that several ranks have:
+            # it gets all rows and takes its own
+            whole = self.held.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            share = ranks.share(whole, self.shards)
+        return self._standing(share if move is None else move(share))
+
+    def whole(self) -> Tensor:
+        """All of it, gathered."""
+        return self._standing(self.held.full_tensor())
+
+    def _standing(self, tensor: Tensor) -> Tensor:
+        share_state(self.stand_in, local(self.held))  # to_local() makes another tensor in each call
+        return standing_for(tensor, self.held)
+
+
+@dataclass(eq=False)
+class Parallel:
+    """What a converted model carries once it is divided.
+
+    Args:
+        ranks: the group.
+        sequence: whether residuals and norms are sharded too.
+        places: of the model, for the report.
+        divided: where parameters are held, by their modules and the names there; tied ones are one.
+    """
+
+    ranks: Ranks
+    sequence: bool
+    places: tuple[Place, ...]
+    divided: dict[tuple[nn.Module, str], Divided] = field(default_factory=dict)
+    standing: dict[int, Divided] = field(default_factory=dict)  # by the ids of the stand-ins of a call
+
+    def __deepcopy__(self, memo: dict) -> Parallel:
+        raise ParallelError(
+            "a model that is divided among ranks cannot be copied: copy the converted model, then divide the "
+            "copy by te_transform.parallelize()"
+        )
+
+    def __reduce__(self) -> tuple:
+        raise ParallelError(
+            "a model that is divided among ranks cannot be pickled: save its state_dict(), by "
+            "torch.distributed.checkpoint or of full_tensor()s"
+        )
+
+    @contextmanager
+    def distributed(self, model: nn.Module, shards: Mapping[str, Shards]) -> Iterator[None]:
+        """Put a DTensor in the place of each parameter of the model, with what the first rank has in it;
+        parameters that are tied stay so. Where the body raises, the parameters themselves come back."""
+        made: dict[int, tuple[nn.Parameter, Divided]] = {}
+        before = [*model.named_parameters(remove_duplicate=False)]
+        known = {id(parameter): shards[name] for name, parameter in before if name in shards}
+        try:
+            for name, parameter in before:
+                if id(parameter) not in made:
+                    found = known.get(id(parameter))  # by whichever of the names of one that is tied
+                    stored = Replicate() if found is None else Shard(parameter.dim() + found.dim)
+                    tensor = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
+                    held, divided = nn.Parameter(tensor, parameter.requires_grad), Divided(found)
+                    divided.stand_in_for(held)  # which gives both a place for what FP8 keeps
+                    made[id(parameter)] = held, divided
+                module, own = _holder(model, name)
+                module._parameters[own], self.divided[module, own] = made[id(parameter)]
+            yield
+        except BaseException:
+            for name, parameter in before:
+                module, own = _holder(model, name)
+                module._parameters[own] = parameter
+            raise
+
+    def collect(self) -> None:
+        """Put whole parameters in the places of the DTensors."""
+        made: dict[int, nn.Parameter] = {}
+        for (module, name), divided in self.divided.items():
+            if id(divided) not in made:
+                held = module._parameters[name]
+                made[id(divided)] = nn.Parameter(held.detach().full_tensor(), held.requires_grad)
+            module._parameters[name] = made[id(divided)]
+
+    @contextmanager
+    def standing_in(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Stand-ins in the places of these modules' parameters, for a call that is captured."""
+        with self._replaced(modules, Divided.stand_in_for) as replaced:
+            self.standing = {id(d.stand_in): d for d in replaced} or self.standing
+            yield
+
+    @contextmanager
+    def whole(self, modules: Iterable[nn.Module], repeats: bool = False) -> Iterator[None]:
+        """Whole tensors in the places of these modules' parameters, gathered for a call of the user's own
+        code, which each rank makes for itself.
+
+        Raises:
+            ParallelError: the backward `repeats` parts of that code, when they are no longer whole.
+        """
+        if repeats:
+            raise ParallelError(
+                "activation checkpoints are on in a model that is divided among ranks, inside its blocks or "
+                "without a list of blocks to capture one by one, a forward without them is needed: turn them "
+                "off, or have whole blocks repeated"
+            )
+        with self._replaced(modules, lambda divided, held: held.full_tensor()):
+            yield
+
+    @contextmanager
+    def _replaced(
+        self, modules: Iterable[nn.Module], make: Callable[[Divided, DTensor], Tensor]
+    ) -> Iterator[list[Divided]]:
+        made: dict[int, Tensor] = {}
+        before, replaced = [], []
+        try:
+            for module in modules:
+                for name, held in module._parameters.items():
+                    divided = self.divided.get((module, name))
+                    if divided is None or not isinstance(held, DTensor):  # replaced by an outer call
+                        continue
+                    if id(divided) not in made:
+                        made[id(divided)] = make(divided, held)
+                        replaced.append(divided)
+                    before.append((module, name, held))
+                    module._parameters[name] = made[id(divided)]
+            yield replaced
+        finally:
+            for module, name, held in before:
+                module._parameters[name] = held
+
+    def graph(
+        self, captured: fx.GraphModule, fuse: Callable[[fx.GraphModule], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """What dynamo calls in the place of a captured graph."""
+        return _Divided(self, captured, fuse)
+
+
+def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and its name there."""
+    path, _, own = name.rpartition(".")
+    return model.get_submodule(path), own
+
+
+class _Divided:
+    """A captured graph on shards; layers that share it may be divided in different ways."""
+
+    def __init__(self, parallel: Parallel, captured: fx.GraphModule, fuse: Callable[..., Any]):
+        self.parallel, self.captured, self.fuse = parallel, captured, fuse
+        self.names = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
+        self.made: dict[tuple, tuple[Callable[..., Any], dict[str, Move]]] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        given = [self.parallel.standing.get(id(argument)) for argument in arguments]
+        key = tuple(divided and divided.shards for divided in given)
+        if key not in self.made:
+            self.made[key] = self._make(dict(zip(self.names, key, strict=True)))
+        run, moves = self.made[key]
+        return run(*self._shares(arguments, given, moves))
+
+    def _shares(
+        self, arguments: Sequence[Any], given: Sequence[Divided | None], moves: Mapping[str, Move] | None
+    ) -> Iterator[Any]:
+        for name, argument, divided in zip(self.names, arguments, given, strict=True):
+            if divided is None:
+                yield argument
+            elif moves is None:
+                yield divided.whole()
+            else:
+                yield divided.share(self.parallel.ranks, moves.get(name))
+
+    def _make(self, shards: dict[str, Shards | None]) -> tuple[Callable[..., Any], dict[str, Move] | None]:
+        ranks, sequence = self.parallel.ranks, self.parallel.sequence
+        known = {name: found for name, found in shards.items() if found is not None}
+        try:
+            made = on_shards(self.captured, known, ranks, sequence)
+        except Unshardable:  # by parameters that are gathered for each call
+            for node in filter(is_parameter, self.captured.graph.nodes):
+                node.meta[MADE_ANEW] = True
+            return self.fuse(self.captured), None
+        if made.common_random:
+            check_random(ranks)
+        return self.fuse(made.module), made.moves
+
+
+def check_random(ranks: Ranks) -> None:
+    """Raise unless the ranks draw the same random numbers.
+
+    Raises:
+        ParallelError: they do not.
+    """
+    device = ranks.mesh.device_type
+    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    found: list[Any] = [None] * ranks.count
+    dist.all_gather_object(found, state.numpy().tobytes(), group=ranks.mesh.get_group())
+    if len(set(found)) > 1:
+        raise ParallelError(
+            f"the model has dropouts of values that the {ranks.count} ranks have in common, and the ranks' "
+            "random generators differ, equal ones are needed: call torch.manual_seed() with the same seed on "
+            "the ranks of this mesh"
+        )

@@ -1,0 +1,218 @@
+"""Graphs in pieces, of which equal ones are compiled once: the layers of a model, or parts of them.
+
+A deep graph is cut where the module changes that is one of many, by the number in its path. What a compiler
+takes for a graph grows with its layers, and what it makes of one layer does for all others that compute the
+same of tensors of the same sizes.
+
+Where gradients are reduced while the backward goes on, any graph is cut, into pieces that have a bucket of
+gradients each: the backward of a compiled graph hands out all of its gradients at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from te_transform.backends.joined import joined_anew
+from te_transform.execution.pieces import Piece, Runs, begin, cut, layer_runs, runner
+from te_transform.graph.marks import marked
+from te_transform.graph.nodes import (
+    bytes_of,
+    called,
+    changes_state,
+    is_tensor_node,
+    memory_of,
+    path_of,
+    storages,
+    value,
+    writes,
+)
+from te_transform.graph.structure import structure
+
+log = logging.getLogger(__name__)
+
+FEWEST = 24  # layers from which on a graph is compiled layer by layer
+
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+_LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
+
+
+def in_pieces(
+    graph: fx.GraphModule,
+    arguments: Sequence[Any],
+    compile: Compile | None,
+    bucket: int | None = None,
+    record: Callable[[Piece], Callable[..., Any]] | None = None,
+) -> Callable[..., list[Any]] | None:
+    """Return what runs the graph in pieces, or None if the graph is too small or cannot be cut.
+
+    Args:
+        graph: of operations and fused ops.
+        arguments: tensors, and numbers, of a call.
+        compile: compiles one piece for such arguments; None if `record` knows how pieces run.
+        bucket: how many bytes of gradients are reduced at a time while the backward goes on; None where none
+            are.
+        record: returns what runs a piece, in the place of what was compiled.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    given = dict(zip(placeholders, arguments, strict=True))
+    pieces = _pieces(graph, given, bucket)
+    if pieces is None:
+        return None
+    try:
+        if compile is not None:
+            _compile(pieces, given, compile)
+    except Exception as error:
+        log.info("a graph is compiled whole, its pieces could not be by themselves", exc_info=error)
+        return None
+    for piece in pieces if record is not None else ():
+        piece.run = record(piece)
+    return runner(graph, pieces, joined_anew)
+
+
+def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None) -> list[Piece] | None:
+    """Return the pieces of a graph, or None if it has none or may not be cut into them.
+
+    Layers that are marked are pieces, and what is between them. Without marks, a deep graph is cut into runs
+    of operations of one layer, any other into runs with a bucket of gradients each.
+    """
+    nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+    has_layers = bool(marked(graph.graph))
+    runs = layer_runs(graph.graph) if has_layers else _unmarked(nodes, given, bucket)
+    if len(runs) < 2 and not has_layers:  # a block that is captured by itself may be one layer
+        return None
+    # a write would be one to a copy, and a setting that is switched hold for a part of what it is to hold for
+    if (not has_layers and any(map(writes, nodes))) or not all(_puts_settings_back(run) for run, _ in runs):
+        return None
+    pieces = cut(graph, runs)
+    is_cut = all(isinstance(value(node), Tensor) for piece in pieces for node in piece.outputs)
+    return pieces if is_cut and not any(map(_writes_to_inputs, pieces)) else None
+
+
+def _writes_to_inputs(piece: Piece) -> bool:
+    """Return True if the piece writes in place to a tensor that it is given."""
+    nodes = piece.module.graph.nodes
+    given = set(storages(node for node in nodes if node.op == "placeholder"))
+    targets = [next(iter(node.all_input_nodes), None) for node in nodes if writes(node)]
+    return any(not is_tensor_node(target) or memory_of(target) in given for target in targets)
+
+
+def _unmarked(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: int | None) -> Runs:
+    runs = [list(run) for _, run in groupby(nodes, _layer)]
+    if len({_layer(run[0]) for run in runs} - {""}) < FEWEST:
+        runs = [] if bucket is None else _by_bytes(nodes, given, bucket)
+    return [(run, None) for run in runs]
+
+
+def _by_bytes(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: int) -> list[list[fx.Node]]:
+    """The operations in runs that have so many bytes of gradients at least, counted from the end, where a
+    backward begins; none if there is a single one."""
+    places, gradients = _places(nodes), _gradients(nodes, given)
+    cuts, waiting = [len(nodes)], 0
+    for place in reversed(range(len(nodes))):
+        waiting += gradients[place]
+        if waiting >= bucket and place in places:
+            cuts.append(place)
+            waiting = 0
+    # what is left over is done with the run after it
+    return [[*nodes[start:stop]] for start, stop in pairwise([0, *cuts[-2::-1]])]
+
+
+def _places(nodes: Sequence[fx.Node]) -> set[int]:
+    """Where to cut the operations.
+
+    That is between layers: of the modules that are one of many those that are made of others, which the
+    activation in an nn.Sequential is not. The first layer, behind whose backward there is little left to
+    compute while its gradients are reduced, is also cut where it hands on no more than it begins or ends
+    with. What a compiler could have fused there is what it fuses between layers, a sum with the norm that
+    reads it.
+    """
+    layers = {_layer(node) for node in nodes if _layer(node) != path_of(node)} - {""}
+    sizes = [len([*run]) for _, run in groupby(nodes, lambda node: layers & {_layer(node)})]
+    starts = [*accumulate(sizes, initial=0)]
+    first = next((run for run in pairwise(starts) if _layer(nodes[run[0]]) in layers), (0, 0))
+    handed_on = _handed_on(nodes)
+    most = max(handed_on[place] for place in first)
+    return {*starts, *(place for place in range(*first) if handed_on[place] <= most)}
+
+
+def _handed_on(nodes: Sequence[fx.Node]) -> list[float]:
+    """How many bytes of what is computed before each of the operations, and after all, is read by it or later
+    ones; infinite where that is no tensor."""
+    place = {node: number for number, node in enumerate(nodes)}
+    handed_on = [0.0] * (len(nodes) + 1)
+    for node, number in place.items():
+        last = max((place[user] for user in node.users if user in place), default=number)
+        for between in range(number + 1, last + 1):
+            handed_on[between] += bytes_of(node) if is_tensor_node(node) else inf
+    return handed_on
+
+
+def _gradients(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> list[int]:
+    """Of how many bytes of trained tensors each of the operations is the first reader: its backward is the
+    one after which their gradients are known."""
+    tensors = {node: held for node, held in given.items() if isinstance(held, Tensor)}
+    trained = {node: held.nbytes for node, held in tensors.items() if held.requires_grad}
+    return [sum(trained.pop(read, 0) for read in node.all_input_nodes) for node in nodes]
+
+
+def _puts_settings_back(run: Sequence[fx.Node]) -> bool:
+    """Whether the state that calls run in is after these operations what it was before. (Contexts of autocast
+    are values, which their exits read: no piece may return one.)"""
+    switched = [node for node in run if changes_state(node) and "autocast" not in called(node)]
+    recorded = [node.args[0] for node in switched if called(node) == "_set_grad_enabled"]
+    return len(recorded) == len(switched) and recorded[-1:] in ([], [torch.is_grad_enabled()])
+
+
+def _layer(node: fx.Node) -> str:
+    """The path of the module of many that the operation belongs to, "" where there is none."""
+    found = _LAYER.match(path_of(node))
+    return found.group() if found else ""
+
+
+def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compile) -> None:
+    """Compile each piece, on tensors without memory, or take what an equal one was compiled to."""
+    made: dict[tuple, Callable[..., Any]] = {}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    values = {node: _faked(fake, held) for node, held in values.items()}
+    for piece in pieces:
+        begin(piece, values)
+        given = [values[node] for node in piece.inputs]
+        key = structure(piece.module), tuple(map(_kind, given))
+        if key not in made:
+            made[key] = compile(piece.module, [as_leaf(each) for each in given])
+        piece.run = made[key]
+        # not around the compiler, which times kernels on tensors that it makes; and a checkpoint that is on
+        # counts the tensors that are saved
+        with fake, saved_tensors_hooks(_as_it_is, _as_it_is):
+            found = piece.module.forward(*given)
+        values.update(zip(piece.outputs, found, strict=True))
+
+
+def _as_it_is(held: Any) -> Any:
+    return held
+
+
+def _faked(fake: FakeTensorMode, held: Any) -> Any:
+    return fake.from_tensor(held, static_shapes=True) if isinstance(held, Tensor) else held
+
+
+def as_leaf(held: Any) -> Any:
+    """A tensor as one that nothing computed, which compilers expect; anything else as it is."""
+    return held.detach().requires_grad_(held.requires_grad) if isinstance(held, Tensor) else held
+
+
+def _kind(held: Any) -> Any:
+    """What compiled code is made for."""
+    if not isinstance(held, Tensor):
+        return held
+    return held.shape, held.stride(), held.dtype, held.device, held.requires_grad, held.storage_offset()

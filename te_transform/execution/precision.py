@@ -1,0 +1,193 @@
+"""The precision of a converted model at run time: its forward runs in a recipe's autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from te_transform.backends import scale_rows
+from te_transform.backends.joined import State, state_of
+from te_transform.backends.limits import small_calls_in_fp8
+from te_transform.backends.running import forget_weights, running, sample_of
+from te_transform.backends.tracing import in_backward, recorded, transformed
+from te_transform.execution.ranks import groups_of, maximum
+from te_transform.plan.model import is_sharded
+
+
+@dataclass(eq=False)
+class Precision:
+    """What a converted model runs in.
+
+    Weights are quantized once, and kept, over the calls of te_transform.accumulate(), and in evaluation
+    without gradients for as long as no weight has been written to.
+
+    Args:
+        recipe: TE's.
+        products: whether the product that begins with the parameter of this name runs in the recipe: of
+            layers that share an op, which then cannot know. Those that are not named run as their ops say.
+        small_calls: whether calls of so few tokens that they are faster in their own dtype run in the
+            recipe too.
+    """
+
+    recipe: Any
+    products: Mapping[str, bool] = field(default_factory=dict)
+    small_calls: bool = False
+    entered: bool = False
+    states: WeakSet[State] = field(default_factory=WeakSet)  # of the parameters that ran
+    groups: tuple[Any, ...] = ()  # of the processes that the last training forward shared its weights with
+    loaded: Mapping[str, scale_rows.Row] = field(default_factory=dict)  # by the weights' names
+    shared: scale_rows.Shared | None = None  # what the last training forward had of the rows
+    token: object = field(default_factory=object)  # of states that have been told
+
+    @contextlib.contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """Let `model`, whose forward runs in here, do so in the recipe.
+
+        TE ends a step of delayed scaling where the outermost autocast ends. So a forward within another one
+        does not enter it again, nor one that a checkpoint repeats within a backward: there each op knows
+        what it did. Under function transforms no op runs in a recipe, and TE could update no scales.
+        """
+        if self.entered or in_backward() or transformed():
+            yield
+            return
+        from te_transform.backends import te
+
+        weights_stay = not model.training and not is_sharded(model)
+        small = small_calls_in_fp8 if self.small_calls else contextlib.nullcontext()
+        if state_of(next(model.parameters())).told is not self.token:
+            self._tell(model)
+        if torch.is_grad_enabled() and self.is_delayed:
+            self._agree(model)
+        self.entered, gradients = True, torch.is_grad_enabled()
+        # TE updates scales at the end of a step if gradients are on then. A forward that a checkpoint is to
+        # repeat may be made without them, and is a step of training all the same.
+        ends = gradients or (model.training and not torch.is_inference_mode_enabled())
+        try:
+            known = running(weights_stay, partial(self._tell, model), self._forget_changed, self.token)
+            step = te.autocast(self.recipe)
+            with torch.set_grad_enabled(ends), step, torch.set_grad_enabled(gradients), small, known:
+                yield
+        finally:
+            self.entered = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let what runs within a forward do so in the model's own dtype meanwhile."""
+        if not self.entered:
+            yield
+            return
+        from te_transform.backends import te
+
+        with te.autocast(self.recipe, enabled=False):
+            yield
+
+    def _tell(self, model: nn.Module) -> None:
+        self.shared = None
+        for name, parameter in _named(model):
+            state = state_of(parameter)
+            self.states.add(state)
+            if state.told is not self.token:
+                state.told, state.in_fp8 = self.token, None
+            state.name = name
+            state.saved = self.loaded.get(name)
+            if name in self.products:  # a tied parameter comes by each of its names, `products` has one
+                state.in_fp8 = self.products[name]
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the recipe scales by what was seen in earlier steps."""
+        from te_transform.backends import te
+
+        return te.is_delayed(self.recipe)
+
+    def _agree(self, model: nn.Module) -> None:
+        """Let the processes that share the weights of `model` quantize by the same scales in this step."""
+        self.groups = groups_of(model)
+        if not self.groups:
+            return
+        kernels = self._kernels()
+        if self.shared is None or not self.shared.holds(kernels):
+            self._tell(model)
+            numbers = {name: number for number, name in enumerate(matrices(model))}
+            self.shared = scale_rows.Shared(kernels, numbers, next(model.parameters()).device)
+        self.shared.agree(partial(maximum, groups=self.groups))
+
+    def _kernels(self) -> list[Any]:
+        return [kernel for state in self.states for kernel in state.kernels.values()]
+
+    def scales(self, model: nn.Module) -> dict[str, scale_rows.Row]:
+        """What delayed scaling keeps from step to step, by the names of the weights; of all processes that
+        share the model, which have to call this together."""
+        self._tell(model)  # parameters that are new, and joined behind others, know no name yet
+        saved, kernels = self.template(model), self._kernels()
+        ran = {name for kernel in kernels for name in scale_rows.names_of(kernel)}
+        for name in (self.loaded.keys() & saved.keys()) - ran:
+            saved[name] = {key: value.clone() for key, value in self.loaded[name].items()}
+        scale_rows.save(kernels, saved)
+        if self.groups and saved:
+            together = partial(maximum, groups=self.groups)
+            scale_rows.combine(saved, together, next(model.parameters()).device)
+        return saved
+
+    def template(self, model: nn.Module) -> dict[str, scale_rows.Row]:
+        """What scales() returns before anything has run."""
+        names = [name for name in matrices(model) if self.products.get(name, True)]
+        return scale_rows.template(names, self.recipe.amax_history_len)
+
+    def load_scales(self, saved: Mapping[str, scale_rows.Row]) -> None:
+        """Begin the next call with what scales() has returned."""
+        self.loaded = saved
+        for state in self.states:
+            state.kernels.clear()
+            state.told = None
+
+    def forget(self, model: nn.Module) -> None:
+        """Free the quantized weights that are kept; whatever was done to the model before, they are made
+        anew."""
+        forget_weights(model.parameters())
+
+    def _forget_changed(self) -> None:
+        """Free the quantized weights of which a sample says that they are not up to date."""
+        kept = [kernel for kernel in self._kernels() if kernel.sample is not None]
+        if recorded() or not any(_changed(kept)):
+            return
+        for kernel in kept:
+            if any(_changed([kernel])):
+                kernel.forget_weights()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in vars(self).items() if name not in ("states", "token")}
+        return {**kept, "entered": False, "groups": (), "loaded": {}, "shared": None}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        vars(self).update(kept, states=WeakSet(), token=object())
+
+
+def _changed(kernels: list[Any]) -> Iterator[bool]:
+    """Whether samples of their weights are others than when these were quantized: for each device, which the
+    CPU waits for once."""
+    by_device: dict[torch.device, list[Any]] = {}
+    for kernel in kernels:
+        by_device.setdefault(kernel.sample.device, []).append(kernel)
+    for held in by_device.values():
+        now = [parameter for kernel in held for parameter in kernel.parameters()]
+        before = torch.cat([kernel.sample for kernel in held])
+        yield not now or not torch.equal(before, sample_of(now))
+
+
+def matrices(model: nn.Module) -> list[str]:
+    """The names of the parameters that products may begin with."""
+    return [name for name, parameter in _named(model) if parameter.dim() >= 2]
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters by the names that they had before blocks were wrapped for activation checkpoints."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter

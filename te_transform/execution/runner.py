@@ -1,0 +1,492 @@
+"""The runner of a converted model: where the forward of its class leads.
+
+This and classes.py, which swaps the class, are the only files that touch the user's model, but for
+parallel.py, which puts DTensors in the places of the parameters where that was asked for. The model's
+modules, parameters and attributes stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import SkipFrame
+from torch.utils._pytree import tree_leaves
+
+from te_transform.backends import gradients
+from te_transform.backends.collectives import Ranks
+from te_transform.backends.tracing import in_backward
+from te_transform.canonicalize import functions
+from te_transform.execution.blocks import blocks, parts, skipped_inside
+from te_transform.execution.call_context import ModuleCall
+from te_transform.execution.captured_graph import CapturedGraph, Observer
+from te_transform.execution.captures import Captures, Checker
+from te_transform.execution.classes import ModuleRole, Role, parts_stay_out, restore_class, swap_class
+from te_transform.execution.division import Division
+from te_transform.execution.executors.user_code import UserCode
+from te_transform.execution.extension import Extension
+from te_transform.execution.lower import ScatteredGroups
+from te_transform.execution.material import ReportMaterial
+from te_transform.execution.model_ref import ModelRef, held_groups_told
+from te_transform.execution.modes import is_dispatch_mode_on, set_aside
+from te_transform.execution.policy import (
+    CHECKPOINTED,
+    CapturePolicy,
+    Cut,
+    has_checkpoints,
+    has_layers_evaluated_whole,
+    makes_nested_tensors,
+)
+from te_transform.execution.precision import Precision
+from te_transform.graph.bound import bind
+from te_transform.graph.capture import capture, code_of
+from te_transform.graph.names import name_as_in
+from te_transform.graph.nodes import replaced_function
+from te_transform.graph.preserve import preserved
+from te_transform.plan.assign import put_in_recipe
+from te_transform.plan.match import Site, plan
+from te_transform.plan.model import CONVERTED, ModelError, is_sharded
+from te_transform.plan.options import Options
+
+log = logging.getLogger(__name__)
+
+_WRITES = (
+    "an autograd.Function in the forward writes in place to its argument, whose gradients dynamo captures as "
+    "if it had not: it runs as the user's own code"
+)
+
+_REPLACED = (
+    "somebody has replaced PyTorch's {} by another function, which PyTorch itself would call where it traces "
+    "the one that the forward calls: what calls it runs as the user's own code"
+)
+
+_GATHERED = (
+    "fully_shard() gathers the parameters of a divided model anew for each call, CUDA graphs need them where "
+    "they were: graphs run without CUDA graphs"
+)
+
+_calling: ContextVar[bool] = ContextVar("_calling", default=False)  # in a call of a converted model
+
+
+class Runner:
+    """Runs the calls of one converted model, and of all its captured blocks.
+
+    Attributes:
+        options: of the conversion.
+        model_ref: the model itself.
+        policy: what is captured as one forward, and which calls run the user's own code.
+        user_code: runs these calls.
+        captures: what was captured.
+        material: for the report.
+        observer: looks at the calls of graphs.
+        precision: that the model runs in.
+        division: of the parameters among ranks.
+        extension: that changes calls from outside.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        checker: Checker | None = None,
+        policy: CapturePolicy | None = None,
+        material: ReportMaterial | None = None,
+    ):
+        self.options, self.model_ref, self.policy = options, ModelRef(), policy or CapturePolicy()
+        self.material = material or ReportMaterial()
+        self.user_code = UserCode(self.policy, self.material)
+        self.captures = Captures(checker)
+        self.observer: Observer | None = None
+        self.precision: Precision | None = None
+        self.division: Division | None = None
+        self.extension: Extension | None = None
+
+    # the path of a call
+
+    def call(
+        self, role: ModuleRole, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
+        """Run a call of the model, of a part of it, or of a block; `forward` is the one of its own class."""
+        if role.kind is Role.PART and _calling.get():
+            return forward(module, *args, **kwargs)
+        call, extension = ModuleCall(role, module, forward, args, kwargs), self.extension
+        call.options, call.division = self.options, self.division
+        self.material.was_called |= call.is_root
+        token, before = _calling.set(True), len(self.graphs)
+        try:
+            with nullcontext() if extension is None else extension.around(call):
+                out = self._run(call)
+        finally:
+            _calling.reset(token)
+        if extension is not None:
+            extension.learn(call, out)
+        if call.is_root and self.material.next_call == []:
+            self.material.next_call = self.graphs[before:]
+        return out
+
+    def _run(self, call: ModuleCall) -> Any:
+        user_code = self.user_code
+        if user_code.refuse(call) is None or (self._may_time(call) and user_code.is_faster(call)):
+            return user_code.run(call)
+        if call.is_block and self.division is not None and self.policy.skip_this_call:
+            raise _OnStandIns
+        # a copy of which only parts are called, by themselves, knows no model
+        model = None if call.is_block else call.module if call.is_root else self.model_ref.model
+        if model is not None:
+            self._settle(model)
+        with nullcontext() if self.precision is None or model is None else self.precision.running(model):
+            if self.policy.by_block and not call.is_block and not self._is_around(call):
+                return user_code.run(call, but_blocks=True)
+            if call.trial is None:
+                return self._run_captured(call)
+            captured = partial(self._run_captured, call)
+            return user_code.trials.run(call.trial, call.run_original, captured, self.graphs)
+
+    def _may_time(self, call: ModuleCall) -> bool:
+        """Return True if the user's own code computes the same as the graphs, and may be faster."""
+        options = self.options
+        if not call.is_root or options.recipe is not None or options.compile or options.graphs:
+            return False
+        if self.policy.by_block or self.division is not None or self.observer is not None:
+            return False
+        if self.extension is not None and self.extension.is_on():
+            return False
+        return options.backend.recipe_now() is None  # else products run in the user's own recipe
+
+    def _is_around(self, call: ModuleCall) -> bool:
+        """Return True if what is around the blocks of the model is captured in this call."""
+        return self.policy.cut is Cut.BLOCKS_AND_HEAD and call.is_root and self.division is None
+
+    def _run_captured(self, call: ModuleCall) -> Any:
+        """Run a call whose forward dynamo captures, or has captured."""
+        module, kind, policy = call.module, type(call.module), self.policy
+        is_around = self._is_around(call)
+        run = self.captures.of(kind, partial(self._capture, kind, call.forward, is_around))
+        run.turned_off = False
+        policy.skip_this_mode.discard(kind)  # of a call that has raised
+        stand_ins = nullcontext() if self.division is None else self.division.standing_in(module.modules())
+        try:
+            with parts_stay_out(is_around), set_aside(), stand_ins, suppress(_OnStandIns):
+                out = run(module, *call.args, **call.kwargs)
+            policy.end_call(module)
+            if self.division is not None and (run.turned_off or kind in policy.skip_this_call):
+                # a part of its code ran on stand-ins; blocks are captured by now, if there are any
+                policy.skip_this_call.discard(kind)
+                policy.uncaptured |= {kind} if run.turned_off else set()
+                out = self.user_code.run(call, but_blocks=policy.by_block)
+            return out
+        except Exception as error:
+            if run.turned_off:  # a call that the model does not take: begin anew with the next one
+                self.captures.forget(kind)
+            if self.division is None and _may_fail_again(error, call):
+                with preserved(module):
+                    call.run_original()  # raises what the caller may expect
+                    raise
+            raise
+        finally:
+            if policy.makes_nested and kind in policy.skip_this_call:  # training is captured still
+                self.captures.forget(kind)
+            policy.skip_this_call.discard(kind)
+
+    def _settle(self, model: nn.Module) -> None:
+        """Before a call of the model: act on what the last one has shown."""
+        model_ref = self.model_ref
+        model_ref.meet(model)
+        if model_ref.scattered and not is_dispatch_mode_on():  # it would take that for a part of the forward
+            self.make_adjacent(model)
+        self.captures.forget_replaced()
+        first = model_ref.first_block
+        if (is_sharded(first) or self.policy.by_block) and first is not None and CONVERTED not in vars(first):
+            self.capture_blocks(model)
+
+    # what dynamo captures
+
+    def _capture(self, kind: type, forward: Callable[..., Any], is_around: bool) -> Callable[..., Any]:
+        """Return the forward of a class, to be captured in its calls."""
+        held = weakref.ref(self)  # dynamo lets go of nothing that it was ever given
+        divided = self.division is not None
+        return capture(
+            forward,
+            lambda captured, inputs: held().backend(captured, inputs, kind),
+            lambda: kind in held().policy.skip_this_call,
+            False if divided else None,  # shards are of sizes that are known
+            # of what is around blocks, parts end the graphs, which is no reason that anybody is told
+            None if is_around else self.material.breaks,
+            # a divided model would run the user's code on stand-ins first
+            None if divided else lambda why: held().tell(why),
+        )
+
+    def backend(
+        self, captured: fx.GraphModule, example_inputs: list[Any], kind: type = nn.Module
+    ) -> Callable[..., Any]:
+        """Rewrite one graph of the forward of `kind`, for dynamo.
+
+        Whatever fails in here, the graph runs as it was captured.
+        """
+        bind(captured)
+        model = self.model_ref.model
+        self._check_capture(captured, kind, model)
+        if model is not None:
+            self.captures.note_methods(model)
+        root = None if model is None else name_as_in(model, captured, example_inputs)
+        fuse = partial(self._fused, modules=("",) if root is None else _sharing(model, root))
+        return fuse(captured) if self.division is None else self.division.graph(captured, fuse)
+
+    def _check_capture(self, captured: fx.GraphModule, kind: type, model: nn.Module | None) -> None:
+        """Raise if a graph must not run in the place of its forward.
+
+        Raises:
+            SkipFrame: the user's own code runs.
+        """
+        if has_checkpoints(captured):
+            was = self.policy.cut
+            if why := self.policy.after_checkpoint(kind, model):
+                self.tell(why)
+            elif was is not Cut.BLOCKS_AND_HEAD:
+                self.capture_blocks(model)
+            raise SkipFrame(why or CHECKPOINTED)
+        if (why := _why_uncaptured(captured)) is not None:
+            self.tell(why)
+            raise SkipFrame(why)
+        if has_layers_evaluated_whole(captured) and any(map(makes_nested_tensors, self.model_ref.modules())):
+            self.tell(why := self.policy.after_nested(kind))
+            raise SkipFrame(why)
+
+    def _fused(self, captured: fx.GraphModule, modules: tuple[str, ...] = ("",)) -> Callable[..., Any]:
+        try:
+            self._choose_backend()
+            made = plan(captured, self.options, modules)
+            if self.options.recipe is not None:
+                put_in_recipe(made, self.options)
+            graph = CapturedGraph(made, self)
+        except Exception as error:
+            log.warning("a graph of the model runs as it was captured", exc_info=error)
+            self.material.notes.append(f"{type(error).__name__}: {error}")
+            return captured.forward
+        self.graphs.append(graph)
+        held = weakref.ref(graph)  # dynamo lets go of nothing that it was ever given
+        # nor does it always ask whose it was: where it makes no new graphs, any that fits the call is called
+        alone = code_of(captured)
+        return lambda *arguments: (held() or alone)(*arguments)
+
+    def _choose_backend(self) -> None:
+        """Take the backend that "auto" is for the model as it is now.
+
+        Trainer and accelerate move to the GPU what was converted before. The report is then of what runs, of
+        the first call from here on.
+        """
+        model = self.model_ref.model
+        if model is None or self.division is not None:
+            return
+        options = self.options.now(model)
+        if options is self.options:
+            return
+        self.options, self.material.next_call = options, []
+
+    # what captured graphs ask, see captured.Owner
+
+    @property
+    def graphs(self) -> list[CapturedGraph]:
+        """The graphs that were captured so far."""
+        return self.captures.graphs
+
+    @property
+    def scattered(self) -> ScatteredGroups:
+        """Groups of parameters that graphs join and that do not lie next to each other."""
+        return self.model_ref.scattered
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that the model is divided among."""
+        return None if self.division is None else self.division.ranks
+
+    def options_now(self) -> Options:
+        """Return the options, without CUDA graphs where FSDP shards the parameters of a divided model again.
+
+        It gathers them elsewhere in each call, on each rank by itself.
+        """
+        if self.division is None or not self.options.graphs or not self.model_ref.is_sharded:
+            return self.options
+        self.tell(_GATHERED)
+        return replace(self.options, graphs=False)
+
+    def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
+        """Return what is wrong with sites of the graph on the values of its first call, in the model's own
+        dtype."""
+        checker = self.captures.checker
+        if checker is None:
+            return {}
+        with nullcontext() if self.precision is None else self.precision.paused(), gradients.paused():
+            wrong = checker(graph, arguments)
+        if self.material.report is not None:  # which has what was wrong in the calls of the conversion itself
+            later = "taken back in a later call"
+            self.material.notes += (f"{later}: {site.name}, {why}" for site, why in wrong.items())
+        return wrong
+
+    def tell(self, why: str) -> None:
+        """Add a sentence to the report, once."""
+        self.material.tell(why)
+
+    # what others ask of a converted model
+
+    def capture_blocks(self, model: nn.Module) -> None:
+        """Capture the blocks of `model` one by one from now on."""
+        before = self.policy.cut
+        self.policy.cut_into_blocks(model)
+        was_around, is_around = (cut is Cut.BLOCKS_AND_HEAD for cut in (before, self.policy.cut))
+        if is_around != was_around:  # what was captured has the parts in it, or has not
+            self.captures.forget(type(model))
+        skipped = skipped_inside(model, self.options.skip)
+        for block in blocks(model):
+            swap_class(block, ModuleRole(self, Role.BLOCK, skipped.get(id(block), frozenset())))
+            if self.extension is not None:
+                self.extension.attach(block)
+
+    def divide(self, division: Division | None) -> None:
+        """Run on shards of the parameters from now on, or, with None, on whole ones."""
+        self.division = division
+        self.release()
+        self.graphs.clear()
+        self.scattered.clear()
+
+    def release(self) -> None:
+        """Free what was compiled and recorded, whoever still holds the graphs: dynamo may."""
+        self.captures.clear()
+        for graph in self.graphs:
+            graph.release()
+
+    def make_adjacent(self, model: nn.Module) -> None:
+        """Lay parameters next to each other that had to be copied."""
+        self.note_scattered(model, self.model_ref.make_adjacent(model))
+
+    def note_scattered(self, model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Tell the report which parameters are joined by a copy in each call because their memory is held."""
+        if (why := held_groups_told(model, groups)) is not None:
+            self.tell(why)
+
+    def __deepcopy__(self, memo: dict) -> Runner:
+        held = (copy.deepcopy(each, memo) for each in (self.policy, self.material))
+        twin = memo[id(self)] = Runner(self.options, self.captures.checker, *held)
+        twin.division = copy.deepcopy(self.division, memo)
+        twin.precision = copy.deepcopy(self.precision, memo)
+        return twin
+
+    def __reduce__(self) -> tuple:
+        if self.division is not None:
+            return self.division.__reduce__()
+        held = self.options, self.captures.checker, self.policy, self.material, self.precision
+        return _restored, held
+
+
+def _restored(*held: Any) -> Runner:
+    *others, precision = held
+    made = Runner(*others)
+    made.precision = precision
+    return made
+
+
+class _OnStandIns(Exception):
+    """Ends a call of a divided model that is going to be made again: FP8 would note what stand-ins give."""
+
+
+def attach(model: nn.Module, runner: Runner) -> None:
+    """Let `model`, its parts, or its blocks, run their captured forward."""
+    swap_class(model, ModuleRole(runner, Role.MODEL))
+    for part in parts(model):
+        with suppress(ModelError):  # it runs as it is where it is called by itself
+            swap_class(part, ModuleRole(runner, Role.PART))
+
+
+def detach(model: nn.Module) -> None:
+    """Give every module in `model` its own class and forward back; nothing else was ever changed."""
+    if (runner := runner_of(model)) is not None:
+        runner.release()
+        if runner.division is not None:
+            runner.division.collect()
+            runner.division = None
+    for module in model.modules():
+        restore_class(module)
+    for parameter in model.parameters():
+        parameter.__dict__.pop(CONVERTED, None)
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Return True if te_transform.parallelize() has divided it, or a part of it, among ranks."""
+    return any(runner.division is not None for runner in _runners(model))
+
+
+def runner_of(model: nn.Module) -> Runner | None:
+    """Return the runner of a converted model, None if it was not converted."""
+    role = vars(model).get(CONVERTED)
+    return role.runner if role is not None else None
+
+
+@contextmanager
+def without_extensions(model: nn.Module) -> Iterator[None]:
+    """Run the converted models in `model` without what changes their calls from outside."""
+    before = [(runner, runner.extension) for runner in _runners(model)]
+    try:
+        for runner, _ in before:
+            runner.extension = None
+        yield
+    finally:
+        for runner, extension in before:
+            runner.extension = extension
+
+
+@contextmanager
+def original_forward(model: nn.Module) -> Iterator[None]:
+    """Run the user's own code of all converted models in `model`."""
+    before = [(runner.policy, runner.policy.run_original) for runner in _runners(model)]
+    try:
+        for policy, _ in before:
+            policy.run_original = True
+        yield
+    finally:
+        for policy, held in before:
+            policy.run_original = held
+
+
+def _runners(model: nn.Module) -> list[Runner]:
+    """Return those of all converted models in `model`."""
+    return [*{id(r): r for r in map(runner_of, model.modules()) if r is not None}.values()]
+
+
+def _sharing(model: nn.Module, root: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the modules that run a graph of the forward of one of them, its own first."""
+    if root is model:
+        return ("",)
+    alike = [(path, module) for path, module in model.named_modules() if type(module) is type(root)]
+    return tuple(path for path, module in sorted(alike, key=lambda found: found[1] is not root))
+
+
+def _why_uncaptured(captured: fx.GraphModule) -> str | None:
+    """Return why a graph would compute something else than the forward, None if it does not."""
+    if functions.write_to_what_they_are_given(captured):
+        return _WRITES
+    name = replaced_function(captured.graph)
+    return None if name is None else _REPLACED.format(name)
+
+
+def _may_fail_again(error: Exception, call: ModuleCall) -> bool:
+    """Return True if the user's own code may be run once more, to raise its own error.
+
+    A compiled graph raises a RuntimeError for an id out of range, and a captured one may leave out a check of
+    the user's code. On a GPU errors come later, other ranks would wait for the collectives of this one, and
+    an argument that the forward changes, as a cache, would be changed twice.
+    """
+    first = next(call.module.parameters(), None)
+    on_cpu = first is None or first.device.type == "cpu"
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    leaves = tree_leaves((call.args, call.kwargs))
+    is_plain = all(isinstance(held, (Tensor, int, float, str, NoneType)) for held in leaves)
+    return isinstance(error, RuntimeError) and on_cpu and alone and is_plain and not in_backward()

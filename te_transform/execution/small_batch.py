@@ -1,0 +1,130 @@
+"""Which calls of a captured graph have so few tokens that the CPU sets the pace.
+
+Fused products gain nothing there, neither in TE's kernels nor in plain PyTorch: each asks first what it may
+do. A graph without gated MLPs gains nothing at any size, except in a recipe and where CUDA graphs launch the
+kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from te_transform.backends import limits
+from te_transform.backends.joined import state_of
+from te_transform.backends.quantized import is_quantized
+from te_transform.backends.tracing import in_backward
+from te_transform.graph.nodes import shape_of, value
+from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
+
+_GAINS_NOTHING = "a graph without gated MLPs, as fast as it was captured"
+_UNKNOWN = "of sizes that only the values of the call tell"
+_KNOWN = 4096  # sizes whose answers are kept: one for each length that a generation goes through
+
+
+class Work(NamedTuple):
+    """The rows of a product, the smaller side of its weight, and whether it gains in the weights' dtype."""
+
+    rows: Any
+    width: int
+    gains: bool
+
+
+class SmallBatch:
+    """The size rule of one captured graph.
+
+    Args:
+        plan: of the captured graph.
+        without: its sites that run as captured.
+        options: of the conversion.
+    """
+
+    def __init__(self, plan: Plan, without: Collection[Site], options: Options):
+        self.backend = options.backend
+        self.products = [site for site in plan.sites if site.is_product and site not in without]
+        self.gains = any(site.fused.gains for site in self.products)
+        self.fuses_all = options.recipe is not None or options.graphs
+        placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
+        names = {node.name: place for place, node in enumerate(placeholders)}
+        weights = [weight for site in self.products for group in site.weights for weight in group]
+        self.first = names[weights[0].meta["origin"]] if weights else 0
+        # the kernels of weights that are held in FP8 alone read bytes, at any size
+        self.is_possible = bool(weights) and not any(is_quantized(value(weight)) for weight in weights)
+        self.symbols = {
+            place: value(node).node.expr
+            for place, node in enumerate(placeholders)
+            if isinstance(value(node), torch.SymInt)
+        }
+        self.work = {
+            Work(
+                _expression(math.prod(shape_of(site.node.args[0])[:-1])),
+                min(shape_of(site.node.args[site.fused.PRODUCTS[0]])),
+                site.fused.gains,
+            )
+            for site in self.products
+        }
+        # by the sizes of a call: the work of its products, and what the last one was told
+        self.rows: dict[tuple[int, ...], list[Work] | None] = {}
+        self.told: dict[tuple[int, ...], str | None] = {}
+
+    @property
+    def takes_any_number(self) -> bool:
+        """Whether no call gains from fused products, however many tokens it has."""
+        return self.is_possible and not (self.gains or self.fuses_all or limits.ignore_size_limits)
+
+    def gains_nothing(self, arguments: Sequence[Any]) -> str | None:
+        """Return why fused products gain nothing in a call with these arguments, or None if they gain.
+
+        Counts the products as plain calls. A checkpoint repeats what the forward did, whose recipe need not
+        be on any more.
+        """
+        if not self.is_possible or limits.ignore_size_limits:
+            return None
+        sizes = tuple(arguments[place] for place in self.symbols)
+        if not all(isinstance(size, int) for size in sizes):  # nested and fake tensors have symbols
+            return _UNKNOWN
+        if sizes not in self.rows:
+            if len(self.rows) >= _KNOWN:
+                self.rows.clear()
+                self.told.clear()
+            self.rows[sizes] = self._rows(sizes)
+        if not (in_backward() and sizes in self.told):
+            self.told[sizes] = self._why(self.rows[sizes], arguments)
+        return self.told[sizes]
+
+    def _why(self, rows: list[Work] | None, arguments: Sequence[Any]) -> str | None:
+        # kernels add gradients to buffers that accumulate() made
+        if rows is None or state_of(arguments[self.first]).gradients is not None:
+            return None
+        in_fp8 = self.backend.recipe_now() is not None
+        gaining = [each for each in rows if each.gains or in_fp8 or limits.replayed]
+        reasons = [limits.too_small(each.rows, each.width, in_fp8) for each in gaining]
+        if None in reasons:
+            return None
+        why = reasons[0] if reasons else _GAINS_NOTHING
+        if self.backend.HAS_KERNELS:
+            for site in self.products:
+                site.fused.plain_calls[why] += 1
+        return why
+
+    def _rows(self, sizes: Sequence[int]) -> list[Work] | None:
+        """The work of the products at these sizes."""
+        known = dict(zip(self.symbols.values(), sizes, strict=True))
+        found = [each._replace(rows=_number(each.rows, known)) for each in self.work]
+        return None if any(each.rows is None for each in found) else found
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    """A number, or what sympy has for it."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _number(expression: Any, known: dict[Any, int]) -> int | None:
+    """None where only the values of a call tell."""
+    if isinstance(expression, int):
+        return expression
+    return int(expression.xreplace(known)) if expression.free_symbols <= known.keys() else None

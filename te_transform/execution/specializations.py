@@ -1,0 +1,266 @@
+"""What a captured graph becomes for each kind of call, for a compiler, for CUDA graphs, or for both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.convert_frame import compile_lock
+
+from te_transform.backends.collectives import OwnRandom
+from te_transform.backends.joined import state_of
+from te_transform.backends.running import in_recipe
+from te_transform.canonicalize import written
+from te_transform.execution.call_context import CallContext
+from te_transform.execution.lower import ScatteredGroups
+from te_transform.execution.pieces import dropped
+from te_transform.execution.prepared import Prepared
+from te_transform.execution.ranks import bucket_size
+from te_transform.execution.specialize import Precomputed, Specialized
+from te_transform.graph.nodes import called, numel_of, value
+from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
+
+# Kinds of calls that one graph is compiled for: each takes seconds to minutes, later ones run uncompiled.
+MOST = 8
+
+_SEEN = "a mode sees its operations, of which a compiled graph makes none"
+_TRANSFORMED = "a function transform or forward-mode differentiation is on"
+_OBSERVED = "verify() or the conversion looks at the call"
+_REPEATED = "a checkpoint repeats the call, and TE's modules keep more than scales"
+_ACCUMULATED = "accumulate() has kernels add gradients to its buffers"
+_UNREADY = "its products have no scales for these weights yet"
+_FAILED = "no specialization for the call, see the notes"
+
+Make = Callable[[Specialized, Precomputed, Sequence[Any], int | None], Prepared | None]
+
+
+class FirstCall(NamedTuple):
+    """The first call of its kind in a recipe: it runs fused, and shows which products run in FP8."""
+
+    kind: tuple[Any, ...]
+
+
+class Ready(NamedTuple):
+    """What runs a call.
+
+    Attributes:
+        prepared: computes the outputs from the call's arguments and `known.tensors`.
+        known: what was computed before.
+        in_fp8: whether products run in FP8.
+        reads_values: whether `known` depends on more than the sizes of the arguments.
+    """
+
+    prepared: Prepared
+    known: Precomputed
+    in_fp8: bool
+    reads_values: bool
+
+
+class Specializations:
+    """The specializations of one captured graph.
+
+    In a recipe, a call runs fused while products take their first scales from it; the first call of its kind
+    shows which of them run in FP8. So do calls in which TE's own modules keep more than scales: of
+    checkpoints, and of accumulate().
+
+    Args:
+        plan: of the captured graph.
+        scattered: where groups are noted that a call finds scattered, see Join.
+        without: its sites that run as captured.
+        options: of the conversion.
+        make: makes what runs calls of one kind, or returns None if the compiler fails.
+        tell: gets a sentence for the report.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        scattered: ScatteredGroups,
+        without: Collection[Site],
+        options: Options,
+        make: Make,
+        tell: Callable[[str], None],
+    ):
+        self.options, self.make, self._tell = options, make, tell
+        without = frozenset(without)
+        placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
+        names = [node.name for node in placeholders]
+        self.varies = any(map(_varies, placeholders))
+        self.never = _why_never(plan, options)
+        seen = written(plan.captured.graph)
+        self.writes = [place for place, node in enumerate(placeholders) if node in seen]
+        # the fused products, each with the place of its first parameter
+        self.weights = {
+            site: names.index(site.weights[0][0].meta["origin"])
+            for site in plan.sites
+            if site.weights and site not in without
+        }
+        self.in_fp8: dict[tuple[Any, ...], frozenset[Site]] = {}  # by kind of call
+        self.unseen: dict[tuple[Any, ...], frozenset[int]] = {}  # layers that no call of a kind has run
+        self.lowered: dict[frozenset[Site], Specialized] = {}  # by what runs in FP8
+        self._lower = lambda sites: Specialized(plan, scattered, without, sites, options)
+
+    @property
+    def products(self) -> dict[Site, int]:
+        """Those that may run in FP8, each with the place of its first parameter."""
+        return self.weights if self.options.recipe is not None else {}
+
+    def tell(self, why: str) -> str:
+        """Add to the report that the graph does not run so, and why. Returns `why`."""
+        how = "uncompiled" if self.options.compile else "without CUDA graphs"
+        self._tell(f"a graph runs {how}, {why}")
+        return why
+
+    def refuse(self, call: CallContext) -> str | None:
+        """Return why no specialization runs such a call, whatever its arguments are."""
+        if call.is_observed:
+            return _OBSERVED
+        if call.is_transformed:
+            return _TRANSFORMED
+        if call.is_seen:
+            return _SEEN
+        return None if self.never is None else self.tell(self.never)
+
+    def precision(self) -> tuple[Any, Any]:
+        """Return the recipe that is on, and its scaling; None for products in the weights' dtype."""
+        recipe = self.options.backend.recipe_now() if self.products else None
+        return recipe, None if recipe is None else self.options.backend.scaling_of(recipe)
+
+    def find(self, call: CallContext) -> Ready | FirstCall | str:
+        """Return what runs a call, made now if the call is the first of its kind; else why nothing does."""
+        arguments = call.args
+        recipe, scaling = self.precision()
+        if recipe is not None and scaling is None:
+            return self._only_in_te(recipe)
+        if self.products and (call.is_checkpointed or call.in_backward):
+            return _REPEATED
+        first = next(iter(self.weights.values()), None)
+        if self.options.graphs and first is not None and state_of(arguments[first]).gradients is not None:
+            return _ACCUMULATED
+        sites: frozenset[Site] = frozenset()
+        if scaling is not None:
+            told = [in_recipe(arguments[place], site.fused.in_fp8) for site, place in self.products.items()]
+            kind = (scaling, tuple(told), self.sizes(arguments))
+            if kind not in self.in_fp8:
+                return FirstCall(kind)
+            sites = self.in_fp8[kind]
+        lowered = self._lowered(sites)
+        known = lowered.look(arguments)
+        if known is None:
+            return _UNREADY
+        prepared = self._prepared(lowered, known, call, scaling)
+        if prepared is None:
+            return _FAILED
+        return Ready(prepared, known, bool(sites), lowered.reads_values)
+
+    def learn(self, first: FirstCall, call: CallContext) -> None:
+        """Note which products have run in FP8 in a first call of its kind.
+
+        There are several such calls, until each layer has run in one.
+        """
+        left_out = self.unseen.get(first.kind, dropped.get()) & dropped.get()
+        self.unseen[first.kind] = left_out
+        if left_out:
+            return
+        inside = {site for site, told in zip(self.products, first.kind[1], strict=True) if told}
+        self.in_fp8[first.kind] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
+
+    def sizes(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what dynamo has left open: numbers, shapes and strides."""
+        if not self.varies:
+            return ()
+        return tuple((a.shape, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
+
+    def _only_in_te(self, recipe: Any) -> str:
+        why = f"{type(recipe).__name__} has products in TE's modules alone"
+        self._tell(f"graphs run {'uncompiled' if self.options.compile else 'without CUDA graphs'}, {why}")
+        return why
+
+    def _prepared(
+        self, lowered: Specialized, known: Precomputed, call: CallContext, scaling: Any
+    ) -> Prepared | None:
+        bucket = self._bucket(call)
+        arguments = call.args
+        shared = self._shared(arguments)
+        key = (*known.key, scaling, attention_kernels(), self.sizes(arguments), shared, bucket)
+        if key not in lowered.runs:
+            with compile_lock:  # compilers keep what they do in variables that all threads share
+                self._make(key, lowered, known, arguments, bucket)
+        return lowered.runs.get(key)
+
+    def _make(
+        self,
+        key: tuple[Any, ...],
+        lowered: Specialized,
+        known: Precomputed,
+        arguments: Sequence[Any],
+        bucket: int | None,
+    ) -> None:
+        """Make what runs such calls, unless another thread has, or there are too many kinds already."""
+        if key in lowered.runs:
+            return
+        if sum(len(each.runs) for each in self.lowered.values()) < MOST:
+            lowered.runs[key] = self.make(lowered, known, arguments, bucket)
+            return
+        made = "compiled" if self.options.compile else "prepared"
+        how = "uncompiled" if self.options.compile else "without CUDA graphs"
+        self._tell(f"a graph is {made} for {MOST} kinds of calls at most, others run {how}")
+
+    def _bucket(self, call: CallContext) -> int | None:
+        """Return how many bytes of gradients are reduced at a time while the backward of this call goes on.
+
+        None: all are reduced at its end, or a checkpoint is to repeat the call as one whole, outside of DDP.
+        """
+        if self.options.in_cuda_graphs or not call.records_gradients:
+            return None
+        return None if call.is_checkpointed or call.in_backward else bucket_size()
+
+    def _lowered(self, sites: frozenset[Site]) -> Specialized:
+        if sites not in self.lowered:
+            self.lowered[sites] = self._lower(sites)
+        return self.lowered[sites]
+
+    def _shared(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Return which arguments lie in one storage, and where in it, of a graph that writes to any."""
+        if not self.writes:
+            return ()
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        times, places = Counter(storages), {storage: place for place, storage in enumerate(storages)}
+        return tuple(
+            (places[storage], tensor.storage_offset()) if times[storage] > 1 else None
+            for storage, tensor in zip(storages, tensors, strict=True)
+        )
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Return which of its kernels PyTorch's attention may choose from, which dynamo does not guard."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+def _why_never(plan: Plan, options: Options) -> str | None:
+    """Return why a graph is never compiled or recorded."""
+    if any(isinstance(module, OwnRandom) for module in plan.captured.modules()):
+        return "each rank has dropouts of its own in it"
+    # of no rows inductor lays the operands out in a way that PyTorch's products by groups refuse
+    products = (node for node in plan.captured.graph.nodes if called(node).strip("_") == "grouped_mm")
+    if options.compile and not all(map(numel_of, products)):
+        return "its products by groups are of no tokens"
+    return None
+
+
+def _varies(placeholder: fx.Node) -> bool:
+    """Return True if the sizes of an argument may differ from those that the graph was captured with."""
+    held = value(placeholder)
+    sizes = held.shape if isinstance(held, Tensor) else (held,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)

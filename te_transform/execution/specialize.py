@@ -1,0 +1,176 @@
+"""A captured graph with attention, and products in FP8, lowered for a compiler; and what is known of a call
+before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from operator import and_, is_
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from te_transform.backends import fp8, plain
+from te_transform.backends.chunked_loss import ChunkedLoss
+from te_transform.backends.joined import Join
+from te_transform.backends.masks import LookedAt, Mask
+from te_transform.backends.quantized import addresses
+from te_transform.execution.lower import ScatteredGroups, lower
+from te_transform.execution.prepared import Prepared
+from te_transform.graph import edit
+from te_transform.graph.nodes import value
+from te_transform.plan.match import Plan, Site
+from te_transform.plan.options import Options
+
+# what a compiler fuses by itself: all of the catalogue but attention; the op of somebody's own rule stays
+_LEFT = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEntropy, ChunkedLoss)
+
+
+class States:
+    """The states of the calls of products in FP8; those that share a parameter share tensors."""
+
+    def __init__(self, states: dict[fx.Node, fp8.State]):
+        self.states = states
+        leaves = [tensor for state in states.values() for tensor in state.tensors()]
+        places: dict[int, int] = {}
+        self.pattern = tuple(places.setdefault(tensor.data_ptr(), len(places)) for tensor in leaves)
+        self.tensors = [*dict(zip(self.pattern, leaves, strict=True)).values()]
+        kept = {tensor.data_ptr() for state in states.values() for held in state.weights for tensor in held}
+        # the places of those that calls write to: scales and largest values
+        self.written = [place for place, held in enumerate(self.tensors) if held.data_ptr() not in kept]
+
+    def are(self, states: dict[fx.Node, fp8.State]) -> bool:
+        """Whether they are these very objects, of the same calls."""
+        return len(states) == len(self.states) and all(map(is_, states.values(), self.states.values()))
+
+
+class Precomputed:
+    """What is known of a call before the compiled graph runs.
+
+    Args:
+        values: of the nodes that are computed before.
+        staying: those of them whose tensors stay where they are from call to call.
+        states: of the calls of products in FP8.
+    """
+
+    def __init__(self, values: dict[fx.Node, Any], staying: Collection[fx.Node], states: States):
+        self.values, self.states = values, states.states
+        leaves = [(node, leaf) for node, held in values.items() for leaf in tree_leaves(held)]
+        found = [(node, leaf) for node, leaf in leaves if isinstance(leaf, Tensor)]
+        # aliases, of whose writes autograd knows nothing: the next forward may come before this backward
+        self.tensors = [*(held for _, held in found), *(tensor.data for tensor in states.tensors)]
+        self.static_inputs = [*(node in staying for node, _ in found), *(True for _ in states.tensors)]
+        self.written = [len(found) + place for place in states.written]
+        self.computed = len(found)  # so many of the tensors, the first ones
+        answers = tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves)
+        self.key = (answers, states.pattern)
+
+    def stay_as(self, arguments: Iterable[Any]) -> list[bool]:
+        """As `stays`, where ranks have to find the same: what is computed stays where it is these arguments'
+        own memory, and not a copy that each call makes anew."""
+        own = {*addresses([argument for argument in arguments if isinstance(argument, Tensor)])}
+        where = [*addresses(self.tensors[: self.computed])]
+        is_own = [place in own for place in where] + [True] * (len(self.tensors) - self.computed)
+        return [*map(and_, self.static_inputs, is_own)]
+
+
+class Specialized:
+    """The graph with attention, and with these products in FP8, and what is computed before it runs: masks,
+    and weights as the products read them.
+
+    Args:
+        plan: of the captured graph.
+        scattered: where groups are noted that a call finds scattered, see Join.
+        without: sites that run as they were captured.
+        products: the sites that run in FP8.
+        options: a compiler, if there is one, gets all other sites as they were captured, and masks that stay
+            are made in its graph: but not in CUDA graphs, which cannot record what copies a number to the
+            GPU, as masks are made of.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        scattered: ScatteredGroups,
+        without: frozenset[Site],
+        products: frozenset[Site],
+        options: Options,
+    ):
+        compiles = bool(options.compile)
+        others = {
+            site for site in plan.sites if compiles and site not in products and isinstance(site.fused, _LEFT)
+        }
+        self.graph = lower(plan, scattered, without | others)
+        self.runs: dict[tuple, Prepared | None] = {}
+        self.states = States({})  # of the last call that had no quantized weights
+        nodes = list(self.graph.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        calls = {node.target: node for node in nodes if node.op == "call_module"}
+        self.products = {site: calls[site.name.replace(".", "_")] for site in products}
+        self.weights = {
+            site: [node.args[place] for place in site.fused.PRODUCTS] for site, node in self.products.items()
+        }
+        self.trained = {site: _is_trained(site, node) for site, node in self.products.items()}
+        masks = [node for node in nodes if isinstance(self._module(node), Mask)]
+        read = {node for held in self.weights.values() for node in held}
+        joins = {node for node in nodes if isinstance(self._module(node), Join)}
+        self.staying = sorted((read | joins) - {*placeholders})
+        self.before = [*masks, *self.staying]
+        # of a call, to know what is to run: a mask that is made of sizes alone is the same for equal ones
+        self.reads_values = any(
+            isinstance(value(arg), Tensor) for mask in masks for arg in mask.all_input_nodes
+        )
+        self.compute, inputs = edit.extract(self.graph, self.before, ())
+        for mask in masks if compiles and not options.in_cuda_graphs else ():
+            self.compute.set_submodule(mask.target, LookedAt(self._module(mask)))
+        self.places = [placeholders.index(node) for node in inputs]
+        self.given = {node: placeholders.index(node) for node in read & {*placeholders}}
+
+    def _module(self, node: fx.Node) -> Any:
+        return self.graph.get_submodule(node.target) if node.op == "call_module" else None
+
+    def look(self, arguments: Sequence[Any]) -> Precomputed | None:
+        """What is known of a call; None where it has to run uncompiled."""
+        values = self._values(arguments)
+        states = {}
+        for site, node in self.products.items():
+            weights = self._weights(site, values, arguments)
+            trained = self.trained[site] and torch.is_grad_enabled()
+            state = site.fused.state_for(weights, node.args[-1] is not None, trained)
+            if state is None:
+                return None
+            states[node] = state
+        known = self.states if self.states.are(states) else States(states)
+        if not any(state.weights for state in states.values()):  # else they could never be freed
+            self.states = known
+        return Precomputed(values, self.staying, known)
+
+    def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
+        """Those of the products whose last call did, with the weights of a call."""
+        values = self._values(arguments)
+        return frozenset(
+            site
+            for site, node in self.products.items()
+            if site.fused.ran_in_recipe(self._weights(site, values, arguments), node.args[-1] is not None)
+        )
+
+    def with_known(self, known: Precomputed) -> fx.GraphModule:
+        """The graph to compile, whose arguments are those of the captured one and `known.tensors`."""
+        states = {node: {"state": state} for node, state in known.states.items()}
+        return edit.with_known(self.graph, known.values, self.staying, states)
+
+    def _values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
+        found = self.compute.forward(*(arguments[place] for place in self.places))
+        return dict(zip(self.before, found, strict=True))
+
+    def _weights(self, site: Site, values: dict[fx.Node, Any], arguments: Sequence[Any]) -> list[Tensor]:
+        return [
+            values[node] if node in values else arguments[self.given[node]] for node in self.weights[site]
+        ]
+
+
+def _is_trained(site: Site, call: fx.Node) -> bool:
+    """Whether the product has a backward where gradients are recorded."""
+    nodes = (call.args[0], *(node for weight in site.weights for node in weight))
+    return any(value(node).requires_grad for node in nodes)

@@ -1,0 +1,173 @@
+"""How long calls of a model take, one way to run it after another; and a file that keeps what was found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from te_transform.execution.calibrate import loss_of
+from te_transform.graph.inputs import Inputs
+from te_transform.graph.preserve import preserved
+
+log = logging.getLogger(__name__)
+
+WARM_UPS = 6  # what is compiled, calibrated and recorded is so by then
+CALLS = 3  # that are timed at a time: the GPU is not waited for in between, as in training
+SECONDS = 1.0  # for which calls are timed, three times at least
+SECONDS_IN_ALL = 300.0  # after which no other way is begun
+CLEARLY = 0.99  # a way that takes more than this of a simpler one's time is not worth it
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One way to run a model: `seconds` that a call takes in it, forward alone or with the backward; None
+    where there is no time. `why` not, or how else they are known than by timing."""
+
+    name: str
+    seconds: float | None
+    why: str = ""
+
+    def __str__(self) -> str:
+        taken = "" if self.seconds is None else duration(self.seconds)
+        return f"{self.name}: {', '.join(filter(None, (taken, self.why)))}"
+
+
+def duration(seconds: float) -> str:
+    """In three digits, as people write it."""
+    unit, scale = next((one for one in (("s", 1.0), ("ms", 1e3)) if seconds * one[1] >= 1), ("us", 1e6))
+    return f"{scale * seconds:.3g} {unit}"
+
+
+def seconds_of(model: nn.Module, sample: Inputs) -> float:
+    """The median time of a call, with its backward if the model is in training mode; nothing of the model
+    changes."""
+    args, kwargs = sample.clone()
+    trained = [p for p in model.parameters() if p.requires_grad] if model.training else []
+
+    def step() -> None:
+        with torch.set_grad_enabled(bool(trained)):
+            out = model(*args, **kwargs)
+        if trained:
+            torch.autograd.grad(_number_of(out), trained, allow_unused=True)
+
+    with preserved(model):
+        for _ in range(WARM_UPS):
+            step()
+        times: list[float] = []
+        while len(times) < 3 or sum(times) * CALLS < SECONDS:
+            times.append(_seconds(step) / CALLS)
+    return statistics.median(times)
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    _wait()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        step()
+    _wait()
+    return time.perf_counter() - start
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _number_of(out: Any) -> Tensor:
+    """The loss among the outputs, or a number that all of them have a part in."""
+    loss = loss_of(out)
+    if loss is not None:
+        return loss
+    leaves = [leaf for leaf in tree_leaves(_plain(out)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    start = torch.zeros((), dtype=torch.float32, device="cpu")
+    return sum((leaf.float().square().mean() for leaf in leaves), start)
+
+
+def _plain(out: Any) -> Any:
+    return list(out.values()) if isinstance(out, dict) else out
+
+
+def fastest(timings: Sequence[Timing]) -> Timing | None:
+    """The one to take, of timings in the order of their simplicity: a later one has to be clearly faster."""
+    best = None
+    for timing in timings:
+        if timing.seconds is None:
+            continue
+        if best is None or timing.seconds < CLEARLY * best.seconds:
+            best = timing
+    return best
+
+
+def key_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
+    """What timings are kept by: the machine's GPU, versions, the model's tensors, its inputs and mode."""
+    return hashlib.sha256(told_of(model, sample, *more).encode()).hexdigest()
+
+
+def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
+    """The same in words, which are the same in another process."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    tensors = [
+        (name, tuple(t.shape), str(t.dtype), str(t.device), t.requires_grad)
+        for name, t in model.named_parameters()
+    ]
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    versions = [torch.__version__, *map(version_of, ("te_transform", "transformer_engine"))]
+    told = device, versions, kind, model.training, repr(model), tensors, str(sample), more
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(told))  # where functions lie
+
+
+def version_of(package: str) -> str:
+    """What is installed of it, "" where nothing is."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def kept(key: str) -> list[Timing]:
+    """The timings that were kept, none where there are none."""
+    try:
+        return [Timing(**each) for each in _everything().get(key, ())]
+    except TypeError:  # of another version
+        return []
+
+
+def keep(key: str, timings: Sequence[Timing]) -> None:
+    """Keep them for later processes; where that cannot be done, only the log says so."""
+    path, everything = file(), _everything()
+    everything[key] = [asdict(timing) for timing in timings]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(everything, indent=1), encoding="utf-8")
+        written.replace(path)
+    except OSError as error:
+        log.warning("timings are not kept, %s: %s", type(error).__name__, error)
+
+
+def _everything() -> dict[str, Any]:
+    try:
+        found = json.loads(file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no file, or none of ours
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def file() -> Path:
+    """Where timings are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "te_transform" / "timings.json"
