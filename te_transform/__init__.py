@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from te_transform.backends import BackendError
     from te_transform.check_ranks import RanksError, check_ranks
     from te_transform.convert import convert, revert
-    from te_transform.execution.parallel import ParallelError
     from te_transform.graph.inputs import InputError, TraceError
     from te_transform.inspect import inspect
-    from te_transform.parallelize import parallelize
+    from te_transform.parallel.divided import ParallelError
+    from te_transform.parallel.parallelize import parallelize
     from te_transform.passes import PIPELINE
     from te_transform.plan.model import ModelError
     from te_transform.plan.options import OptionError
@@ -70,7 +70,7 @@ _HOMES = {
     "te_transform.convert": ("convert", "revert"),
     "te_transform.graph.inputs": ("InputError", "TraceError"),
     "te_transform.inspect": ("inspect",),
-    "te_transform.parallelize": ("parallelize",),
+    "te_transform.parallel.parallelize": ("parallelize",),
     "te_transform.passes": ("PIPELINE",),
     "te_transform.plan.model": ("ModelError",),
     "te_transform.plan.options": ("OptionError",),
@@ -79,7 +79,7 @@ _HOMES = {
     "te_transform.quantize": ("QuantizationError", "Quantized", "quantize_weights"),
     "te_transform.report.report": ("ExpectationError", "Report"),
     "te_transform.reporting": ("report",),
-    "te_transform.execution.parallel": ("ParallelError",),
+    "te_transform.parallel.divided": ("ParallelError",),
     "te_transform.scaling_state": ("load_scaling_state", "scaling_state"),
     "te_transform.trace": ("trace",),
     "te_transform.verify.verification": ("Verification",),

@@ -16,7 +16,7 @@ from te_transform.graph.inputs import Inputs
 from te_transform.plan.assign import assign
 from te_transform.plan.model import ModelError
 from te_transform.report.compose import compose
-from te_transform.report.explain import SET_ON_MODEL, divided, explain_breaks
+from te_transform.report.explain import SET_ON_MODEL, explain_breaks
 from te_transform.report.report import Report
 
 _SET_ON_MODEL = f"{SET_ON_MODEL}it runs as it is, with parts that are captured"
@@ -47,7 +47,7 @@ def report(converted: nn.Module) -> Report:
     fallbacks = sum((graph.fallbacks_told() for graph in graphs), Counter())
     later = [note for note in material.notes if note not in told]
     if found.division is not None:
-        later += divided(found.division.places, found.division.ranks.count)
+        later += found.division.told()
     # sizes that vary may break what the examples' did not
     broken = explain_breaks((graph.captured for graph in graphs), material.breaks)
     breaks = tuple(dict.fromkeys((*material.report.breaks, *broken)))

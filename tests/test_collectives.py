@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_transform.backends.collectives import (
+from te_transform.graph import ops
+from te_transform.parallel.collectives import (
     Ranks,
     Redistribution,
     ShardedCrossEntropy,
@@ -19,7 +20,6 @@ from te_transform.backends.collectives import (
     Shards,
     moved,
 )
-from te_transform.graph import ops
 from tests.threads import in_threads
 
 WORDS, WIDTH = 11, 3

@@ -24,9 +24,9 @@ import te_transform
 from te_transform import ModelError, OptionError
 from te_transform.backends import limits
 from te_transform.execution.executors import inductor
-from te_transform.execution.layers import decide_on_layers
 from te_transform.execution.runner import runner_of
 from te_transform.training import LayerDropping, drop_layers
+from te_transform.training.layer_calls import decide_on_layers
 from tests import ranks, stand_in
 from tests.conversions import DISTINCT, as_built, each, run
 

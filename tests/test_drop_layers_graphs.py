@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.execution import layered, replayed
-from te_transform.execution.layers import decide_on_layers
+from te_transform.execution import replayed
 from te_transform.execution.runner import runner_of
+from te_transform.training import layered
+from te_transform.training.layer_calls import decide_on_layers
 from tests import ranks, stand_in, test_drop_layers, test_replayed
 from tests.conversions import ALL
 from tests.test_drop_layers import LAYERS, Fixed, Net, X, are_equal, by_hand, dropping, gradients, net

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_transform.backends.collectives import Ranks, Redistribution, Shards, moved
 from te_transform.canonicalize import canonicalize
-from te_transform.execution.sharded import on_shards
-from te_transform.plan.layout import Layout, lay_out
+from te_transform.parallel.collectives import Ranks, Redistribution, Shards, moved
+from te_transform.parallel.layout import Layout, lay_out
+from te_transform.parallel.sharded import on_shards
 from tests.captures import Captured, capture, executable
 from tests.conversions import each
 from tests.threads import in_threads

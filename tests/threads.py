@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_transform.backends.collectives import Ranks
+from te_transform.parallel.collectives import Ranks
 
 
 class Meeting:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import fx, nn
 
 from te_transform.backends import limits
-from te_transform.backends.collectives import Ranks
 from te_transform.execution.call_context import CallContext
+from te_transform.execution.division import Ranks
 from te_transform.execution.executors import Executor
 from te_transform.execution.executors.captured import Captured
 from te_transform.execution.executors.cuda_graph import CudaGraph

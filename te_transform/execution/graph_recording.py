@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from te_transform.backends.collectives import Ranks
 from te_transform.backends.joined import check_unwritten, local, parameter_of, parts_of, versions
 from te_transform.backends.tracing import batches_gradients
 from te_transform.execution.cuda_graph_pair import CudaGraphPair, casting_anew
+from te_transform.execution.division import Ranks
 from te_transform.execution.rerun import (
     Run,
     as_it_was,

@@ -24,7 +24,6 @@ from torch._dynamo.exc import SkipFrame
 from torch.utils._pytree import tree_leaves
 
 from te_transform.backends import gradients
-from te_transform.backends.collectives import Ranks
 from te_transform.backends.tracing import in_backward
 from te_transform.canonicalize import functions
 from te_transform.execution.blocks import blocks, parts, skipped_inside
@@ -32,7 +31,7 @@ from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph, Observer
 from te_transform.execution.captures import Captures, Checker
 from te_transform.execution.classes import ModuleRole, Role, parts_stay_out, restore_class, swap_class
-from te_transform.execution.division import Division
+from te_transform.execution.division import Division, Ranks
 from te_transform.execution.executors.user_code import UserCode
 from te_transform.execution.extension import Extension
 from te_transform.execution.lower import ScatteredGroups

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 
-from te_transform.backends.collectives import OwnRandom
 from te_transform.backends.joined import state_of
 from te_transform.backends.running import in_recipe
 from te_transform.canonicalize import written
@@ -250,7 +249,7 @@ def attention_kernels() -> tuple[bool, ...]:
 
 def _why_never(plan: Plan, options: Options) -> str | None:
     """Return why a graph is never compiled or recorded."""
-    if any(isinstance(module, OwnRandom) for module in plan.captured.modules()):
+    if any(getattr(module, "draws_per_rank", False) for module in plan.captured.modules()):
         return "each rank has dropouts of its own in it"
     # of no rows inductor lays the operands out in a way that PyTorch's products by groups refuse
     products = (node for node in plan.captured.graph.nodes if called(node).strip("_") == "grouped_mm")

@@ -484,7 +484,7 @@ def with_layers(gm: fx.GraphModule, layers: Sequence[Any]) -> fx.GraphModule:
 
     Args:
         gm: the graph.
-        layers: of plan/residual.py, in order.
+        layers: of training/residual.py, in order.
 
     Returns:
         The copy; behind the arguments of `gm` it takes a factor for each layer, a 0-dim tensor.

@@ -10,9 +10,7 @@ from pathlib import Path
 from torch import fx
 
 from te_transform.graph.capture import is_switched_off
-from te_transform.plan.layout import Place
-from te_transform.plan.rule import Outcome
-from te_transform.report.places import gather, listed
+from te_transform.report.places import listed
 
 _SWITCHED_OFF = (
     "dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, torch._dynamo.config.disable or "
@@ -94,14 +92,3 @@ def _title(reason: str) -> str:
     if reason.startswith("generic_jump"):
         return "Data-dependent branching"
     return reason.strip().splitlines()[0].rstrip(".")
-
-
-def divided(places: Iterable[Place], ranks: int) -> Iterator[str]:
-    """What is divided among the ranks of a tensor-parallel group, and why not more."""
-    outcomes = [Outcome(place.what, place.path, "refused", place.reasons) for place in places]
-    for found in gather(outcomes):
-        where = f"{found.rule}: {', '.join(found.lines)}"
-        if found.reasons:
-            yield f"whole on each of {ranks} ranks is {where}, because {', '.join(found.reasons)}"
-        else:
-            yield f"divided among {ranks} ranks is {where}"

@@ -18,13 +18,13 @@ from typing import Any
 from torch import nn
 
 from te_transform.backends.tracing import in_backward
-from te_transform.execution.layers import decide_on_layers
 from te_transform.execution.runner import Runner, runner_of
 from te_transform.graph.keywords import suggests
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError
-from te_transform.plan.residual import residual
 from te_transform.training.counts import is_count
+from te_transform.training.layer_calls import decide_on_layers
+from te_transform.training.residual import residual
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import te_transform
-from te_transform.execution.layers import decide_on_layers
 from te_transform.execution.runner import runner_of
 from te_transform.training import LayerDropping, drop_layers
+from te_transform.training.layer_calls import decide_on_layers
 from tests.gpu.test_training import batch, distance, llama, step
 from tests.test_drop_layers import Fixed
 from tests.zoo import seeded

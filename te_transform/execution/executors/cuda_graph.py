@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from te_transform.backends.collectives import Ranks
 from te_transform.backends.quantized import addresses, closed, forms_of
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.cuda_graph_pair import stream_now
+from te_transform.execution.division import Ranks
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.inductor import compiled, in_layers
 from te_transform.execution.graph_recording import CallSignature, Function

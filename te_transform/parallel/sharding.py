@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_transform.backends.collectives import Shards
 from te_transform.graph import ops
 from te_transform.graph.nodes import argument, called, is_tensor_node, shape_of, value
+from te_transform.parallel.collectives import Shards
 
 Held = Mapping[fx.Node, Shards]  # the values that are sharded, each of a tuple of tensors alike
 _LARGE = 1_000_003  # a prime that is no size of a tensor

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from te_transform.backends.scale_rows import keep_scales
 from te_transform.backends.tracing import in_backward
-from te_transform.execution.block_calls import ends
 from te_transform.execution.pieces import dropped
 from te_transform.execution.ranks import waits_for_all_gradients
 from te_transform.execution.rerun import is_trained
@@ -22,7 +21,8 @@ from te_transform.graph.nodes import dtype_of, returned
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Plan, plan
 from te_transform.plan.options import Options
-from te_transform.plan.residual import Layer, residual
+from te_transform.training.block_calls import ends
+from te_transform.training.residual import Layer, residual
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_transform.backends.collectives import Shards
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_parameter, path_of, shape_of, writes
+from te_transform.parallel.collectives import Shards
+from te_transform.parallel.sharding import Refusal, step
 from te_transform.plan.options import skipped_by
-from te_transform.plan.sharding import Refusal, step
 
 _STACKED = "a product by groups reads a stack of weights, linears are needed"
 _SAME_COLUMNS = (ops.cast, torch.Tensor.contiguous, torch.transpose, torch.reshape)

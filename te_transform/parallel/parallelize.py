@@ -15,10 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from te_transform.backends.collectives import Ranks, Shards
 from te_transform.canonicalize import canonicalize
 from te_transform.execution.distances import distance, rounding
-from te_transform.execution.parallel import Parallel, ParallelError
 from te_transform.execution.precision import Precision
 from te_transform.execution.runner import Runner, runner_of
 from te_transform.graph.capture import capture, ways_to_call
@@ -27,7 +25,9 @@ from te_transform.graph.keywords import suggests
 from te_transform.graph.names import name_as_in
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
-from te_transform.plan.layout import Place, lay_out
+from te_transform.parallel.collectives import Ranks, Shards
+from te_transform.parallel.divided import Parallel, ParallelError
+from te_transform.parallel.layout import Place, lay_out
 from te_transform.plan.model import wrapped_by
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, check_skip, globs_of
 

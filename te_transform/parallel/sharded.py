@@ -10,7 +10,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from te_transform.backends.collectives import (
+from te_transform.canonicalize import canonicalize
+from te_transform.graph import edit, ops
+from te_transform.graph.bound import module_of
+from te_transform.graph.nodes import MADE_ANEW, is_random, is_tensor_node, shape_of, value, writes
+from te_transform.parallel.collectives import (
     CommonRandom,
     Move,
     OwnRandom,
@@ -20,11 +24,7 @@ from te_transform.backends.collectives import (
     ShardedEmbedding,
     Shards,
 )
-from te_transform.canonicalize import canonicalize
-from te_transform.graph import edit, ops
-from te_transform.graph.bound import module_of
-from te_transform.graph.nodes import MADE_ANEW, is_random, is_tensor_node, shape_of, value, writes
-from te_transform.plan.sharding import Local, Refusal, Step, step
+from te_transform.parallel.sharding import Local, Refusal, Step, step
 
 
 class Unshardable(Exception):

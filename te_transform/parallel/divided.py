@@ -20,11 +20,13 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from te_transform.backends.collectives import Move, Ranks, Shards
 from te_transform.backends.joined import local, share_state, standing_for
-from te_transform.execution.sharded import Unshardable, on_shards
 from te_transform.graph.nodes import MADE_ANEW, is_parameter
-from te_transform.plan.layout import Place
+from te_transform.parallel.collectives import Move, Ranks, Shards
+from te_transform.parallel.layout import Place
+from te_transform.parallel.sharded import Unshardable, on_shards
+from te_transform.plan.rule import Outcome
+from te_transform.report.places import gather
 
 
 class ParallelError(RuntimeError):
@@ -142,6 +144,17 @@ class Parallel:
                 module, own = _holder(model, name)
                 module._parameters[own] = parameter
             raise
+
+    def told(self) -> Iterator[str]:
+        """Yield what is divided among the ranks, and why not more, in sentences for the report."""
+        ranks = self.ranks.count
+        outcomes = [Outcome(place.what, place.path, "refused", place.reasons) for place in self.places]
+        for found in gather(outcomes):
+            where = f"{found.rule}: {', '.join(found.lines)}"
+            if found.reasons:
+                yield f"whole on each of {ranks} ranks is {where}, because {', '.join(found.reasons)}"
+            else:
+                yield f"divided among {ranks} ranks is {where}"
 
     def collect(self) -> None:
         """Put whole parameters in the places of the DTensors."""

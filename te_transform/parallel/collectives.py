@@ -374,6 +374,8 @@ class OwnRandom(GraphOp):
     same ones.
     """
 
+    draws_per_rank = True  # which no compiled graph and no recording can
+
     def __init__(self, ranks: Ranks):
         super().__init__()
         self.ranks = ranks
