@@ -8,15 +8,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "te_transform").rglob("*.py"), *(ROOT / "passes").rglob("*.py")])
-NEVER = {"As", "How", "Let", "Of", "That", "Those", "What", "Whether", "Where", "Which", "Who", "Why"}
+NEVER = {"As", "How", "Let", "Of", "That", "Those", "What", "Where", "Whether", "Which", "Who", "Why"}
 # a function does something: its docstring begins with an imperative verb
-NO_VERBS = {"A", "All", "An", "Each", "It", "None", "One", "Returns", "The", "There", "These", "This", "Yields"}
+NO_VERBS = {
+    "A", "All", "An", "Each", "It", "None", "One", "Returns", "The", "There", "These", "This", "Yields",
+}  # fmt: skip
 
 
 def beginnings(file: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield the line and the first word of each docstring, and whether it is one of a function."""
+    """Yield the line and the first word of each docstring, and True if a function has it."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (told := ast.get_docstring(node)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (
+            told := ast.get_docstring(node)
+        ):
             properties = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", [])]
             is_value = any(name.endswith("property") for name in properties)
             line = getattr(node, "lineno", 1)

@@ -1,1 +1,1 @@
-"""What a converted model carries: its captured forward, and what belongs to its parameters."""
+"""The execution of captured graphs: runner, capture policy, executors."""

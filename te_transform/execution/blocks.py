@@ -1,4 +1,4 @@
-"""The layers of a transformer, and what holds them."""
+"""The blocks of a transformer, and the modules that hold them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from te_transform.plan.options import skipped_by
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformer: what stands in the outermost lists of modules of one class."""
+    """Return the blocks of a transformer: the modules in the outermost lists of one class."""
     return [*{id(block): block for block in _blocks(model).values()}.values()]
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
-    """What holds the layers, and what holds that: a backbone, an encoder and a decoder; not the model."""
+    """Return the modules between the model and its blocks: a backbone, an encoder, a decoder."""
     found: dict[int, nn.Module] = {}
     for path in _blocks(model):
         names = path.split(".")[:-1]
@@ -24,13 +24,13 @@ def parts(model: nn.Module) -> list[nn.Module]:
 
 
 def are_held_by_parts(model: nn.Module) -> bool:
-    """Whether the model itself calls none of its layers: a backbone does."""
+    """Return True if a part, such as a backbone, holds every block."""
     held = {id(module) for part in parts(model) for module in part.modules()}
     return all(id(block) in held for block in blocks(model))
 
 
 def skipped_inside(model: nn.Module, globs: tuple[str, ...]) -> dict[int, frozenset[str]]:
-    """What skip= leaves alone in each of the layers, by their ids: the paths below the layer."""
+    """Return the skipped paths inside of each block, by the block's id."""
     found = {}
     for path, layer in _blocks(model).items() if globs else ():
         inside = (name for name, _ in layer.named_modules())
@@ -39,12 +39,12 @@ def skipped_inside(model: nn.Module, globs: tuple[str, ...]) -> dict[int, frozen
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers by their names; a list in a list is none, and neither is what it holds: nobody calls it."""
+    """Return the blocks by path, without lists in lists and other modules that nobody calls."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)
         if isinstance(module, nn.ModuleList) and not inside:
-            layers = [layer for layer in module if layer is not None]  # a list may have places left empty
+            layers = [layer for layer in module if layer is not None]  # a list may contain None
             alike = len({made_of(type(layer)) for layer in layers}) == 1
             if alike and any(True for _ in layers[0].children()):
                 found |= {f"{path}.{name}": child for name, child in module.named_children()}

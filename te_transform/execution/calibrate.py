@@ -1,7 +1,6 @@
-"""Let a converted model find the first scales of delayed scaling on its example inputs.
+"""Calibrate the first scales of delayed scaling on the example inputs.
 
-Each product takes them from the first call that it sees forward and backward, see backends/scales.py. So one
-step on the example inputs is all it takes, for training to be in FP8 from its first step on.
+One forward and backward is enough, see backends/scales.py: training then runs in FP8 from its first step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 def calibrate(model: nn.Module, samples: Sequence[Inputs]) -> None:
     """Run `model` on each sample in training mode, and backward from its loss if it returns one.
 
-    What belongs to the model stays as it is, its gradients and random numbers too; only scales are found.
+    Only scales change. The model, its gradients and the random state are restored.
     """
     with preserved(model), looking:
         for module in model.modules():
@@ -42,7 +41,7 @@ def _step(model: nn.Module, sample: Inputs) -> None:
 
 
 def _backward(loss: Tensor, trained: list[nn.Parameter]) -> None:
-    try:  # not backward(), which would call what waits for gradients: optimizers step in there
+    try:  # backward() would call hooks that wait for gradients, in which optimizers may step
         torch.autograd.grad(loss, trained, allow_unused=True)
     except RuntimeError as error:
         if "checkpoint" not in str(error):
@@ -51,7 +50,7 @@ def _backward(loss: Tensor, trained: list[nn.Parameter]) -> None:
 
 
 def loss_of(out: Any) -> Tensor | None:
-    """The one number among a model's outputs, which is its loss."""
+    """Return the loss among a model's outputs, the first scalar with a gradient, or None."""
     if isinstance(out, dict):
         out = tuple(out.values())
     found = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]

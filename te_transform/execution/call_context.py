@@ -39,52 +39,52 @@ class CallContext:
 
     @cached_property
     def records_gradients(self) -> bool:
-        """Whether autograd records the call."""
+        """True if autograd records the call."""
         return torch.is_grad_enabled()
 
     @cached_property
     def is_inference(self) -> bool:
-        """Whether inference_mode() is on."""
+        """True if inference_mode() is on."""
         return torch.is_inference_mode_enabled()
 
     @cached_property
     def is_checkpointed(self) -> bool:
-        """Whether hooks take what autograd saves, as those of a checkpoint that will repeat the call."""
+        """True if hooks take what autograd saves, as those of a checkpoint that will repeat the call."""
         return saving_hooks()
 
     @cached_property
     def in_backward(self) -> bool:
-        """Whether a backward makes the call, as a checkpoint repeats a forward."""
+        """True if a backward makes the call, as a checkpoint repeats a forward."""
         return in_backward()
 
     @cached_property
     def is_transformed(self) -> bool:
-        """Whether a transform of torch.func or forward-mode differentiation is on."""
+        """True if a transform of torch.func or forward-mode differentiation is on."""
         return transformed()
 
     @cached_property
     def is_recorded(self) -> bool:
-        """Whether somebody else records a CUDA graph."""
+        """True if somebody else records a CUDA graph."""
         return recorded()
 
     @cached_property
     def is_deterministic(self) -> bool:
-        """Whether all calls have to compute the same bits."""
+        """True if all calls have to compute the same bits."""
         return torch.are_deterministic_algorithms_enabled()
 
     @cached_property
     def is_seen_below(self) -> bool:
-        """Whether a mode below autograd sees the operations of the call."""
+        """True if a mode below autograd sees the operations of the call."""
         return is_dispatch_mode_on()
 
     @cached_property
     def is_seen(self) -> bool:
-        """Whether a mode of te_transform or one below autograd sees the operations of the call."""
+        """True if a mode of te_transform or one below autograd sees the operations of the call."""
         return is_graph_mode_on() or self.is_seen_below
 
     @cached_property
     def is_seen_by_others(self) -> bool:
-        """Whether a user's torch function mode sees the operations of the call."""
+        """True if a user's torch function mode sees the operations of the call."""
         return is_foreign_mode_on()
 
 
@@ -125,12 +125,12 @@ class ModuleCall(CallContext):
 
     @property
     def is_block(self) -> bool:
-        """Whether a block is called, one of many layers."""
+        """True if a block is called, one of many layers."""
         return self.role.kind is Role.BLOCK
 
     @property
     def is_root(self) -> bool:
-        """Whether the model itself is called."""
+        """True if the model itself is called."""
         return self.role.is_root
 
     @cached_property
@@ -140,7 +140,7 @@ class ModuleCall(CallContext):
 
     @cached_property
     def is_decoding(self) -> bool:
-        """Whether this is a step of a generation: one token of each sequence, without gradients."""
+        """True if this is a step of a generation: one token of each sequence, without gradients."""
         if self.records_gradients or not self.tensors:
             return False
         first = self.tensors[0]
@@ -150,7 +150,7 @@ class ModuleCall(CallContext):
 
     @cached_property
     def is_evaluated(self) -> bool:
-        """Whether the module is called in evaluation, and nothing of it is trained."""
+        """True if the module is called in evaluation, and nothing of it is trained."""
         trains = self.records_gradients and any(p.requires_grad for p in self.module.parameters())
         return not self.module.training and not trains
 

@@ -30,11 +30,11 @@ from te_transform.plan.options import Options
 
 @dataclass(frozen=True)
 class Observer:
-    """Who looks at the calls of captured graphs: the conversion itself, and verify().
+    """An observer of the calls of captured graphs: the conversion itself, or verify().
 
     Attributes:
-        see: is told of each call, before it runs.
-        runs_captured: whether the calls run as captured, else with all sites fused.
+        see: receives each graph and its arguments before the call.
+        runs_captured: True runs the calls as captured, False with all sites fused.
     """
 
     see: Callable[[CapturedGraph, Sequence[Any]], None]
@@ -42,29 +42,34 @@ class Observer:
 
 
 class Owner(Protocol):
-    """What a captured graph asks of the converted model that it belongs to."""
+    """The services of a runner for its captured graphs."""
 
     scattered: ScatteredGroups  # see execution/lower.py
     observer: Observer | None
     extension: Extension | None
 
     def options_now(self) -> Options:
-        """Those of the conversion, without what the model as it is now does not go with."""
+        """Return the options of the conversion that fit the model's current state."""
 
     @property
     def ranks(self) -> Ranks | None:
-        """Those that the model is divided among."""
+        """The ranks of a divided model."""
 
     def tell(self, why: str) -> None:
         """Add a sentence to the report, once."""
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
-        """What is wrong with sites of the graph on the values of its first call."""
+        """Return what is wrong with sites of the graph on the values of its first call."""
 
 
 class Calls(NamedTuple):
-    """How many calls of a graph ran as it was captured, and with its products fused, and how many of each op
-    that kernels may take ran in plain PyTorch."""
+    """The calls of a graph so far.
+
+    Attributes:
+        captured: calls that ran as captured.
+        fused: calls that ran fused.
+        plain: for each op with a kernel, the calls that ran in plain PyTorch.
+    """
 
     captured: int
     fused: int
@@ -72,12 +77,12 @@ class Calls(NamedTuple):
 
 
 class CapturedGraph:
-    """What dynamo calls in the place of a graph.
+    """A graph from dynamo, with the executors that may run it.
 
     Attributes:
         executors: in the order in which they are asked; the last one runs any call.
-        fallbacks: how often an executor has refused, by its name and the reason.
-        is_extended: whether an extension of the model is asked before them.
+        fallbacks: refusals by executor and reason.
+        is_extended: True if an extension of the model is asked first.
     """
 
     def __init__(self, plan: Plan, owner: Owner, is_extended: bool = True):
@@ -88,14 +93,14 @@ class CapturedGraph:
         self.disable(())
 
     def disable(self, sites: Collection[Site]) -> None:
-        """Let these sites run as they were captured, and all others fused."""
+        """Run these sites as captured, and all others fused."""
         self.disabled = frozenset(sites)
         made = (self.plan, self.owner.scattered, self.disabled, self.options)
         self.fused, self.as_captured = Fused(*made), Captured(*made, self.owner.tell)
         self.executors: tuple[Executor, ...] = (self.fused, self.as_captured)
         if self.options.compile:
             self.executors = (Inductor(*made, self.fused, self.owner.tell), *self.executors)
-        if self.options.graphs:  # which record what inductor compiles
+        if self.options.graphs:  # these record the compiled graph
             recorded = CudaGraph(*made, self.fused, self.owner.tell, self.owner.ranks)
             self.executors = (recorded, self.fused, self.as_captured)
 
@@ -138,13 +143,13 @@ class CapturedGraph:
         return Counter({f"did not run {name}: {why}": n for name, why, n in counted})
 
     def calls(self) -> Calls:
-        """Those up to now."""
+        """Return the calls so far."""
         in_kernels = self.as_captured.in_kernels
         plain = [op.plain_calls.total() for op in in_kernels]
         return Calls(self.as_captured.calls, self.fused.calls, plain)
 
     def has_gained(self, before: Calls) -> bool:
-        """Whether anything ran otherwise than it was captured in the calls since then."""
+        """Return True if a call since `before` ran differently from the captured graph."""
         now = self.calls()
         if now[:2] == before[:2]:
             return False
@@ -154,7 +159,7 @@ class CapturedGraph:
         return any(map(operator.eq, now.plain, before.plain))
 
     def _check(self, arguments: Sequence[Any]) -> None:
-        """Take back the sites that are wrong on the values of this call."""
+        """Roll back the sites that are wrong on the values of this call."""
         self.unchecked = False
         self.plan.forget_tensors()
         with unwritten() as writes:
@@ -172,18 +177,18 @@ class CapturedGraph:
             site.fused.plain_calls.clear()
 
     def values(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of a call by the names of the graph's placeholders."""
+        """Return the arguments of a call by the names of the placeholders."""
         return {node.name: argument for node, argument in self.placeholders(arguments)}
 
     def placeholders(self, arguments: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:
-        """The graph's placeholders, each with its argument in a call."""
+        """Return the placeholders, each with its argument in a call."""
         nodes = (node for node in self.plan.captured.graph.nodes if node.op == "placeholder")
         return zip(nodes, arguments, strict=True)
 
     def groups(self, arguments: Sequence[Any]) -> Iterator[tuple[nn.Parameter, ...]]:
-        """The parameters that the graph joins in a call with these arguments.
+        """Yield the groups of parameters that the graph joins in a call with these arguments.
 
-        Without those that have zeros between them: they are copied together wherever they lie.
+        Groups with zeros between parameters are left out, because they are copied in each call.
         """
         held = self.values(arguments)
         for node in self.plan.joins():
@@ -191,11 +196,11 @@ class CapturedGraph:
                 yield tuple(held[source.name] for source in node.args)
 
     def path_in(self, names: Mapping[int, str], arguments: Sequence[Any]) -> str:
-        """Where in a model the module lies whose forward was captured, in a call with these arguments.
+        """Return the path of the module whose forward was captured, in a call with these arguments.
 
         Args:
-            names: of the model's parameters, by their ids; layers that are alike share a graph, not their
-                parameters.
+            names: the model's parameter names by id. Equal layers share a graph, but not their parameters.
+            arguments: of the call.
         """
         for node, argument in self.placeholders(arguments):
             own, name = name_in_model(node), names.get(id(argument), "")

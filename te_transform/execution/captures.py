@@ -16,7 +16,7 @@ Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
 
 
 class Captures:
-    """What dynamo captured of each class, for as long as nobody replaces the methods that calls go through.
+    """The captured forward of each class, until somebody replaces a method on the path of its calls.
 
     Dynamo guards the class of a module, not what the class has for a forward, nor who calls that.
 
@@ -46,20 +46,20 @@ class Captures:
         self.runs.clear()
 
     def note_methods(self, model: nn.Module) -> None:
-        """Note what calls of the model's modules go through now."""
+        """Note the current methods on the path of the modules' calls."""
         self.methods |= {kind: _methods_called(kind) for kind in map(own_class, model.modules())}
 
     def forget_replaced(self) -> None:
-        """Capture all forwards anew if a method that calls go through was replaced."""
+        """Capture all forwards anew if such a method was replaced."""
         if any(_methods_called(kind) != methods for kind, methods in self.methods.items()):
             self.runs.clear()
             self.methods.clear()
 
 
 def _methods_called(kind: type) -> tuple[Any, ...]:
-    """Return what calls of the modules of a class go through.
+    """Return the methods on the path of a class's calls.
 
-    A forward that is another object each time it is asked for, as a descriptor makes it, tells nothing.
+    A descriptor may return another forward at each access; such a forward is ignored.
     """
     forward = kind.forward if kind.forward is kind.forward else None
     return kind.__call__, kind._call_impl, forward

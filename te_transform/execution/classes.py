@@ -1,4 +1,4 @@
-"""The classes of the modules of a converted model, whose forward is the captured one.
+"""Subclasses of the user's module classes, whose forward runs captured graphs.
 
 A module gets another class, and one attribute; its parameters, submodules and other attributes stay as they
 are.
@@ -29,22 +29,22 @@ from te_transform.plan.model import CONVERTED, ModelError
 
 log = logging.getLogger(__name__)
 
-_cutting: ContextVar[bool] = ContextVar("_cutting", default=False)  # whether parts end the graphs, see below
+_cutting: ContextVar[bool] = ContextVar("_cutting", default=False)  # True if calls of parts end graphs
 
 
 class Carrier(Protocol):
-    """What runs the calls of a converted model, see runner.py."""
+    """The runner of a converted model, see runner.py."""
 
     precision: Precision | None
 
     def call(
         self, role: ModuleRole, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
-        """A call of the model, of a part of it, or of a block; `forward` is the one of its own class."""
+        """Run a call of the model, a part or a block. `forward` is that of the user's class."""
 
 
 class Role(Enum):
-    """What a module of a converted model is that is captured for itself.
+    """The role of a module that is captured by itself.
 
     A part holds blocks and is captured where it is called by itself: an encoder by generate(), a backbone by
     the trainers of TRL. A block is captured where blocks are captured one by one.
@@ -55,20 +55,20 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class ModuleRole:
-    """What a module of a converted model knows of it."""
+    """The link from a module to the runner of its model."""
 
     runner: Carrier
     kind: Role
-    skipped: frozenset[str] = frozenset()  # the paths in a block of what is left alone
+    skipped: frozenset[str] = frozenset()  # paths in a block that skip= leaves alone
 
     @property
     def is_root(self) -> bool:
-        """Whether it is the model itself."""
+        """True if the module is the model itself."""
         return self.kind is Role.MODEL
 
 
 def swap_class(module: nn.Module, role: ModuleRole) -> None:
-    """Let a module run its captured forward.
+    """Make a module run its captured forward.
 
     Raises:
         ModelError: its class takes no subclass.
@@ -88,24 +88,24 @@ def _give_class_back(module: nn.Module) -> None:
 
 
 def own_class(module: nn.Module) -> type:
-    """The class that a module was of before it was converted."""
+    """Return the class of a module before the conversion."""
     return _ORIGINALS.get(type(module), type(module))
 
 
 def made_of(kind: type) -> type:
-    """The user's class behind one of a converted model, which FSDP2 may have made another of."""
+    """Return the user's class behind a swapped class, from which FSDP2 may have derived another."""
     return next((_ORIGINALS[base] for base in kind.__mro__ if base in _ORIGINALS), kind)
 
 
 def give_classes_back(model: nn.Module) -> None:
-    """Let every module in `model` be of its own class: it runs as it is, and still has its report."""
+    """Restore the class of every module: the model runs the user's own code and keeps its report."""
     for module in model.modules():
         _give_class_back(module)
 
 
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Let every module in `model` be of its own class, whose forward is the user's."""
+    """Restore the user's class of every module inside of the context."""
     found = [(module, type(module)) for module in model.modules() if type(module) in _ORIGINALS]
     give_classes_back(model)
     try:
@@ -117,8 +117,12 @@ def own_classes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def parts_stay_out(stay: bool) -> Iterator[None]:
-    """Whether, in what is captured meanwhile, a graph ends where a part of the model is called, and the part
-    runs as it does by itself; else it is traced with what calls it."""
+    """Choose how captures inside of the context treat parts of the model.
+
+    Args:
+        stay: True ends a graph at the call of a part, which then runs its own captured forward. False traces
+            the part with its caller.
+    """
     token = _cutting.set(stay)
     try:
         yield
@@ -126,7 +130,7 @@ def parts_stay_out(stay: bool) -> Iterator[None]:
         _cutting.reset(token)
 
 
-# dynamo calls these while tracing, and no call of them is in the graph
+# dynamo calls these functions while tracing and leaves them out of the graph
 @torch._dynamo.assume_constant_result
 def _stays_out() -> bool:
     return _cutting.get() and is_our_capture()
@@ -134,8 +138,7 @@ def _stays_out() -> bool:
 
 @torch._dynamo.disable
 def _by_itself(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """A call that dynamo cannot trace, and so ends a graph: of a part, or of a block where no part calls it,
-    which is captured for itself."""
+    """Run a part or a block by itself. Dynamo cannot trace this function, so the outer graph ends here."""
     role = vars(module).get(CONVERTED)
     if role is None:
         return forward(module, *args, **kwargs)
@@ -144,14 +147,15 @@ def _by_itself(forward: Callable[..., Any], module: nn.Module, args: tuple, kwar
 
 @torch._dynamo.assume_constant_result
 def _tell_compilers() -> bool:
-    # where dynamo gives up on a forward it traces what that calls: is_compiling_here() is true there
+    # if dynamo gives up on a forward, it traces the functions that the forward calls
     if CompileContext.try_get() is not None and not is_our_capture() and not torch.compiler.is_exporting():
         tell_of_the_option()
     return True
 
 
-@functools.cache  # once: dynamo traces each piece of a forward, some twice, and at other sizes again
+@functools.cache  # warn once: dynamo traces pieces of a forward repeatedly
 def tell_of_the_option() -> None:
+    """Warn that torch.compile around a converted model compiles the user's own forward."""
     log.warning(
         "a converted model is compiled from outside, which compiles the user's own forward: to compile "
         "what te_transform made of it, pass compile=True to te_transform.convert()"
@@ -159,15 +163,16 @@ def tell_of_the_option() -> None:
 
 
 for _asked in (_tell_compilers, _stays_out):
-    skip_code(_asked.__code__)  # and what they ask is no part of the user's forward
+    skip_code(_asked.__code__)  # their code is no part of the user's forward
 
 _CLASSES: dict[tuple[type, frozenset[str]], type] = {}
 _ORIGINALS: dict[type, type] = {}
 
 
 def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
-    """A subclass of `kind` of the same name, whose forward is the captured one; there is one for each class,
-    so that its code is captured once for all instances that skip the same.
+    """Return the subclass of `kind` whose forward is the captured one.
+
+    Each class and set of skipped paths has one subclass, so instances share captured code.
 
     Raises:
         ModelError: the class takes no subclass.
@@ -177,21 +182,21 @@ def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
             made = type(kind.__name__, (kind,), {**_methods(kind), "__reduce_ex__": _reduce, **named})
-        except Exception as error:  # of a metaclass, or of the __init_subclass__ of a registry
+        except Exception as error:  # from a metaclass, or from the __init_subclass__ of a registry
             raise ModelError(
-                f"{kind.__name__} refuses to be subclassed, a converted model is an instance of a subclass "
-                f"of its class ({error}): convert a model that holds it, or let the class be derived from"
+                f"expected a class that can be subclassed, got {kind.__name__} ({error}); convert a model "
+                "that holds it, or allow subclasses"
             ) from error
         _CLASSES[kind, skipped], _ORIGINALS[made] = made, kind
     return _CLASSES[kind, skipped]
 
 
 def _methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """What a module of a converted model does otherwise than one of `kind`."""
+    """Return the methods that the subclass of `kind` overrides."""
     is_plain = isinstance(inspect.getattr_static(kind, "forward"), (FunctionType, functools.partialmethod))
 
     def bound(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A forward that is a property, or another descriptor, as the class binds it to this module."""
+        """Call a forward that is a property or another descriptor."""
         own = next(base for base in type(self).__mro__ if _ORIGINALS.get(base) is kind)
         return super(own, self).forward(*args, **kwargs)
 
@@ -218,10 +223,7 @@ def _methods(kind: type) -> dict[str, Callable[..., Any]]:
 
 
 def _reduce(self: nn.Module, protocol: int) -> Any:
-    """As the class's own, but for the class, which a pickle finds by the name of the one it was made of.
-
-    What a `__reduce__` of the user's own says is handed on: it makes what it says, of the user's class.
-    """
+    """Pickle a module by the name of the user's class. A `__reduce__` of the user's class is respected."""
     kind = next(base for base in type(self).__mro__ if base in _ORIGINALS)
     reduced = super(kind, self).__reduce_ex__(max(protocol, 2))
     if not isinstance(reduced, tuple) or reduced[1][:1] != (type(self),):
@@ -233,4 +235,5 @@ def _reduce(self: nn.Module, protocol: int) -> Any:
 
 
 def _made_again(make: Callable[..., nn.Module], kind: type, skipped: frozenset[str], *args: Any) -> nn.Module:
+    """Unpickle a module into the subclass."""
     return make(captured_class(kind, skipped), *args)

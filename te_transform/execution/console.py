@@ -1,4 +1,4 @@
-"""What a person is told: of long work, on a terminal alone, and of an error in a line."""
+"""Progress on a terminal, and errors in one line."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rich.console import Console
 from rich.progress import track
 
 T = TypeVar("T")
-# this package, the standard library, installed packages, and code that is in no file
+# this package, the standard library, installed packages, and code without a file
 _INSTALLED = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), *_INSTALLED, "<")
 
 
 def progress(items: Collection[T], doing: str) -> Iterator[T]:
-    """The items, one by one, with a bar on stderr if a person is watching."""
+    """Yield the items with a progress bar on stderr if stderr is a terminal."""
     console, watched = Console(stderr=True), sys.stderr.isatty()
     yield from track(items, f"te_transform: {doing}", console=console, disable=not watched, transient=True)
 
 
 def in_a_line(error: BaseException) -> str:
-    """The class of an error, and the first line of what it says."""
+    """Return the class of an error and the first line of its message."""
     return ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
 
 
@@ -43,5 +43,5 @@ def raised_at(error: BaseException) -> str:
 
 
 def status(doing: str) -> AbstractContextManager[Any]:
-    """A moving line on stderr meanwhile, if a person is watching."""
+    """Show a spinner on stderr if stderr is a terminal."""
     return Console(stderr=True).status(f"te_transform: {doing}") if sys.stderr.isatty() else nullcontext()

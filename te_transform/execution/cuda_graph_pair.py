@@ -1,4 +1,4 @@
-"""PyTorch's CUDA graphs: recording them, and what no graph can have in it."""
+"""Record pairs of CUDA graphs, and detect operations that no CUDA graph can contain."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class CudaGraphPair:
     """The CUDA graphs of a forward and of its backward.
 
     Args:
-        forward: returns tensors; run once, while it is recorded.
-        backward: from what `forward` returned to gradients; None where there is none.
-        device: where they run.
+        forward: returns tensors; runs once, while it is recorded.
+        backward: computes gradients from the outputs of `forward`; None without a backward.
+        device: of the tensors.
     """
 
     def __init__(
@@ -42,27 +42,26 @@ class CudaGraphPair:
         self.outputs = [output.detach() for output in self.outputs]
 
     def replay_forward(self) -> None:
-        """Compute `outputs` anew."""
+        """Recompute `outputs`."""
         self.first.replay()
 
     def replay_backward(self) -> None:
-        """Compute `gradients` anew, of the last forward."""
+        """Recompute `gradients` of the last forward."""
         self.second.replay()
 
     def free(self) -> None:
-        """Let go of what was recorded, which cannot be replayed any more."""
+        """Free the recording. It can no longer be replayed."""
         self.first.reset()
         self.second.reset()
 
 
 def _end_capture(device: torch.device, pool: Any) -> None:
-    """End for PyTorch what CUDA broke off.
+    """Clean up after a failed capture.
 
-    PyTorch itself does not (2.11): the allocator would go on to look where each request comes from, and the
-    random generator could draw nothing outside of a graph any more.
+    PyTorch 2.11 leaves the allocator in capture mode, and the random generator unusable outside of a graph.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    with contextlib.suppress(RuntimeError):  # it was ended, the recording failed for another reason
+    with contextlib.suppress(RuntimeError):  # the capture had ended before the failure
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
     generator = torch.cuda.default_generators[index]
@@ -71,8 +70,7 @@ def _end_capture(device: torch.device, pool: Any) -> None:
 
 @contextlib.contextmanager
 def casting_anew() -> Iterator[None]:
-    """Let torch.autocast cast weights in what is recorded: a replay would read copies that were made
-    before, and others would read those that it makes."""
+    """Turn off autocast's cache of cast weights while recording: a replay must cast the weights again."""
     was = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
@@ -84,7 +82,7 @@ def casting_anew() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_waits() -> Iterator[list[str]]:
-    """What makes the CPU wait for the GPU meanwhile, which no CUDA graph can have in it."""
+    """Collect warnings of operations that synchronize with the GPU, which no CUDA graph can contain."""
     found: list[str] = []
     if not torch.cuda.is_available():
         yield found
@@ -101,7 +99,7 @@ def noting_waits() -> Iterator[list[str]]:
 
 
 def stream_now() -> int:
-    """The CUDA stream that is on; 0 where there is none."""
-    # torch.cuda.current_stream() takes ten times as long, of each call that is replayed
+    """Return the current CUDA stream, or 0 without CUDA."""
+    # torch.cuda.current_stream() takes ten times as long, and every replay asks
     on = torch.cuda.is_initialized()
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on else 0

@@ -1,4 +1,4 @@
-"""What a model that is divided among ranks asks of the calls of its captured graphs."""
+"""The protocol of models that are divided among ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes calls from outside of the core, as layer dropping does."""
+"""The protocol of extensions that change calls from outside of the core, such as layer dropping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Extension(Protocol):
         """Take note of what the call has returned."""
 
     def executor(self, graph: Any) -> Executor:
-        """Return what a captured graph asks before its own executors."""
+        """Return the executor that a captured graph asks before its own."""
 
     def attach(self, block: nn.Module) -> None:
         """Take note of a block that is captured by itself from now on."""

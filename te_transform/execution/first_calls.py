@@ -1,5 +1,4 @@
-"""The first calls of a model that is converted: what they capture, and whether that computes what the model
-does."""
+"""Make the first calls of a converted model, and compare captured graphs with the user's own code."""
 
 from __future__ import annotations
 
@@ -35,28 +34,26 @@ _UNSAVED = (
 
 @dataclass
 class Seen:
-    """The captured graphs that ran in the first calls, with the path of the module that each call was of."""
+    """The captured graphs of the first calls, by the path of the called module."""
 
     graphs: dict[tuple[str, CapturedGraph], None] = field(default_factory=dict)
     groups: dict[tuple[nn.Parameter, ...], None] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)  # of the model's parameters, by their ids
-    outputs: list[Tensor] = field(default_factory=list)  # of the first call
+    names: dict[int, str] = field(default_factory=dict)  # parameter names by id
+    outputs: list[Tensor] = field(default_factory=list)  # outputs of the first call
 
     def plans(self) -> Iterator[tuple[str, Plan]]:
-        """What is fused in each graph, with the path of the module; once for each module that shares a
-        graph."""
+        """Return the plan of each graph with a module path, once for each module that shares the graph."""
         return ((path, graph.plan) for path, graph in self.graphs)
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Tell layers that share a graph apart by the parameters that they have now."""
+        """Note the current parameters, which distinguish layers that share a graph."""
         self.names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def first_calls(
     model: nn.Module, runner: Runner, samples: Sequence[Inputs], original: nn.Module | None
 ) -> Seen:
-    """Capture the forward in training mode, by calling the model, which is left as it was, on its
-    examples."""
+    """Capture the forward by training calls on the example inputs. The model is restored."""
     others = set() if original is None else set(map(id, original.parameters()))
 
     def check_own(arguments: Sequence[Any]) -> None:
@@ -77,9 +74,9 @@ def first_calls(
                 runner.material.notes.append(why)
         for sample in progress(samples, "capturing"):
             outputs = call(model.train(), sample)
-            if not seen.outputs:  # copies, for what graphs wrote is undone in the end
+            if not seen.outputs:  # copies, because writes of graphs are undone at the end
                 seen.outputs = [tensor.clone() for tensor in _tensors(outputs)]
-            del outputs  # with what its backward would read
+            del outputs  # frees activations saved for a backward
     return seen
 
 
@@ -94,19 +91,21 @@ def _tensors(outputs: Any) -> list[Tensor]:
 def traced_otherwise(
     model: nn.Module, found: Sequence[Tensor], sample: Inputs, original: nn.Module | None
 ) -> str | None:
-    """Why the captured forward, which found these outputs, is not the model's, or None: code may ask whether
-    it is traced, or of what class it is, and do something else then, as transformers does for masks."""
+    """Return why the captured forward differs from the model, or None.
+
+    Code may ask if it is traced, or for its class, and compute something else then.
+    """
 
     def outputs() -> list[Tensor]:
         with preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
             return _tensors(call(model.train(), sample))
 
-    if any(tensor.is_meta for tensor in found):  # which hold no numbers
+    if any(tensor.is_meta for tensor in found):  # without numbers
         return None
     with own_classes(model):
         expected = outputs()
         off = _off(found, expected)
-        # what draws random numbers of its own tells nothing
+        # a forward that differs from itself draws random numbers of its own
         if off <= rounding(filter(Tensor.is_floating_point, expected)) or _off(outputs(), expected):
             return None
     return (
@@ -118,11 +117,11 @@ def traced_otherwise(
 def fails_captured(
     model: nn.Module, samples: Sequence[Inputs], original: nn.Module | None, error: TraceError
 ) -> str:
-    """Why the captured forward raised on samples that the model takes.
+    """Return why the captured forward raised on samples that the model accepts.
 
     Raises:
-        TraceError: the model does not take them.
-        ModelError: the model does, and its copy does not.
+        TraceError: the model rejects the samples.
+        ModelError: the model accepts them, and its copy does not.
     """
 
     def takes(one: nn.Module, twin: nn.Module | None) -> bool:
@@ -146,6 +145,7 @@ def fails_captured(
 
 
 def raises_captured(raised: BaseException) -> str:
+    """Return the note for a captured forward that raises where the model does not."""
     return (
         f"captured, the forward raises {in_a_line(raised)}: it does something else where it is traced or in "
         "a subclass, one that does the same is needed; the model runs the user's own code"
@@ -153,15 +153,17 @@ def raises_captured(raised: BaseException) -> str:
 
 
 def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest distance between outputs; infinity where there are more of one than of the other."""
+    """Return the largest distance between outputs, or infinity if their numbers differ."""
     if len(found) != len(expected):
         return math.inf
     return max(map(_difference, found, expected), default=0.0)
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Their distance; of whole numbers how many are others: which of two is the larger is for rounding to
-    decide, but of few."""
+    """Return the distance of two tensors; for integers, the share that differs.
+
+    Rounding may change an argmax, but only for few elements.
+    """
     if one.shape != other.shape or one.dtype != other.dtype or other.is_floating_point():
         return distance(one, other)
     if other.is_complex():
@@ -173,11 +175,10 @@ def _difference(one: Tensor, other: Tensor) -> float:
 def watched(
     runner: Runner, model: nn.Module, see: Callable[[Sequence[Any]], None] = lambda arguments: None
 ) -> Iterator[Seen]:
-    """What is captured, and called, meanwhile. What graphs write stays until the end, for the code around
-    them reads it.
+    """Observe captures and calls of graphs. Writes of graphs are undone at the end.
 
-    Nothing runs fused: parameters do not lie next to each other yet, and a backward would keep the copies of
-    all that are joined.
+    Graphs run as captured: parameters are not adjacent yet, and a backward would keep copies of all joined
+    parameters.
     """
     seen = Seen()
     seen.name_parameters(model)
@@ -198,6 +199,11 @@ def watched(
 
 
 def call(model: nn.Module, sample: Inputs) -> Any:
+    """Call the model on a copy of the sample.
+
+    Raises:
+        TraceError: the call raises.
+    """
     args, kwargs = sample.clone()
     try:
         return model(*args, **kwargs)

@@ -1,11 +1,11 @@
-"""The head of a language model beside CUDA graphs, with the loss that reads it; and beside what is compiled
-in pieces, so that its gradient is the first to be reduced.
+"""The head of a language model and its loss, outside of CUDA graphs and of compiled pieces.
 
-What CUDA graphs return is copied, for the next call writes to the same memory. Many logits take longer to
-copy than the CPU takes to launch the head and its loss, while the GPU still computes the layers.
+Outputs of CUDA graphs are copied, because the next replay overwrites them. A copy of large logits takes
+longer than the CPU needs to launch the head and its loss while the GPU computes the layers. Under DDP, the
+gradient of the head is reduced first.
 
-Beside a loss the logits are compiled without a gradient. A compiled backward takes one for each output, and
-where only the loss is differentiated that is as many zeros as there are logits, to write and to add.
+Logits next to a loss are compiled without a gradient. A compiled backward needs a gradient of each output,
+and zeros of the size of the logits would be written and added.
 """
 
 from __future__ import annotations
@@ -35,27 +35,26 @@ from te_transform.graph.nodes import (
     writes,
 )
 
-COLUMNS = 4096  # from which on a linear is a head
-# Fewer bytes of logits are copied, on an H100 in 0.09 ms at most. To launch another forward takes 0.05 to 0.2
-# ms of the CPU, by how fast it is, and a backward 0.4 to 0.9. Where the GPU has more to do than the CPU that
-# is no loss: in a forward from so many rows times numbers in weights on, a third of a millisecond.
+COLUMNS = 4096  # a linear with fewer columns is no head
+# Logits of fewer bytes are copied, on an H100 in at most 0.09 ms. To launch the head by itself takes 0.05 to
+# 0.2 ms of the CPU in a forward, and 0.4 to 0.9 ms in a backward. In a forward of more work than PACED (rows
+# times weight elements, a third of a millisecond) the GPU hides that.
 COPIED, PACED = 2**27, 10**11
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any] | None]
 
 
 class Head:
-    """The last operations of a graph: linears with many columns, and what reads them.
+    """The last operations of a graph: linears with many columns, and their readers.
 
     Attributes:
-        rest: the graph without them.
+        rest: the graph without these operations.
 
     Args:
-        graph: what they are cut off from.
-        nodes: the operations, in the order of the graph.
-        reads: what of the others they read.
-        compile: compiles a graph for such arguments, or returns None where it cannot; None if the operations
-            are to run as they are.
+        graph: the whole graph.
+        nodes: the operations of the head, in order.
+        reads: the other nodes that the head reads.
+        compile: compiles a graph for given arguments, or returns None on failure; None to run uncompiled.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Head:
         self.logits = None if compile is None else _beside_a_loss(self.own, reads)
 
     def __call__(self, rest: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
-        """What the graph returns, by a function that computes `rest`."""
+        """Return the outputs of the whole graph. The function `rest` computes the other operations."""
         values = dict(zip(self.passed, rest(*arguments), strict=True))
         given = [values[node] if node in values else arguments[self.places[node]] for node in self.inputs]
         run = self.run or self._compiled([*map(as_leaf, given)])
@@ -86,14 +85,14 @@ class Head:
         return [values[node] if isinstance(node, fx.Node) else node for node in self.outputs]
 
     def compile_with_gradient(self) -> None:
-        """Compile the logits with their gradient, from the next call on."""
+        """Compile the logits with their gradient from the next call."""
         with compile_lock:
-            if self.logits is not None:  # else another backward has
+            if self.logits is not None:  # another backward may have
                 self.run = self.logits = None
 
     def _compiled(self, given: list[Any]) -> Callable[..., Sequence[Any]]:
         with compile_lock:
-            if self.run is None:  # else another thread has
+            if self.run is None:  # another thread may have
                 module, place = self.module, self.logits
                 if place is not None:
                     module = edit.passed_through(module, place, torch.detach)
@@ -105,9 +104,9 @@ class Head:
             return self.run
 
     def _run_without_gradient(self, run: Callable[..., Sequence[Any]], place: int, *given: Any) -> list[Any]:
-        """The outputs of the function, that at this place with what computes its gradient by itself."""
+        """Return the outputs of a function, with a lazy gradient for the output at `place`."""
         outputs, trained = [*run(*given)], trained_among(given)
-        # nothing is written: what the function itself saved is as it was
+        # nothing is written, so tensors that the function saved stay valid
         with torch.autograd._unsafe_preserve_version_counter(outputs[place]):
             tensors = [given[number] for number in trained]
             outputs[place] = _Logits.apply(outputs[place], self, place, given, trained, *tensors)
@@ -115,7 +114,7 @@ class Head:
 
 
 class _Logits(torch.autograd.Function):
-    """Logits that were computed without a gradient; should they get one, the head is called again for it."""
+    """Logits without a gradient. If a gradient arrives, the head runs again to propagate it."""
 
     @staticmethod
     def forward(
@@ -127,7 +126,7 @@ class _Logits(torch.autograd.Function):
         trained: Sequence[int],
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.mark_dirty(logits)  # else they would be a view, which nobody could write to
+        ctx.mark_dirty(logits)  # otherwise they would be a view that nobody may write to
         ctx.save_for_backward(*(each for each in given if isinstance(each, Tensor)))
         ctx.others = [None if isinstance(each, Tensor) else each for each in given]
         ctx.head, ctx.place, ctx.trained = head, place, trained
@@ -146,8 +145,10 @@ class _Logits(torch.autograd.Function):
 
 
 def _beside_a_loss(outputs: Sequence[fx.Node], reads: Sequence[fx.Node]) -> int | None:
-    """The place of the logits, the one output larger than what the head reads, in memory of their own, if
-    another output is differentiated too."""
+    """Return the index of logits next to a loss, or None.
+
+    Logits are the only output that is larger than the inputs of the head, with memory of their own.
+    """
     large = [place for place, node in enumerate(outputs) if numel_of(node) > max(map(numel_of, reads))]
     trained = [place for place, node in enumerate(outputs) if value(node).requires_grad]
     apart = len({*storages(outputs)}) == len(outputs)
@@ -155,12 +156,11 @@ def _beside_a_loss(outputs: Sequence[fx.Node], reads: Sequence[fx.Node]) -> int 
 
 
 def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
-    """The head of a graph in the mode that is on; None where it has none that may come after all else.
+    """Return the head of a graph in the current grad mode, or None if no head may run last.
 
     Args:
         graph: of operations and fused ops.
-        compile: compiles what reads the logits, see Head; where it is None, they are the last that is
-            computed, or there is no head.
+        compile: compiles the readers of the logits, see Head; None allows only heads without readers.
     """
     heads = [node for node in graph.graph.nodes if _is_head(graph, node)]
     if not heads:
@@ -170,9 +170,9 @@ def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
     if nodes is None or any(map(is_random, nodes)):
         return None
     given = set(storages(node for node in graph.graph.nodes if node.op == "placeholder"))
-    if given.intersection(storages(reads)):  # no graph may return memory of an argument
+    if given.intersection(storages(reads)):  # a graph must not return memory of an argument
         return None
-    # The head runs after all that stays: what comes later in the graph may not write, nor change the mode.
+    # The head runs last, so no later operation may write or change the mode.
     if any(node >= nodes[0] and (writes(node) or changes_state(node)) for node in graph.graph.nodes):
         return None
     if _are_copied(graph, heads):
@@ -183,24 +183,24 @@ def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
 
 
 def _are_copied(graph: fx.GraphModule, heads: Sequence[fx.Node]) -> bool:
-    """Whether the logits are few enough to stay in the graph, out of whose memory they are copied."""
+    """Return True if the logits are small enough to stay in the graph and be copied."""
     few = sum(map(bytes_of, heads)) < COPIED
     return few and (torch.is_grad_enabled() or _work(graph, heads[0]) < PACED)
 
 
 def _work(graph: fx.GraphModule, head: fx.Node) -> int:
-    """The rows of the head's input times the numbers in all weights, about what products add up."""
+    """Return the rows of the head's input times all weight elements, about half of the FLOPs."""
     weights = [node for node in graph.graph.nodes if node.op == "placeholder" and is_model_tensor(node)]
     return numel_of(head.args[0]) // shape_of(head.args[1])[1] * sum(map(numel_of, weights))
 
 
 def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether it is a linear whose result is far larger than its input, and the last one."""
+    """Return True if the node is a linear with many columns, and the last reader of a parameter."""
     module = graph.get_submodule(node.target) if node.op == "call_module" else None
     if node.target is not torch._C._nn.linear and not isinstance(module, plain.Linear):
         return False
-    # TE updates its scales in the backward of the module that it saw first in a step. Beside a graph that
-    # would be the head, whose backward comes before all others.
+    # TE updates its scales in the backward of the first module of a step. Next to a CUDA graph the head would
+    # be that module, and its backward runs before all others.
     if module is not None and torch.is_grad_enabled():
         return False
     x, weight = node.args[:2]
@@ -214,7 +214,7 @@ def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """These, what reads them, what reads that, and so on."""
+    """Return the nodes and their transitive readers."""
     found, waiting = set(), list(nodes)
     while waiting:
         node = waiting.pop()
@@ -227,7 +227,7 @@ def _readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _without_others(
     graph: fx.GraphModule, heads: Sequence[fx.Node], reads: Sequence[fx.Node]
 ) -> list[fx.Node] | None:
-    """The heads, what reads them, and what else only that reads; None where others read a part of it too."""
+    """Return the heads, their readers, and nodes that only these read; None if others read them too."""
     own = _readers(heads)
     nodes, waiting = set(), {*own}
     for node in reversed(graph.graph.nodes):

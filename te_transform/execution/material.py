@@ -1,8 +1,7 @@
-"""What a converted model keeps for its report."""
+"""The material for the report of a converted model."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from te_transform.execution.captured_graph import CapturedGraph
@@ -14,11 +13,9 @@ class ReportMaterial:
     Attributes:
         report: of the conversion, None before there is one.
         notes: sentences on what runs otherwise than asked for.
-        breaks: what dynamo says of code that it did not capture.
-        next_call: the graphs of the next call, [] until then, if the report has to be made of that call; else
-            None.
-        was_called: whether a call has come through the model's own forward, and not its parts' alone.
-        own_calls: how many calls ran the user's own code, by the reason.
+        breaks: dynamo's reasons for graph breaks.
+        next_call: the graphs of the next call, if that call makes the report; [] before it, else None.
+        was_called: True once the model's own forward was called, and not only those of its parts.
     """
 
     def __init__(self, report: Any = None, next_call: list[CapturedGraph] | None = None):
@@ -26,7 +23,6 @@ class ReportMaterial:
         self.notes: list[str] = []
         self.breaks: dict[str, None] = {}
         self.was_called = False
-        self.own_calls: Counter[str] = Counter()
 
     def tell(self, why: str) -> None:
         """Add a sentence to the report, once."""

@@ -1,5 +1,4 @@
-"""Torch function modes that captured graphs run in and that dynamo must not see: it would trace through
-them, and capture another graph."""
+"""Torch function modes for captured graphs, hidden from dynamo, which would trace through them."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from torch.overrides import (
 from torch.utils._device import DeviceContext
 
 _aside: ContextVar[tuple[GraphMode, ...]] = ContextVar("_aside", default=())
-# The functions of torch._VF that all dropouts of torch.nn.functional call, and so all dropout modules.
+# Every dropout of torch.nn and torch.nn.functional calls one of these functions of torch._VF.
 _DROPOUTS = (
     "dropout", "dropout_", "alpha_dropout", "alpha_dropout_",
     "feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_",
@@ -26,24 +25,22 @@ _DROPOUTS = (
 
 
 class GraphMode(TorchFunctionMode):
-    """A mode that sees every torch call of a converted model, in its captured graphs and around them."""
+    """A mode that sees every torch call of a converted model, inside and outside of graphs."""
 
 
 def is_foreign_mode_on() -> bool:
-    """Whether somebody's mode sees torch calls: dynamo traces what it does, and running the graph would do
-    that once more."""
+    """Return True if a user's mode is active. Dynamo traces its effects, and the graph would repeat them."""
     modes = _get_current_function_mode_stack()
     return any(not isinstance(mode, (GraphMode, DeviceContext)) for mode in modes)
 
 
 def is_graph_mode_on() -> bool:
-    """Whether a mode of te_transform sees torch calls."""
+    """Return True if a mode of te_transform is active."""
     return isinstance(_get_current_function_mode(), GraphMode)
 
 
 def is_dispatch_mode_on() -> bool:
-    """Whether a mode below autograd sees what calls do, as selective checkpoints and fake tensors have
-    one."""
+    """Return True if a dispatch mode is active, such as that of selective checkpoints or fake tensors."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -70,12 +67,12 @@ def set_aside() -> Iterator[None]:
 def put_back() -> contextlib.AbstractContextManager[None]:
     """Enter the modes that were set aside, for a call of a captured graph."""
     modes = _aside.get()
-    return _entered(modes) if modes else contextlib.nullcontext()  # mostly there are none
+    return _entered(modes) if modes else contextlib.nullcontext()  # usually there are none
 
 
 @contextlib.contextmanager
 def _entered(modes: Sequence[GraphMode]) -> Iterator[None]:
-    token = _aside.set(())  # a graph that runs inside this one finds them on
+    token = _aside.set(())  # a nested graph must not enter them twice
     try:
         with contextlib.ExitStack() as stack:
             for mode in modes:
@@ -87,7 +84,7 @@ def _entered(modes: Sequence[GraphMode]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dropouts_in_modes() -> Iterator[None]:
-    """Let dropouts outside of graphs run in the modes that were set aside.
+    """Run dropouts outside of graphs in the modes that were set aside.
 
     Dynamo takes F.dropout for one operation and looks at nothing that it calls, so captures stay the same.
     """
@@ -95,7 +92,7 @@ def _dropouts_in_modes() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in _DROPOUTS:  # getattr finds torch's own again
+        for name in _DROPOUTS:  # getattr falls back to torch's functions
             vars(_VF).pop(name, None)
 
 

@@ -1,11 +1,10 @@
-"""Graphs in pieces, of which equal ones are compiled once: the layers of a model, or parts of them.
+"""Partition graphs into layers or parts of layers, and compile equal pieces once.
 
-A deep graph is cut where the module changes that is one of many, by the number in its path. What a compiler
-takes for a graph grows with its layers, and what it makes of one layer does for all others that compute the
-same of tensors of the same sizes.
+A deep graph is cut between numbered modules, such as layers.0 and layers.1. Compile time grows with the size
+of a graph, and the code of one layer serves all layers with the same operations and sizes.
 
-Where gradients are reduced while the backward goes on, any graph is cut, into pieces that have a bucket of
-gradients each: the backward of a compiled graph hands out all of its gradients at its end.
+Under DDP any graph is cut into pieces of one gradient bucket each, because the backward of a compiled graph
+returns all of its gradients at its end.
 """
 
 from __future__ import annotations
@@ -114,8 +113,11 @@ def _unmarked(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: in
 
 
 def _by_bytes(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: int) -> list[list[fx.Node]]:
-    """The operations in runs that have so many bytes of gradients at least, counted from the end, where a
-    backward begins; none if there is a single one."""
+    """Split the operations into runs of at least `bucket` bytes of gradients, from the end backwards.
+
+    Returns:
+        The runs in order, or nothing if there is a single run.
+    """
     places, gradients = _places(nodes), _gradients(nodes, given)
     cuts, waiting = [len(nodes)], 0
     for place in reversed(range(len(nodes))):
@@ -123,18 +125,17 @@ def _by_bytes(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: in
         if waiting >= bucket and place in places:
             cuts.append(place)
             waiting = 0
-    # what is left over is done with the run after it
+    # the rest at the front joins the first run
     return [[*nodes[start:stop]] for start, stop in pairwise([0, *cuts[-2::-1]])]
 
 
 def _places(nodes: Sequence[fx.Node]) -> set[int]:
-    """Where to cut the operations.
+    """Return the indices where operations may be cut: between layers, and inside the first layer.
 
-    That is between layers: of the modules that are one of many those that are made of others, which the
-    activation in an nn.Sequential is not. The first layer, behind whose backward there is little left to
-    compute while its gradients are reduced, is also cut where it hands on no more than it begins or ends
-    with. What a compiler could have fused there is what it fuses between layers, a sum with the norm that
-    reads it.
+    A layer is a numbered module with submodules; an activation in an nn.Sequential is none. Little is left to
+    compute while the gradients of the first layer are reduced. The first layer is therefore also cut where it
+    passes on no more bytes than at its ends. The compiler loses the fusion of a sum with the next norm there,
+    as between layers.
     """
     layers = {_layer(node) for node in nodes if _layer(node) != path_of(node)} - {""}
     sizes = [len([*run]) for _, run in groupby(nodes, lambda node: layers & {_layer(node)})]
@@ -146,8 +147,7 @@ def _places(nodes: Sequence[fx.Node]) -> set[int]:
 
 
 def _handed_on(nodes: Sequence[fx.Node]) -> list[float]:
-    """How many bytes of what is computed before each of the operations, and after all, is read by it or later
-    ones; infinite where that is no tensor."""
+    """Return the bytes that cross each cut between operations; infinite if a value is no tensor."""
     place = {node: number for number, node in enumerate(nodes)}
     handed_on = [0.0] * (len(nodes) + 1)
     for node, number in place.items():
@@ -158,29 +158,33 @@ def _handed_on(nodes: Sequence[fx.Node]) -> list[float]:
 
 
 def _gradients(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> list[int]:
-    """Of how many bytes of trained tensors each of the operations is the first reader: its backward is the
-    one after which their gradients are known."""
+    """Return the bytes of trained tensors that each operation is the first to read.
+
+    The backward of the first reader completes the gradient of a tensor.
+    """
     tensors = {node: held for node, held in given.items() if isinstance(held, Tensor)}
     trained = {node: held.nbytes for node, held in tensors.items() if held.requires_grad}
     return [sum(trained.pop(read, 0) for read in node.all_input_nodes) for node in nodes]
 
 
 def _puts_settings_back(run: Sequence[fx.Node]) -> bool:
-    """Whether the state that calls run in is after these operations what it was before. (Contexts of autocast
-    are values, which their exits read: no piece may return one.)"""
+    """Return True if the operations restore the grad mode that they change.
+
+    Autocast contexts are values that their exits read, and no piece may return such a value.
+    """
     switched = [node for node in run if changes_state(node) and "autocast" not in called(node)]
     recorded = [node.args[0] for node in switched if called(node) == "_set_grad_enabled"]
     return len(recorded) == len(switched) and recorded[-1:] in ([], [torch.is_grad_enabled()])
 
 
 def _layer(node: fx.Node) -> str:
-    """The path of the module of many that the operation belongs to, "" where there is none."""
+    """Return the path of the numbered module of an operation, "" without one."""
     found = _LAYER.match(path_of(node))
     return found.group() if found else ""
 
 
 def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compile) -> None:
-    """Compile each piece, on tensors without memory, or take what an equal one was compiled to."""
+    """Compile each piece on fake tensors, or reuse the code of an equal piece."""
     made: dict[tuple, Callable[..., Any]] = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     values = {node: _faked(fake, held) for node, held in values.items()}
@@ -191,14 +195,15 @@ def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compi
         if key not in made:
             made[key] = compile(piece.module, [as_leaf(each) for each in given])
         piece.run = made[key]
-        # not around the compiler, which times kernels on tensors that it makes; and a checkpoint that is on
-        # counts the tensors that are saved
-        with fake, saved_tensors_hooks(_as_it_is, _as_it_is):
+        # the compiler times kernels on real tensors, so it runs outside of the fake mode; an active
+        # checkpoint would count the tensors that are saved here
+        with fake, saved_tensors_hooks(_unchanged, _unchanged):
             found = piece.module.forward(*given)
         values.update(zip(piece.outputs, found, strict=True))
 
 
-def _as_it_is(held: Any) -> Any:
+def _unchanged(held: Any) -> Any:
+    """Return the value."""
     return held
 
 
@@ -207,12 +212,12 @@ def _faked(fake: FakeTensorMode, held: Any) -> Any:
 
 
 def as_leaf(held: Any) -> Any:
-    """A tensor as one that nothing computed, which compilers expect; anything else as it is."""
+    """Return a tensor as an autograd leaf, which compilers expect, and other values unchanged."""
     return held.detach().requires_grad_(held.requires_grad) if isinstance(held, Tensor) else held
 
 
 def _kind(held: Any) -> Any:
-    """What compiled code is made for."""
+    """Return the properties of a value that compiled code depends on."""
     if not isinstance(held, Tensor):
         return held
     return held.shape, held.stride(), held.dtype, held.device, held.requires_grad, held.storage_offset()

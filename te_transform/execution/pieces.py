@@ -1,4 +1,4 @@
-"""Graphs in pieces, which run one after the other; those of layers may be left out."""
+"""Graphs in pieces that run in order. A call may leave out pieces that are layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The precision of a converted model at run time: its forward runs in a recipe's autocast."""
+"""The FP8 recipe of a converted model at run time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from te_transform.plan.model import is_sharded
 
 @dataclass(eq=False)
 class Precision:
-    """What a converted model runs in.
+    """The recipe that a converted model runs in, and the state that lasts from call to call.
 
     Weights are quantized once, and kept, over the calls of te_transform.accumulate(), and in evaluation
     without gradients for as long as no weight has been written to.
@@ -40,15 +40,15 @@ class Precision:
     products: Mapping[str, bool] = field(default_factory=dict)
     small_calls: bool = False
     entered: bool = False
-    states: WeakSet[State] = field(default_factory=WeakSet)  # of the parameters that ran
-    groups: tuple[Any, ...] = ()  # of the processes that the last training forward shared its weights with
-    loaded: Mapping[str, scale_rows.Row] = field(default_factory=dict)  # by the weights' names
-    shared: scale_rows.Shared | None = None  # what the last training forward had of the rows
-    token: object = field(default_factory=object)  # of states that have been told
+    states: WeakSet[State] = field(default_factory=WeakSet)  # of parameters that have run
+    groups: tuple[Any, ...] = ()  # process groups of the last training forward
+    loaded: Mapping[str, scale_rows.Row] = field(default_factory=dict)  # loaded scales by weight name
+    shared: scale_rows.Shared | None = None  # scales shared by the last training forward
+    token: object = field(default_factory=object)  # marks states that know their names
 
     @contextlib.contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
-        """Let `model`, whose forward runs in here, do so in the recipe.
+        """Run the forward of `model` in the recipe.
 
         TE ends a step of delayed scaling where the outermost autocast ends. So a forward within another one
         does not enter it again, nor one that a checkpoint repeats within a backward: there each op knows
@@ -66,8 +66,8 @@ class Precision:
         if torch.is_grad_enabled() and self.is_delayed:
             self._agree(model)
         self.entered, gradients = True, torch.is_grad_enabled()
-        # TE updates scales at the end of a step if gradients are on then. A forward that a checkpoint is to
-        # repeat may be made without them, and is a step of training all the same.
+        # TE updates scales at the end of a step if gradients are on. A checkpoint may run the forward of a
+        # training step without gradients.
         ends = gradients or (model.training and not torch.is_inference_mode_enabled())
         try:
             known = running(weights_stay, partial(self._tell, model), self._forget_changed, self.token)
@@ -79,7 +79,7 @@ class Precision:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let what runs within a forward do so in the model's own dtype meanwhile."""
+        """Run the inner calls of a forward in the model's own dtype."""
         if not self.entered:
             yield
             return
@@ -97,18 +97,18 @@ class Precision:
                 state.told, state.in_fp8 = self.token, None
             state.name = name
             state.saved = self.loaded.get(name)
-            if name in self.products:  # a tied parameter comes by each of its names, `products` has one
+            if name in self.products:  # a tied parameter has several names, `products` has one of them
                 state.in_fp8 = self.products[name]
 
     @property
     def is_delayed(self) -> bool:
-        """Whether the recipe scales by what was seen in earlier steps."""
+        """True if the recipe computes scales from earlier steps."""
         from te_transform.backends import te
 
         return te.is_delayed(self.recipe)
 
     def _agree(self, model: nn.Module) -> None:
-        """Let the processes that share the weights of `model` quantize by the same scales in this step."""
+        """Agree on the scales of this step among the processes that share the weights of `model`."""
         self.groups = groups_of(model)
         if not self.groups:
             return
@@ -123,9 +123,11 @@ class Precision:
         return [kernel for state in self.states for kernel in state.kernels.values()]
 
     def scales(self, model: nn.Module) -> dict[str, scale_rows.Row]:
-        """What delayed scaling keeps from step to step, by the names of the weights; of all processes that
-        share the model, which have to call this together."""
-        self._tell(model)  # parameters that are new, and joined behind others, know no name yet
+        """Return the state of delayed scaling by weight name.
+
+        The state is that of all processes that share the model. They must call this together.
+        """
+        self._tell(model)  # new parameters in joined groups have no name yet
         saved, kernels = self.template(model), self._kernels()
         ran = {name for kernel in kernels for name in scale_rows.names_of(kernel)}
         for name in (self.loaded.keys() & saved.keys()) - ran:
@@ -137,24 +139,23 @@ class Precision:
         return saved
 
     def template(self, model: nn.Module) -> dict[str, scale_rows.Row]:
-        """What scales() returns before anything has run."""
+        """Return scales() of a model that has not run."""
         names = [name for name in matrices(model) if self.products.get(name, True)]
         return scale_rows.template(names, self.recipe.amax_history_len)
 
     def load_scales(self, saved: Mapping[str, scale_rows.Row]) -> None:
-        """Begin the next call with what scales() has returned."""
+        """Begin the next call with the result of scales()."""
         self.loaded = saved
         for state in self.states:
             state.kernels.clear()
             state.told = None
 
     def forget(self, model: nn.Module) -> None:
-        """Free the quantized weights that are kept; whatever was done to the model before, they are made
-        anew."""
+        """Free the cached quantized weights. The next call quantizes again."""
         forget_weights(model.parameters())
 
     def _forget_changed(self) -> None:
-        """Free the quantized weights of which a sample says that they are not up to date."""
+        """Free cached quantized weights whose parameters have changed, judged by samples."""
         kept = [kernel for kernel in self._kernels() if kernel.sample is not None]
         if recorded() or not any(_changed(kept)):
             return
@@ -171,8 +172,7 @@ class Precision:
 
 
 def _changed(kernels: list[Any]) -> Iterator[bool]:
-    """Whether samples of their weights are others than when these were quantized: for each device, which the
-    CPU waits for once."""
+    """Yield for each device which samples differ from those at quantization. Synchronizes once per device."""
     by_device: dict[torch.device, list[Any]] = {}
     for kernel in kernels:
         by_device.setdefault(kernel.sample.device, []).append(kernel)
@@ -183,11 +183,11 @@ def _changed(kernels: list[Any]) -> Iterator[bool]:
 
 
 def matrices(model: nn.Module) -> list[str]:
-    """The names of the parameters that products may begin with."""
+    """Return the names of parameters that may be the first of a product."""
     return [name for name, parameter in _named(model) if parameter.dim() >= 2]
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters by the names that they had before blocks were wrapped for activation checkpoints."""
+    """Return the parameters by their names without the prefixes of checkpoint wrappers."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name.replace("_checkpoint_wrapped_module.", ""), parameter

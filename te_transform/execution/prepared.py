@@ -1,4 +1,4 @@
-"""What runs the calls of one kind: a function, recorded as CUDA graphs or not, with the head beside it."""
+"""A specialized function with its recording and its head."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from te_transform.execution.replayed import Replayed
 
 
 class Prepared:
-    """A function of a graph's own arguments, and after them of what is known before it runs.
+    """A function of a graph's arguments, followed by the precomputed tensors.
 
     Args:
-        run: the function, without the head.
-        head: what runs beside it.
-        replayed: the function as CUDA graphs, which takes tensors that are held in FP8 as their bytes.
-        forms: the places of these, with their dtypes.
+        run: the function without the head.
+        head: runs outside of the recording.
+        replayed: the function as CUDA graphs. FP8 tensors are passed as bytes.
+        forms: the indices of these FP8 tensors, with their dtypes.
     """
 
     def __init__(
@@ -35,18 +35,19 @@ class Prepared:
     def __call__(self, *arguments: Any) -> Any:
         return self._with_head(self.run if self.replayed is None else self._replay, arguments)
 
-    def kind_of(self, arguments: Sequence[Any], own: int) -> CallSignature | None:
-        """What was recorded for a call; None where nothing was, or a replay needs more than its first `own`
+    def signature_of(self, arguments: Sequence[Any], own: int) -> CallSignature | None:
+        """Return the signature of a call, or None without a recording that needs only the first `own`
         arguments."""
         if self.replayed is None:
             return None
-        kind = self.replayed.kind_of(opened(arguments, self.forms))
-        return kind if kind.graphs is not None and kind.graphs.needs <= own else None
+        signature = self.replayed.signature_of(opened(arguments, self.forms))
+        is_enough = signature.graphs is not None and signature.graphs.needs <= own
+        return signature if is_enough else None
 
-    def again(self, kind: CallSignature) -> Callable[..., Any] | None:
-        """Return what replays calls of this kind, by the graph's own arguments; None if the recording was let
-        go of."""
-        replay = None if self.replayed is None else self.replayed.again(kind)
+    def again(self, signature: CallSignature) -> Callable[..., Any] | None:
+        """Return a function of the graph's own arguments that replays the recording, or None if the recording
+        is gone."""
+        replay = None if self.replayed is None else self.replayed.again(signature)
         return None if replay is None else lambda *arguments: self._with_head(replay, arguments)
 
     def _replay(self, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The matrix products of a forward, as the user's own code computes them, recognized by their weights."""
+"""Intercept the matrix products of the user's own code by their weights."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ Callback = Callable[[Tensor, bool, Tensor, Tensor, Tensor | None, Callable[[], T
 
 _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 _ADDED = {torch.addmm, Tensor.addmm}
-_HIDING = {F.multi_head_attention_forward}  # its products are in one call
+_HIDING = {F.multi_head_attention_forward}  # one call contains its products
 
 
 class Products(GraphMode):
-    """Hands each product with one of these parameters to a callback, and goes on with what that returns.
+    """A mode that replaces each product with one of the parameters by the result of a callback.
 
-    F.linear, matmul and addmm are known, the weight as it is stored, or a view of it that has all its
-    numbers.
+    The mode recognizes F.linear, matmul and addmm with the weight itself, or with a view of the whole weight.
 
     Args:
-        parameters: those whose products are wanted.
-        callback: is called with the parameter, whether it is stored as [in, out], the input [..., in], the
-            weight [out, in], the bias [out] or None, and a function that computes the product as it was
-            written.
+        parameters: the weights of interest.
+        callback: receives the parameter, True if it is stored as [in, out], the input [..., in], the weight
+            [out, in], the bias [out] or None, and a function that computes the original product.
     """
 
     def __init__(self, parameters: Iterable[Tensor], callback: Callback):
@@ -63,7 +61,7 @@ class Products(GraphMode):
 
 
 def _operands(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Input, weight as it was given, and bias of a product; None of any other call."""
+    """Return input, weight and bias of a product, or None if the call is no product."""
     if func is F.linear:
         named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         return named["input"], named["weight"], named.get("bias")
@@ -75,7 +73,7 @@ def _operands(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, T
 
 
 def _without_dispatch(func: Callable) -> Callable:
-    """`func` with its own torch-function check switched off: its body runs, and the calls in it are seen."""
+    """Return `func` without its torch-function check, so that the mode sees the calls in its body."""
     namespace = {**func.__globals__, "has_torch_function": lambda *_: False}
     body = type(func)(func.__code__, namespace, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__

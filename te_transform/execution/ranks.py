@@ -1,4 +1,4 @@
-"""Which processes share a model's weights, and what they compute together."""
+"""Process groups that share a model's weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def groups_of(model: nn.Module) -> tuple[Any, ...]:
-    """The process groups over which the weights of `model` are shared or sharded, within a call of it.
+    """Return the process groups that share or shard the weights of `model`, during a call of the model.
 
-    They are those of the DistributedDataParallel that runs, and of the meshes that fully_shard(),
-    distribute_tensor() or parallelize() was given; none where the model is in neither. A collective over all
-    processes that have a part of it is one over each of these groups, one after the other.
+    Groups come from the running DistributedDataParallel and from the meshes of fully_shard(),
+    distribute_tensor() and parallelize(). A collective over all processes of the model is a sequence of
+    collectives over these groups.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ()
@@ -29,8 +29,7 @@ def groups_of(model: nn.Module) -> tuple[Any, ...]:
 
 
 def bucket_size() -> int | None:
-    """How many bytes of gradients are reduced at a time while the backward goes on, within a call of the
-    model: those of a bucket of the DistributedDataParallel that runs; None where none does."""
+    """Return the bucket size of the running DistributedDataParallel in bytes, or None without one."""
     wrapper = DistributedDataParallel._get_active_ddp_module()
     return None if wrapper is None else wrapper.bucket_bytes_cap
 
@@ -42,19 +41,19 @@ def waits_for_all_gradients() -> bool:
 
 
 def _meshes_of(model: nn.Module) -> list[Any]:
-    """The larger ones first."""
+    """Return the meshes of the model, those with more dimensions first."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
     if isinstance(model, FSDPModule):
-        # within the forward of a module that is sharded as a whole its parameters are whole ones
+        # in the forward of a module that FSDP2 shards, the parameters are gathered
         group = getattr(model._get_fsdp_state(), "_fsdp_param_group", None)
         found |= set() if group is None else {group.mesh_info.mesh}
     return sorted(found, key=lambda mesh: -mesh.ndim)
 
 
 def maximum(numbers: Tensor, groups: Sequence[Any]) -> None:
-    """Take the largest of each number over all processes of the groups, in place."""
+    """Reduce each number to its maximum over all processes of the groups, in place."""
     for group in groups:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group)

@@ -1,10 +1,9 @@
-"""Calls of a captured graph as CUDA graphs: forward and backward are recorded once, and replayed.
+"""CUDA graphs of a captured graph: forward and backward are recorded once and replayed.
 
-The CPU then launches two graphs instead of hundreds of kernels. PyTorch's own ways, the trees of
-torch.compile and torch.cuda.make_graphed_callables, hand out the memory that the next replay writes to: a
-gradient that was kept, or that autograd accumulates into, changes silently or may not be read any more. Here
-outputs are copies, gradients are nobody's any more when they are overwritten, and what a replay cannot do,
-the function itself does.
+The CPU then launches two graphs instead of hundreds of kernels. The CUDA graph trees of torch.compile and
+torch.cuda.make_graphed_callables return memory that the next replay overwrites, so a kept or accumulated
+gradient changes silently or raises. Here outputs are copies, a gradient is overwritten only if nobody holds
+it, and the function itself runs where a replay would be wrong.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from te_transform.execution.rerun import as_it_was, call_on_views, copied, gradi
 
 log = logging.getLogger(__name__)
 
-WARM_UPS = 2  # calls of a kind that run as they are: kernels are loaded, plans made, gradients looked at
-MOST = 8  # kinds that are kept, each of which holds all memory of a step
-# What a replay may differ by from the function itself, relative to the norm: some kernels add up in any order
+WARM_UPS = 2  # calls before a recording: they load kernels, make plans and show which outputs get gradients
+MOST = 8  # recordings at a time: each holds the memory of a whole step
+# The largest relative difference of a replay from the function: some kernels add in any order
 DIFFERENT = 0.02
-# Calls of the function itself, at most, where a replay differs by more, to see how far rounding takes that.
-# Few do not show it: a key's bias has a gradient of rounding alone, which is 10% off where cuDNN's attention
-# adds up in one order and not in another, and some of these orders are seldom.
+# At most so many reruns of the function measure its rounding if a replay differs by more. A few reruns are
+# not enough: the gradient of a key's bias is rounding alone. It is 10% off for some of cuDNN's summation
+# orders, and some orders are rare.
 REPEATS = 16
 
-_RECORDING = threading.RLock()  # PyTorch records in one stream that all threads share
-_LISTING = threading.Lock()  # of what there is in `_ALL`, which other threads add to
+_RECORDING = threading.RLock()  # all threads share PyTorch's capture stream
+_LISTING = threading.Lock()  # guards iteration over `_ALL`
 
 
 class Replayed:
-    """A function of tensors, whose calls are replayed from the third of a kind on."""
+    """A function of tensors that is replayed from the third call with the same signature."""
 
     def __init__(self, function: Function):
         self.function, self.is_divided = function, function.ranks is not None
-        self.kinds: dict[tuple, CallSignature] = {}
+        self.signatures: dict[tuple, CallSignature] = {}
         self.lock = threading.RLock()
         with _LISTING:
             _ALL.add(self)
@@ -57,23 +56,23 @@ class Replayed:
         if _is_recorded_by_others():
             return self.function.run(*arguments)
         with self.lock:
-            kind = self.kind_of(arguments)
-            if kind.refused or kind.is_waiting():
+            signature = self.signature_of(arguments)
+            if signature.refused or signature.is_waiting():
                 return self.function.run(*arguments)
-            if kind.calls < WARM_UPS or not kind.knows_gradients():
-                return kind.warmed_up(self.function.run, arguments)
-            if kind.graphs is not None and not kind.graphs.frees_gradients(arguments):
-                if self.is_divided:  # on the other ranks nobody may hold them
+            if signature.calls < WARM_UPS or not signature.knows_gradients():
+                return signature.warmed_up(self.function.run, arguments)
+            if signature.graphs is not None and not signature.graphs.frees_gradients(arguments):
+                if self.is_divided:  # other ranks may not hold theirs
                     return self.function.run(*arguments)
-                kind.copies_gradients, kind.graphs = True, None  # whoever holds them keeps the memory
-            if kind.graphs is None and (why := self._record(kind, arguments)) is not None:
-                return self._refused(kind, why, arguments)
-            if self.is_divided and not self._lies(kind.graphs, arguments):
+                signature.copies_gradients, signature.graphs = True, None  # the holder keeps the memory
+            if signature.graphs is None and (why := self._record(signature, arguments)) is not None:
+                return self._refused(signature, why, arguments)
+            if self.is_divided and not self._lies(signature.graphs, arguments):
                 return self.function.run(*arguments)
-            return kind.replayed(self.function, arguments)
+            return signature.replayed(self.function, arguments)
 
     def _lies(self, graphs: GraphRecording, arguments: Sequence[Any]) -> bool:
-        """Whether what stays lies where it was recorded."""
+        """Return True if static inputs kept their addresses."""
         lies = all(arguments[place].data_ptr() == at for place, at in graphs.staying.items())
         if not lies:
             self.function.note(
@@ -82,12 +81,11 @@ class Replayed:
             )
         return lies
 
-    def again(self, kind: CallSignature) -> Callable[..., Sequence[Any]] | None:
-        """What replays calls without gradients of this kind, by whoever's arguments; None where nothing
-        does."""
+    def again(self, signature: CallSignature) -> Callable[..., Sequence[Any]] | None:
+        """Return a function that replays calls without gradients, or None without a recording."""
         with self.lock:
-            graphs = kind.graphs
-            if graphs is None or kind not in self.kinds.values() or _is_recorded_by_others():
+            graphs = signature.graphs
+            if graphs is None or signature not in self.signatures.values() or _is_recorded_by_others():
                 return None
 
         def replay(*arguments: Any) -> Sequence[Any]:
@@ -96,8 +94,8 @@ class Replayed:
 
         return replay
 
-    def kind_of(self, arguments: Sequence[Any]) -> CallSignature:
-        """Calls that differ in nothing but the values of their tensors."""
+    def signature_of(self, arguments: Sequence[Any]) -> CallSignature:
+        """Return the signature of a call: all but the values of its tensors."""
         told = tuple(
             (a.data_ptr() if static_inputs and not self.is_divided else None, a.requires_grad)
             if isinstance(a, Tensor)
@@ -105,46 +103,53 @@ class Replayed:
             for a, static_inputs in zip(arguments, self.function.static_inputs, strict=True)
         )
         key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), stream_now(), told
-        kind = self.kinds.pop(key, None)
-        if kind is None:
-            kind = CallSignature(trained_among(arguments))
-            while len(self.kinds) >= MOST:
-                del self.kinds[next(iter(self.kinds))]
-        self.kinds[key] = kind  # as the last, the one to let go of is that of the longest ago
-        return kind
+        signature = self.signatures.pop(key, None)
+        if signature is None:
+            signature = CallSignature(trained_among(arguments))
+            while len(self.signatures) >= MOST:
+                del self.signatures[next(iter(self.signatures))]
+        self.signatures[key] = signature  # as the most recent: the oldest is dropped first
+        return signature
 
     def forget_moved(self) -> None:
-        """Let go of what was recorded for parameters that are gone, or lie elsewhere now."""
-        for key, kind in list(self.kinds.items()):
-            if kind.graphs is not None and kind.graphs.has_moved():
-                self.kinds.pop(key, None)
+        """Drop recordings whose parameters are gone or have new addresses."""
+        for key, signature in list(self.signatures.items()):
+            if signature.graphs is not None and signature.graphs.has_moved():
+                self.signatures.pop(key, None)
 
-    def _record(self, kind: CallSignature, arguments: Sequence[Any]) -> str | None:
-        """Record a call and hold it to the function; why such calls cannot be replayed."""
+    def _record(self, signature: CallSignature, arguments: Sequence[Any]) -> str | None:
+        """Record a call and compare the recording with the function.
+
+        Returns:
+            Why such calls cannot be replayed, or None.
+        """
         with _LISTING:
             everyone = list(_ALL)
-        for each in everyone:  # another graph's, if the change that moved parameters made this one
+        for each in everyone:  # the move of parameters may have made this graph from another
             each.forget_moved()
         why = _unfit(arguments)
-        if not kind.writes <= {*self.function.changes}:
+        if not signature.writes <= {*self.function.changes}:
             why = "it writes to tensors that its operations do not name"
         why = self.function.agreed(why)
         if why is None:
             try:
                 with status("recording CUDA graphs"), _RECORDING:
-                    kind.graphs, why = _recorded(self.function, kind, arguments)
+                    signature.graphs, why = _recorded(self.function, signature, arguments)
             except Exception as error:
                 why = _why(error)
         if why is not None:
-            kind.graphs = None
+            signature.graphs = None
         return why
 
-    def _refused(self, kind: CallSignature, why: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        """The call as it is, and so are all of its kind from now on; where it raises, as it does for inputs
-        that do not fit, the next one is recorded. (On several ranks it might raise on one alone.)"""
-        kind.refused = self.is_divided
+    def _refused(self, signature: CallSignature, why: str, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Run the function, now and for all later calls with this signature.
+
+        If the call raises, as for inputs that do not fit, the next call is recorded. On several ranks, one
+        rank alone might raise.
+        """
+        signature.refused = self.is_divided
         outputs = self.function.run(*arguments)
-        kind.refused = True
+        signature.refused = True
         log.warning("a graph runs without CUDA graphs, %s", why)
         self.function.note(f"a graph runs without CUDA graphs, {why}")
         return outputs
@@ -154,17 +159,18 @@ _ALL: weakref.WeakSet[Replayed] = weakref.WeakSet()
 
 
 def _why(error: Exception) -> str:
+    """Return an error in one line."""
     log.debug("where that came from", exc_info=error)
     return in_a_line(error)
 
 
 def _is_recorded_by_others() -> bool:
-    """Whether the call is a part of what somebody else records or repeats: a CUDA graph, a checkpoint."""
+    """Return True if the call belongs to an outer CUDA graph or a checkpoint."""
     return recorded() or saving_hooks() or in_backward()
 
 
 def _unfit(arguments: Sequence[Any]) -> str | None:
-    """Why a call with such arguments cannot be recorded, or None."""
+    """Return why a call with such arguments cannot be recorded, or None."""
     devices = set()
     for argument in arguments:
         if isinstance(argument, torch.Generator):
@@ -179,9 +185,9 @@ def _unfit(arguments: Sequence[Any]) -> str | None:
 
 
 def _recorded(
-    function: Function, kind: CallSignature, arguments: Sequence[Any]
+    function: Function, signature: CallSignature, arguments: Sequence[Any]
 ) -> tuple[GraphRecording | None, str | None]:
-    """What was recorded of a call, held to what the function itself computes; or why there is nothing."""
+    """Record a call and compare it with the function. Returns the recording, or why there is none."""
     held = [
         argument if static_inputs or not isinstance(argument, Tensor) else copied(argument)
         for argument, static_inputs in zip(arguments, function.static_inputs, strict=True)
@@ -189,10 +195,10 @@ def _recorded(
     saved: list[Tensor] = []
     with as_it_was(held, function.changes), noting_waits() as waits:
         with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
-            outputs, trained = call_on_views(function.run, held, kind.trained)
-        if (why := _unfit_outputs(outputs, held)) is not None:  # which is so on each rank
+            outputs, trained = call_on_views(function.run, held, signature.trained)
+        if (why := _unfit_outputs(outputs, held)) is not None:  # on every rank alike
             return None, why
-        seeds = {place: torch.randn_like(outputs[place]) for place in sorted(kind.wanted)}
+        seeds = {place: torch.randn_like(outputs[place]) for place in sorted(signature.wanted)}
         expected = _with_gradients(outputs, trained, seeds)
     recorded = None
     if waits:
@@ -200,7 +206,7 @@ def _recorded(
     else:
         try:
             with as_it_was(held, function.changes):
-                recorded = GraphRecording(function, kind, held, outputs)
+                recorded = GraphRecording(function, signature, held, outputs)
                 if function.ranks is not None:
                     function.ranks.freed_before_end(recorded.graphs)
         except Exception as error:
@@ -212,38 +218,38 @@ def _recorded(
     with as_it_was(held, function.changes):
         recorded.frees_gradients(())
         found = recorded.returned(recorded.forward(arguments), held)
-        if kind.trained:
+        if signature.trained:
             found += recorded.backward([seeds.get(place) for place in recorded.tensors])
         off = [*map(distance, found, expected)]
         del found
-    why = _beyond_rounding(function, kind, held, seeds, expected, off)
+    why = _beyond_rounding(function, signature, held, seeds, expected, off)
     return (recorded if why is None else None), why
 
 
 def _beyond_rounding(
     function: Function,
-    kind: CallSignature,
+    signature: CallSignature,
     held: list[Any],
     seeds: Mapping[int, Tensor],
     expected: Sequence[Any],
     off: Sequence[float],
 ) -> str | None:
-    """What of a recording is further off from what the function computed than rounding takes it, or None.
+    """Return which result of a recording differs from the function by more than rounding, or None.
 
-    In FP8 rounding goes far, and kernels that add up in any order round differently in each call: thousands
-    of numbers in bf16 that are added to one row, as an embedding's gradients are, by several percent.
+    FP8 rounds coarsely, and kernels that add in any order round differently in each call. An embedding's
+    gradients add thousands of bf16 numbers to one row and differ by several percent.
     """
     allowed = [DIFFERENT] * len(off)
     for _ in range(REPEATS):
         if function.agreed(_too_far(off, allowed)) is None:
             return None
-        again = [2 * each for each in _distances(function, kind, held, seeds, expected)]
+        again = [2 * each for each in _distances(function, signature, held, seeds, expected)]
         allowed = [*map(max, allowed, again)]
     return function.agreed(_too_far(off, allowed))
 
 
 def _too_far(off: Sequence[float], allowed: Sequence[float]) -> str | None:
-    """The result that is furthest from what is allowed, if it is further off, or None."""
+    """Return the result with the largest excess over its allowed distance, or None."""
     each, most = max(zip(off, allowed, strict=True), key=lambda pair: pair[0] / pair[1])
     if each <= most:
         return None
@@ -252,24 +258,25 @@ def _too_far(off: Sequence[float], allowed: Sequence[float]) -> str | None:
 
 def _distances(
     function: Function,
-    kind: CallSignature,
+    signature: CallSignature,
     held: list[Any],
     seeds: Mapping[int, Tensor],
     expected: Sequence[Any],
 ) -> list[float]:
-    """How far the function itself is from what it computed, called again with gradients rounded otherwise."""
+    """Return how far a rerun of the function with perturbed gradients is from its first results."""
     with as_it_was(held, function.changes):
-        outputs, trained = call_on_views(function.run, held, kind.trained)
+        outputs, trained = call_on_views(function.run, held, signature.trained)
         rounded = {place: _rounded_otherwise(seed) for place, seed in seeds.items()}
         return [*map(distance, _with_gradients(outputs, trained, rounded), expected)]
 
 
 def _rounded_otherwise(seed: Tensor) -> Tensor:
-    """The same numbers, off by what bf16 may round by."""
+    """Perturb each number by the rounding error of bf16."""
     return seed * (1 + 2**-8 * (2 * torch.rand_like(seed) - 1))
 
 
 def _noted_in(saved: list[Tensor], tensor: Tensor) -> Tensor:
+    """Note a tensor that autograd saves."""
     saved.append(tensor.detach())
     return tensor
 
@@ -277,7 +284,7 @@ def _noted_in(saved: list[Tensor], tensor: Tensor) -> Tensor:
 def _with_gradients(
     outputs: Sequence[Any], trained: Sequence[Tensor], seeds: Mapping[int, Tensor]
 ) -> list[Any]:
-    """The outputs, and the gradients that lead from those of some outputs to the arguments."""
+    """Return the outputs and the gradients of the trained arguments for these output gradients."""
     found = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
     if not trained:
         return found
@@ -286,7 +293,7 @@ def _with_gradients(
 
 
 def _unfit_outputs(outputs: Sequence[Any], arguments: Sequence[Any]) -> str | None:
-    """Why these outputs cannot be handed out as copies, or None."""
+    """Return why these outputs cannot be returned as copies, or None."""
     given = {a.untyped_storage()._cdata for a in arguments if isinstance(a, Tensor)}
     themselves = set(map(id, arguments))
     tensors = [out for out in outputs if isinstance(out, Tensor) and id(out) not in themselves]

@@ -1,4 +1,4 @@
-"""Calling a function of tensors once more, as it was called."""
+"""Rerun a function of tensors with the same inputs, random state and autocast."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ Run = Callable[..., Sequence[Any]]
 def call_on_views(
     run: Run, arguments: Sequence[Any], trained: Sequence[int]
 ) -> tuple[list[Any], list[Tensor]]:
-    """What the function returns, and views of these arguments, to which gradients lead and no further.
+    """Call a function on views of its trained arguments, at which the gradients stop.
 
-    Some arguments are computed from others, and each gets its own part. Hooks of parameters see what leaves a
-    replay, once. And autograd, which goes back in the streams that a forward ran in, remembers another one
-    for parameters.
+    Without views, an argument that is computed from another argument would receive a part of that one's
+    gradient, hooks of parameters would run inside of the recording, and autograd would use the stream that it
+    remembers for each parameter.
+
+    Returns:
+        The outputs, and the views.
     """
     views = {id(arguments[place]): _view(arguments[place]) for place in trained}
     found = run(*(views.get(id(argument), argument) for argument in arguments))
-    # what is returned as it was given is the argument itself
+    # an argument that is returned unchanged is the argument, not its view
     own = {id(view): arguments[place] for place, view in zip(trained, views.values(), strict=True)}
     return [own.get(id(output), output) for output in found], [*views.values()]
 
@@ -38,36 +41,36 @@ def _view(argument: Tensor) -> Tensor:
 def gradients_of(
     outputs: Sequence[Tensor], arguments: Sequence[Tensor], grads: Sequence[Tensor], **how: bool
 ) -> tuple[Tensor | None, ...]:
-    """Of the arguments; without autocast, which a backward is called outside of."""
+    """Compute gradients of the arguments with autocast off, as in a backward."""
     with torch.autocast(outputs[0].device.type, enabled=False):
         return torch.autograd.grad(outputs, arguments, grads, allow_unused=True, **how)
 
 
 def trained_among(arguments: Sequence[Any]) -> list[int]:
-    """The places of the arguments that need a gradient, one for each tensor."""
+    """Return the indices of the arguments that need a gradient, one index for each tensor."""
     return [*{id(a): place for place, a in enumerate(arguments) if is_trained(a)}.values()]
 
 
 def is_trained(argument: Any) -> bool:
+    """Return True if autograd records what is computed from the argument."""
     return isinstance(argument, Tensor) and argument.requires_grad and torch.is_grad_enabled()
 
 
 def autocast_now(device: str) -> dict[str, Any]:
-    """What torch.autocast is to be called with for the precision that is on, in a backward outside of it."""
+    """Return arguments for torch.autocast that restore the current state in a backward."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return {"device_type": device, "dtype": dtype, "enabled": enabled, "cache_enabled": False}
 
 
 def copied(argument: Tensor) -> Tensor:
-    """A tensor of the same numbers and layout, in memory of its own."""
+    """Copy a tensor with its strides into memory of its own."""
     own = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
     unexpanded(own).copy_(unexpanded(argument.detach()))
     return known_as(own.requires_grad_(is_trained(argument)), argument)
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """The tensor before it was expanded, if it was: what can be written to, for copy_() refuses to write many
-    numbers to one place in memory."""
+    """Return the tensor without its expanded dimensions, because copy_() refuses expanded tensors."""
     if 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
@@ -75,7 +78,7 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def as_it_was(arguments: Sequence[Any], writes: Sequence[int]) -> Iterator[None]:
-    """Put back what is written to meanwhile, and the states of random generators."""
+    """Restore the written arguments and the random state at the end."""
     device = next(a.device for a in arguments if isinstance(a, Tensor))
     with torch.random.fork_rng([device] if device.type == "cuda" else []), unwritten() as noted:
         noted.note([arguments[place] for place in writes])
@@ -83,8 +86,10 @@ def as_it_was(arguments: Sequence[Any], writes: Sequence[int]) -> Iterator[None]
 
 
 def random_state(device: torch.device) -> Tensor:
+    """Return the state of the device's random generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of the device's random generator."""
     torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)

@@ -23,11 +23,11 @@ from te_transform.plan.options import Options
 
 _GAINS_NOTHING = "a graph without gated MLPs, as fast as it was captured"
 _UNKNOWN = "of sizes that only the values of the call tell"
-_KNOWN = 4096  # sizes whose answers are kept: one for each length that a generation goes through
+_KNOWN = 4096  # cached sizes: generation adds one for each length
 
 
 class Work(NamedTuple):
-    """The rows of a product, the smaller side of its weight, and whether it gains in the weights' dtype."""
+    """The rows of a product, the smaller side of its weight, and True if fusion gains without FP8."""
 
     rows: Any
     width: int
@@ -52,7 +52,7 @@ class SmallBatch:
         names = {node.name: place for place, node in enumerate(placeholders)}
         weights = [weight for site in self.products for group in site.weights for weight in group]
         self.first = names[weights[0].meta["origin"]] if weights else 0
-        # the kernels of weights that are held in FP8 alone read bytes, at any size
+        # FP8-only weights have kernels of their own at any size
         self.is_possible = bool(weights) and not any(is_quantized(value(weight)) for weight in weights)
         self.symbols = {
             place: value(node).node.expr
@@ -67,13 +67,13 @@ class SmallBatch:
             )
             for site in self.products
         }
-        # by the sizes of a call: the work of its products, and what the last one was told
+        # by the sizes of a call: the work of its products, and the last answer
         self.rows: dict[tuple[int, ...], list[Work] | None] = {}
         self.told: dict[tuple[int, ...], str | None] = {}
 
     @property
     def takes_any_number(self) -> bool:
-        """Whether no call gains from fused products, however many tokens it has."""
+        """True if fused products gain nothing at any size."""
         return self.is_possible and not (self.gains or self.fuses_all or limits.ignore_size_limits)
 
     def gains_nothing(self, arguments: Sequence[Any]) -> str | None:
@@ -85,7 +85,7 @@ class SmallBatch:
         if not self.is_possible or limits.ignore_size_limits:
             return None
         sizes = tuple(arguments[place] for place in self.symbols)
-        if not all(isinstance(size, int) for size in sizes):  # nested and fake tensors have symbols
+        if not all(isinstance(size, int) for size in sizes):  # sizes of nested and fake tensors are symbols
             return _UNKNOWN
         if sizes not in self.rows:
             if len(self.rows) >= _KNOWN:
@@ -97,7 +97,7 @@ class SmallBatch:
         return self.told[sizes]
 
     def _why(self, rows: list[Work] | None, arguments: Sequence[Any]) -> str | None:
-        # kernels add gradients to buffers that accumulate() made
+        # under accumulate(), kernels must add gradients to its buffers
         if rows is None or state_of(arguments[self.first]).gradients is not None:
             return None
         in_fp8 = self.backend.recipe_now() is not None
@@ -112,19 +112,19 @@ class SmallBatch:
         return why
 
     def _rows(self, sizes: Sequence[int]) -> list[Work] | None:
-        """The work of the products at these sizes."""
+        """Return the work of the products at these sizes, or None if it depends on the data."""
         known = dict(zip(self.symbols.values(), sizes, strict=True))
         found = [each._replace(rows=_number(each.rows, known)) for each in self.work]
         return None if any(each.rows is None for each in found) else found
 
 
 def _expression(size: int | torch.SymInt) -> Any:
-    """A number, or what sympy has for it."""
+    """Return a number, or the sympy expression of a symbolic size."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _number(expression: Any, known: dict[Any, int]) -> int | None:
-    """None where only the values of a call tell."""
+    """Return the value of an expression, or None if it depends on the data."""
     if isinstance(expression, int):
         return expression
     return int(expression.xreplace(known)) if expression.free_symbols <= known.keys() else None

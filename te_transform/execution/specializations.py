@@ -1,4 +1,4 @@
-"""What a captured graph becomes for each kind of call, for a compiler, for CUDA graphs, or for both."""
+"""Specializations of a captured graph by shapes and mode, for inductor and CUDA graphs."""
 
 from __future__ import annotations
 

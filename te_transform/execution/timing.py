@@ -1,4 +1,4 @@
-"""How long calls of a model take, one way to run it after another; and a file that keeps what was found."""
+"""Time the calls of a model in each mode, and cache the timings in a file."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ from te_transform.graph.preserve import preserved
 
 log = logging.getLogger(__name__)
 
-WARM_UPS = 6  # what is compiled, calibrated and recorded is so by then
-CALLS = 3  # that are timed at a time: the GPU is not waited for in between, as in training
-SECONDS = 1.0  # for which calls are timed, three times at least
-SECONDS_IN_ALL = 300.0  # after which no other way is begun
-CLEARLY = 0.99  # a way that takes more than this of a simpler one's time is not worth it
+WARM_UPS = 6  # compilation, calibration and recording end within these calls
+CALLS = 3  # timed together, without a synchronization in between, as in training
+SECONDS = 1.0  # of timed calls, at least three
+SECONDS_IN_ALL = 300.0  # no further mode is timed after these
+CLEARLY = 0.99  # a mode must take less than this share of the time of a simpler mode
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One way to run a model: `seconds` that a call takes in it, forward alone or with the backward; None
-    where there is no time. `why` not, or how else they are known than by timing."""
+    """The time of a call in one mode.
+
+    Attributes:
+        name: of the mode.
+        seconds: of a call, with the backward in training; None if it was not timed.
+        why: why there is no time, or the source of a time that was not measured.
+    """
 
     name: str
     seconds: float | None
@@ -47,14 +52,13 @@ class Timing:
 
 
 def duration(seconds: float) -> str:
-    """In three digits, as people write it."""
+    """Format a duration with three digits."""
     unit, scale = next((one for one in (("s", 1.0), ("ms", 1e3)) if seconds * one[1] >= 1), ("us", 1e6))
     return f"{scale * seconds:.3g} {unit}"
 
 
 def seconds_of(model: nn.Module, sample: Inputs) -> float:
-    """The median time of a call, with its backward if the model is in training mode; nothing of the model
-    changes."""
+    """Return the median time of a call, with its backward in training mode. The model is restored."""
     args, kwargs = sample.clone()
     trained = [p for p in model.parameters() if p.requires_grad] if model.training else []
 
@@ -88,7 +92,7 @@ def _wait() -> None:
 
 
 def _number_of(out: Any) -> Tensor:
-    """The loss among the outputs, or a number that all of them have a part in."""
+    """Return the loss among the outputs, or a scalar that depends on all outputs."""
     loss = loss_of(out)
     if loss is not None:
         return loss
@@ -102,7 +106,7 @@ def _plain(out: Any) -> Any:
 
 
 def fastest(timings: Sequence[Timing]) -> Timing | None:
-    """The one to take, of timings in the order of their simplicity: a later one has to be clearly faster."""
+    """Return the fastest timing. A later, more complex mode has to be clearly faster."""
     best = None
     for timing in timings:
         if timing.seconds is None:
@@ -113,12 +117,12 @@ def fastest(timings: Sequence[Timing]) -> Timing | None:
 
 
 def key_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
-    """What timings are kept by: the machine's GPU, versions, the model's tensors, its inputs and mode."""
+    """Return the cache key: the GPU, versions, and the model's tensors, inputs and mode."""
     return hashlib.sha256(told_of(model, sample, *more).encode()).hexdigest()
 
 
 def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
-    """The same in words, which are the same in another process."""
+    """Describe a value in words that are the same in every process."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     tensors = [
         (name, tuple(t.shape), str(t.dtype), str(t.device), t.requires_grad)
@@ -127,11 +131,11 @@ def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     versions = [torch.__version__, *map(version_of, ("te_transform", "transformer_engine"))]
     told = device, versions, kind, model.training, repr(model), tensors, str(sample), more
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(told))  # where functions lie
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(told))  # addresses of functions
 
 
 def version_of(package: str) -> str:
-    """What is installed of it, "" where nothing is."""
+    """Return the installed version of a package, "" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -139,15 +143,15 @@ def version_of(package: str) -> str:
 
 
 def kept(key: str) -> list[Timing]:
-    """The timings that were kept, none where there are none."""
+    """Return the cached timings, or none."""
     try:
         return [Timing(**each) for each in _everything().get(key, ())]
-    except TypeError:  # of another version
+    except TypeError:  # written by another version
         return []
 
 
 def keep(key: str, timings: Sequence[Timing]) -> None:
-    """Keep them for later processes; where that cannot be done, only the log says so."""
+    """Cache timings for later processes. A failure is only logged."""
     path, everything = file(), _everything()
     everything[key] = [asdict(timing) for timing in timings]
     try:
@@ -162,12 +166,12 @@ def keep(key: str, timings: Sequence[Timing]) -> None:
 def _everything() -> dict[str, Any]:
     try:
         found = json.loads(file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no file, or none of ours
+    except (OSError, ValueError):  # no file, or a damaged file
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def file() -> Path:
-    """Where timings are kept."""
+    """Return the path of the cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "te_transform" / "timings.json"

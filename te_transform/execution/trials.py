@@ -1,4 +1,4 @@
-"""Whether calls in which nothing gains run captured graphs or the user's own code: whichever is faster.
+"""Choose the faster of captured graphs and the user's own code for calls that fusion does not speed up.
 
 Where every operation runs as it was captured, both compute the same. Captured graphs leave out what modules
 do around their operations, and cost dynamo's guards: where the CPU sets the pace, a call of 12 layers takes
@@ -22,26 +22,30 @@ from te_transform.backends.limits import ignore_size_limits, whole_logits
 from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph
 
-IN_A_ROW = 5  # calls of one way, of which the first does not count: caches hold the work of the other one
-ROWS = 4  # by turns; the fastest call of a way counts, for what delays a call is not its own
-LASTS = 1000  # calls that a choice is for: dtypes, what is trained and the machine's load may change
-MOST = 64  # kinds of calls that are known at a time
+IN_A_ROW = 5  # consecutive timed calls; the first is dropped (cold caches)
+ROWS = 4  # alternating; the fastest call counts, because delays have other causes
+LASTS = 1000  # calls until the next trial: dtypes, trained parameters and the load may change
+MOST = 64  # trials at a time
 
 TOLD = "nothing gains in the call, and the user's own code takes less time than captured graphs"
 
 
 @dataclass
 class Trial:
-    """The calls of one kind, of a model on `device`: what they ran, the user's own code (True) or captured
-    graphs, and when they began and ended."""
+    """The timed calls with the same shapes and mode.
+
+    Attributes:
+        device: of the model.
+        calls: True for the user's own code, False for captured graphs, with start and end.
+    """
 
     device: torch.device
     calls: list[tuple[bool, Any, Any]] = field(default_factory=list)
-    own: bool = False  # what the next call runs
-    left: int = 0  # calls for which that has been chosen
+    own: bool = False  # True if the next call runs the user's own code
+    left: int = 0  # calls until the next trial
 
     def note(self, own: bool, began: Any, ended: Any) -> None:
-        """Take a call into account, and say what the next one runs."""
+        """Add a timed call and choose the code of the next call."""
         self.calls.append((own, began, ended))
         self.own = bool(len(self.calls) // IN_A_ROW % 2)
         if len(self.calls) >= IN_A_ROW * ROWS:
@@ -51,36 +55,35 @@ class Trial:
             self.choose(fastest_own < fastest_captured)
 
     def choose(self, own: bool) -> None:
-        """Settle what calls run, until there is another trial."""
+        """Choose the code until the next trial."""
         self.calls.clear()
         self.own, self.left = own, LASTS
 
     def count_down(self) -> None:
-        """Begin anew after the last of the calls that the choice was for."""
+        """Count a call, and start the next trial after the last one."""
         self.left -= 1
         if self.left <= 0:
             self.own, self.left = False, 0
 
 
 class Trials:
-    """Those of a converted model, by what tells the kinds of its calls apart."""
+    """The trials of a converted model by shapes and mode."""
 
     def __init__(self) -> None:
         self.trials: dict[tuple, Trial] = {}
-        self.own_calls = 0  # for which the user's own code has been chosen
+        self.own_calls = 0  # calls that ran the user's own code
 
     def of(self, call: ModuleCall) -> Trial | None:
-        """Return the trial of a call, or None if it has to run captured graphs.
+        """Return the trial of a call, or None if the call must run captured graphs.
 
-        So it has where a checkpoint will repeat a call, which has to save as many tensors then, and does;
-        where a call is looked at, or recorded; in accumulate(); and where all calls are to compute the same
-        bits.
+        Captured graphs must run if a checkpoint repeats the call (both runs must save equally many tensors),
+        if the call is observed or recorded, inside accumulate(), and with deterministic algorithms.
         """
         looked_at = ignore_size_limits or whole_logits or call.is_transformed or call.is_seen_below
         is_repeated = call.is_checkpointed or call.in_backward
         if looked_at or call.is_recorded or is_repeated or accumulating or call.is_deterministic:
             return None
-        # what is inside of lists and caches does not count: this is looked up in each call
+        # contents of lists and caches are ignored: this lookup runs in each call
         kinds = *map(_kind, call.args), *call.kwargs, *map(_kind, call.kwargs.values())
         autocast = torch._C._is_any_autocast_enabled()
         key = (call.module.training, call.records_gradients, autocast, kinds)
@@ -93,7 +96,7 @@ class Trials:
         return trial
 
     def choice(self, trial: Trial) -> bool | None:
-        """Whether a call runs the user's own code; None while the trial goes on."""
+        """Return True if a call runs the user's own code, or None during the trial."""
         if not trial.left:
             return None
         own = trial.own
@@ -108,10 +111,10 @@ class Trials:
         captured: Callable[[], Any],
         graphs: Sequence[CapturedGraph],
     ) -> Any:
-        """A call of a trial that goes on; `graphs` gets those that it captures."""
+        """Run and time a call of an unfinished trial; new captures are appended to `graphs`."""
         is_own = trial.own
         call = own if is_own else captured
-        # other threads may capture graphs at any moment
+        # other threads may capture graphs meanwhile
         before, began = [(graph, graph.calls()) for graph in graphs], now(trial.device)
         out, ended = call(), now(trial.device)
         if len(graphs) > len(before):  # the call was captured
@@ -124,8 +127,7 @@ class Trials:
 
 
 def now(device: torch.device) -> Any:
-    """This moment in the work of a device. A GPU comes to it when it has done what was launched before: of
-    the CPU and the GPU that one counts which sets the pace."""
+    """Return a timestamp of a device. A GPU reaches it after all work launched before."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -134,7 +136,7 @@ def now(device: torch.device) -> Any:
 
 
 def seconds(began: Any, ended: Any) -> float:
-    """Those between two moments, for which the GPU is waited for."""
+    """Return the seconds between two timestamps. Synchronizes with the GPU."""
     if isinstance(began, float):
         return ended - began
     ended.synchronize()
@@ -142,8 +144,10 @@ def seconds(began: Any, ended: Any) -> float:
 
 
 def _kind(given: Any) -> Any:
-    """What of an argument decides which kind of call it is. Sizes of subclasses may be symbols, which have no
-    hash, and neither need values and classes of the user's own."""
+    """Return a hashable key of an argument.
+
+    Sizes of tensor subclasses may be symbols without a hash, and the user's values may have no hash either.
+    """
     if type(given) in (Tensor, nn.Parameter):
         return given.shape, given.dtype, given.device
     return given if type(given) in (bool, int, str) else id(type(given))

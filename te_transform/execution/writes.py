@@ -1,4 +1,4 @@
-"""Undo writes to memory once a call has ended that only finds out what there is."""
+"""Undo the writes of observed calls when they end."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _storages(argument: Any) -> Iterator[torch.UntypedStorage]:
 
 @contextmanager
 def unwritten() -> Iterator[Writes]:
-    """Undo, in the end, what is written to all that is noted meanwhile."""
+    """Undo all writes to noted tensors at the end."""
     writes = Writes()
     try:
         yield writes

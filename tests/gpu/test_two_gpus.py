@@ -280,7 +280,7 @@ def replayed_on_shards(recipe: str | None, compile: bool) -> dict[str, Any]:
         for graph in runner_of(model).graphs
         for lowered in graph.executors[0].specializations.lowered.values()
         for prepared in lowered.runs.values()
-        for kind in prepared.replayed.kinds.values()
+        for kind in prepared.replayed.signatures.values()
     )
     return {"losses": losses, "notes": notes, "kinds": kinds}
 

@@ -74,5 +74,5 @@ class Captured:
 
     @cached_property
     def changes_nothing(self) -> bool:
-        """Whether each operation runs as it was captured, where no kernel takes a call."""
+        """True if each operation runs as it was captured, where no kernel takes a call."""
         return is_as_captured(self.plan, self.without)

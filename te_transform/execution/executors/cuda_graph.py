@@ -1,7 +1,4 @@
-"""The graph as CUDA graphs: forward and backward are recorded once, and replayed.
-
-What is recorded is the graph with all its sites fused, or compiled by inductor if both are asked for.
-"""
+"""CUDA graphs: forward and backward of the fused or compiled graph are recorded once and replayed."""
 
 from __future__ import annotations
 
@@ -42,16 +39,16 @@ class Step(NamedTuple):
     Attributes:
         key: all that the next step of a generation has in common with it.
         prepared: what ran it.
-        kind: what was recorded, which is let go of elsewhere.
+        signature: of the call. The recording may be freed elsewhere.
     """
 
     key: tuple[Any, ...]
     prepared: Prepared
-    kind: weakref.ref[CallSignature]
+    signature: weakref.ref[CallSignature]
 
 
 class Again(NamedTuple):
-    """What runs a call like the last one, by the graph's own arguments."""
+    """A replay for a call like the last one, by the graph's own arguments."""
 
     replay: Callable[..., Any]
 
@@ -123,8 +120,8 @@ class CudaGraph:
         tensors = found.known.tensors
         # what was computed before is the arguments' own memory, not a copy that each call makes anew
         own = {*addresses(tensors)} <= {*step[0]}
-        kind = found.prepared.kind_of([*arguments, *tensors], len(arguments)) if own else None
-        self.last = None if kind is None else Step(step, found.prepared, weakref.ref(kind))
+        signature = found.prepared.signature_of([*arguments, *tensors], len(arguments)) if own else None
+        self.last = None if signature is None else Step(step, found.prepared, weakref.ref(signature))
 
     def _step(self, call: CallContext) -> tuple[Any, ...] | None:
         """Return what two calls without gradients that one recording computes have in common.
@@ -155,8 +152,8 @@ class CudaGraph:
         last = self.last  # which another thread may change
         if step is None or last is None or last.key != step:
             return None
-        kind = last.kind()
-        replay = None if kind is None else last.prepared.again(kind)
+        signature = last.signature()
+        replay = None if signature is None else last.prepared.again(signature)
         return None if replay is None else Again(replay)
 
     def _make(
