@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import te_transform
 from te_transform import reporting
 from te_transform.backends import joined
-from te_transform.execution import captured_graph, classes, converted, first_calls
+from te_transform.execution import captured_graph, classes, first_calls, runner
+from te_transform.execution.executors import fused
 from te_transform.plan.model import CONVERTED
 from tests.bitwise import untouched
 from tests.models.tiny import WIDTH, Attention, Tiny
@@ -111,19 +112,19 @@ STEPS: dict[str, ModuleType] = {
     "check_skip": converting,
     "as_inputs": converting,
     "_capture_and_report": converting,
-    "enter": converting,
+    "attach": converting,
     "first_calls": converting,
     "call": first_calls,
     "traced_otherwise": converting,
-    "lay": converting,
+    "make_adjacent": converting,
     "reported": converting,
     "compose": reporting,
 }
 INSIDE: dict[str, ModuleType] = {
     "check_sites": converting,
-    "capture": converted,
-    "plan": converted,
-    "lower": captured_graph,
+    "capture": runner,
+    "plan": runner,
+    "lower": fused,
     "unwritten": captured_graph,
     "put_back": captured_graph,
 }
@@ -208,7 +209,7 @@ class Interrupting:
 
     FILES = frozenset(
         module.__file__
-        for module in (converting, first_calls, reporting, converted, classes, captured_graph, joined)
+        for module in (converting, first_calls, reporting, runner, classes, captured_graph, joined)
     )
     PUTTING_BACK = frozenset(("leave", "original_forward"))
 

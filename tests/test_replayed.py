@@ -81,7 +81,7 @@ def overwrite(kept: list[Tensor | None], made: list[Tensor | None]) -> None:
 
 def emulate(patch: pytest.MonkeyPatch) -> None:
     """Record and replay without a GPU."""
-    patch.setattr(graph_recording, "Graphs", Emulated)
+    patch.setattr(graph_recording, "CudaGraphPair", Emulated)
     patch.setattr(options, "cuda_graphs", lambda: True)
     patch.setattr(limits, "DEVICE", "cpu")
     patch.setattr(Emulated, "counts", Counter())
@@ -582,7 +582,7 @@ def test_what_is_recorded_is_held_to_what_the_call_computes(monkeypatch: pytest.
             super().replay_forward()
             self.outputs[0][0, 0, 0] = torch.nan
 
-    monkeypatch.setattr(graph_recording, "Graphs", Garbage)
+    monkeypatch.setattr(graph_recording, "CudaGraphPair", Garbage)
     pair = pair_of(Deep)
     pair.agree()
     (note,) = notes(pair.converted)
@@ -601,7 +601,7 @@ def test_a_replay_may_differ_as_far_as_the_calls_themselves(
             self.outputs[0] *= 1.06
 
     far = iter(scatter)
-    monkeypatch.setattr(graph_recording, "Graphs", Otherwise)
+    monkeypatch.setattr(graph_recording, "CudaGraphPair", Otherwise)
     monkeypatch.setattr(replayed, "_distances", lambda *call: [next(far)] * len(call[-1]))
     pair = Pair.of(Deep, graphs=True)
     for _ in range(3):
@@ -616,7 +616,7 @@ def test_a_recording_that_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -
     def out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
-    target = (graph_recording, "Graphs") if failing == "recording" else (replayed, "_unfit_outputs")
+    target = (graph_recording, "CudaGraphPair") if failing == "recording" else (replayed, "_unfit_outputs")
     monkeypatch.setattr(*target, out_of_memory)
     pair = pair_of(Deep)
     pair.agree()

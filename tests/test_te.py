@@ -670,7 +670,7 @@ def test_cross_entropy_says_why_it_ran_in_plain_pytorch(
     wide = LOGITS.float(), TARGETS, -100, "mean", torch.float32
     assert torch.equal(op(*wide), ops.cross_entropy(*wide))
     assert op.plain_calls == {"the loss, logits in float32, targets in int64": 1}
-    monkeypatch.setattr(limits, "at_any_size", limits.Switch())
+    monkeypatch.setattr(limits, "ignore_size_limits", limits.Switch())
     op(LOGITS, TARGETS, *each)
     op(LOGITS[:1], TARGETS[:1], *each)  # a sentence for each size would fill the report
     assert op.plain_calls["the loss, less than 100,000,000 logits, too few to be faster in TE's kernel"] == 2

@@ -111,7 +111,7 @@ class Options:
             OptionError: what was given, what is needed.
             te_transform.backends.BackendError: the backend cannot run here.
         """
-        inside = "backend_reason", "as_it_is", "is_auto"
+        inside = "backend_reason", "run_original", "is_auto"
         known = [name for name in cls.__dataclass_fields__ if name not in inside]
         if unknown := [name for name in flags if name not in known]:
             raise OptionError(

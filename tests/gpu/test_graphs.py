@@ -37,7 +37,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             found["backward"] += 1
             super().replay_backward()
 
-    monkeypatch.setattr(graph_recording, "Graphs", Counted)
+    monkeypatch.setattr(graph_recording, "CudaGraphPair", Counted)
     return found
 
 
