@@ -35,7 +35,11 @@ from torch import nn
 
 import te_transform
 
-STAGES = {"first_calls": "capturing and rewriting", "make_adjacent": "making parameters adjacent", "reported": "the report"}
+STAGES = {
+    "first_calls": "capturing and rewriting",
+    "make_adjacent": "making parameters adjacent",
+    "reported": "the report",
+}
 MEASURED = ("converting", "running")
 RUNS = 3  # of each measurement of converting; the fastest counts: what disturbs a run makes it slower
 

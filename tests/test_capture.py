@@ -6,6 +6,7 @@ import io
 import logging
 import pickle
 import random
+import sys
 import threading
 import tomllib
 from collections.abc import Callable
@@ -802,3 +803,16 @@ def test_an_output_that_is_missing_where_it_is_traced_is_noticed() -> None:
 def test_random_numbers_of_nobodys_seed_are_no_difference() -> None:
     report = te_transform.report(te_transform.convert(AsksWhetherItIsTraced(draws=True), X))
     assert not any("computes other numbers" in note for note in report.notes)
+
+
+def test_a_recursion_limit_that_the_forward_does_not_read_is_not_guarded() -> None:
+    """PyTorch raises the limit when inductor is imported, and inspect.unwrap() asks for the limit."""
+    pair = Pair.of(Block)
+    pair.agree()
+    before, limit = graphs(pair.converted), sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(limit + 1000)
+        pair.agree()
+    finally:
+        sys.setrecursionlimit(limit)
+    assert graphs(pair.converted) == before

@@ -10,6 +10,7 @@ is captured anew.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import random
 from collections.abc import Callable, Hashable, Iterator
@@ -346,7 +347,9 @@ def _polyfill(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.can_constant_fold_through() and not args and not kwargs:
+        # inspect.unwrap() asks for the recursion limit, which PyTorch raises when inductor is imported
+        by_inspect = tx.f_code.co_filename == inspect.__file__
+        if self.can_constant_fold_through() and not args and not kwargs and not by_inspect:
             _guard_process(self.wrapped_fn, ())
         return own(self, tx, args, kwargs)
 
