@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -11,10 +12,11 @@ from torch.utils.data import default_collate, get_worker_info
 
 from te_transform.graph.keywords import suggests
 from te_transform.training.cut_batch import Cutter, Dims, tensors
+from te_transform.training.epoch_position import EpochPosition, keeps_position
 from te_transform.training.length_schedule import CurriculumError, check_count, length_schedule
 
 log = logging.getLogger(__name__)
-COUNTS = ("step", "tokens", "batches", "epoch_batches", "length")
+COUNTS = ("step", "tokens", "batches", "epoch_batches", "length")  # of a state
 
 
 class SequenceCurriculum:
@@ -70,8 +72,8 @@ class SequenceCurriculum:
         Raises:
             CurriculumError: an argument has a value that it cannot have, alone or next to the others.
         """
-        self.by_tokens = total_tokens is not None
-        if (total_steps is None) != self.by_tokens:
+        by_tokens = total_tokens is not None
+        if (total_steps is None) != by_tokens:
             raise CurriculumError(
                 f"expected either total_steps or total_tokens, got total_steps={total_steps!r} and "
                 f"total_tokens={total_tokens!r}; pass the one in which the curriculum is to be measured"
@@ -82,20 +84,19 @@ class SequenceCurriculum:
                 "that collates to collate()"
             )
         total = total_tokens if total_steps is None else total_steps
-        check_count("total_tokens" if self.by_tokens else "total_steps", total)
+        check_count("total_tokens" if by_tokens else "total_steps", total)
         check_count("accumulation", accumulation)
         if ranks is not None:
             check_count("ranks", ranks)
-        self.schedule = length_schedule(min_length, max_length, total, schedule, bucket)
+        lengths = length_schedule(min_length, max_length, total, schedule, bucket)
+        self.schedule = replace(lengths, by_tokens=by_tokens, longest_first=longest_first)
         self.cutter = Cutter(max_length, reshape, inputs, dict(dims or {}))
-        self.longest_first, self.accumulation, self.loader = longest_first, accumulation, loader
-        self._ranks = ranks
-        self.length = self._length_now(0)
+        self.accumulation, self.loader, self._ranks = accumulation, loader, ranks
+        self.length = self.schedule.length_at(0)
         self.step = 0  # optimizer steps whose batches have all been handed out
         self.tokens = 0  # positions handed out so far, over all ranks
         self.batches = 0  # batches of the current step handed out so far
-        self.epoch_batches = 0  # batches of the current epoch handed out so far
-        self._skipped = 0  # batches that the next iteration skips, after a resume
+        self._epoch = EpochPosition()
         log.info("%r", self)
 
     @property
@@ -110,7 +111,7 @@ class SequenceCurriculum:
             CurriculumError: the batch has no inputs of [batch, sequence], other labels, or tensors whose
                 sequence dimension is not clear. The curriculum is where it was then.
         """
-        length = self.length if self.batches else self._length_now(self._position)
+        length = self.length if self.batches else self.schedule.length_at(self._position)
         if not self.cutter.reshape:
             self._check_padding(batch)
         result, positions = self.cutter.cut(batch, length)
@@ -138,8 +139,9 @@ class SequenceCurriculum:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in training, and the loader's state if it has one."""
-        state = {name: getattr(self, name) for name in COUNTS}
-        return state | {"loader": self.loader.state_dict() if self._keeps_place else None}
+        state = {"step": self.step, "tokens": self.tokens, "batches": self.batches, "length": self.length}
+        loader = self.loader.state_dict() if keeps_position(self.loader) else None
+        return state | {"epoch_batches": self._epoch.batches, "loader": loader}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from state_dict(): a loader without a state skips the batches that the epoch has had.
@@ -152,26 +154,15 @@ class SequenceCurriculum:
                 f"expected a state of SequenceCurriculum.state_dict(), got one without {', '.join(missing)}; "
                 "pass the state that was saved for the curriculum"
             )
-        for name in COUNTS:
-            setattr(self, name, state[name])
-        if self._keeps_place and state.get("loader") is not None:
-            self.loader.load_state_dict(state["loader"])
-        elif self.loader is not None:
-            self._skipped = self.epoch_batches
+        self.step, self.tokens, self.batches, epoch_batches, self.length = (state[name] for name in COUNTS)
+        self._epoch.resume(self.loader, epoch_batches, state.get("loader"))
 
     def __iter__(self) -> Iterator[Any]:
         if self.loader is None:
             raise CurriculumError(
                 "expected a loader to iterate over, got none; pass SequenceCurriculum(loader, ...)"
             )
-        skipped, self._skipped = self._skipped, 0
-        self.epoch_batches = self.epoch_batches if self._keeps_place or skipped else 0
-        for number, batch in enumerate(self.loader):
-            if number >= skipped:
-                result = self.cut(batch)
-                self.epoch_batches += 1
-                yield result
-        self.epoch_batches = 0
+        yield from self._epoch.map(self.loader, self.cut)
         self.end_step()
 
     def __len__(self) -> int:
@@ -183,11 +174,11 @@ class SequenceCurriculum:
         return getattr(self.loader, name)
 
     def __repr__(self) -> str:
-        found, unit = self.lengths, "tokens" if self.by_tokens else "steps"
+        found, unit = self.lengths, "tokens" if self.schedule.by_tokens else "steps"
         shown = ", ".join(map(str, found if len(found) < 7 else (*found[:3], "...", found[-1])))
         kind = self.schedule.schedule if isinstance(self.schedule.schedule, str) else "discrete"
         how = "reshaping" if self.cutter.reshape else "truncating"
-        first = f", first step of {self.schedule.max_length}" if self.longest_first else ""
+        first = f", first step of {self.schedule.max_length}" if self.schedule.longest_first else ""
         return (
             f"SequenceCurriculum({kind} over {self.schedule.total} {unit}, {how}{first}, "
             f"{len(found)} length{'s' * (len(found) > 1)}: {shown})"
@@ -202,16 +193,7 @@ class SequenceCurriculum:
 
     @property
     def _position(self) -> int:
-        return self.tokens if self.by_tokens else self.step
-
-    @property
-    def _keeps_place(self) -> bool:
-        """True if the loader has a state of its own; accelerate's have the method without one as well."""
-        return hasattr(self.loader, "state_dict") and getattr(self.loader, "use_stateful_dataloader", True)
-
-    def _length_now(self, position: int) -> int:
-        is_first = self.longest_first and position == 0
-        return self.schedule.max_length if is_first else self.schedule.length_at(position)
+        return self.tokens if self.schedule.by_tokens else self.step
 
     def _check_padding(self, batch: Any) -> None:
         """Raise if a row starts with padding; masks on a GPU, which the CPU would wait for, are read once."""

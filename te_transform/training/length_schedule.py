@@ -24,7 +24,8 @@ class LengthSchedule:
 
     s(t) = floor((t / total)^(1 / r) * (max_length - min_length) + min_length), rounded down to a multiple of
     `bucket`, where r is 1 for "linear" and 2 for "root" (arXiv 2108.06084). A mapping has the length from
-    each step or token on. From `total` on the length is `max_length`.
+    each step or token on. From `total` on the length is `max_length`. `by_tokens` is True if `total` is in
+    tokens. The length at 0 is `max_length` if `longest_first`.
     """
 
     min_length: int
@@ -32,9 +33,14 @@ class LengthSchedule:
     total: int
     schedule: str | Mapping[int, int]
     bucket: int
+    by_tokens: bool = False
+    longest_first: bool = False
 
     def length_at(self, position: int) -> int:
         """Return the length after `position` steps or tokens, computed in integers."""
+        return self.max_length if self.longest_first and position == 0 else self._grown(position)
+
+    def _grown(self, position: int) -> int:
         if position >= self.total:
             return self.max_length
         if isinstance(self.schedule, Mapping):
@@ -52,8 +58,8 @@ class LengthSchedule:
         if isinstance(self.schedule, Mapping):
             return tuple(sorted({*self.schedule.values(), self.max_length}))
         positions, buckets = range(self.total + 1), range(self.min_length, self.max_length, self.bucket)
-        first = (bisect_left(positions, length, key=self.length_at) for length in buckets)
-        return tuple(sorted({*map(self.length_at, first), self.max_length}))
+        first = (bisect_left(positions, length, key=self._grown) for length in buckets)
+        return tuple(sorted({*map(self._grown, first), self.max_length}))
 
 
 def length_schedule(

@@ -70,7 +70,7 @@ class CurriculumCallback(TrainerCallback):
         self.curriculum.load_state_dict(dict.fromkeys(COUNTS, 0))
         if saved := state.stateful_callbacks.get(STATE):
             self.curriculum.load_state_dict(saved)
-        elif state.global_step and self.curriculum.by_tokens:
+        elif state.global_step and self.curriculum.schedule.by_tokens:
             raise CurriculumError(
                 f"expected a checkpoint with the curriculum's tokens, got one of step {state.global_step} "
                 "without; resume from one of a run with CurriculumCallback, or pass total_steps"

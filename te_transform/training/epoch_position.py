@@ -1,0 +1,44 @@
+"""The position in the epoch of a loader, at which training resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class EpochPosition:
+    """The batches that a loader has had in an epoch.
+
+    Attributes:
+        batches: of the current epoch handed out so far.
+        skipped: batches that the next iteration skips, after a resume.
+    """
+
+    batches: int = 0
+    skipped: int = 0
+
+    def resume(self, loader: Any, batches: int, state: Any) -> None:
+        """Continue after so many batches of an epoch; `state` is the loader's own, or None."""
+        self.batches = batches
+        if keeps_position(loader) and state is not None:
+            loader.load_state_dict(state)
+        elif loader is not None:
+            self.skipped = batches
+
+    def map(self, loader: Iterable[Any], function: Callable[[Any], Any]) -> Iterator[Any]:
+        """Yield `function(batch)` for each batch of the rest of the epoch."""
+        skipped, self.skipped = self.skipped, 0
+        self.batches = self.batches if keeps_position(loader) or skipped else 0
+        for number, batch in enumerate(loader):
+            if number >= skipped:
+                result = function(batch)
+                self.batches += 1
+                yield result
+        self.batches = 0
+
+
+def keeps_position(loader: Any) -> bool:
+    """Return True if a loader has a state of its own; accelerate's have the method without one as well."""
+    return hasattr(loader, "state_dict") and getattr(loader, "use_stateful_dataloader", True)
