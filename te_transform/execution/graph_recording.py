@@ -6,17 +6,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from te_transform.backends.joined import check_unwritten, local, parameter_of, parts_of, versions
+from te_transform.backends.joined import check_unwritten, versions
 from te_transform.backends.tracing import batches_gradients
 from te_transform.execution.cuda_graph_pair import CudaGraphPair, casting_anew
 from te_transform.execution.division import Ranks
+from te_transform.execution.gradient_memory import GradientMemory
+from te_transform.execution.recorded_values import RecordedInputs, RecordedOutputs
 from te_transform.execution.rerun import (
     Run,
     as_it_was,
@@ -25,7 +26,6 @@ from te_transform.execution.rerun import (
     gradients_of,
     random_state,
     set_random_state,
-    unexpanded,
 )
 from te_transform.execution.writes import Writes
 
@@ -119,9 +119,9 @@ class CallSignature:
         """A call by replay."""
         graphs = self.graphs
         if not self.trained:
-            return graphs.returned(graphs.forward(arguments), arguments)
+            return graphs.outputs.assemble(graphs.forward(arguments), arguments)
         trained = [arguments[place] for place in self.trained]
-        return graphs.returned(Replay.apply(self, function, arguments, *trained), arguments)
+        return graphs.outputs.assemble(Replay.apply(self, function, arguments, *trained), arguments)
 
 
 def _versions(arguments: Sequence[Any]) -> dict[int, int]:
@@ -142,68 +142,42 @@ class GraphRecording:
     def __init__(
         self, function: Function, kind: CallSignature, arguments: Sequence[Any], outputs: Sequence[Any]
     ):
-        tensors = {place: a for place, a in enumerate(arguments) if isinstance(a, Tensor)}
-        static_inputs, self.writes = function.static_inputs, function.writes
-        self.copies = {
-            place: unexpanded(tensor) for place, tensor in tensors.items() if not static_inputs[place]
-        }
-        self.staying = {place: tensor.data_ptr() for place, tensor in tensors.items() if static_inputs[place]}
-        # Kernels read memory, whoever's it is now: parameters that are gone need not stay for them.
-        self.parameters = [(weakref.ref(tensors[place]), at) for place, at in self.staying.items()
-                           if isinstance(tensors[place], torch.nn.Parameter)]  # fmt: skip
-        # what a repetition of the call reads as it was
-        self.read = sorted(tensors.keys() - {*function.changes})
-        numbers = {id(argument): place for place, argument in enumerate(arguments)}
-        # of the outputs: those that are arguments, by the places of these; tensors that are made; the rest
-        self.given = {p: numbers[id(out)] for p, out in enumerate(outputs) if id(out) in numbers}
-        made = {p for p, out in enumerate(outputs) if isinstance(out, Tensor)} - self.given.keys()
-        # how many of the first arguments a replay needs, the others it reads where they lie
-        self.needs = 1 + max([*self.copies, *self.writes, *self.given.values()], default=-1)
-        self.tensors = sorted(made)
-        self.values = [None if p in made or p in self.given else out for p, out in enumerate(outputs)]
-        returned = [outputs[place] for place in self.tensors]
-        # by their numbers among the tensors: those that have a gradient, that get one, that have none
-        self.differentiable = [n for n, out in enumerate(returned) if kind.trained and out.requires_grad]
-        self.wanted = [number for number in self.differentiable if self.tensors[number] in kind.wanted]
-        self.without = sorted({*range(len(returned))} - {*self.differentiable})
-        self.seeds = [torch.zeros_like(returned[number]) for number in self.wanted]
+        self.writes = function.writes
+        self.inputs = RecordedInputs.of(arguments, function.static_inputs, function.changes)
+        self.outputs = RecordedOutputs.of(outputs, arguments, kind.wanted, bool(kind.trained))
+        # a replay needs so many of the first arguments; the recorded kernels read the others in place
+        self.needs = 1 + max([*self.inputs.copies, *self.writes, *self.outputs.given.values()], default=-1)
+        returned = [outputs[place] for place in self.outputs.tensors]
+        self.seeds = [torch.zeros_like(returned[number]) for number in self.outputs.wanted]
         self.watched: list[int] = []  # the places of staying arguments that the backward reads
+        self.graphs = self._recorded(function, kind, arguments, returned[0].device)
+        self.gradients = GradientMemory(self.graphs.gradients, kind.copies_gradients)
+
+    def _recorded(
+        self, function: Function, kind: CallSignature, arguments: Sequence[Any], device: torch.device
+    ) -> CudaGraphPair:
+        """Record the function's forward and its backward."""
         trained: list[Tensor] = []
 
         def forward() -> list[Tensor]:
             found, trained[:] = call_on_views(function.run, arguments, kind.trained)
-            return [found[place] for place in self.tensors]
+            return [found[place] for place in self.outputs.tensors]
 
         def backward(found: list[Tensor]) -> list[Tensor | None]:
-            used = [found[number] for number in self.wanted]
+            used = [found[number] for number in self.outputs.wanted]
             return list(gradients_of(used, trained, self.seeds))
 
         with casting_anew():
-            self.graphs = CudaGraphPair(forward, backward if kind.trained else None, returned[0].device)
-        self.storages = {grad.untyped_storage()._cdata: grad.untyped_storage()
-                         for grad in self.graphs.gradients if grad is not None}  # fmt: skip
-        self.alone: dict[int, int] = {}  # how often each of them is held where nobody else holds it
-        self.copies_gradients = kind.copies_gradients
+            return CudaGraphPair(forward, backward if kind.trained else None, device)
 
     def watch(self, saved: Sequence[Tensor]) -> None:
         """Note which arguments lie in what autograd has saved for a backward."""
-        spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in saved]
-        self.watched = [
-            place
-            for place, at in self.staying.items()
-            if any(start <= at < start + length for start, length in spans)
-        ]
-
-    def has_moved(self) -> bool:
-        """Whether parameters are gone, or lie elsewhere now."""
-        found = ((reference(), place) for reference, place in self.parameters)
-        return any(parameter is None or parameter.data_ptr() != place for parameter, place in found)
+        self.watched = self.inputs.static_within(saved)
 
     def forward(self, arguments: Sequence[Any]) -> list[Tensor]:
-        """The tensors that a call returns."""
+        """Return the new tensors among the outputs of a call."""
         with torch.no_grad():
-            for place, copy in self.copies.items():
-                copy.copy_(unexpanded(arguments[place]), non_blocking=True)
+            self.inputs.copy_from(arguments)
             self.graphs.replay_forward()
             for place in self.writes:
                 if not arguments[place].is_inference():
@@ -211,52 +185,12 @@ class GraphRecording:
             return [output.clone() for output in self.graphs.outputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the last forward, from those of its tensors; see frees_gradients()."""
+        """Return the gradients of the last forward, from those of its new tensors."""
         with torch.no_grad():
-            for number, seed in zip(self.wanted, self.seeds, strict=True):
+            for number, seed in zip(self.outputs.wanted, self.seeds, strict=True):
                 seed.copy_(grads[number])
             self.graphs.replay_backward()
-            given: set[int] = set()  # two gradients may be one tensor, which autograd hands out as two
-            found: list[Tensor | None] = []
-            for grad in self.graphs.gradients:
-                storage = None if grad is None else grad.untyped_storage()._cdata
-                is_own = self.copies_gradients or storage in given
-                found.append(None if grad is None else grad.clone() if is_own else grad.detach())
-                given.add(storage)
-            return found
-
-    def frees_gradients(self, arguments: Sequence[Any]) -> bool:
-        """Whether the memory of the recorded gradients may be written to.
-
-        They are handed out where they are, and become `.grad` without a copy: most steps have dropped them
-        by the next forward. Where `.grad` still holds them, as over an accumulation, it gets a copy now. What
-        somebody else holds is not to be written to any more.
-        """
-        held = self._held()
-        if not held:
-            return True
-        for parameter in map(parameter_of, chain.from_iterable(map(parts_of, arguments))):
-            grad = None if parameter is None else parameter.grad
-            if grad is not None and local(grad).untyped_storage()._cdata in held:
-                parameter.grad = grad.clone()
-        grad = None  # else it would be held here
-        return not self._held()
-
-    def _held(self) -> set[int]:
-        """Those of the recorded gradients' storages that somebody else holds too."""
-        counts = {storage: torch._C._storage_Use_Count(storage) for storage in self.storages}
-        if not self.alone:
-            self.alone = counts
-        return {storage for storage, count in counts.items() if count > self.alone[storage]}
-
-    def returned(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> list[Any]:
-        """The outputs of a call with these arguments, of the tensors that it made and all else."""
-        outputs = list(self.values)
-        for place, number in self.given.items():
-            outputs[place] = arguments[number]
-        for place, tensor in zip(self.tensors, tensors, strict=True):
-            outputs[place] = tensor
-        return outputs
+            return self.gradients.take()
 
 
 class Forward:
@@ -276,12 +210,12 @@ class Replay(torch.autograd.Function):
         ctx.forward = Forward()
         kind.waiting = weakref.ref(ctx.forward)
         ctx.random, ctx.autocast = random_state(trained[0].device), autocast_now(trained[0].device.type)
-        ctx.read = _noted([arguments[place] for place in graphs.read])
+        ctx.read = _noted([arguments[place] for place in graphs.inputs.unchanged])
         outputs = graphs.forward(arguments)
         ctx.watched = _noted([arguments[place] for place in graphs.watched])
         # autograd frees a saved tensor after the last backward
         ctx.save_for_backward(torch.empty(0, dtype=torch.float32, device="cpu"))
-        ctx.mark_non_differentiable(*(outputs[number] for number in graphs.without))
+        ctx.mark_non_differentiable(*(outputs[number] for number in graphs.outputs.without))
         return tuple(outputs)
 
     @staticmethod
@@ -291,10 +225,10 @@ class Replay(torch.autograd.Function):
         if not given:
             return None, None, None, *(None for _ in kind.trained)
         is_last = kind.waiting is not None and kind.waiting() is ctx.forward
-        if given != graphs.wanted:
+        if given != graphs.outputs.wanted:
             # A gradient of zeros for the others would not do: parameters that nothing reached would get one.
-            kind.record_for({graphs.tensors[number] for number in given}, ctx.function.note)
-        if given != graphs.wanted or not is_last or torch.is_grad_enabled() or batches_gradients():
+            kind.record_for({graphs.outputs.tensors[number] for number in given}, ctx.function.note)
+        if given != graphs.outputs.wanted or not is_last or torch.is_grad_enabled() or batches_gradients():
             return None, None, None, *_computed_again(ctx, grads)
         _check_unchanged(ctx.watched)
         found = graphs.backward(grads)
@@ -331,7 +265,7 @@ def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor
             outputs, trained = call_on_views(ctx.function.run, ctx.arguments, ctx.kind.trained)
         pairs = [
             (outputs[place], grad)
-            for place, grad in zip(ctx.graphs.tensors, grads, strict=True)
+            for place, grad in zip(ctx.graphs.outputs.tensors, grads, strict=True)
             if grad is not None
         ]
         used, given = zip(*pairs, strict=True)

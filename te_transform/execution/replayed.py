@@ -61,7 +61,7 @@ class Replayed:
                 return self.function.run(*arguments)
             if signature.calls < WARM_UPS or not signature.knows_gradients():
                 return signature.warmed_up(self.function.run, arguments)
-            if signature.graphs is not None and not signature.graphs.frees_gradients(arguments):
+            if signature.graphs is not None and not signature.graphs.gradients.is_free(arguments):
                 if self.is_divided:  # other ranks may not hold theirs
                     return self.function.run(*arguments)
                 signature.copies_gradients, signature.graphs = True, None  # the holder keeps the memory
@@ -73,7 +73,7 @@ class Replayed:
 
     def _lies(self, graphs: GraphRecording, arguments: Sequence[Any]) -> bool:
         """Return True if static inputs kept their addresses."""
-        lies = all(arguments[place].data_ptr() == at for place, at in graphs.staying.items())
+        lies = graphs.inputs.keep_addresses(arguments)
         if not lies:
             self.function.note(
                 "a graph of a divided model runs without CUDA graphs, its parameters lie elsewhere than when "
@@ -90,7 +90,7 @@ class Replayed:
 
         def replay(*arguments: Any) -> Sequence[Any]:
             with self.lock:
-                return graphs.returned(graphs.forward(arguments), arguments)
+                return graphs.outputs.assemble(graphs.forward(arguments), arguments)
 
         return replay
 
@@ -114,7 +114,7 @@ class Replayed:
     def forget_moved(self) -> None:
         """Drop recordings whose parameters are gone or have new addresses."""
         for key, signature in list(self.signatures.items()):
-            if signature.graphs is not None and signature.graphs.has_moved():
+            if signature.graphs is not None and signature.graphs.inputs.have_moved():
                 self.signatures.pop(key, None)
 
     def _record(self, signature: CallSignature, arguments: Sequence[Any]) -> str | None:
@@ -216,10 +216,10 @@ def _recorded(
     recorded.watch(saved)
     del outputs, trained, saved
     with as_it_was(held, function.changes):
-        recorded.frees_gradients(())
-        found = recorded.returned(recorded.forward(arguments), held)
+        recorded.gradients.is_free(())
+        found = recorded.outputs.assemble(recorded.forward(arguments), held)
         if signature.trained:
-            found += recorded.backward([seeds.get(place) for place in recorded.tensors])
+            found += recorded.backward([seeds.get(place) for place in recorded.outputs.tensors])
         off = [*map(distance, found, expected)]
         del found
     why = _beyond_rounding(function, signature, held, seeds, expected, off)

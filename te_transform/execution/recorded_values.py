@@ -1,0 +1,125 @@
+"""The arguments and the outputs of a recorded call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_transform.execution.rerun import unexpanded
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedInputs:
+    """The tensors among the arguments of a recorded call, by the indices of the arguments.
+
+    Attributes:
+        copies: the tensors that the recorded kernels read instead of the arguments of a later call.
+        static: the addresses of the other tensors, which the recorded kernels read in place.
+        parameters: weak references to the parameters among these, with their addresses. CUDA graphs read raw
+            addresses, so the recording does not keep parameters alive.
+        unchanged: the indices of the tensors that a call does not write to.
+    """
+
+    copies: Mapping[int, Tensor]
+    static: Mapping[int, int]
+    parameters: Sequence[tuple[weakref.ref[Tensor], int]]
+    unchanged: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, arguments: Sequence[Any], static_inputs: Sequence[bool], changes: Collection[int]
+    ) -> RecordedInputs:
+        """Describe the arguments of a call.
+
+        Args:
+            arguments: of the call.
+            static_inputs: for each argument, True if all calls share its memory.
+            changes: the indices of the arguments that the call writes to.
+        """
+        tensors = {place: a for place, a in enumerate(arguments) if isinstance(a, Tensor)}
+        copies = {place: unexpanded(tensor) for place, tensor in tensors.items() if not static_inputs[place]}
+        static = {place: tensor.data_ptr() for place, tensor in tensors.items() if static_inputs[place]}
+        parameters = [
+            (weakref.ref(tensors[place]), address)
+            for place, address in static.items()
+            if isinstance(tensors[place], torch.nn.Parameter)
+        ]
+        return cls(copies, static, parameters, sorted(tensors.keys() - {*changes}))
+
+    def copy_from(self, arguments: Sequence[Any]) -> None:
+        """Copy the arguments of a call to where the recorded kernels read them."""
+        for place, copy in self.copies.items():
+            copy.copy_(unexpanded(arguments[place]), non_blocking=True)
+
+    def keep_addresses(self, arguments: Sequence[Any]) -> bool:
+        """Return True if the static inputs of a call have the recorded addresses."""
+        return all(arguments[place].data_ptr() == address for place, address in self.static.items())
+
+    def have_moved(self) -> bool:
+        """Return True if parameters are gone or have new addresses."""
+        found = ((reference(), address) for reference, address in self.parameters)
+        return any(parameter is None or parameter.data_ptr() != address for parameter, address in found)
+
+    def static_within(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the indices of the static inputs that share a storage with one of the tensors."""
+        spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
+        return [
+            place
+            for place, address in self.static.items()
+            if any(start <= address < start + length for start, length in spans)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedOutputs:
+    """The outputs of a recorded call: arguments, new tensors, and constants.
+
+    Attributes:
+        given: the indices of the arguments that are outputs, by the indices of the outputs.
+        tensors: the indices of the outputs that are new tensors.
+        constants: the other outputs, at their indices; None at the indices of arguments and new tensors.
+        wanted: positions in `tensors` of the outputs that get gradients.
+        without: positions in `tensors` of the outputs that do not require gradients.
+    """
+
+    given: Mapping[int, int]
+    tensors: Sequence[int]
+    constants: Sequence[Any]
+    wanted: Sequence[int]
+    without: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, outputs: Sequence[Any], arguments: Sequence[Any], wanted: Collection[int], is_trained: bool
+    ) -> RecordedOutputs:
+        """Describe the outputs of a call.
+
+        Args:
+            outputs: of the call.
+            arguments: of the call.
+            wanted: the indices of the outputs that got gradients in earlier calls.
+            is_trained: True if the call has a backward.
+        """
+        numbers = {id(argument): place for place, argument in enumerate(arguments)}
+        given = {place: numbers[id(out)] for place, out in enumerate(outputs) if id(out) in numbers}
+        made = {place for place, out in enumerate(outputs) if isinstance(out, Tensor)} - given.keys()
+        constants = [None if p in made or p in given else out for p, out in enumerate(outputs)]
+        tensors = sorted(made)
+        differentiable = [n for n, p in enumerate(tensors) if is_trained and outputs[p].requires_grad]
+        get_gradients = [number for number in differentiable if tensors[number] in wanted]
+        without = sorted({*range(len(tensors))} - {*differentiable})
+        return cls(given, tensors, constants, get_gradients, without)
+
+    def assemble(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> list[Any]:
+        """Return the outputs of a call with these arguments, which computed these new tensors."""
+        outputs = list(self.constants)
+        for place, number in self.given.items():
+            outputs[place] = arguments[number]
+        for place, tensor in zip(self.tensors, tensors, strict=True):
+            outputs[place] = tensor
+        return outputs
