@@ -156,7 +156,7 @@ class Precision:
 
     def _forget_changed(self) -> None:
         """Free cached quantized weights whose parameters have changed, judged by samples."""
-        kept = [kernel for kernel in self._kernels() if kernel.sample is not None]
+        kept = [kernel for kernel in self._kernels() if kernel.kept.sample is not None]
         if recorded() or not any(_changed(kept)):
             return
         for kernel in kept:
@@ -175,10 +175,10 @@ def _changed(kernels: list[Any]) -> Iterator[bool]:
     """Yield for each device which samples differ from those at quantization. Synchronizes once per device."""
     by_device: dict[torch.device, list[Any]] = {}
     for kernel in kernels:
-        by_device.setdefault(kernel.sample.device, []).append(kernel)
+        by_device.setdefault(kernel.kept.sample.device, []).append(kernel)
     for held in by_device.values():
         now = [parameter for kernel in held for parameter in kernel.parameters()]
-        before = torch.cat([kernel.sample for kernel in held])
+        before = torch.cat([kernel.kept.sample for kernel in held])
         yield not now or not torch.equal(before, sample_of(now))
 
 

@@ -1,17 +1,15 @@
-"""TE's modules, built on meta and without parameters, and what each keeps for those that it is given."""
+"""TE's modules for products, with the scales and quantized weights of each."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from te_transform.backends import fp8, scale_rows
@@ -19,14 +17,24 @@ from te_transform.backends.joined import Source
 from te_transform.backends.quantized import Quantized, is_quantized, scale_for
 from te_transform.backends.running import sample_of, stamp_of
 from te_transform.backends.scales import Call, Calls, Seen
-from te_transform.backends.te.recipes import (
-    FP8GlobalStateManager,
-    is_delayed,
-    scaling_of,
-    update_scales_after_this_backward,
-    within_step,
-)
+from te_transform.backends.te.lazy_module import LazyModule
+from te_transform.backends.te.recipes import FP8GlobalStateManager, is_delayed, scaling_of
 from te_transform.backends.tensor_version import TensorVersion
+
+
+@dataclass
+class KeptWeights:
+    """The quantized weights that a kernel keeps for later calls.
+
+    Attributes:
+        stamp: of the weights, see stamp_of(); None if they are not kept.
+        sample: some numbers of the weights when they were quantized.
+        state: of compiled calls, with the quantized weights.
+    """
+
+    stamp: Any = None
+    sample: Tensor | None = None
+    state: fp8.State | None = None
 
 
 class Kernel:
@@ -36,15 +44,12 @@ class Kernel:
     """
 
     def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], weights: Sequence[Tensor]):
-        self.make, self.names, self.seen = make, names, Seen.of(len(weights))
+        self.te, self.seen = LazyModule(make, names, len(weights)), Seen.of(len(weights))
         self.weights = [Source.of(weight) for weight in weights]
-        self.made: nn.Module | None = None
         self.in_fp8 = False  # whether its last call was
         self.calibrating = False  # whether its last call was in its own dtype for want of scales
         self.calls = Calls()
-        self.stamp: Any = None  # of the quantized weights that are kept
-        self.sample: Tensor | None = None  # of the weights that these were made of
-        self.kept: fp8.State | None = None  # of compiled calls, with quantized weights
+        self.kept = KeptWeights()
         self.scaled = fp8.State()  # of compiled calls, without weights
         self.tensors: dict[
             int, tuple[TensorVersion, Tensor]
@@ -53,11 +58,8 @@ class Kernel:
 
     @property
     def module(self) -> nn.Module:
-        """The module, made when it first runs."""
-        if self.made is None:
-            self.made = self.make()
-            self.made._parameters.clear()
-        return self.made
+        """TE's module, made when it first runs."""
+        return self.te.module
 
     def parameters(self) -> list[Tensor]:
         """Those of the weights of its last call that are still there."""
@@ -71,44 +73,24 @@ class Kernel:
     @property
     def scales_by_blocks(self) -> bool:
         """Whether the recipe of its last call in FP8 has more than one scale for a weight."""
-        recipe = None if self.made is None else self.made.fp8_meta.get("recipe")
-        return isinstance(recipe, (recipes.Float8BlockScaling, recipes.MXFP8BlockScaling))
-
-    def run(self, x: Tensor, tensors: Sequence[Tensor | None], adds: bool, keeps: bool = False) -> Tensor:
-        """Run the module with these tensors in the place of its parameters.
-
-        Args:
-            x: its input.
-            tensors: None where there is no bias.
-            adds: whether the gradients of the weights are added to their main_grad.
-            keeps: whether weights are quantized once, and kept.
-        """
-        own = vars(self.module)
-        held = any(isinstance(tensor, Float8Tensor) for tensor in tensors)
-        own.update(zip(self.names, tensors, strict=True))
-        own.update(fuse_wgrad_accumulation=adds, primary_weights_in_fp8=held)
-        try:
-            # never True, which would also have this call's gradient overwrite those before it
-            return self.module.forward(x, is_first_microbatch=False if keeps else None)
-        finally:
-            own.update(dict.fromkeys(self.names))
+        return self.te.scales_by_blocks
 
     def look_at(self, weights: Sequence[Tensor]) -> bool:
         """Note the weights of a call, and free what is kept of others; whether they are to be quantized
         anew, and kept."""
         self.weights = [*map(Source.of, weights)]  # any but the first may be of another parameter by now
         stamp = None if any(map(is_quantized, weights)) else stamp_of(weights)
-        is_new = stamp is None or stamp != self.stamp
+        is_new = stamp is None or stamp != self.kept.stamp
         if is_new:
             self.forget_weights()
-            self.sample = None if stamp is None else sample_of(self.parameters())
-        self.stamp = stamp
+            self.kept.sample = None if stamp is None else sample_of(self.parameters())
+        self.kept.stamp = stamp
         return is_new and stamp is not None
 
     @property
     def keeps(self) -> bool:
         """Whether the quantized weights of this call are to be kept."""
-        return self.stamp is not None
+        return self.kept.stamp is not None
 
     @torch.no_grad()
     def fit(self, recipe: Any, weights: Sequence[Tensor]) -> None:
@@ -129,17 +111,13 @@ class Kernel:
 
     def forget_weights(self) -> None:
         """Free the quantized weights that are kept; the next call makes them anew."""
-        self.stamp, self.sample, self.kept = None, None, None
-        if self.made is not None:
-            self.made._fp8_workspaces.clear()
+        self.kept = KeptWeights()
+        self.te.free_weights()
 
     def tensor_of(self, number: int, weight: Quantized) -> Tensor:
         """TE's tensor of the bytes that a weight is held in, within a recipe; it keeps the transpose."""
         if number not in self.tensors or not self.tensors[number][0].is_of(weight.held):
-            self._init_scales()
-            quantizer = self.module._get_weight_quantizers()[number].copy()
-            quantizer.internal = False
-            quantizer.set_usage(rowwise=True, columnwise=False)
+            quantizer = self.te.weight_quantizer(number)
             made = Float8Tensor(
                 shape=weight.shape,
                 dtype=weight.dtype,
@@ -160,21 +138,9 @@ class Kernel:
                 self.vectors[key] = torch.full(size, number, dtype=weight.dtype, device=weight.device)
         return self.vectors[key]
 
-    def _init_scales(self) -> None:
-        """Let the module have tensors for scales, if it has none."""
-        # A call without a recipe sets `fp8` to False, and the module then gives out no quantizers until
-        # init_fp8_metadata() has set it again.
-        if self.module.fp8 and self.module.fp8_meta.get("recipe") is FP8GlobalStateManager.get_fp8_recipe():
-            return
-        inference = torch.is_inference_mode_enabled()  # whose tensors later steps could not write to
-        with torch.inference_mode(False) if inference else contextlib.nullcontext():
-            self.module.init_fp8_metadata(num_gemms=len(self.weights))
-
     def delayed(self) -> dict[str, Any]:
         """Its states of delayed scaling, "forward" and "backward"; none before there are any."""
-        meta = {} if self.made is None else self.made.fp8_meta
-        states = {"forward": meta.get("scaling_fwd"), "backward": meta.get("scaling_bwd")}
-        return states if all(hasattr(state, "amax_history") for state in states.values()) else {}
+        return self.te.delayed()
 
     def notice_other_recipe(self) -> None:
         """Begin anew where another model that has the weights too ran in a recipe of another kind since, with
@@ -185,7 +151,7 @@ class Kernel:
     def take_saved(self) -> None:
         """Begin with the scales that were loaded for its weights, if there are any."""
         if not self.seen.used and not self.seen.again and (saved := scale_rows.taken(self)) is not None:
-            self._init_scales()
+            self.te.init_scales()
             scale_rows.restore(self, saved, self.delayed())
 
     def give_scales(self, recipe: Any, gradients: bool) -> None:
@@ -195,7 +161,7 @@ class Kernel:
         """
         limits, products = recipe.fp8_format.value, list(enumerate(self.seen.products))
         if self.seen.is_new("forward"):
-            self._init_scales()
+            self.te.init_scales()
             amaxes = {3 * i: product.input for i, product in products}
             amaxes |= {3 * i + 1: product.weight for i, product in products}
             _set_scales(self.module.fp8_meta["scaling_fwd"], amaxes, limits.max_fwd, recipe)
@@ -208,16 +174,16 @@ class Kernel:
         state = self._scales() if is_delayed(recipe) else _UNSCALED
         if not self.keeps:
             return state
-        if self.kept is None or self.kept.forward is not state.forward:
+        if self.kept.state is None or self.kept.state.forward is not state.forward:
             scaling = scaling_of(recipe)
             with torch.inference_mode(False):  # later calls without it read them
                 held = tuple(scaling.weight(state, *each, False) for each in enumerate(weights))
-            self.kept = state._replace(weights=held)
-        return self.kept
+            self.kept.state = state._replace(weights=held)
+        return self.kept.state
 
     def _scales(self) -> fp8.State:
         """The scales, as TE updates them."""
-        self._init_scales()
+        self.te.init_scales()
         meta = self.module.fp8_meta
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
         forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
@@ -228,45 +194,13 @@ class Kernel:
 
     def note_call(self) -> None:
         """Note how this call runs, which a checkpoint may make again."""
-        self.calls.note(self.in_fp8, self.calibrating, self._scales_now)
+        self.calls.note(self.in_fp8, self.calibrating, self.te.forward_scales)
 
     def call_again(self) -> Call | None:
         """The call that a checkpoint makes again, the last one if none was noted; None if that was in no
         recipe."""
         found = self.calls.again() or Call(self.in_fp8, self.calibrating)
         return found if found.in_recipe else None
-
-    def _scales_now(self) -> Tensor | None:
-        state = self.module.fp8_meta.get("scaling_fwd")
-        if not hasattr(state, "amax_history"):
-            return None
-        with _disable_current_modes():
-            return state.scale.clone()
-
-    @contextlib.contextmanager
-    def as_before(self, call: Call, recipe: Any) -> Iterator[None]:
-        """In the recipe, with the scales that this call of a forward had, and as a part of its step, which
-        has noted the largest values already.
-
-        Selective checkpoints find what the forward computed by the order of its operations: they see none of
-        those on scales.
-        """
-        if call.scales is None:
-            with within_step(recipe):
-                yield
-            return
-        update_scales_after_this_backward()
-        state = self.module.fp8_meta["scaling_fwd"]
-        held = state.scale, state.amax_history[0]
-        with _disable_current_modes():
-            now = [tensor.clone() for tensor in held]
-            state.scale.copy_(call.scales)
-        try:
-            with within_step(recipe):
-                yield
-        finally:
-            with _disable_current_modes():
-                torch._foreach_copy_(held, now)
 
 
 _UNSCALED = fp8.State()

@@ -110,7 +110,7 @@ class _Product(FusedOp):
         weights, trained = self._weights(tensors), _is_trained(x, *tensors)
         if recipe is None or not self._has_scales(kernel, recipe, weights, trained):
             return self._plainly(kernel.seen.product(), x, tensors)
-        with kernel.as_before(call, recipe):
+        with kernel.te.as_before(call, recipe):
             return self._in_fp8(kernel, x, tensors, gradients)
 
     def ran_in_recipe(self, weights: Sequence[Tensor], bias: bool) -> bool:
@@ -160,9 +160,9 @@ class _Product(FusedOp):
         def run(x: Tensor, *given: Tensor | None) -> Out:
             given = self._by_rows(kernel, given, tensors, gradients)
             if not FP8GlobalStateManager.is_fp8_enabled():
-                return kernel.run(x, given, gradients is not None)
+                return kernel.te.run(x, given, gradients is not None)
             with autocast(None, enabled=False):
-                return kernel.run(x, given, gradients is not None)
+                return kernel.te.run(x, given, gradients is not None)
 
         def plainly(*arguments: Any) -> Out:
             return self.plain(plain.product, *arguments)
@@ -177,7 +177,7 @@ class _Product(FusedOp):
         given = self._by_rows(kernel, tensors, tensors, gradients)
 
         def run(x: Tensor) -> Out:
-            return differentiable_once(kernel.run(x, given, gradients is not None, kernel.keeps), _ONCE)
+            return differentiable_once(kernel.te.run(x, given, gradients is not None, kernel.keeps), _ONCE)
 
         out = fp8.with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
         return self._watched(out, tensors)
