@@ -73,6 +73,31 @@ def _never(paths: Sequence[str]) -> str:
     return f"{paths[0]} is" if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more layers are"
 
 
+class LayerFactors:
+    """The factors of layers as tensors, which are the same objects for as long as the factors are the same.
+
+    Args:
+        layers: in the order of the factors.
+    """
+
+    def __init__(self, layers: Sequence[Layer]):
+        self.dtypes = [torch.promote_types(dtype_of(layer.start), torch.float32) for layer in layers]
+        self.last: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}  # of the last call
+
+    def tensors(self, factors: Sequence[float | None], device: torch.device) -> list[Tensor]:
+        """Return the factors as 0-dim tensors; a layer that is left out, without a factor, has 1."""
+        keys = [
+            (1.0 if factor is None else factor, dtype, device)
+            for factor, dtype in zip(factors, self.dtypes, strict=True)
+        ]
+        self.last = {key: self.last[key] if key in self.last else _number(*key) for key in keys}
+        return [self.last[key] for key in keys]
+
+
+def _number(held: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), held, dtype=dtype, device=device)
+
+
 class Layered:
     """A graph whose last arguments are the factors of its layers.
 
@@ -91,8 +116,7 @@ class Layered:
         path_in: Callable[[Mapping[int, str], Sequence[Any]], str],
     ):
         self.plan, self.layers, self.run, self.path_in = plan_, layers, run, path_in
-        self.dtypes = [torch.promote_types(dtype_of(layer.start), torch.float32) for layer in layers]
-        self.kept: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self.factors = LayerFactors(layers)
         graph = plan_.captured.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.places = {node.name: place for place, node in enumerate(placeholders)}
@@ -107,13 +131,7 @@ class Layered:
         factors = [now.policy.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
         device = next(held.device for held in arguments if isinstance(held, Tensor))
-        keys = [
-            (1.0 if factor is None else factor, dtype, device)
-            for factor, dtype in zip(factors, self.dtypes, strict=True)
-        ]
-        # of the last call, if they are the same
-        self.kept = {key: self.kept[key] if key in self.kept else _number(*key) for key in keys}
-        tensors = [self.kept[key] for key in keys]
+        tensors = self.factors.tensors(factors, device)
         token = dropped.set(left_out)
         try:
             outputs = self.run(*arguments, *tensors)
@@ -156,10 +174,6 @@ class Layered:
         held = _Zeros.apply(len(trained), *(outputs[place] for place in trained), *weights)
         found = dict(zip(trained, held, strict=True))
         return type(outputs)(found.get(place, held) for place, held in enumerate(outputs))
-
-
-def _number(held: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), held, dtype=dtype, device=device)
 
 
 class _Zeros(torch.autograd.Function):
