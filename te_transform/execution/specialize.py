@@ -4,6 +4,7 @@ before it runs."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from operator import and_, is_
 from typing import Any
 
@@ -75,6 +76,34 @@ class Precomputed:
         return [*map(and_, self.static_inputs, is_own)]
 
 
+@dataclass(frozen=True, eq=False)
+class Precomputation:
+    """The nodes of a graph that are computed before the graph runs.
+
+    Attributes:
+        nodes: in the order of the module's outputs.
+        module: computes them.
+        places: the indices of the arguments that the module reads.
+    """
+
+    nodes: Sequence[fx.Node]
+    module: fx.GraphModule
+    places: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, graph: fx.GraphModule, nodes: Sequence[fx.Node], placeholders: Sequence[fx.Node]
+    ) -> Precomputation:
+        """Extract these nodes of a graph, and what they are computed from."""
+        module, inputs = edit.extract(graph, nodes, ())
+        return cls(nodes, module, [placeholders.index(node) for node in inputs])
+
+    def values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
+        """Compute the nodes from the arguments of a call."""
+        found = self.module.forward(*(arguments[place] for place in self.places))
+        return dict(zip(self.nodes, found, strict=True))
+
+
 class Specialized:
     """The graph with attention, and with these products in FP8, and what is computed before it runs: masks,
     and weights as the products read them.
@@ -116,15 +145,13 @@ class Specialized:
         read = {node for held in self.weights.values() for node in held}
         joins = {node for node in nodes if isinstance(self._module(node), Join)}
         self.staying = sorted((read | joins) - {*placeholders})
-        self.before = [*masks, *self.staying]
+        self.before = Precomputation.of(self.graph, [*masks, *self.staying], placeholders)
+        for mask in masks if compiles and not options.in_cuda_graphs else ():
+            self.before.module.set_submodule(mask.target, LookedAt(self._module(mask)))
         # of a call, to know what is to run: a mask that is made of sizes alone is the same for equal ones
         self.reads_values = any(
             isinstance(value(arg), Tensor) for mask in masks for arg in mask.all_input_nodes
         )
-        self.compute, inputs = edit.extract(self.graph, self.before, ())
-        for mask in masks if compiles and not options.in_cuda_graphs else ():
-            self.compute.set_submodule(mask.target, LookedAt(self._module(mask)))
-        self.places = [placeholders.index(node) for node in inputs]
         self.given = {node: placeholders.index(node) for node in read & {*placeholders}}
 
     def _module(self, node: fx.Node) -> Any:
@@ -132,7 +159,7 @@ class Specialized:
 
     def look(self, arguments: Sequence[Any]) -> Precomputed | None:
         """What is known of a call; None where it has to run uncompiled."""
-        values = self._values(arguments)
+        values = self.before.values(arguments)
         states = {}
         for site, node in self.products.items():
             weights = self._weights(site, values, arguments)
@@ -148,7 +175,7 @@ class Specialized:
 
     def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
         """Those of the products whose last call did, with the weights of a call."""
-        values = self._values(arguments)
+        values = self.before.values(arguments)
         return frozenset(
             site
             for site, node in self.products.items()
@@ -159,10 +186,6 @@ class Specialized:
         """The graph to compile, whose arguments are those of the captured one and `known.tensors`."""
         states = {node: {"state": state} for node, state in known.states.items()}
         return edit.with_known(self.graph, known.values, self.staying, states)
-
-    def _values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
-        found = self.compute.forward(*(arguments[place] for place in self.places))
-        return dict(zip(self.before, found, strict=True))
 
     def _weights(self, site: Site, values: dict[fx.Node, Any], arguments: Sequence[Any]) -> list[Tensor]:
         return [
