@@ -59,6 +59,23 @@ class Ready(NamedTuple):
     reads_values: bool
 
 
+class ProductsInFP8:
+    """The products that run in FP8, by the kind of call.
+
+    The first calls of a kind show them. There are several such calls if layers are dropped, until each layer
+    has run in one.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], frozenset[Site]] = {}
+        self.unseen: dict[tuple[Any, ...], frozenset[int]] = {}  # layers that no call of a kind has run
+
+    def note_layers(self, kind: tuple[Any, ...]) -> bool:
+        """Note the layers that a first call of a kind has run. Return True once each layer has run."""
+        self.unseen[kind] = self.unseen.get(kind, dropped.get()) & dropped.get()
+        return not self.unseen[kind]
+
+
 class Specializations:
     """The specializations of one captured graph.
 
@@ -98,8 +115,7 @@ class Specializations:
             for site in plan.sites
             if site.weights and site not in without
         }
-        self.in_fp8: dict[tuple[Any, ...], frozenset[Site]] = {}  # by kind of call
-        self.unseen: dict[tuple[Any, ...], frozenset[int]] = {}  # layers that no call of a kind has run
+        self.in_fp8 = ProductsInFP8()
         self.lowered: dict[frozenset[Site], Specialized] = {}  # by what runs in FP8
         self._lower = lambda sites: Specialized(plan, scattered, without, sites, options)
 
@@ -144,9 +160,9 @@ class Specializations:
         if scaling is not None:
             told = [in_recipe(arguments[place], site.fused.in_fp8) for site, place in self.products.items()]
             kind = (scaling, tuple(told), self.sizes(arguments))
-            if kind not in self.in_fp8:
+            if kind not in self.in_fp8.known:
                 return FirstCall(kind)
-            sites = self.in_fp8[kind]
+            sites = self.in_fp8.known[kind]
         lowered = self._lowered(sites)
         known = lowered.look(arguments)
         if known is None:
@@ -157,16 +173,11 @@ class Specializations:
         return Ready(prepared, known, bool(sites), lowered.reads_values)
 
     def learn(self, first: FirstCall, call: CallContext) -> None:
-        """Note which products have run in FP8 in a first call of its kind.
-
-        There are several such calls, until each layer has run in one.
-        """
-        left_out = self.unseen.get(first.kind, dropped.get()) & dropped.get()
-        self.unseen[first.kind] = left_out
-        if left_out:
+        """Note which products have run in FP8 in a first call of its kind."""
+        if not self.in_fp8.note_layers(first.kind):
             return
         inside = {site for site, told in zip(self.products, first.kind[1], strict=True) if told}
-        self.in_fp8[first.kind] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
+        self.in_fp8.known[first.kind] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
 
     def sizes(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return what dynamo has left open: numbers, shapes and strides."""
