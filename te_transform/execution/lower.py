@@ -157,6 +157,55 @@ def _inputs(site: Site) -> set[str]:
     return found
 
 
+class _SharedCalls:
+    """Calls that all layers make of the same arguments, which the graph makes once."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple, fx.Node] = {}
+        self.views: dict[tuple, fx.Node] = {}
+
+    def key(self, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """Return what equal calls have in common; floating ones are equal in the same mode alone."""
+        is_hiding = is_tensor_node(node) and dtype_of(node) is torch.bool
+        read = fx.map_arg(args, self._first_view)
+        return node.target, str(read), tuple(kwargs.items()), None if is_hiding else node.meta["region"]
+
+    def _first_view(self, node: fx.Node) -> fx.Node:
+        """Return the first of the nodes that take the same part of the same tensor, as each layer does of a
+        bias."""
+        if node.target is operator.getitem and is_tensor_node(node) and is_tensor_node(node.args[0]):
+            return self.views.setdefault((str(node.args), value(node).requires_grad), node)
+        return node
+
+
+class _Masks:
+    """The masks that are classified from their values at run time.
+
+    Args:
+        captured: the graph.
+        written: the names of its nodes that are written to in place.
+    """
+
+    def __init__(self, captured: fx.Graph, written: set[str]):
+        self.made: dict[tuple[fx.Node, bool], fx.Node] = {}
+        self.in_modes = any("autocast" in called(node) for node in captured.nodes)
+        self.written = written
+
+    def are_provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
+        """Return True if a mask is made of sizes, buffers and data alone, all of them as they are when it is
+        made; and not in a vmap(), which begins and ends with calls that nothing reads, nor by products that
+        another autocast than the attention's may have in another dtype."""
+        inside = [node for node in make.graph.nodes if node.op not in ("placeholder", "output")]
+        calls = all(node.op in ("call_function", "call_method") for node in inside)
+        pure = calls and not any(is_random(n) or is_batched(n) or is_foreign(n) for n in inside)
+        if self.in_modes and any(map(varies_by_autocast, inside)):
+            return False
+        learned = any(is_parameter(node) for node in inputs) or any(
+            is_tensor_node(node) and node.meta["example_value"].requires_grad for node in (*inputs, *inside)
+        )
+        return pure and not learned and not self.written & {node.name for node in (*inputs, *inside)}
+
+
 class _Lowering:
     """Puts sites into a copy of the captured graph, in the order of the canonical graph.
 
@@ -168,13 +217,10 @@ class _Lowering:
         self.graph, self.stands = edit.copy_by_name(plan.captured.graph)
         self.module = module_of(plan.captured, self.graph)
         self.written = {node.name for node in written(plan.captured.graph)}
-        self.in_modes = any("autocast" in called(node) for node in plan.captured.graph.nodes)
-        self.masks: dict[tuple[fx.Node, bool], fx.Node] = {}
-        self.shared: dict[tuple, fx.Node] = {}
+        self.masks, self.shared = _Masks(plan.captured.graph, self.written), _SharedCalls()
         # What sites return, copies of canonical calls, masks that are made in other places. Unread they go at
         # the end alone: a later site may read what the captured graph computed twice, the canonical one once.
         self.added: dict[fx.Node, None] = {}
-        self.views: dict[tuple, fx.Node] = {}
         self.put_already: set[str] = set()  # a norm may be part of several sites
 
     def put(self, site: Site) -> None:
@@ -289,26 +335,18 @@ class _Lowering:
         args, kwargs = self._inner(node.args, at, made), self._inner(dict(node.kwargs), at, made)
         if node.target is not ops.join:
             # All layers have the same mask, which is made, and looked at, once; floating ones in each mode.
-            is_hiding = is_tensor_node(node) and dtype_of(node) is torch.bool
-            read = fx.map_arg(args, self._first_view)
-            key = (node.target, str(read), tuple(kwargs.items()), None if is_hiding else node.meta["region"])
+            key = self.shared.key(node, args, kwargs)
             shared = is_tensor_node(node) and not is_random(node) and not self._reads_written(args)
-            if shared and key in self.shared:
-                return self.shared[key]
+            if shared and key in self.shared.made:
+                return self.shared.made[key]
             call = edit.insert_call(self.graph, at, node.target, args, kwargs, like=node)
             self.added[call] = None
             if shared:
-                self.shared[key] = call
+                self.shared.made[key] = call
             return call
         name = f"join_{at.name}_{len(made)}"
         self.module.add_submodule(name, Join(self.scattered))
         return edit.insert_call(self.graph, at, name, args, like=node)
-
-    def _first_view(self, node: fx.Node) -> fx.Node:
-        """The first of the nodes that take the same part of the same tensor, as each layer does of a bias."""
-        if node.target is operator.getitem and is_tensor_node(node) and is_tensor_node(node.args[0]):
-            return self.views.setdefault((str(node.args), value(node).requires_grad), node)
-        return node
 
     def _reads_written(self, args: tuple) -> bool:
         """Whether a call has an argument that may be written to before it is made again."""
@@ -334,27 +372,13 @@ class _Lowering:
 
     def _proved(self, mask: fx.Node, hidden: fx.Node | None, at: fx.Node, beside_sinks: bool) -> fx.Node:
         known = mask, beside_sinks
-        if known not in self.masks:
+        if known not in self.masks.made:
             make, inputs = edit.extract(self.module, [mask] if hidden is None else [mask, hidden], ())
-            if not self._provable(make, inputs):
+            if not self.masks.are_provable(make, inputs):
                 return mask
-            name = f"mask_{len(self.masks)}"
+            name = f"mask_{len(self.masks.made)}"
             stored = [is_model_tensor(node) for node in inputs]
             self.module.add_submodule(name, Mask(make, stored, beside_sinks))
-            self.masks[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
+            self.masks.made[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
             self.added[mask] = None
-        return self.masks[known]
-
-    def _provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
-        """Whether a mask is made of sizes, buffers and data alone, all of them as they are when it is
-        made; and not in a vmap(), which begins and ends with calls that nothing reads, nor by products that
-        another autocast than the attention's may have in another dtype."""
-        inside = [node for node in make.graph.nodes if node.op not in ("placeholder", "output")]
-        calls = all(node.op in ("call_function", "call_method") for node in inside)
-        pure = calls and not any(is_random(n) or is_batched(n) or is_foreign(n) for n in inside)
-        if self.in_modes and any(map(varies_by_autocast, inside)):
-            return False
-        learned = any(is_parameter(node) for node in inputs) or any(
-            is_tensor_node(node) and node.meta["example_value"].requires_grad for node in (*inputs, *inside)
-        )
-        return pure and not learned and not self.written & {node.name for node in (*inputs, *inside)}
+        return self.masks.made[known]
