@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from te_transform.canonicalize import canonicalize
 from te_transform.graph import edit, ops
 from te_transform.graph.bound import module_of
-from te_transform.graph.nodes import MADE_ANEW, is_random, is_tensor_node, shape_of, value, writes
+from te_transform.graph.nodes import MADE_ANEW, is_random, shape_of, value
 from te_transform.parallel.collectives import (
     CommonRandom,
     Move,
@@ -24,11 +24,8 @@ from te_transform.parallel.collectives import (
     ShardedEmbedding,
     Shards,
 )
-from te_transform.parallel.sharding import Local, Refusal, Step, step
-
-
-class Unshardable(Exception):
-    """A graph that cannot be computed on shards, not even with values that are gathered for it."""
+from te_transform.parallel.sharding import Local, Step
+from te_transform.parallel.sharding_plan import ShardingPlan, Unshardable
 
 
 @dataclass
@@ -65,29 +62,22 @@ def on_shards(
 
 
 class _Sharding:
-    """First what is sharded is decided, on whole values; then the graph is edited, node by node."""
+    """The edit of a graph by a ShardingPlan, node by node."""
 
     def __init__(self, captured: fx.GraphModule, shards: Mapping[str, Shards], ranks: Ranks, sequence: bool):
         self.graph = canonicalize(captured.graph)
         self.module = module_of(captured, self.graph)
-        self.ranks, self.sequence = ranks, sequence
-        self.nodes = [node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr")]
-        parameters = [node for node in self.graph.nodes if node.op == "placeholder" and node.name in shards]
-        self.held = {node: shards[node.name] for node in parameters}
-        self.shapes = {n: tuple(shape_of(n)) for n in self.graph.nodes if is_tensor_node(n)}  # whole ones
-        self.trained = self._trained()
-        self.entered: set[fx.Node] = set()  # whole values of whose gradient each rank has a term
-        self.steps = {node: self._step(node) for node in self.nodes}
+        self.plan, self.ranks = ShardingPlan(self.graph, shards, ranks, sequence), ranks
         self.origin: dict[fx.Node, fx.Node] = {}  # of what stands for a node now
         self.moved: dict[tuple, fx.Node] = {}  # what was brought into another placement already
         self.made_graph = ShardedGraph(self.module)
-        for node in parameters:
-            self._note_shape(node)
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.name in shards:
+                self._note_shape(node)
 
     def made(self) -> ShardedGraph:
         """Edit the graph in order; every value is settled before its readers."""
-        for node in self.nodes:
-            found = self.steps[node]
+        for node, found in self.plan.steps.items():
             if found is None:
                 self._put_whole(node)
             else:
@@ -98,38 +88,7 @@ class _Sharding:
         return self.made_graph
 
     def _note_shape(self, node: fx.Node) -> None:
-        shape = self.ranks.shape(self.shapes[node], self.held.get(node))
-        node.meta["example_value"] = edit.with_shape(value(node), shape)
-
-    def _trained(self) -> set[fx.Node]:
-        """The values that may have a gradient."""
-        found = {
-            n for n in self.graph.nodes if n.op == "placeholder" and getattr(value(n), "requires_grad", 0)
-        }
-        for node in self.graph.nodes:
-            if any(argument in found for argument in node.all_input_nodes):
-                held = value(node)
-                if not isinstance(held, Tensor) or held.is_floating_point():
-                    found.add(node)
-        return found
-
-    def _step(self, node: fx.Node) -> Step | None:
-        """How a node is computed on shards, None: on whole values. Its result is noted in `held`."""
-        try:
-            found = None if node.op == "output" else step(node, self.held, self.ranks.count)
-        except Refusal:
-            found = None
-        if writes(node) and any(argument in self.held for argument in node.all_input_nodes):
-            raise Unshardable("the model writes in place to what would be sharded")
-        if found is None:
-            whole = not any(argument in self.held for argument in node.all_input_nodes)
-            if node.target in ops.NORMS and whole and self._is_entered(node):
-                self.entered.add(node)
-            return None
-        shards = self._tokens(self.shapes[node]) if found.is_term and self.sequence else found.shards
-        if shards is not None:
-            self.held[node] = shards
-        return found
+        node.meta["example_value"] = edit.with_shape(value(node), self.plan.shape(node))
 
     def _put(self, node: fx.Node, found: Step) -> None:
         args = list(node.args)
@@ -144,14 +103,14 @@ class _Sharding:
             self._draw_apart(node)
 
     def _local(self, node: fx.Node, new: Any) -> Any:
-        return self.ranks.shape(self.shapes[node], new.shards) if isinstance(new, Local) else new
+        return self.ranks.shape(self.plan.shapes[node], new.shards) if isinstance(new, Local) else new
 
     def _call(self, node: fx.Node, args: tuple) -> None:
         if node.target is F.embedding:
-            op = ShardedEmbedding(self.ranks, self.held[node.args[1]], (*args, None)[2])
+            op = ShardedEmbedding(self.ranks, self.plan.shards[node.args[1]], (*args, None)[2])
             edit.read_shards(node, args[:2], self._named("embedding", node, op))
         elif node.target is ops.cross_entropy:
-            op = ShardedCrossEntropy(self.ranks, self.held[node.args[0]])
+            op = ShardedCrossEntropy(self.ranks, self.plan.shards[node.args[0]])
             edit.read_shards(node, args, self._named("cross_entropy", node, op))
         else:
             edit.read_shards(node, args)
@@ -159,32 +118,18 @@ class _Sharding:
     def _put_whole(self, node: fx.Node) -> None:
         """A call on whole values."""
         for argument in node.all_input_nodes:
-            if argument in self.held:
+            if argument in self.plan.shards:
                 edit.read_instead(node, argument, self._move(argument, Redistribution.GATHER, node))
-            elif node in self.entered and argument in self.trained:
+            elif node in self.plan.entered and argument in self.plan.trained:
                 edit.read_instead(node, argument, self._move(argument, Redistribution.ENTER, node))
         if draws(node):
             self.made_graph.common_random = True
 
-    def _is_entered(self, norm: fx.Node) -> bool:
-        """Whether only linears that are divided by columns read a norm: then the ranks' terms of its gradient
-        may as well be summed up in front of it, and the norm be fused with the linears."""
-        return bool(norm.users) and all(
-            user.target is ops.linear and user.args[0] is norm and self._is_divided_by_columns(user)
-            for user in norm.users
-        )
-
-    def _is_divided_by_columns(self, linear: fx.Node) -> bool:
-        weight = linear.args[1]
-        source = weight.args[0] if weight not in self.held and weight.all_input_nodes else weight
-        shards = self.held.get(source)
-        return shards is not None and (shards.dim == -2) == (source is weight)
-
     def _argument(self, node: fx.Node, argument: fx.Node, found: Step) -> fx.Node:
         """What the node reads in the place of an argument."""
-        named = self.origin.get(argument, argument)
+        named, is_sharded = self.origin.get(argument, argument), argument in self.plan.shards
         if named in found.lead:
-            whole = self._move(argument, Redistribution.GATHER, node) if argument in self.held else argument
+            whole = self._move(argument, Redistribution.GATHER, node) if is_sharded else argument
             return self._move(whole, Redistribution.LEAD, node)
         if named in found.share:
             return self._move(argument, Redistribution.SHARE, node, found.share[named])
@@ -192,8 +137,8 @@ class _Sharding:
             return self._move(argument, Redistribution.PICK, node)
         if named in found.gather:
             return self._move(argument, Redistribution.GATHER_ENTER, node)
-        enters = found.shards is not None and argument not in self.held and argument in self.trained
-        if enters and argument not in self.entered:
+        enters = found.shards is not None and not is_sharded and argument in self.plan.trained
+        if enters and argument not in self.plan.entered:
             return self._move(argument, Redistribution.ENTER, node)
         return argument
 
@@ -202,16 +147,16 @@ class _Sharding:
     ) -> fx.Node:
         """`source` in another placement, in front of `at`."""
         gathers = way in (Redistribution.GATHER, Redistribution.GATHER_ENTER)
-        shards = self.held[source] if gathers or way is Redistribution.PICK else shards
+        shards = self.plan.shards[source] if gathers or way is Redistribution.PICK else shards
         key = source, way, shards
         if key not in self.moved:
             op = Move(way, self.ranks, shards)
             if isinstance(value(source), (tuple, list)):
                 raise Unshardable("pieces of what is sharded are read together")
             node = edit.insert_call(self.graph, at, self._name(way, shards, op), (source,), like=source)
-            self.shapes[node] = self.shapes[source]
+            self.plan.shapes[node] = self.plan.shapes[source]
             if not gathers and shards is not None:
-                self.held[node] = replace(shards, copies=1) if way is Redistribution.PICK else shards
+                self.plan.shards[node] = replace(shards, copies=1) if way is Redistribution.PICK else shards
             self._note_shape(node)
             self.moved[key] = node
         return self.moved[key]
@@ -219,29 +164,22 @@ class _Sharding:
     def _sum(self, node: fx.Node) -> None:
         """The sum of the ranks' terms, in the place of what each of them computes: whole, or sharded by
         tokens."""
-        shards = self.held.pop(node, None)
+        shards = self.plan.shards.pop(node, None)
         way = Redistribution.SUM if shards is None else Redistribution.SUM_SHARE
         name = self._name(way, shards, Move(way, self.ranks, shards))
         total = self._stand_in(node, name)
         if shards is not None:
-            self.held[total] = shards
+            self.plan.shards[total] = shards
         self._note_shape(total)
 
     def _stand_in(self, node: fx.Node, name: str) -> fx.Node:
         """A call on what a node computes, whose result all that read the node read instead."""
         made = edit.insert_call(self.graph, node.next, name, (node,), like=node)
         edit.replace_uses(node, made)
-        self.origin[made], self.shapes[made] = node, self.shapes[node]
-        if node in self.trained:
-            self.trained.add(made)
+        self.origin[made], self.plan.shapes[made] = node, self.plan.shapes[node]
+        if node in self.plan.trained:
+            self.plan.trained.add(made)
         return made
-
-    def _tokens(self, shape: tuple[int, ...]) -> Shards | None:
-        """The longest of the dimensions in front of the last that the ranks divide: the sequence, where that
-        is longer than the batch."""
-        sizes = {size: i for i, size in reversed([*enumerate(shape[:-1])]) if size % self.ranks.count == 0}
-        longest = max(sizes, default=0)
-        return Shards(sizes[longest] - len(shape), (longest,)) if longest else None
 
     def _draw_apart(self, node: fx.Node) -> None:
         """Let the ranks draw random numbers of their own for their shards."""
@@ -249,7 +187,7 @@ class _Sharding:
         begin = edit.insert_call(self.graph, node, self._named("own_random", node, own), (first,), like=first)
         edit.read_instead(node, first, begin)
         end = self._stand_in(node, self._named("common_random", node, CommonRandom(own)))
-        self.held[end] = self.held[node]
+        self.plan.shards[end] = self.plan.shards[node]
 
     def _name(self, way: Redistribution, shards: Shards | None, op: nn.Module) -> str:
         """The name of a move, the same for equal ones: equal layers are then equal graphs."""
@@ -272,7 +210,7 @@ class _Sharding:
             held = value(node)
             if not isinstance(held, nn.Parameter):
                 continue
-            shape = self.ranks.shape(self.shapes[node], self.held.get(node))
+            shape = self.plan.shape(node)
             user = next(iter(node.users), None)
             if len(node.users) == 1 and user.op == "call_module":
                 op = self.module.get_submodule(user.target)
@@ -285,7 +223,7 @@ class _Sharding:
 
     def _is_made_anew(self, parameter: fx.Node) -> bool:
         """Whether what the graph is given of a parameter is computed in each call."""
-        shards, move = self.held.get(parameter), self.made_graph.moves.get(parameter.name)
+        shards, move = self.plan.shards.get(parameter), self.made_graph.moves.get(parameter.name)
         is_part = shards is None or shards.is_plain
         return not is_part or (move is not None and move.way is not Redistribution.ENTER)
 
