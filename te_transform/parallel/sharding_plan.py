@@ -1,4 +1,4 @@
-"""The decision how each node of a graph is computed on shards."""
+"""The plan of a sharded graph: which values are sharded, and which nodes compute on shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Unshardable(Exception):
 
 
 class ShardingPlan:
-    """How each node of a canonical graph is computed on shards, decided on whole values.
+    """The decision for each node of a canonical graph, made on whole values: on shards, or on whole values.
 
     Attributes:
         shapes: of the whole values.
