@@ -496,7 +496,8 @@ def test_says_where_dynamo_broke_the_forward() -> None:
     assert second.startswith(
         f'test_report.py:{line} has "scale = y.sum().item()", which dynamo does not capture'
     )
-    assert second.endswith("): it runs as it is")
+    step = "keep it a tensor, or compute it before the forward and pass it as a Python number"
+    assert second.endswith(f"): it runs as it is; {step}")
 
 
 class Branch(nn.Module):
@@ -591,7 +592,8 @@ def test_says_which_code_kept_dynamo_from_capturing_more() -> None:
         code += " (Data-dependent branching)"
     assert report.breaks == (
         "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest",
-        f"{code}: it runs as it is",
+        f"{code}: it runs as it is; choose between tensors by torch.where(), or pass the answer as a Python "
+        "bool",
     )
 
 

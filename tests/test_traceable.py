@@ -314,3 +314,70 @@ def test_compilers_of_others_see_pytorchs_own() -> None:
     with traceable_forms():
         assert trace_rules.lookup(warnings.warn) is not before[0]
     assert (trace_rules.lookup(warnings.warn), symbolic_convert.compare_op_handlers["<"]) == before
+
+
+# Numbers of tensors that are made of Python's numbers
+
+
+class Sliced(nn.Module):
+    """Slices by a number that it makes a tensor of first, as DeBERTa does; `change` writes to that tensor."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Any] = lambda number, x: None):
+        super().__init__()
+        self.change, self.block = change, Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = torch.tensor(min(x.size(1), 4))
+        self.change(number, x)
+        return self.block(x[:, : number - 1] * number.item())
+
+
+def test_a_number_of_a_tensor_made_of_a_number_ends_no_graph() -> None:
+    model = seeded(Sliced)
+    fused = converted(model, X[:, :3])
+    assert not te_transform.report(fused).breaks
+    for length in (3, 2, 6):  # later ones are sizes that vary, whose numbers are not known
+        same(model, fused, X[:, :length])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda number, x: number.sub_((x.sum() < 1e9).long()),
+        lambda number, x: number.view(1).__setitem__(0, (x.sum() < 1e9).long() + 1),
+        lambda number, x: number.data.fill_(2),
+    ],
+    ids=["in place", "through a view", "through .data"],
+)
+def test_a_number_that_is_written_is_read_anew(change: Callable[[Tensor, Tensor], Any]) -> None:
+    model = seeded(Sliced, change)
+    same(model, converted(model, X), X)
+
+
+def test_a_break_inside_of_torch_names_the_line_that_led_there() -> None:
+    class Moves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.offset = Block(), nn.Buffer(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.offset = self.offset.to(x.dtype)
+            return self.block(x + self.offset)
+
+    said = " ".join(te_transform.report(converted(Moves(), X)).breaks)
+    assert '"self.offset = self.offset.to(x.dtype)", which dynamo does not capture' in said
+    assert said.endswith("dynamo does not know the attributes of a tensor that the forward makes")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_strided_nested_tensor_is_told_what_to_pass() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
+    model, nested = nn.TransformerEncoder(layer, 1).eval(), torch.nested.nested_tensor([X[0], X[1, :3]])
+    with pytest.raises(te_transform.TraceError, match="pass padded tensors and a padding mask"):
+        converted(model, nested)
+    fused = converted(model, X).eval()
+    with torch.no_grad():
+        for found, wanted in zip(fused(nested).unbind(), model(nested).unbind(), strict=True):
+            assert_close(found, wanted)
+    said = str(te_transform.report(fused)).replace("\n", " ")
+    assert "a nested tensor of layout torch.strided has no sizes to guard" in said

@@ -72,7 +72,12 @@ def _remarks(model: nn.Module, inputs: Inputs) -> str:
     given = (*inputs.args, *inputs.kwargs.values())
     if any(isinstance(each, list) or type(each).__module__ == "numpy" for each in given):
         found += " Here are lists or arrays where it may want tensors: tokenizer(text, return_tensors='pt')."
-    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    if any(tensor.is_nested for tensor in tensors):
+        found += (
+            " The conversion calls the model in training mode, in which PyTorch's own modules take no nested"
+            " tensor: pass padded tensors and a padding mask as example_inputs, such as src_key_padding_mask."
+        )
     of_inputs, of_model = _devices(tensors), _devices(model.parameters())
     if of_inputs and of_model not in ("", "meta", of_inputs):  # on meta, inputs of any device are taken
         found += f" The model is on {of_model}, the inputs are on {of_inputs}."
@@ -387,5 +392,6 @@ def _takes(model: nn.Module, name: str) -> bool:
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"nested {dtype}[{value.size(0)}, ...]" if value.is_nested else f"{dtype}{list(value.shape)}"
     return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__

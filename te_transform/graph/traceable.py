@@ -33,15 +33,18 @@ def traceable_forms() -> Iterator[None]:
     rules, compare = trace_rules.get_torch_obj_rule_map(), symbolic_convert.compare_op_handlers
     forms = {transformer._detect_is_causal_mask: _CausalMask, warnings.warn: _Warning}
     before, less = {key: rules[key] for key in forms if key in rules}, compare["<"]
+    item = TensorVariable.method_item
     try:
         rules.update(forms)
         compare["<"] = _compared(less)
+        TensorVariable.method_item = _read(item)
         yield
     finally:
         for key in forms:
             rules.pop(key, None)
         rules.update(before)
         compare["<"] = less
+        TensorVariable.method_item = item
 
 
 class _CausalMask(UserFunctionVariable):
@@ -138,3 +141,18 @@ def _is_drawn(number: Any) -> bool:
     node = number.as_proxy().node
     is_rand = node.op == "call_function" and node.target is torch.rand and "out" not in node.kwargs
     return is_rand and not node.users and number.ndim == 0
+
+
+def _read(item: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a handler of `.item()` that knows numbers computed from Python's numbers alone.
+
+    DeBERTa slices by `torch.tensor(min(length, span))`. A fake tensor keeps such a value as its `constant`,
+    until something is written to it.
+    """
+
+    def method_item(self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        made = self.as_proxy().node.meta.get("example_value")
+        value = getattr(made, "constant", None)
+        return item(self, tx, *args, **kwargs) if value is None else ConstantVariable.create(value.item())
+
+    return method_item

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from traceback import FrameSummary
 
+import torch
 from torch import fx
 
 from te_transform.graph.capture import is_switched_off
@@ -20,12 +22,20 @@ SET_ON_MODEL = (
     "a forward is set on the model itself, as accelerate's prepare() sets one for mixed precision, and that "
     "of its class is needed (convert first, then prepare): "
 )
-# what to do about lines of transformers, by words of theirs
+# What to do about a line, by words of the line, and then by words of dynamo's reason.
 _ADVICE = {
     "layerdrop": "set layerdrop to 0 in the model's config",
     "np.random.rand": "set apply_spec_augment=False if nothing is to be masked",
     "hidden_states.requires_grad": "call freeze_feature_encoder() if the convolutions are not trained",
+    "assert ": "python -O leaves asserts out, and one graph remains",
+    "Data-dependent": "choose between tensors by torch.where(), or pass the answer as a Python bool",
+    "Tensor.item()": "keep it a tensor, or compute it before the forward and pass it as a Python number",
+    "python_type()": (
+        "compute what is assigned before the conversion, or keep it in a local variable: dynamo does not know "
+        "the attributes of a tensor that the forward makes"
+    ),
 }
+_TORCH = str(Path(torch.__file__).parent)
 _CODE = re.compile(r'File "([^"]+)", line (\d+), in \S+, code: (.+)')
 
 
@@ -65,24 +75,34 @@ def explain_breaks(graphs: Iterable[fx.GraphModule], reasons: Iterable[str]) -> 
     """Why graphs end before the forward does; what dynamo said if none has its reason, which has the line."""
     # graphs from elsewhere have none of dynamo's
     ends = [why for g in graphs if (why := getattr(g, "compile_subgraph_reason", None)) and why.graph_break]
-    places = [(why.user_stack[-1], _title(why.reason)) for why in ends]
+    places = [(_own(why.user_stack), _title(why.reason)) for why in ends]
     breaks = [_sentence(at.filename, at.lineno, at.line, title) for at, title in places]
     yield from dict.fromkeys(breaks or map(explain_reason, reasons))
 
 
 def explain_reason(reason: str) -> str:
     """Dynamo's reason for not capturing a piece of code, which has several paragraphs, in a sentence."""
-    found = _CODE.findall(reason)
-    if found:
-        return _sentence(*found[-1], _title(reason))
-    return f"dynamo does not capture a piece of the forward ({_title(reason)}): it runs as it is"
+    if found := [FrameSummary(file, int(line), "", line=code) for file, line, code in _CODE.findall(reason)]:
+        at = _own(found)
+        return _sentence(at.filename, at.lineno, at.line, _title(reason))
+    title = _title(reason)
+    return f"dynamo does not capture a piece of the forward ({title}): it runs as it is{_step(title)}"
 
 
-def _sentence(file: str, line: int | str, code: str, title: str) -> str:
+def _own(stack: Sequence[FrameSummary]) -> FrameSummary:
+    """Return the innermost frame that is not PyTorch's own, or the innermost one if all are."""
+    return next((at for at in reversed(stack) if not at.filename.startswith(_TORCH)), stack[-1])
+
+
+def _sentence(file: str, line: int | None, code: str | None, title: str) -> str:
     why = f" ({title})" if title else ""
     where = f'{Path(file).name}:{line} has "{code}", which dynamo does not capture{why}'
-    advice = next((f"; {what}" for words, what in _ADVICE.items() if words in code), "")
-    return f"{where}: it runs as it is{advice}"
+    return f"{where}: it runs as it is{_step(f'{code} {title}')}"
+
+
+def _step(said: str) -> str:
+    """Return what to do about a line and dynamo's reason, if anything is known."""
+    return next((f"; {what}" for words, what in _ADVICE.items() if words in said), "")
 
 
 def _title(reason: str) -> str:

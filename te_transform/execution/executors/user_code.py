@@ -19,6 +19,11 @@ from te_transform.plan.options import Options
 
 _GRAPHS = "captured graphs may run the call"
 
+_NO_STRIDES = (
+    "a nested tensor of layout torch.strided has no sizes to guard, its calls run the user's own code; pass a "
+    "padded tensor and a padding mask (src_key_padding_mask of nn.TransformerEncoder), or layout=torch.jagged"
+)
+
 _OVERRIDES = (
     "a {} is given, a tensor whose class sees each call of PyTorch's functions by a __torch_function__ of "
     "its own, of which dynamo captures some calls and not others: such calls run as the user's own code"
@@ -58,7 +63,7 @@ class UserCode:
         policy = self.policy
         if policy.run_original or options.run_original or call.is_seen_by_others:
             return True
-        if _has_no_strides(call.tensors) or self._is_overridden(call.tensors):
+        if self._has_no_strides(call.tensors) or self._is_overridden(call.tensors):
             return True
         # Nothing is gained by fused kernels on so little, and a cache that grows would be captured over and
         # over. One that does not may run as a CUDA graph.
@@ -67,6 +72,13 @@ class UserCode:
         if type(call.module) in policy.uncaptured or (policy.makes_nested and call.is_evaluated):
             return True
         return mode_of(call.module) in policy.checkpointed_modes
+
+    def _has_no_strides(self, tensors: Iterable[Tensor]) -> bool:
+        """Return True if strided nested tensors are given, for whose sizes dynamo's guards end the process."""
+        found = any(value.is_nested and value.layout is torch.strided for value in tensors)
+        if found:
+            self.material.tell(_NO_STRIDES)
+        return found
 
     def _is_overridden(self, tensors: Iterable[Tensor]) -> bool:
         """Return True if tensors are given whose class changes what PyTorch's functions do."""
@@ -83,14 +95,6 @@ class UserCode:
         without = blocks(call.module) if but_blocks else ()
         inside = {id(part) for block in without for part in block.modules()}
         return division.whole((part for part in call.module.modules() if id(part) not in inside), repeats)
-
-
-def _has_no_strides(tensors: Iterable[Tensor]) -> bool:
-    """Return True if nested tensors of the older kind are given, which have neither sizes nor strides.
-
-    Dynamo's guards ask for them, and end the process.
-    """
-    return any(value.is_nested and value.layout is torch.strided for value in tensors)
 
 
 def _overrides(kind: type[Tensor]) -> bool:
