@@ -262,6 +262,14 @@ def test_masks_that_meet_in_padded_batches(name: str, dtype: torch.dtype) -> Non
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ["scores as low as the fill", "scores as low as both"])
+def test_compiled_graphs_on_a_cpu_count_fills(name: str, compilations: test_compiled.Compilations) -> None:
+    model, seen = seeded(by_steps(*TWICE[name])), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
+    pair = Pair.of(model, (X, torch.ones_like(seen)), compile=True)
+    pair.agree(lambda model, x: model(x, seen))
+    assert compilations
+
+
 @pytest.mark.parametrize("nothing", ["no rows", "no keys"])
 def test_attention_over_nothing(nothing: str) -> None:
     """Its learned bias has a gradient of zeros, and a NaN in one row stays in that row."""

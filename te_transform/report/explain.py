@@ -31,8 +31,8 @@ _ADVICE = {
     "Data-dependent": "choose between tensors by torch.where(), or pass the answer as a Python bool",
     "Tensor.item()": "keep it a tensor, or compute it before the forward and pass it as a Python number",
     "python_type()": (
-        "compute what is assigned before the conversion, or keep it in a local variable: dynamo does not know "
-        "the attributes of a tensor that the forward makes"
+        "compute what is assigned before the conversion, or keep it in a local variable: dynamo does not "
+        "know the attributes of a tensor that the forward makes"
     ),
 }
 _TORCH = str(Path(torch.__file__).parent)

@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.backends import limits
 from te_transform.backends.bands import Banded, Seeing, tensor_of
 from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.op import FusedOp
-from te_transform.backends.tracing import compiling, traced, transformed
+from te_transform.backends.tracing import compiling, recorded, traced, transformed
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 
@@ -157,9 +158,16 @@ def _counts(
 
 
 def _may_reach(query: Tensor, key: Tensor, scale: float | None, fill: float) -> bool:
-    """Return True if scores may be as low as a fill, which is known on the CPU alone: a GPU is not waited
-    for."""
-    if query.device.type != "cpu" or traced() or not query.numel() * key.numel():
+    """Return True if scores may be as low as a fill.
+
+    The values of queries and keys decide, for which a GPU is waited for. Where a call is traced or recorded the
+    values are unknown: the fill counts on a CPU, and is hidden on a GPU, whose kernels run.
+    """
+    if not query.numel() * key.numel():
+        return False
+    if traced() or is_fake(query) or query.is_meta:
+        return query.device.type == "cpu"
+    if recorded() or limits.replayed:  # a recording may not wait for the GPU
         return False
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad():

@@ -20,8 +20,8 @@ from te_transform.plan.options import Options
 _GRAPHS = "captured graphs may run the call"
 
 _NO_STRIDES = (
-    "a nested tensor of layout torch.strided has no sizes to guard, its calls run the user's own code; pass a "
-    "padded tensor and a padding mask (src_key_padding_mask of nn.TransformerEncoder), or layout=torch.jagged"
+    "a nested tensor of layout torch.strided has no sizes to guard, its calls run the user's own code; "
+    "pass a padded tensor and a padding mask (src_key_padding_mask of nn.TransformerEncoder), or layout=torch.jagged"
 )
 
 _OVERRIDES = (
