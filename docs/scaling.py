@@ -219,7 +219,7 @@ def on_two_gpus() -> str:
     fsdp, _ = traffic(model, Mesh(1, 2))
     ddp = 2 * IN_FLIGHT * model.parameters / 2
     moved = (f"{size / 1e9:.1f} GB and {size / NVLINK * 1e3:.0f} ms of NVLink" for size in (fsdp, ddp))
-    told = "On two GPUs, 8 layers of the 8B shape with 32,000 words take {} under FSDP2, {} under DDP.\n"
+    told = "On two GPUs, 8 layers of the 8B shape, vocabulary 32,000: {} under FSDP2, {} under DDP.\n"
     return told.format(*moved)
 
 

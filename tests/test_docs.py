@@ -28,9 +28,10 @@ def blocks(file: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("as_given")
-@pytest.mark.parametrize("file", ["README.md", "docs/rules.md"])
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/rules.md"])
 def test_examples_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ModuleType("page")  # a rule is found again by its name in its module
+    page.__dict__.update(model=llama(), batch={"input_ids": LLAMA_IDS[:2], "labels": LLAMA_IDS[:2]})
     monkeypatch.setitem(sys.modules, "page", page)
     monkeypatch.chdir(tmp_path)
     for block in blocks(file):
@@ -49,7 +50,7 @@ OF_PACKAGES = (
     *PACKAGES,
 )  # fmt: skip
 LONG = (  # what they call has tests of its own
-    "FSDP2", "FSDP2 on several hosts", "A model that no process holds the whole of", "Killed, and resumed",
+    "FSDP2", "FSDP2 on several hosts", "A model too large for one process", "Killed, and resumed",
     "Tensor and sequence parallel", "A check for CI", "generate(), and static caches",
 )  # fmt: skip
 
@@ -155,7 +156,7 @@ def _works_from_disk(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+    "file", ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 )
 def test_links_lead_somewhere(file: str) -> None:
     page = ROOT / file
