@@ -164,6 +164,17 @@ def test_links_lead_somewhere(file: str) -> None:
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize(("file", "most"), [("README.md", 900), ("docs/benchmarks.md", 3000)])
+def test_pages_stay_short(file: str, most: int) -> None:
+    assert len((ROOT / file).read_text(encoding="utf-8").split()) <= most
+
+
+def test_contributing_lists_every_make_target() -> None:
+    (targets,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert [target for target in targets.split() if f"`make {target}" not in page] == []
+
+
 SCRIPTS = [path for part in ("examples", "benchmarks", "docs") for path in sorted((ROOT / part).glob("*.py"))]
 
 
