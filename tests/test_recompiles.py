@@ -67,6 +67,33 @@ def test_a_value_that_each_call_changes_is_captured_three_times(name: str) -> No
     assert bool(reasons) is not name.startswith("a counter")  # an integer becomes an input of the graph
 
 
+def test_a_value_of_the_class_that_changes_is_captured_three_times() -> None:
+    class Scaled(Tiny):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * type(self).scale
+
+    run, graphs, reasons = captured(model := seeded(Scaled))
+    for call in range(CALLS):
+        Scaled.scale = 1.0 + call / 8
+        assert torch.equal(run(X), model(X))
+    assert len(graphs) <= MOST_CAPTURES
+    assert any("type(self).scale" in why for why in reasons)
+
+
+@pytest.mark.parametrize("grow", [list, tuple, lambda numbers: dict.fromkeys(numbers, 1.0)], ids=["list", "tuple", "dict"])
+def test_an_argument_that_grows_is_captured_three_times(grow: Callable[[range], Any]) -> None:
+    class Takes(Tiny):
+        def forward(self, x: Tensor, given: Any = ()) -> Tensor:
+            return super().forward(x) * (1.0 + len(given))
+
+    run, graphs, _ = captured(model := seeded(Takes))
+    for call in range(CALLS):
+        assert torch.equal(run(X, grow(range(call))), model(X, grow(range(call))))
+    assert len(graphs) <= MOST_CAPTURES
+
+
 def test_the_report_names_the_value_and_the_line() -> None:
     model, twin = (counting(*CHANGING["a list that grows"]) for _ in range(2))
     converted = te_transform.convert(model, X, inplace=True)

@@ -26,8 +26,9 @@ _NO_VALUE = ("GLOBAL_STATE", "tensor '", ".size()", ".stride()", "Unexpected rec
 _INTEGER = re.compile(r" == -?\d+$")
 _HOOKS = re.compile(r"_hooks\b")
 _ABSENT = re.compile(r"___dict_contains\('(\w+)', (\w+)\.__dict__\)")
-_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[[^]]+\])+(?![\w(])")  # an attribute or an item, no function
-_ARGUMENT = re.compile(r"^[A-Za-z_]\w*(?= ==)")
+# an attribute or an item of a variable or of its class, but no function
+_PATH = re.compile(r"(?:type\([^()\s]+\)|[A-Za-z_]\w*)(?:\.\w+|\[[^]]+\])+(?![\w(])")
+_ARGUMENT = re.compile(r"\b[A-Za-z_]\w*(?=\)* ==)")
 
 
 # Dynamo takes an integer of a module as an input of the graph, once it has seen two values of it.

@@ -160,8 +160,8 @@ def _counts(
 def _may_reach(query: Tensor, key: Tensor, scale: float | None, fill: float) -> bool:
     """Return True if scores may be as low as a fill.
 
-    The values of queries and keys decide, for which a GPU is waited for. Where a call is traced or recorded the
-    values are unknown: the fill counts on a CPU, and is hidden on a GPU, whose kernels run.
+    The values of queries and keys decide, for which a GPU is waited for. Where a call is traced or recorded,
+    nobody knows them: the fill counts on a CPU, and is hidden on a GPU, whose kernels run.
     """
     if not query.numel() * key.numel():
         return False
