@@ -339,37 +339,43 @@ INPUTS = {
         Sum,
         [X, X],
         InputError,
-        "example_inputs is a list, whose 2 items are a call each, and the forward takes as many "
-        "arguments: pass a tuple, tuple(example_inputs), for those of one call",
+        "expected a tuple with the arguments of one call, got a list of 2 samples, and the forward takes as "
+        "many arguments; pass tuple(example_inputs)",
     ),
     "a string": (
         tiny,
         "x",
         InputError,
-        "example_inputs has a str, a tensor, a tuple (args), a dict (kwargs) or a list of",
+        "expected example_inputs to be a tensor, a tuple (args), a dict (kwargs) or a list of these, "
+        "got str; ",
     ),
-    "a number": (tiny, 3, InputError, "example_inputs has a int, a tensor, a tuple (args)"),
-    "a set": (tiny, {1}, InputError, "example_inputs has a set, a tensor, a tuple (args)"),
+    "a number": (tiny, 3, InputError, "a tuple (args), a dict (kwargs) or a list of these, got int; "),
+    "a set": (tiny, {1}, InputError, "a tuple (args), a dict (kwargs) or a list of these, got set; "),
     "a loader": (
         tiny,
         DataLoader([X, X]),
         InputError,
-        "of those is needed: pass a batch of it, next(iter(loader))",
+        "a list of these, got DataLoader; pass one of its batches, next(iter(loader))",
     ),
-    "an empty list": (tiny, [], InputError, "example_inputs is an empty list, one sample at least is needed"),
+    "an empty list": (tiny, [], InputError, "expected at least one sample in example_inputs, got an empty list"),
     "a list of None": (
         tiny,
         [None],
         InputError,
-        "example_inputs has a NoneType, a tensor, a tuple (args), a dict (kwargs) or a list of those is "
-        "needed: pass None alone to have inputs invented",
+        "expected example_inputs to be a tensor, a tuple (args), a dict (kwargs) or a list of these, "
+        "got NoneType; pass None itself to generate inputs",
     ),
-    "an iterator": (tiny, iter([X]), InputError, "of those is needed: pass what it yields first, next(...)"),
+    "an iterator": (
+        tiny,
+        iter([X]),
+        InputError,
+        "a list of these, got list_iterator; pass its first item, next(...)",
+    ),
     "lists of a tokenizer": (
         tiny,
         {"x": [[1, 2], [3, 4]]},
         TraceError,
-        "Here are lists or arrays where it may want tensors: tokenizer(text, return_tensors='pt').",
+        "The inputs have lists or arrays; pass tensors: tokenizer(text, return_tensors='pt').",
     ),
     "an empty tuple": (tiny, (), TraceError, "Tiny failed on the example inputs (none): TypeError:"),
     "another name": (
@@ -613,7 +619,7 @@ def test_a_backend_that_is_not_there_says_what_is_missing():
 
 def test_what_is_no_tensor_is_told_how_to_become_one():
     for given in (numpy.zeros((2, 8)), [1, 2], [[1, 2]]):
-        with pytest.raises(InputError, match=r"make it a tensor, torch\.as_tensor\(\.\.\.\)"):
+        with pytest.raises(InputError, match=r"to a tensor with a batch dimension, torch\.as_tensor\(\.\.\.\)"):
             te_transform.convert(tiny(), given)
     with pytest.raises(InputError, match=r"tokenizer\(text, return_tensors='pt'\)"):
         te_transform.convert(tiny(), "a sentence")

@@ -52,8 +52,8 @@ def test_an_error_says_all_that_was_invented_and_what_it_raised() -> None:
         te_transform.convert(Reads("nothing"))
     sides = " or ".join(f"float32[2, 3, {side}, {side}]" for side in (16, 32, 64, 224, 256))
     assert str(raised.value) == (
-        "no example inputs were given, and Reads failed on all that were invented for it, on "
-        f"float32[2, 8, 8] or int64[2, 8] or {sides} it raised ValueError: neither, thank you: "
+        "expected example inputs, got none, and Reads failed on all generated inputs, on "
+        f"float32[2, 8, 8] or int64[2, 8] or {sides} with ValueError: neither, thank you; "
         "pass example_inputs=(tensor, ...) or example_inputs={'name': tensor, ...}"
     )
 
@@ -94,7 +94,7 @@ def test_an_error_on_invented_inputs_says_that_they_were() -> None:
     with pytest.raises(TraceError) as raised:
         te_transform.convert(model)
     assert str(raised.value).startswith(
-        "no example inputs were given, and LlamaForCausalLM failed on those that were invented for it "
+        "expected example inputs, got none, and LlamaForCausalLM failed on the generated inputs "
         "(input_ids=int64[2, 8], use_cache=False): AssertionError: squares, please"
     )
     assert "pass example_inputs=(tensor, ...)" in str(raised.value)
@@ -120,7 +120,7 @@ def test_many_arguments_are_asked_for() -> None:
             return super().forward(x + y + z + w)
 
     with pytest.raises(
-        InputError, match=r"none can be invented for Four \(its forward takes x, y, z, w\): pass"
+        InputError, match=r"none can be generated for Four \(its forward takes x, y, z, w\); pass"
     ):
         as_inputs(Four(4, 4), None)
 

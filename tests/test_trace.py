@@ -189,9 +189,9 @@ def test_a_list_of_samples_and_every_form_of_a_sample() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     graphs = [te_transform.trace(model, form) for form in (x, (x,), {"input": x}, [x, x])]
     assert all(torch.equal(graph(x)[0], model(x)) for graph in graphs)
-    with pytest.raises(InputError, match="example_inputs is an empty list"):
+    with pytest.raises(InputError, match="expected at least one sample in example_inputs, got an empty list"):
         te_transform.trace(model, [])
-    with pytest.raises(InputError, match="example_inputs has a int, a tensor"):
+    with pytest.raises(InputError, match="expected example_inputs to be a tensor, .*, got int; "):
         te_transform.trace(model, 3)
 
 

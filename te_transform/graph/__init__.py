@@ -1,2 +1,1 @@
-"""fx graphs alone: captured, described, matched and edited. Nothing in here knows of rules, backends or
-models."""
+"""Capture, describe, match and edit fx graphs, without knowledge of rules, backends or models."""

@@ -1,8 +1,8 @@
-"""Graphs that run call the very functions of their nodes, whatever stands under the names of these later.
+"""Bind generated graph code to the functions of its nodes, so that later monkey patches have no effect.
 
-fx writes a graph down as code, in which PyTorch's functions are called by name: torch.nn.functional.softmax.
-Where a model holds the function itself, and somebody puts another one in its place, such code would call the
-other one.
+fx generates code that calls PyTorch's functions by name, such as torch.nn.functional.softmax. A model may
+hold the original function while another library replaces the function under that name. Generated code would
+then call the replacement.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import fx
 from torch.fx.graph import CodeGen, PythonCode, _is_from_torch
 from torch.fx.node import _get_qualified_name
 
-# What ops and backends, which stand in graphs for such functions, call: they are those of the first import.
+# The functional API for ops and backends: a copy of torch.nn.functional, made at the first import.
 F = ModuleType(torch.nn.functional.__name__)
 vars(F).update(vars(torch.nn.functional))
 
 
 class _Bound(CodeGen):
-    """Prints the code that fx prints, for which `torch` leads to the functions of the nodes."""
+    """A code generator whose global `torch` resolves to the functions of the nodes."""
 
     def _gen_python_code(self, nodes: Iterable[fx.Node], *args: Any, **kwargs: Any) -> PythonCode:
         code = super()._gen_python_code(nodes, *args, **kwargs)
@@ -33,20 +33,20 @@ class _Bound(CodeGen):
 
 
 def module_of(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """The graph as a module that runs, with the modules that it calls from `root`."""
+    """Return an executable module for the graph, with the submodules from `root`."""
     graph.set_codegen(_Bound())
     return fx.GraphModule(root, graph)
 
 
 def bind(gm: fx.GraphModule) -> None:
-    """Let a module that fx has made already run so."""
+    """Bind an existing GraphModule to the functions of its nodes."""
     gm.graph.set_codegen(_Bound())
     gm.recompile()
 
 
-@cache  # dynamo keeps the code of graphs that are gone: equal ones are to keep one module
+@cache  # dynamo keeps the code of deleted graphs: equal graphs share one module
 def _torch_with(functions: frozenset[Any]) -> ModuleType:
-    """A module that is torch for all that reads it, and has these functions where they were found."""
+    """Return a module that looks like torch and has these functions under their qualified names."""
     top = _like(torch)
     for function in functions:
         *path, name = _get_qualified_name(function).split(".")[1:]
@@ -54,7 +54,7 @@ def _torch_with(functions: frozenset[Any]) -> ModuleType:
         for part in path:
             found = getattr(at, part)
             if not isinstance(found, ModuleType):
-                break  # a class, or an operator that has overloads: nobody puts others in the place of these
+                break  # a class, or an operator with overloads: these are not monkey-patched
             at = vars(at).setdefault(part, _like(found))
         else:
             setattr(at, name, function)
@@ -62,8 +62,10 @@ def _torch_with(functions: frozenset[Any]) -> ModuleType:
 
 
 def _like(module: ModuleType) -> ModuleType:
-    """A module that looks up in another what it does not have; modules are what attributes are read of at no
-    cost."""
+    """Return a module that looks up missing attributes in `module`.
+
+    Attributes of modules have the lowest lookup cost.
+    """
     made = ModuleType(module.__name__)
     made.__getattr__ = partial(getattr, module)
     return made

@@ -1,4 +1,4 @@
-"""One value that a model holds, with a copy of what it holds: containers and objects of Python."""
+"""Snapshots of Python containers and objects that a model refers to."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ _CONTAINERS = (OrderedDict, dict, list, set, deque)
 
 
 class Content:
-    """A value with a copy of what it holds."""
+    """A value with a copy of its content."""
 
     __slots__ = ("inside", "value")
-    root: str | None = None  # where a path to the value begins, if not at what holds it
+    root: str | None = None  # the start of paths to the value; None: paths start at its holder
 
     def __init__(self, value: Any):
         self.value = value
-        self.inside: Iterable[Any] = ()  # what it leads to
+        self.inside: Iterable[Any] = ()  # the values that the value refers to
 
     def put_back(self) -> None:
-        """Let the value hold what it did; what has not changed is not written to."""
+        """Restore the content of the value; do not write to unchanged parts."""
 
     def lend(self, copies: Mapping[int, Any]) -> None:
-        """Let the value hold copies of some values, by their ids, in the place of these until put_back()."""
+        """Replace the values with these ids by their copies until put_back()."""
 
     def label(self, inside: Any) -> str:
-        """Return what leads from this value to one inside, as it is written in Python."""
+        """Return the Python expression that leads from this value to a value inside, such as [0] or .name."""
         return ""
 
 
 class Items(Content):
     """The items of a dictionary, a list, a set or a deque.
 
-    Subclasses may count, limit or refuse what is added: items are put back in the way of the base class.
+    Subclasses may count, limit or refuse new items. Items are therefore restored with the methods of the base
+    class.
     """
 
     __slots__ = ("base", "held", "keys")
@@ -77,7 +78,7 @@ class Items(Content):
 
 
 class Leads(Content):
-    """What cannot change, and leads to what may."""
+    """An immutable value that refers to mutable values."""
 
     __slots__ = ()
 
@@ -88,7 +89,7 @@ class Leads(Content):
         elif isinstance(value, types.MethodType):
             self.inside = [value.__self__, value.__func__]
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
-            self.inside = [value.__self__]  # as list.append of a list
+            self.inside = [value.__self__]  # such as list.append of a list
         elif isinstance(value, weakref.ref):
             self.inside = [value()]
         elif isinstance(value, types.MappingProxyType):
@@ -103,7 +104,7 @@ class Leads(Content):
 
 
 class Wraps(Content):
-    """A function that is called through another object, as functools.lru_cache() makes them."""
+    """A wrapper around a function, such as functools.lru_cache() returns."""
 
     __slots__ = ()
 
@@ -113,7 +114,7 @@ class Wraps(Content):
 
 
 class Attributes(Content):
-    """The attributes of an object: in its dictionary and in the slots of its class."""
+    """The attributes of an object, from its dictionary and from the slots of its class."""
 
     __slots__ = ("names", "slots")
 
@@ -148,7 +149,7 @@ class Attributes(Content):
 
 
 def has_slots(kind: type) -> bool:
-    """Return True if objects of a class have attributes in slots."""
+    """Return True if a class stores attributes in slots."""
     return any(_slots(kind))
 
 
@@ -171,5 +172,5 @@ def objects(held: Any) -> list[Any]:
 
 
 def are_the_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Return True if two sequences hold the same objects, which need not be comparable."""
+    """Return True if two sequences hold the same objects, compared by identity."""
     return [*map(id, some)] == [*map(id, others)]

@@ -1,4 +1,4 @@
-"""The state of objects of Python's library and of numpy that are written in C."""
+"""Snapshots of objects written in C, from Python's standard library and from numpy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from te_transform.graph.content import Content, are_the_same
 
 
 class _State(Content):
-    """An object with functions to read its whole state, and to write it."""
+    """A snapshot of an object whose whole state can be read and written."""
 
     __slots__ = ("state",)
 
     def __init__(self, value: Any):
         super().__init__(value)
-        with contextlib.suppress(ValueError):  # as one that is closed
+        with contextlib.suppress(ValueError):  # such as a closed object
             self.state = self.read()
 
     def read(self) -> Any:
@@ -39,7 +39,7 @@ class _State(Content):
         raise NotImplementedError
 
     def is_as_it_was(self) -> bool:
-        """Return True if the state is what it was."""
+        """Return True if the state is unchanged."""
         return self.read() == self.state
 
     def put_back(self) -> None:
@@ -56,14 +56,14 @@ class OfBytes(_State):
         return self.value[:]
 
     def is_as_it_was(self) -> bool:
-        return bytes(self.value) == bytes(self.state)  # items that are NaN equal nothing
+        return bytes(self.value) == bytes(self.state)  # as bytes, since NaN != NaN
 
     def write(self) -> None:
         self.value[:] = self.state
 
 
 class OfView(_State):
-    """The memory that a memoryview is of."""
+    """The memory behind a memoryview."""
 
     __slots__ = ()
 
@@ -80,7 +80,7 @@ class OfView(_State):
 
 
 class OfBuffer(_State):
-    """The text or the bytes of a file in memory, and where it stands."""
+    """The content and the position of an in-memory file."""
 
     __slots__ = ()
 
@@ -92,7 +92,7 @@ class OfBuffer(_State):
 
 
 class OfFile(_State):
-    """The place at which a file is read."""
+    """The read position of a file."""
 
     __slots__ = ()
 
@@ -104,7 +104,7 @@ class OfFile(_State):
 
 
 class OfQueue(_State):
-    """The items of a queue.SimpleQueue, which can only be taken out."""
+    """The items of a queue.SimpleQueue, which can only be read by removing them."""
 
     __slots__ = ()
 
@@ -135,7 +135,7 @@ class OfQueue(_State):
 
 
 class OfCTypes(_State):
-    """The memory of a value, an array or a structure of ctypes."""
+    """The memory of a ctypes value, array, structure or union."""
 
     __slots__ = ()
 
@@ -164,7 +164,7 @@ class OfRandom(Content):
             self.state = value.getstate()
         elif hasattr(value, "set_state"):  # numpy's RandomState
             self.state = value.get_state(legacy=False)
-        else:  # numpy's Generator, or what is in one
+        else:  # numpy's Generator or BitGenerator
             self.state = getattr(value, "bit_generator", value).state
 
     def put_back(self) -> None:
@@ -177,7 +177,7 @@ class OfRandom(Content):
 
 
 class OfArray(Content):
-    """The numbers of an array of numpy, which may be objects too."""
+    """The elements of a numpy array, which may be objects."""
 
     __slots__ = ("numbers",)
 
@@ -187,7 +187,7 @@ class OfArray(Content):
         self.inside = self.numbers.flat if value.dtype.hasobject else ()
 
     def _plain(self) -> Any:
-        return self.value.view(sys.modules["numpy"].ndarray)  # a masked one hides numbers
+        return self.value.view(sys.modules["numpy"].ndarray)  # a masked array hides elements
 
     def put_back(self) -> None:
         if self.value.shape != self.numbers.shape:
@@ -197,7 +197,7 @@ class OfArray(Content):
 
 
 class Copied(Content):
-    """An iterator or a hash, which can be copied and not set back: a forward is lent the copy."""
+    """A copy of an iterator or a hash object, whose state cannot be restored: a forward uses the copy."""
 
     __slots__ = ("copy",)
 
@@ -209,7 +209,7 @@ class Copied(Content):
 
 
 def copied(value: Any) -> Content:
-    """Return the copy of an iterator or a hash, or the reason why there is none."""
+    """Return the copy of an iterator or a hash object, or the reason why it cannot be copied."""
     try:
         return Copied(value)
     except Exception as error:
@@ -217,7 +217,7 @@ def copied(value: Any) -> Content:
 
 
 def _copy_of(value: Any) -> Any:
-    """Return a copy that shares what it iterates over, and has iterators inside of its own."""
+    """Return a copy that shares the iterated values but copies inner iterators."""
     if hasattr(value, "hexdigest"):
         return value.copy()
     if not isinstance(value, Iterator):
@@ -225,7 +225,7 @@ def _copy_of(value: Any) -> Any:
     make, arguments, *state = value.__reduce__()
     made = make(*map(_copy_of, arguments))
     if state and state[0] is not None:
-        parts = state[0]  # lists are those that the iterator fills, as itertools.cycle() does
+        parts = state[0]  # iterators such as itertools.cycle() fill lists
         made.__setstate__(tuple(map(_copy_of_state, parts)) if isinstance(parts, tuple) else parts)
     return made
 
@@ -235,7 +235,7 @@ def _copy_of_state(part: Any) -> Any:
 
 
 class Unsaved(Content):
-    """State that nothing can put back."""
+    """State that cannot be restored, and the reason."""
 
     __slots__ = ("why",)
 
@@ -282,7 +282,7 @@ _KINDS: tuple[tuple[tuple[type, ...], Callable[[Any], Content | None]], ...] = (
 
 
 def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
-    """Return what notes the state of objects of a class that is written in C, or None if there is none."""
+    """Return the function that takes a snapshot of objects of a C class, or None if there is none."""
     if kind.__module__ in _HANDLES:
         return _of_handle
     found = next((content for kinds, content in _KINDS if issubclass(kind, kinds)), None)

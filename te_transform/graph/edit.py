@@ -1,8 +1,7 @@
-"""Edit fx graphs: the only file that does.
+"""Edit fx graphs; no other file edits graphs.
 
-Two graphs are kept of each capture. The captured one runs. Its copy, the canonical one, is rewritten freely
-to find out what there is; each of its nodes that stands for a captured node's value has that node's name as
-its `origin`.
+Each capture has two graphs. The captured graph runs. Its copy, the canonical graph, is rewritten to find
+operations. A canonical node with the value of a captured node has the captured node's name as its `origin`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from te_transform.graph.bound import module_of
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy to rewrite: every node with an `origin`, and the number of the `region` that it stands in."""
+    """Return a copy to rewrite, in which each node has its `path` and its `origin`."""
     copied, copies = fx.Graph(), {}
     for node in graph.nodes:
         twin = copied.node_copy(node, copies.__getitem__)
@@ -49,27 +48,28 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _without_argument(meta: dict[str, Any]) -> dict[str, Any]:
-    """What is noted of a node without the tensor that it was captured with, which dynamo drops too."""
+    """Return the metadata without "grapharg", the captured tensor, which dynamo also drops."""
     return {key: noted for key, noted in meta.items() if key != "grapharg"}
 
 
 def number_regions(graph: fx.Graph, barriers: Callable[[fx.Node], bool]) -> None:
-    """Give each node the number of barriers (writes, changes of mode) in front of it: calls are only moved or
-    joined within one region."""
+    """Set each node's `region` to the number of barriers before the node: writes and mode changes.
+
+    Calls are only moved or merged within one region.
+    """
     region = 0
     for node in graph.nodes:
         if barriers(node):
             region += 1
-            node.meta["region"] = -region  # itself in no region: nothing is joined with it
+            node.meta["region"] = -region  # a region of its own: nothing is merged with a barrier
         else:
             node.meta["region"] = region
 
 
 def replace(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple) -> fx.Node:
-    """Put one call of `target` where `nodes` computed the same value, `nodes[0]` last; the rest goes if
-    unread.
+    """Replace `nodes` by one call of `target` with the same value; erase the nodes that have no other readers.
 
-    The new node has the root's metadata: it computes the root's value.
+    `nodes[0]` is the root, which is computed last. The new node has the root's metadata.
     """
     root = nodes[0]
     with graph.inserting_before(root):
@@ -83,24 +83,24 @@ def replace(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: t
 def insert(
     graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple, like: fx.Node | None = None
 ) -> fx.Node:
-    """A new call in front of `nodes[0]`, as part of what will replace `nodes`; it has no origin.
+    """Insert a call before `nodes[0]`, as a part of the replacement of `nodes`; the call has no origin.
 
-    Its shape and dtype are those of `like`, if given; to evaluate the call on fake tensors takes
+    The example value is that of `like`, if given. Otherwise the call is evaluated on fake tensors, which takes
     milliseconds.
     """
     with graph.inserting_before(nodes[0]):
         node = graph.call_function(target, concrete(graph, nodes[0], args))
     _inherit(node, nodes)
     node.meta.pop("origin", None)
-    node.meta["spelled"] = ()  # the node that takes the place of `nodes` says it
+    node.meta["spelled"] = ()  # the final replacement of `nodes` has their names
     node.meta["example_value"] = evaluate(node) if like is None else known.value(like)
     return node
 
 
 def calls_before(graph: fx.Graph, at: fx.Node) -> Callable[..., fx.Node]:
-    """A function that puts a call in front of `at`, as part of what `at` computes in the same module.
+    """Return a function that inserts a call before `at`, in the same module of the model as `at`.
 
-    The call has the shape and dtype of `like`, if that is given.
+    The call has the example value of `like`, if given.
     """
 
     def call(target: Callable, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
@@ -116,11 +116,11 @@ def calls_before(graph: fx.Graph, at: fx.Node) -> Callable[..., fx.Node]:
 
 
 def evaluate(node: fx.Node) -> Any:
-    """What the node computes, on the fake tensors of its arguments."""
+    """Evaluate the node on the fake tensors of its arguments."""
     args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _fake_argument)
-    # the mode of the tensors themselves: while dynamo calls a backend, another one is current
+    # use the mode of the tensors: while dynamo calls a backend, another mode is current
     mode = next((a.fake_mode for a in _leaves((args, kwargs)) if isinstance(a, FakeTensor)), nullcontext())
-    # with the Python dispatcher, compositions written in C++ take symbolic sizes
+    # with the Python dispatcher, composite C++ ops accept symbolic sizes
     with ExitStack() as stack:
         for context in (unset_fake_temporarily(), mode, torch.no_grad(), enable_python_dispatcher()):
             stack.enter_context(context)
@@ -130,8 +130,10 @@ def evaluate(node: fx.Node) -> Any:
 
 
 def _batch_sizes(arguments: Any) -> list[Any]:
-    """The sizes that each vmap() around a call goes over, the outermost first: fake tensors of a vmap() that
-    is over are known to one that is as deep alone."""
+    """Return the batch sizes of the vmap() levels around a call, outermost first.
+
+    Fake tensors of a finished vmap() are valid only inside a vmap() of the same depth.
+    """
     sizes: dict[int, Any] = {}
     for held in _leaves(arguments):
         while isinstance(held, torch.Tensor) and is_functorch_wrapped_tensor(held):
@@ -157,7 +159,7 @@ def _leaves(value: Any) -> Iterable[Any]:
 
 
 def concrete(graph: fx.Graph, at: fx.Node, args: Any) -> Any:
-    """The arguments with each symbolic size among them as a node that stands before `at` and computes it."""
+    """Return the arguments with each symbolic size replaced by a node before `at` that computes the size."""
 
     def settled(argument: Any) -> Any:
         return _size_node(graph, at, argument) if isinstance(argument, torch.SymInt) else argument
@@ -179,7 +181,7 @@ def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | in
             dims = [d for d, s in enumerate(held.shape) if statically_known_true(s == size)]
             found = (node, dims[0]) if dims else None
     if found is None:
-        raise LookupError(f"no value in front of {at.name} has the size {size}")
+        raise LookupError(f"expected a node with the size {size} before {at.name}, got none")
     with graph.inserting_before(at):
         node = graph.call_function(torch.ops.aten.sym_size.int, found)
     node.meta = {"example_value": size, "path": "", "region": at.meta.get("region", 0)}
@@ -187,8 +189,7 @@ def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | in
 
 
 def _inherit(node: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    """The root's metadata; `spelled`, the names of all captured calls, and `path`, the innermost module
-    around all, of what went into the node."""
+    """Set the node's metadata from `nodes`: the root's metadata, their common module `path`, all `spelled` names."""
     node.meta = dict(nodes[0].meta)
     node.meta["path"] = innermost(n.meta.get("path", "") for n in nodes)
     node.meta["spelled"] = spelled(nodes)
@@ -196,7 +197,7 @@ def _inherit(node: fx.Node, nodes: Sequence[fx.Node]) -> None:
 
 
 def innermost(paths: Iterable[str]) -> str:
-    """The path of the innermost module around all of `paths`."""
+    """Return the path of the innermost module that contains all `paths`."""
     split = [path.split(".") if path else [] for path in paths]
     shared = []
     for parts in zip(*split, strict=False):
@@ -207,46 +208,49 @@ def innermost(paths: Iterable[str]) -> str:
 
 
 def spelled(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The names of the captured calls behind `nodes`, in the order of the graph; columns of a merged linear
-    among them are calls that it has."""
+    """Return the names of the captured calls behind `nodes`, in graph order.
+
+    Columns of a merged linear in `nodes` are skipped: the linear already has their names.
+    """
     once = dict.fromkeys(nodes)
     calls = [n for n in once if n.target is not ops.columns or n.args[0] not in once]
     return tuple(s for n in reversed(calls) for s in n.meta.get("spelled", (known.called(n),)))
 
 
 def set_target(node: fx.Node, target: Callable, args: tuple, kwargs: dict | None = None) -> None:
-    """The same value by another call: the node stays itself and remembers the name of the captured one."""
+    """Change the call of a node that keeps its value; record the name of the captured call in `spelled`."""
     node.meta.setdefault("spelled", (known.called(node),))
     node.op, node.target = "call_function", target
     node.args, node.kwargs = concrete(node.graph, node, args), kwargs or {}
 
 
 def bypass(graph: fx.Graph, node: fx.Node, value: fx.Node) -> None:
-    """Let the readers of `node` read `value`, which is the same, and drop the node."""
-    if "origin" in node.meta:  # an inserted value turns out to be one that was captured
+    """Replace `node` by the equal `value` in all readers, and erase the node."""
+    if "origin" in node.meta:  # an inserted value equals a captured value
         value.meta.setdefault("origin", node.meta["origin"])
     replace_uses(node, value)
     erase_unread(graph, [node])
 
 
 def replace_uses(old: fx.Node, new: fx.Node) -> None:
-    """Let every reader of `old` but `new` read `new`."""
+    """Replace `old` by `new` in every reader except `new`."""
     old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
 def read_instead(node: fx.Node, old: fx.Node, new: Any) -> None:
-    """Let one node read `new`, another node or a value, where it reads `old`."""
+    """Replace the input `old` of one node by `new`, a node or a constant."""
     node.replace_input_with(old, new)
 
 
 def replace_later_uses(value: fx.Node, write: fx.Node) -> None:
-    """Let what reads `value` after `write`, which writes to it in place and returns it, read `write`."""
+    """Replace `value` in readers after `write`, which writes to `value` in place and returns it."""
     value.replace_all_uses_with(write, delete_user_cb=lambda user: user > write)
 
 
 def read_shards(node: fx.Node, args: tuple, target: str | None = None) -> None:
-    """Let a call have other arguments, or be one of the submodule of the name `target`; what it computes is
-    put where its value is noted, with the sizes that it has now.
+    """Set the arguments of a call to shards, or call the submodule `target` with these arguments.
+
+    Function calls are evaluated again for the new example value.
     """
     if target is not None:
         node.op, node.target, node.kwargs = "call_module", target, {}
@@ -261,7 +265,7 @@ def _as_before(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def with_shape(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A fake tensor as `held`, a parameter if that is one, of another shape."""
+    """Return a fake tensor like `held` with another shape; a parameter if `held` is a parameter."""
     mode = held.fake_mode if isinstance(held, FakeTensor) else nullcontext()
     with unset_fake_temporarily(), mode, torch.no_grad():
         made = torch.empty(tuple(shape), dtype=held.dtype, device=held.device)
@@ -271,7 +275,7 @@ def with_shape(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Drop those of `nodes` that nothing reads any more; writes in place stay."""
+    """Erase the nodes that have no readers, except in-place writes."""
     for node in sorted(set(nodes), reverse=True):
         if not node.users and node.op not in ("output", "placeholder") and not known.writes(node):
             graph.erase_node(node)
@@ -280,10 +284,9 @@ def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 def erase_cascade(
     graph: fx.Graph, nodes: Iterable[fx.Node], inside: set[str], staying: Collection[fx.Node] = ()
 ) -> None:
-    """Drop those of `nodes` that nothing reads any more, and what only they read, and so on.
+    """Erase the nodes that have no readers, then their inputs that lost all readers, and so on.
 
-    Writes in place stay, and what draws random numbers, unless they are among the nodes that are named
-    `inside`; and all that is in `staying`.
+    Keep in-place writes and random calls, unless their names are in `inside`. Keep all nodes in `staying`.
     """
     waiting = list(nodes)
     while waiting:
@@ -299,7 +302,7 @@ def erase_cascade(
 
 
 def copy_by_name(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Node]]:
-    """A copy of the graph, and its nodes by the names of those they were copied from."""
+    """Return a copy of the graph, and its nodes by the names of the original nodes."""
     copied, copies = fx.Graph(), {}
     for node in graph.nodes:
         copies[node] = twin = copied.node_copy(node, copies.__getitem__)
@@ -318,8 +321,7 @@ def insert_call(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """A call in front of `at`, of a function or of the submodule of that name, whose value is that of
-    `like`."""
+    """Insert a call of a function or a submodule name before `at`, with the example value of `like`."""
     op = "call_module" if isinstance(target, str) else "call_function"
     with graph.inserting_before(at):
         node = graph.create_node(op, target, args, kwargs or {})
@@ -330,8 +332,10 @@ def insert_call(
 def call_fused(
     graph: fx.Graph, nodes: Sequence[fx.Node], name: str, args: tuple, at: fx.Node | None = None
 ) -> fx.Node:
-    """As `replace`, with a call of the module `name`, which the graph's root need not have yet; in front of
-    `at`, where something that is before the nodes reads what it returns."""
+    """Replace `nodes` by a call of the submodule `name`, which the root module may not have yet.
+
+    Insert the call before `at`, if given: a reader of the result may precede `nodes[0]`.
+    """
     with graph.inserting_before(at or nodes[0]):
         node = graph.create_node("call_module", name, concrete(graph, nodes[0], args))
     _inherit(node, nodes)
@@ -341,8 +345,10 @@ def call_fused(
 
 
 def hand_out(graph: fx.Graph, call: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Let a call return a tuple, of what it has returned and of what `others` compute, which it replaces as
-    far as that is still read."""
+    """Change a call to return a tuple of its result and the values of `others`; erase `others`.
+
+    Readers of these nodes read items of the tuple.
+    """
     values, at = [call, *others], call.next
     for index, before in enumerate(values):
         if before._erased:
@@ -358,13 +364,12 @@ def hand_out(graph: fx.Graph, call: fx.Node, others: Sequence[fx.Node]) -> None:
 
 
 def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
-    """One linear of joined weights in place of `linears`, which all read one value; each becomes columns of
-    it."""
+    """Replace linears with the same input by one linear with joined weights; each becomes columns of it."""
     first = min(linears)
     with graph.inserting_before(first):
         weights, biases = ([node.args[i] for node in linears] for i in (1, 2))
         weight, bias = _joined(graph, weights, first), None
-        if any(bias is not None for bias in biases):  # a number stands for so many zeros
+        if any(bias is not None for bias in biases):  # a number n stands for n zeros
             rows = (known.shape_of(weight)[0] for weight in weights)
             biases = [n if own is None else own for n, own in zip(rows, biases, strict=True)]
             bias = _joined(graph, biases, first)
@@ -397,11 +402,11 @@ def _joined(graph: fx.Graph, parts: Sequence[fx.Node | int], at: fx.Node) -> fx.
 def extract(
     gm: fx.GraphModule, outputs: Sequence[fx.Node], boundary: Iterable[fx.Node]
 ) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
-    """What computes `outputs` from the nodes in `boundary` and from placeholders, as a module of its own.
+    """Extract the computation of `outputs` from `boundary` nodes and placeholders as a separate module.
 
     Returns:
-        The module, which returns a tuple, and the nodes that are its arguments, in the order of the graph;
-        all of the boundary are, though sizes may be read by nothing but what replaces the module.
+        The module, which returns a tuple, and the nodes that are its arguments, in graph order. Every boundary
+        node is an argument: the module's replacement may read sizes that the module does not read.
     """
     inside, inputs = needed(outputs, boundary)
     arguments = tuple(sorted(inputs))
@@ -409,8 +414,10 @@ def extract(
 
 
 def read_aside(outputs: Sequence[fx.Node], boundary: Collection[fx.Node]) -> set[fx.Node]:
-    """The tensors that are read on the way from `boundary` to `outputs` and are not made of the boundary, as
-    those whose dtype or shape is taken."""
+    """Return the tensors read between `boundary` and `outputs` that do not depend on the boundary.
+
+    Examples are tensors of which only the dtype or shape is read.
+    """
     inside, _ = needed(outputs, boundary)
     between = {*boundary, *outputs}
     for node in sorted(inside):
@@ -421,7 +428,7 @@ def read_aside(outputs: Sequence[fx.Node], boundary: Collection[fx.Node]) -> set
 
 
 def needed(outputs: Iterable[fx.Node], boundary: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The operations that compute `outputs`, and what these are computed from: the boundary, placeholders."""
+    """Return the operations that compute `outputs`, and their inputs: the boundary and placeholders."""
     inside, inputs, waiting = set(), set(boundary), list(outputs)
     while waiting:
         node = waiting.pop()
@@ -449,11 +456,11 @@ def _module_of(
 def cut_out(
     gm: fx.GraphModule, run: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
-    """A run of operations as a module of its own; all of them, whether or not `outputs` need them.
+    """Copy a run of operations into a separate module, including operations that `outputs` do not need.
 
     Returns:
-        The module, which returns a tuple, and the nodes before the run that are its arguments, in the order
-        that they are read in, which is that of an equal run elsewhere.
+        The module, which returns a tuple, and the nodes before the run that are its arguments. Arguments are
+        in the order of their first use, which is the same for equal runs.
     """
     read, inside = dict.fromkeys(read for node in run for read in node.all_input_nodes), set(run)
     inputs = tuple(node for node in read if node not in inside)
@@ -461,7 +468,7 @@ def cut_out(
 
 
 def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
-    """The graph without nodes that nobody else reads; it returns `outputs`."""
+    """Return the graph without `nodes`, which no other node reads; the graph returns `outputs`."""
     graph, twins = copy_by_name(gm.graph)
     graph.output_node().args = ([twins[node.name] for node in outputs],)
     for node in sorted(nodes, reverse=True):
@@ -470,7 +477,7 @@ def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.N
 
 
 def passed_through(gm: fx.GraphModule, place: int, function: Callable, *rest: Any) -> fx.GraphModule:
-    """A copy of a module that returns a sequence, with function(output, *rest) in an output's place."""
+    """Return a copy of a module in which output number `place` is replaced by function(output, *rest)."""
     graph, _ = copy_by_name(gm.graph)
     output, outputs = graph.output_node(), [*known.returned(graph)]
     node = outputs[place]
@@ -480,17 +487,17 @@ def passed_through(gm: fx.GraphModule, place: int, function: Callable, *rest: An
 
 
 def with_layers(gm: fx.GraphModule, layers: Sequence[Any]) -> fx.GraphModule:
-    """Return a copy of a captured graph in which the layers are marked and their branches are scaled.
+    """Return a copy of a captured graph with marked layers and scaled branches.
 
     Args:
         gm: the graph.
-        layers: of training/residual.py, in order.
+        layers: the layers from training/residual.py, in order.
 
     Returns:
-        The copy; behind the arguments of `gm` it takes a factor for each layer, a 0-dim tensor.
+        The copy. After the arguments of `gm`, it takes a 0-dim tensor per layer: the factor of its branches.
     """
     graph, twins = copy_by_name(gm.graph)
-    eliminate_dead_code(graph)  # a size that nobody reads would be computed behind the layer
+    eliminate_dead_code(graph)  # an unread size would be computed after the layer
     for number, layer in enumerate(layers):
         start, end = twins[layer.start.name], twins[layer.end.name]
         names = {node.name for node in layer.inside}
@@ -532,18 +539,18 @@ def with_known(
     staying: Collection[fx.Node] = (),
     more: Mapping[fx.Node, Mapping[str, Any]] = MappingProxyType({}),
 ) -> fx.GraphModule:
-    """A copy of the graph for what is known before it runs.
+    """Return a copy of the graph in which known values replace nodes.
 
     Args:
         gm: the graph.
-        values: of nodes that the copy does not compute: tensors, also those in tuples, become arguments,
-            others stand in the graph; of a module, which returns a tuple, what computes the first of it.
-        staying: those of these nodes whose tensors stay where they are from call to call.
-        more: for calls in the graph more keywords, of tensors that stay where they are.
+        values: the known values by node. Tensors, also in tuples, become arguments. Other values become
+            constants. A graph module is inlined; its first output replaces the node.
+        staying: the nodes whose tensors keep their addresses in all calls.
+        more: additional keywords for calls in the graph; their tensors keep their addresses.
 
     Returns:
-        The copy; its arguments are those of `gm`, the tensors of `values`, and those of `more`, where several
-        lie at one place the first.
+        The copy. Its arguments are the arguments of `gm`, the tensors of `values`, and the tensors of `more`.
+        Tensors of `more` with the same address share one argument.
     """
     graph, twins = copy_by_name(gm.graph)
     last = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
@@ -554,7 +561,7 @@ def with_known(
         with graph.inserting_after(last):
             last = graph.placeholder(f"known_{next(numbers)}")
         last._dynamo_source = None  # nowhere in the model
-        if stays:  # as dynamo marks parameters, for CUDA graphs
+        if stays:  # dynamo's mark for parameters, which CUDA graphs read
             last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
         return last
 
@@ -580,7 +587,7 @@ def with_known(
 
 
 def _inline(graph: fx.Graph, called: fx.GraphModule, at: fx.Node) -> fx.Node:
-    """What computes the first value that a module returns, of the arguments of a call."""
+    """Inline a graph module before the call `at`, with the call's arguments, and return its first output."""
     arguments = (node for node in called.graph.nodes if node.op == "placeholder")
     with graph.inserting_before(at):
         first, *_ = graph.graph_copy(called.graph, dict(zip(arguments, at.args, strict=True)))
@@ -588,12 +595,11 @@ def _inline(graph: fx.Graph, called: fx.GraphModule, at: fx.Node) -> fx.Node:
 
 
 def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
-    """A captured graph to read and to run by itself: the model's tensors are attributes, under their own
-    names.
+    """Return a standalone captured graph whose model tensors are attributes with their names in the model.
 
     Args:
-        captured: the graph as dynamo gave it, every tensor of the model an argument.
-        arguments: of the call that it was captured in.
+        captured: the graph from dynamo, which takes every tensor of the model as an argument.
+        arguments: the arguments of the captured call.
     """
     graph, copies = copy_by_name(captured.graph)
     root = dict(captured.named_children())
@@ -609,12 +615,12 @@ def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx
             graph.erase_node(twin)
     for node in graph.nodes:
         node.meta["path"], node.meta["class"] = known.path_of(node), known.class_of(node)
-    # a dictionary as root keeps the dotted names without copying the user's modules
+    # a dictionary as the root keeps dotted names without a copy of the user's modules
     return fx.GraphModule(root, graph)
 
 
 def snapshot(graph: fx.Graph) -> fx.Graph:
-    """The graph as it stands, on its own, with what reports show of each node."""
+    """Return a copy of the graph with the metadata that reports show."""
     copied, copies = fx.Graph(), {}
     for node in graph.nodes:
         copies[node] = twin = copied.node_copy(node, copies.__getitem__)
@@ -625,7 +631,7 @@ def snapshot(graph: fx.Graph) -> fx.Graph:
 
 
 def take_any_layout(node: fx.Node) -> None:
-    """Let the views of the node, and theirs, be reshapes, which take columns of a wider tensor too."""
+    """Change view() to reshape() for all views of the node: reshape() accepts columns of a wider tensor."""
     for user in node.users:
         if known.may_be_view(user):
             if user.op == "call_method" and user.target == "view":
@@ -636,7 +642,7 @@ def take_any_layout(node: fx.Node) -> None:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Drop every call of torch's that nothing reads, that writes nothing and draws no random numbers."""
+    """Erase every unread call without writes, mode changes or random numbers."""
     for node in reversed(graph.nodes):
         called = node.op in ("call_function", "call_method")
         kept = known.writes(node) or known.changes_state(node) or known.is_random(node)

@@ -1,4 +1,4 @@
-"""Example inputs: what the user gave, or what a model like this one can safely be asked."""
+"""Example inputs: from the user, or generated from the model."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from te_transform.graph.preserve import preserved
 from te_transform.graph.tables import out_of_range
 
-BATCH, LENGTH = 2, 8  # small, different from each other and from 1: a size then names its dimension
+BATCH, LENGTH = 2, 8  # small, distinct and not 1: each size identifies its dimension
 _ASK = "pass example_inputs=(tensor, ...) or example_inputs={'name': tensor, ...}"
 
 
 class InputError(ValueError):
-    """The example inputs are missing or are of no form that a forward takes."""
+    """An error for example inputs that are missing or have an unsupported form."""
 
 
 class TraceError(RuntimeError):
-    """The model could not be run on the inputs given; the model is as it was."""
+    """An error for a model that fails on its inputs; the model is unchanged."""
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, error: Exception) -> TraceError:
-        said = str(error).partition("\n\nWhile executing")[0]  # where in the graph fx adds to what was raised
+        said = str(error).partition("\n\nWhile executing")[0]  # fx appends the location in the graph
         kind, raised = type(model).__name__, f"{type(error).__name__}: {said}"
         if inputs.invented:
             return cls(
-                f"no example inputs were given, and {kind} failed on those that were invented for it "
-                f"({inputs}): {raised}\nTo give inputs, {_ASK}."
+                f"expected example inputs, got none, and {kind} failed on the generated inputs ({inputs}): "
+                f"{raised}\nTo use your own inputs, {_ASK}."
             )
         return cls(
             f"{kind} failed on the example inputs ({inputs}): {raised}\n"
@@ -45,7 +45,7 @@ class TraceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of one forward call; `invented` says that the user gave none."""
+    """The arguments of one forward call; `invented` is True if they were generated."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Inputs:
         return ", ".join(parts) or "none"
 
     def clone(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments again, in tensors and containers of their own: a forward may write into them."""
+        """Return copies of the arguments, their tensors and containers, since a forward may write to them."""
         leaves: dict[int, torch.Tensor] = {}  # one tensor passed twice stays one tensor
 
         def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,11 +67,11 @@ class Inputs:
 
 
 def _remarks(model: nn.Module, inputs: Inputs) -> str:
-    """What may be the matter with inputs that the model does not take."""
+    """Return possible reasons why the model fails on the inputs."""
     found = ""
     given = (*inputs.args, *inputs.kwargs.values())
     if any(isinstance(each, list) or type(each).__module__ == "numpy" for each in given):
-        found += " Here are lists or arrays where it may want tensors: tokenizer(text, return_tensors='pt')."
+        found += " The inputs have lists or arrays; pass tensors: tokenizer(text, return_tensors='pt')."
     tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     if any(tensor.is_nested for tensor in tensors):
         found += (
@@ -79,7 +79,7 @@ def _remarks(model: nn.Module, inputs: Inputs) -> str:
             " tensor: pass padded tensors and a padding mask as example_inputs, such as src_key_padding_mask."
         )
     of_inputs, of_model = _devices(tensors), _devices(model.parameters())
-    if of_inputs and of_model not in ("", "meta", of_inputs):  # on meta, inputs of any device are taken
+    if of_inputs and of_model not in ("", "meta", of_inputs):  # a model on meta accepts inputs on any device
         found += f" The model is on {of_model}, the inputs are on {of_inputs}."
     return found
 
@@ -89,29 +89,29 @@ def _devices(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
-    """The example inputs in one form, each on the model's own terms (a cache is switched off).
+    """Return the example inputs as a list of Inputs, with a key/value cache switched off.
 
     Raises:
-        InputError: not a tensor, tuple, dict or list of those; a list where a tuple is meant; or None, and
-            none can be invented.
+        InputError: the inputs are not a tensor, tuple, dict or list of these; or they are a list in place of
+            a tuple; or they are None, and none can be generated.
     """
     if example_inputs is None:
         return [_quiet(model, invent(model))]
     samples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     if not samples:
         raise InputError(
-            "example_inputs is an empty list, one sample at least is needed: pass a tensor, tuple or dict"
+            "expected at least one sample in example_inputs, got an empty list; pass a tensor, tuple or dict"
         )
     if not _fits(model, samples[:1]) and _fits(model, samples):
         raise InputError(
-            f"example_inputs is a list, whose {len(samples)} items are a call each, and the forward takes as "
-            "many arguments: pass a tuple, tuple(example_inputs), for those of one call"
+            f"expected a tuple with the arguments of one call, got a list of {len(samples)} samples, and the "
+            "forward takes as many arguments; pass tuple(example_inputs)"
         )
     return [_quiet(model, _one(sample)) for sample in samples]
 
 
 def _fits(model: nn.Module, samples: list[Any]) -> bool:
-    """Whether a forward takes so many tensors by position, or it is not known that it does not."""
+    """Return False if the samples are tensors and the forward does not take as many positional arguments."""
     if not all(isinstance(sample, torch.Tensor) for sample in samples):
         return True
     try:
@@ -132,31 +132,31 @@ def _one(sample: Any) -> Inputs:
         return Inputs((sample,))
     if isinstance(sample, tuple):
         return Inputs(sample)
-    if isinstance(sample, dict) or hasattr(sample, "keys"):  # a tokenizer's BatchEncoding is a mapping too
+    if isinstance(sample, dict) or hasattr(sample, "keys"):  # a tokenizer's BatchEncoding has keys too
         return Inputs((), dict(sample))
     raise InputError(
-        f"example_inputs has a {type(sample).__name__}, a tensor, a tuple (args), a dict (kwargs) or a list "
-        f"of those is needed: {_instead_of(sample)}"
+        "expected example_inputs to be a tensor, a tuple (args), a dict (kwargs) or a list of these, "
+        f"got {type(sample).__name__}; {_instead_of(sample)}"
     )
 
 
 def _instead_of(sample: Any) -> str:
-    """What to pass where `sample` was given."""
+    """Return advice on what to pass in place of `sample`."""
     if isinstance(sample, torch.utils.data.DataLoader):
-        return "pass a batch of it, next(iter(loader))"
+        return "pass one of its batches, next(iter(loader))"
     if isinstance(sample, Iterator):
-        return "pass what it yields first, next(...)"
+        return "pass its first item, next(...)"
     if sample is None:
-        return "pass None alone to have inputs invented"
+        return "pass None itself to generate inputs"
     if isinstance(sample, str):
-        return "pass what a tokenizer makes of it, tokenizer(text, return_tensors='pt')"
+        return "pass the output of a tokenizer, tokenizer(text, return_tensors='pt')"
     if isinstance(sample, (int, float, list)) or hasattr(sample, "__array__"):
-        return "make it a tensor, torch.as_tensor(...), with a dimension for the batch"
-    return "wrap it, for instance (x,) or {'x': x}"
+        return "convert it to a tensor with a batch dimension, torch.as_tensor(...)"
+    return "wrap it in a tuple or a dict, such as (x,) or {'x': x}"
 
 
 def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Switch off a key/value cache that the config asks for: the calls of a training have none."""
+    """Switch off the key/value cache that the config requests: training does not use a cache."""
     wants_cache = getattr(getattr(model, "config", None), "use_cache", None)
     if not wants_cache or "use_cache" in inputs.kwargs or not _takes(model, "use_cache"):
         return inputs
@@ -164,14 +164,15 @@ def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
 
 
 def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH, exactly: bool = False) -> Inputs:
-    """Inputs for a model whose modules say what it reads: token ids, images, features or a wave; always the
-    same ones, of so many rows of so many tokens. Rows have fewer tokens if the model has no positions for so
-    many, unless `exactly`.
+    """Generate `batch` rows of `length` tokens from the modules of the model; always return the same values.
 
-    Where that leaves more than one possibility, the model is run to see which it takes.
+    The inputs are token ids, images, features or a waveform. Rows are shorter if the model has fewer
+    positions than `length`, unless `exactly`. If several inputs are possible, run the model to find inputs
+    that it accepts.
 
     Raises:
-        InputError: nothing in the model says what its forward takes, or it fails on all that could be.
+        InputError: the modules do not determine the inputs, or the model fails on all candidates; or the
+            model has fewer positions than `length`, and `exactly` is True.
     """
     tables = sorted({m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}, reverse=True)
     length = length if exactly else min(length, positions(model)[0])
@@ -200,22 +201,22 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH, exactly: 
         )
     if first is None:
         raise failed
-    return first  # no number of tokens is right: the caller says what the model raises
+    return first  # no length works: the caller reports the model's error
 
 
 def positions(model: nn.Module) -> tuple[int, str]:
-    """Return how many tokens a row may have by the config of a model, and the name of the config's entry."""
+    """Return the maximum number of tokens per row from the model's config, and the name of the entry."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     said = [(getattr(each, name, None), name) for each in (config, text) for name in _POSITIONS]
-    # XLNet's config has -1 where there is no limit
+    # XLNet's config has -1 for no limit
     return min(((n, name) for n, name in said if isinstance(n, int) and n > 0), default=(sys.maxsize, ""))
 
 
 def _may_not_fit(model: nn.Module, inputs: Inputs, length: int) -> bool:
-    """Check whether a table of the model may have fewer rows than there are ids or positions."""
+    """Return True if a table of the model may have fewer rows than the inputs have ids or positions."""
     ids = [int(tensor.max()) for tensor in _tensors(inputs) if not tensor.is_floating_point()]
-    needed = max(2 * length, *ids, 0)  # some models count positions from 2 on
+    needed = max(2 * length, *ids, 0)  # some models start positions at 2
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             sizes = [module.num_embeddings]
@@ -234,7 +235,7 @@ def _refused(model: nn.Module, inputs: Inputs) -> Exception | None:
 
 
 def _refuses_one_token(model: nn.Module, batch: int, most: int) -> bool:
-    """Check whether the model fails on any number of tokens."""
+    """Return True if the model fails even on one token."""
     try:
         return _refused(model, _invented(model, batch, 1, most)) is not None
     except InputError:
@@ -252,8 +253,8 @@ def _on_its_device(model: nn.Module, inputs: Inputs) -> Inputs:
 
 
 def _invented(model: nn.Module, batch: int, length: int, most: int) -> Inputs:
-    """Invent inputs of so many tokens, with ids below `most`."""
-    with torch.random.fork_rng(devices=[]):  # they are drawn on the CPU
+    """Generate inputs of `length` tokens with ids below `most`."""
+    with torch.random.fork_rng(devices=[]):  # candidates are drawn on the CPU
         torch.random.default_generator.manual_seed(0)
         candidates = _candidates(model, batch, length, most)
     errors: dict[str, list[str]] = {}
@@ -261,10 +262,10 @@ def _invented(model: nn.Module, batch: int, length: int, most: int) -> Inputs:
         if len(candidates) == 1 or (error := _error_of(model, inputs)) is None:
             return replace(inputs, invented=True)
         errors.setdefault(error, []).append(str(inputs))
-    raised = ", and ".join(f"on {' or '.join(tried)} it raised {error}" for error, tried in errors.items())
+    raised = ", and ".join(f"on {' or '.join(tried)} with {error}" for error, tried in errors.items())
     raise InputError(
-        f"no example inputs were given, and {type(model).__name__} failed on all that were invented for it, "
-        f"{raised}: {_ASK}"
+        f"expected example inputs, got none, and {type(model).__name__} failed on all generated inputs, "
+        f"{raised}; {_ASK}"
     )
 
 
@@ -280,8 +281,8 @@ def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[In
     if not 1 <= len(required) <= _MOST_ARGUMENTS or not readers:
         takes = ", ".join(p.name for p in required) or "nothing by position"
         raise InputError(
-            f"no example inputs were given and none can be invented for {type(model).__name__} (its forward "
-            f"takes {takes}): {_ASK}"
+            f"expected example inputs, got none, and none can be generated for {type(model).__name__} (its "
+            f"forward takes {takes}); {_ASK}"
         )
     first_of_each = {isinstance(module, nn.Embedding): module for module in reversed(readers)}
     first_of_each = sorted(first_of_each.values(), key=readers.index)
@@ -289,14 +290,14 @@ def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[In
     like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
     read = [_read_by(module, like, batch, length, most) for module in first_of_each]
     is_of_words = isinstance(readers[0], nn.Embedding) and not any(isinstance(m, nn.Conv2d) for m in readers)
-    if len(required) == 1 and not is_of_words:  # what reads patches of an image does not say so
+    if len(required) == 1 and not is_of_words:  # a linear may read image patches
         read += [_normal((batch, _channels(readers), side, side), like) for side in _SIDES]
     several = itertools.product(read, repeat=len(required))
     return [Inputs(values) for values in sorted(several, key=lambda values: len(set(map(id, values))))]
 
 
 def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
-    """What the model raises on these inputs, its first line."""
+    """Return the type and first line of the model's error on these inputs, or None if it succeeds."""
     args, kwargs = _on_its_device(model, inputs).clone()
     try:
         with preserved(model), torch.no_grad():
@@ -307,13 +308,13 @@ def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
 
 
 _READERS = (nn.Embedding, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention)
-# how many tokens a row may have: the names that configs have for it
+# names of config entries for the maximum number of tokens per row
 _POSITIONS = (
     "max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "n_positions",
 )  # fmt: skip
-_SIDES = (16, 32, 64, 224, 256)  # of images, in pixels
-_MOST_ARGUMENTS = 3  # more are too many to try what each of them is
-_SAMPLES = 8000  # of a wave: half a second
+_SIDES = (16, 32, 64, 224, 256)  # side lengths of images in pixels
+_MOST_ARGUMENTS = 3  # more arguments have too many combinations to try
+_SAMPLES = 8000  # samples of a waveform: half a second at 16 kHz
 
 
 def _channels(readers: list[nn.Module]) -> int:
@@ -336,7 +337,7 @@ def _read_by(module: nn.Module, like: torch.Tensor, batch: int, length: int, mos
 
 
 def _normal(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return random floats in the dtype and on the device of `like`, the same on every device."""
+    """Return random floats with the dtype and device of `like`; the values are equal on every device."""
     return torch.randn(sizes, dtype=torch.float32, device="cpu").to(like)
 
 
@@ -356,8 +357,8 @@ def _for_hugging_face(model: nn.Module, batch: int, length: int, most: int) -> l
         read = [_normal((batch, *shape), like) for shape in _FLOATS[name](config)]
     else:
         raise InputError(
-            f"no example inputs were given and none can be invented for {type(model).__name__} (its main "
-            f"input is {name}): pass example_inputs={{'{name}': tensor, ...}}"
+            f"expected example inputs, got none, and none can be generated for {type(model).__name__} (its "
+            f"main input is {name}); pass example_inputs={{'{name}': tensor, ...}}"
         )
     more = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
     return [Inputs((), {name: values, **more}) for values in read]
@@ -372,13 +373,13 @@ def _image_shapes(config: Any) -> list[tuple[int, ...]]:
 
 
 def _sound_shapes(config: Any) -> list[tuple[int, ...]]:
-    """Of a wave; where a config says how many bands a spectrogram has, of one with time first, or last."""
+    """Return the shape of a waveform, or both orders of (bands, time) if the config has spectrogram bands."""
     bands = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None)
     times = getattr(config, "max_length", None) or 2 * getattr(config, "max_source_positions", 0)
     return [(bands, times), (times, bands)] if bands and times else [(_SAMPLES,)]
 
 
-# name of the main input -> the shapes that it may have, without the batch
+# name of the main input -> its possible shapes without the batch dimension
 _FLOATS: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
     "pixel_values": _image_shapes,
     "input_values": _sound_shapes,

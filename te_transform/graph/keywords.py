@@ -1,4 +1,4 @@
-"""Suggest the name that a misspelled one stands for."""
+"""Suggest the correct name for a misspelled name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean '...'?" for the known name that is most like this one, "" if none is."""
+    """Return "; did you mean '...'?" with the closest known name, or "" if none is close."""
     similar = get_close_matches(name, [*known], n=1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def suggests(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function; an argument with a misspelled name raises a TypeError that has the right name."""
+    """Return the function; its TypeError for an unknown keyword argument suggests the correct name."""
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)

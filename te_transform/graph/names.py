@@ -1,7 +1,7 @@
-"""Where calls and parameters of a captured graph lie, by the names that the user's model has for them.
+"""Rename the calls and parameters of a captured graph to their names in the user's model.
 
-Dynamo says by which way the code came there: a second name of the same module, a property, the __getattr__ of
-a wrapper. What users skip, report and save goes by named_modules(), which has one name for each.
+Dynamo records the path of the code: an alias of a module, a property, or a wrapper's __getattr__. Skipping,
+reports and checkpoints use named_modules(), which has one name per module.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from te_transform.graph.nodes import name_in_model, path_said, source_of
 
 
 def name_as_in(model: nn.Module, captured: fx.GraphModule, arguments: Sequence[Any]) -> nn.Module | None:
-    """Give the nodes the names that they have below the module of `model` whose forward was captured.
+    """Name the nodes by their paths below the captured module, a submodule of `model`.
 
     Args:
-        arguments: of the call that the graph was captured in.
+        arguments: the arguments of the captured call.
 
     Returns:
-        That module; where the graph has nothing that a module holds, the model; None where it is unknown.
+        The captured module. The model, if the graph has no submodule call, parameter or buffer. None, if the
+        module is unknown.
     """
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     stored = zip(map(_stored_at, placeholders), arguments, strict=True)
@@ -45,8 +46,7 @@ def name_as_in(model: nn.Module, captured: fx.GraphModule, arguments: Sequence[A
 
 
 def _calls(captured: fx.GraphModule) -> tuple[dict[str, str], dict[str, tuple[str, Any]]]:
-    """The paths of the modules that the captured forward itself calls, by their ids; and what dynamo says of
-    those that make the calls, by what it knows them by."""
+    """Return the paths of the outermost modules by id, and dynamo's entries of the innermost ones by key."""
     outermost, innermost = {}, {}
     for stack in (node.meta.get("nn_module_stack") for node in captured.graph.nodes):
         if stack:
@@ -58,11 +58,11 @@ def _calls(captured: fx.GraphModule) -> tuple[dict[str, str], dict[str, tuple[st
 
 
 def _id(key: str) -> str:
-    return key.partition("@")[0]  # of a module that is called again, dynamo numbers the calls
+    return key.partition("@")[0]  # dynamo appends "@" and a number for repeated calls of a module
 
 
 def _is_root(module: nn.Module, outermost: dict[str, str], own: dict[str, Any]) -> bool:
-    """Whether these calls, and these parameters and buffers, are found from it as dynamo says."""
+    """Return True if dynamo's paths lead from the module to these submodules, parameters and buffers."""
     reached = {key: _reached(module, path) for key, path in outermost.items()}
     found = [str(id(part)) == key for key, part in reached.items() if part is not None]
     found += [_reached(module, name) is held for name, held in own.items()]
@@ -70,16 +70,16 @@ def _is_root(module: nn.Module, outermost: dict[str, str], own: dict[str, Any]) 
 
 
 def _stored_at(node: fx.Node) -> tuple[str, str] | None:
-    """The path of the module that holds the parameter or buffer, and its name there; None of others."""
+    """Return the path of the owner of a parameter or buffer, and its name; None for other nodes."""
     name = name_in_model(node).rpartition(".")[2]
     return (path_said(source_of(node).rpartition("._")[0]), name) if name else None
 
 
 def _reached(module: nn.Module, path: str) -> Any:
-    """What dynamo's path leads to, as the code would come there; None where it leads nowhere."""
+    """Return the object at dynamo's path by attribute and item lookup, or None if the lookup fails."""
     try:
         return reduce(_held, path.split("."), module)
-    except Exception:  # of a property, or a __getattr__, of the user's own
+    except Exception:  # a user's property or __getattr__ may raise anything
         return None
 
 
@@ -90,7 +90,7 @@ def _held(holder: Any, name: str) -> Any:
 
 
 def _name_parameter(node: fx.Node, root: nn.Module, names: dict[str, str]) -> None:
-    """A parameter that two modules share keeps the name in the one that it is read of."""
+    """Name the parameter after the module that it is read from, even if other modules share it."""
     path, _ = _stored_at(node) or ("", "")
     found = names.get(str(id(_reached(root, path)))) if path else None
     if found is not None and found != name_in_model(node).rpartition(".")[0]:

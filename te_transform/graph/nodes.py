@@ -1,5 +1,4 @@
-"""What is known of a node of a captured graph: its value, its place in the model, whether it changes
-anything."""
+"""Properties of a node of a captured graph: its value, its path in the model, its side effects."""
 
 from __future__ import annotations
 
@@ -17,17 +16,18 @@ from torch import Tensor, fx, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-MADE_ANEW = "te_transform_made_anew"  # in the meta of an argument that is no parameter's own memory
+MADE_ANEW = "te_transform_made_anew"  # in node.meta: True if the argument is no parameter's own memory
 
 _NAME = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
-# How dynamo says `._modules` of a class that has a __getattr__ of its own, as PEFT's models have.
+# Dynamo's form of `._modules` for classes with their own __getattr__, such as PEFT's models.
 _IN_DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
 _STORED = re.compile(r"_(?:parameters|buffers)\['[^']+'\]$")
-# The captured module: dynamo wraps the forward of PyTorch's own modules in a function of (*args).
-_ROOT = re.compile(r"^L\['\w+'\](?:\[0\])?(?:\.__self__)?\.?")  # the first argument, whatever its name is
-_ON_STACK = re.compile(r"^L\['___stack\d+'\]")  # what code held where a graph ended, whatever that is
+# The captured module is the first argument, under any name. Dynamo wraps the forward of PyTorch's own modules
+# in a function with the signature (*args).
+_ROOT = re.compile(r"^L\['\w+'\](?:\[0\])?(?:\.__self__)?\.?")
+_ON_STACK = re.compile(r"^L\['___stack\d+'\]")  # any value on the stack at a graph break
 
-# These calls change the state that later calls run in: the gradient mode, autocast, saved-tensor hooks.
+# Calls with these parts in their names change the gradient mode, autocast, vmap, or saved-tensor hooks.
 _STATE = (
     "set_grad_enabled",
     "autocast",
@@ -71,8 +71,7 @@ _RANDOM = re.compile(
 
 
 def value(node: Any) -> Any:
-    """What the node computes, as dynamo saw it: a fake tensor, a number, a SymInt, a tuple of those, or
-    None."""
+    """Return the example value from dynamo: a fake tensor, a number, a SymInt, a tuple of these, or None."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
@@ -89,51 +88,52 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 
 
 def is_wider(inside: Iterable[fx.Node], like: fx.Node) -> bool:
-    """Whether one of these is computed in a wider dtype than an op has for such a value: its own or fp32."""
+    """Return True if a node has a wider dtype than both `like` and fp32, the widest that a fused op uses."""
     widest = max(dtype_of(like).itemsize, torch.float32.itemsize)
     return any(dtype_of(node).itemsize > widest for node in inside)
 
 
 def is_narrower(inside: Iterable[fx.Node], *ends: fx.Node) -> bool:
-    """Whether one of these is rounded to a narrower dtype than what goes in and what comes out have: models
-    quantize by that."""
+    """Return True if a node has a narrower dtype than all inputs and outputs, as in quantization."""
     narrowest = min(dtype_of(node).itemsize for node in ends)
     return any(dtype_of(node).itemsize < narrowest for node in inside)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a constant is a number, and no truth value."""
+    """Return True if a constant is an int or a float, not a bool."""
     return type(value) in (int, float)
 
 
 def is_bias(mask: Tensor) -> bool:
-    """Whether what is added to scores [batch, heads, queries, keys] is another number for each head, as ALiBi
-    and relative positions are, and so no mask that only hides."""
+    """Return True if a mask adds different numbers per head to scores [batch, heads, queries, keys].
+
+    ALiBi and relative position biases do this. Other masks only hide keys.
+    """
     return mask.is_floating_point() and mask.dim() > 2 and not same_shape(mask.shape[-3:-2], (1,))
 
 
 def numel_of(node: fx.Node) -> int:
-    """How many numbers, at the sizes that the graph was captured with."""
+    """Return the number of elements at the sizes of the capture."""
     if not is_tensor_node(node):
         return 0
-    numel = value(node).numel()  # a shape's numel() would bind symbolic sizes to these numbers
+    numel = value(node).numel()  # shape.numel() would specialize symbolic sizes
     return numel if isinstance(numel, int) else numel.node.hint
 
 
 def bytes_of(node: fx.Node) -> int:
-    """What these numbers take, at the sizes that the graph was captured with."""
+    """Return the size in bytes at the sizes of the capture."""
     return numel_of(node) * dtype_of(node).itemsize if is_tensor_node(node) else 0
 
 
 def storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
-    """What memory the tensors lie in, by the addresses of their fake storages."""
+    """Return the addresses of the fake storages of the tensors."""
     return (memory_of(node) for node in nodes if is_tensor_node(node))
 
 
 def memory_of(node: fx.Node) -> int:
-    """What memory a tensor lies in, by the address of its fake storage; within vmap() that of all of it.
+    """Return the address of a tensor's fake storage, or of the unwrapped tensor's storage inside vmap().
 
-    Sparse tensors have none, and are by themselves.
+    Sparse tensors have no storage. For these, return the id of the tensor.
     """
     held = value(node)
     while is_functorch_wrapped_tensor(held):
@@ -142,24 +142,24 @@ def memory_of(node: fx.Node) -> int:
 
 
 def is_parameter(node: Any) -> bool:
-    """Whether the node is a parameter of the model, as it is stored."""
+    """Return True if the node is a placeholder for a parameter of the model."""
     return isinstance(node, fx.Node) and node.op == "placeholder" and isinstance(value(node), nn.Parameter)
 
 
 def is_model_tensor(node: Any) -> bool:
-    """Whether the node is a parameter or a buffer of the model, as it is stored."""
+    """Return True if the node is a placeholder for a parameter or a buffer of the model."""
     return is_parameter(node) or (
         isinstance(node, fx.Node) and node.op == "placeholder" and bool(_STORED.search(source_of(node)))
     )
 
 
 def stays_in_place(placeholder: fx.Node) -> bool:
-    """Whether the argument is in the same memory from call to call, as the model stores it."""
+    """Return True if the argument has the same memory in every call."""
     return is_model_tensor(placeholder) and not placeholder.meta.get(MADE_ANEW, False)
 
 
 def name_in_model(node: fx.Node) -> str:
-    """The dotted name of a parameter or buffer below the captured module; "" where it has none there."""
+    """Return the dotted name of a parameter or buffer of the captured module, or "" for other tensors."""
     source = source_of(node)
     if _ON_STACK.match(source):
         return ""
@@ -167,8 +167,7 @@ def name_in_model(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """The name that dynamo has for where a placeholder comes from:
-    L['self']._modules['fc']._parameters['bias']."""
+    """Return dynamo's source name of a placeholder, such as L['self']._modules['fc']._parameters['bias']."""
     source = getattr(node, "_dynamo_source", None)
     if source is None or "source" in node.meta:
         return node.meta.get("source", "")
@@ -177,7 +176,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def path_of(node: fx.Node) -> str:
-    """The dotted path of the innermost module whose forward made this call, below the captured module."""
+    """Return the dotted path, below the captured module, of the innermost module around the call."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return node.meta.get("path", "")
@@ -187,7 +186,7 @@ def path_of(node: fx.Node) -> str:
 def computed_from(
     roots: Iterable[fx.Node], is_end: Callable[[fx.Node], bool] = lambda node: False
 ) -> set[fx.Node]:
-    """Return the roots and all that they are computed from, but ends and what only ends are computed from."""
+    """Return the roots and the nodes that they depend on; do not include or pass through ends."""
     found: set[fx.Node] = set()
     waiting = [*roots]
     while waiting:
@@ -199,13 +198,13 @@ def computed_from(
 
 
 def modules_of(node: fx.Node) -> list[tuple[str, str]]:
-    """Return path and class name of each module around the call, the outermost first."""
+    """Return the path and class name of each module around the call, outermost first."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
     return [(path_said(path), kind if isinstance(kind, str) else kind.__name__) for path, kind in stack]
 
 
 def path_said(name: str) -> str:
-    """The dotted path in what dynamo calls a module: L['self']._modules['layers'][0]."""
+    """Return the dotted path for dynamo's name of a module, such as L['self']._modules['layers'][0]."""
     name = _IN_DICT.sub(r".\1", name)
     if _ON_STACK.match(name):
         return ""
@@ -214,14 +213,14 @@ def path_said(name: str) -> str:
 
 
 def class_of(node: fx.Node) -> str:
-    """The name of the class of that module, "" where it is the captured module itself."""
+    """Return the class name of the innermost module around the call, or "" for the captured module."""
     stack = node.meta.get("nn_module_stack")
     kind = next(reversed(stack.values()))[1] if stack else ""
     return kind if isinstance(kind, str) else kind.__name__
 
 
 def called(node: fx.Node) -> str:
-    """The bare name of what the node calls: `add` of torch.add, Tensor.add, operator.add and the method."""
+    """Return the bare name of the call: `add` for torch.add, Tensor.add, operator.add and the method."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
@@ -229,10 +228,10 @@ _HOMES = torch, torch.nn.functional
 
 
 def replaced_function(graph: fx.Graph) -> str | None:
-    """The name of a function of PyTorch's that the graph calls and in whose place there is another by now.
+    """Return the name of a PyTorch function in the graph that was monkey-patched since the capture, or None.
 
-    Where modes see calls, as in whatever traces a graph, PyTorch's Python functions call themselves by their
-    names; and fx finds those that have no module of their own, as torch.mul, by their names alone.
+    Under a torch function mode, which tracing uses, PyTorch's Python functions look themselves up by name.
+    Functions without a module, such as torch.mul, are looked up by name in fx.
     """
     for node in graph.nodes:
         function, module = node.target, getattr(node.target, "__module__", None)
@@ -248,13 +247,13 @@ def replaced_function(graph: fx.Graph) -> str | None:
 
 
 def returned(graph: fx.Graph) -> Any:
-    """What a captured graph returns: nodes, and values that are the same in all calls."""
+    """Return the outputs of a captured graph: nodes, and values that are constant in all calls."""
     (found,) = next(node for node in graph.nodes if node.op == "output").args
     return found
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether the node changes a tensor or an object in place."""
+    """Return True if the node changes a tensor or an object in place."""
     if node.op not in ("call_function", "call_method"):
         return False
     if (
@@ -281,7 +280,7 @@ def writes(node: fx.Node) -> bool:
 
 @cache
 def _may_write(packet: torch._ops.OpOverloadPacket) -> bool:
-    """Whether an operation changes one of its arguments, other than what it is told to put its result in."""
+    """Return True if an operation writes to an argument that is not an `out` argument."""
     schemas = (getattr(packet, name)._schema for name in packet.overloads())
     arguments = (argument for schema in schemas for argument in schema.arguments if not argument.is_out)
     return any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments)
@@ -300,7 +299,7 @@ def _named_operators() -> frozenset[Callable]:
 
 
 def _inplace_by_position(node: fx.Node) -> bool:
-    """F.relu(x, True) writes into x: `inplace` may be given by position."""
+    """Return True if `inplace` is True by position, as in F.relu(x, True)."""
     if node.op != "call_function" or True not in node.args:
         return False
     try:
@@ -311,18 +310,20 @@ def _inplace_by_position(node: fx.Node) -> bool:
 
 
 def changes_state(node: fx.Node) -> bool:
-    """Whether the node changes the mode that the calls after it run in."""
+    """Return True if the node changes the mode of later calls."""
     return node.op == "call_function" and any(part in called(node) for part in _STATE)
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers."""
+    """Return True if the node draws random numbers."""
     return bool(_RANDOM.match(called(node).strip("_")))
 
 
 def is_foreign(node: fx.Node) -> bool:
-    """Whether the node calls somebody else's code as a whole, an operation of a library or a function that is
-    allowed in graphs: what it reads beside its arguments nobody guards."""
+    """Return True if the node calls opaque third-party code: a custom op or a function allowed in graphs.
+
+    No guard covers state that such code reads beside its arguments.
+    """
     target = node.target
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         name = target.name() if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
@@ -331,7 +332,7 @@ def is_foreign(node: fx.Node) -> bool:
     return isinstance(target, FunctionType) and home.partition(".")[0] not in ("torch", "te_transform")
 
 
-# Calls that torch.autocast leaves as they are, whatever they read.
+# Calls that torch.autocast never changes.
 _AS_THEY_ARE = frozenset(
     {
         "abs", "add", "all", "any", "bool", "clamp", "clone", "eq", "full_like", "ge", "gt", "isinf", "le",
@@ -342,8 +343,7 @@ _AS_THEY_ARE = frozenset(
 
 
 def varies_by_autocast(node: fx.Node) -> bool:
-    """Whether torch.autocast may have the node computed in another dtype, as it has products of tensors that
-    are floating."""
+    """Return True if torch.autocast may change the dtype of the computation, as for matrix products."""
     is_floating = any(
         is_tensor_node(read) and value(read).is_floating_point() for read in node.all_input_nodes
     )
@@ -351,7 +351,7 @@ def varies_by_autocast(node: fx.Node) -> bool:
 
 
 def is_batched(node: fx.Node) -> bool:
-    """Whether the node takes a tensor into a vmap(), or out of it."""
+    """Return True if the node moves a tensor into or out of a vmap()."""
     return called(node) in ("_add_batch_dim", "_remove_batch_dim")
 
 
@@ -365,9 +365,9 @@ _VIEWS = frozenset(
         "unsqueeze", "view", "view_as",
     }
 )  # fmt: skip
-# Calls whose result lies in memory in the same way, however their arguments do.
+# Calls whose result has the same memory layout for any layout of the arguments.
 _PRODUCTS = frozenset({"baddbmm", "bmm", "linear", "matmul", "scaled_dot_product_attention"})
-# Calls that see how a tensor lies in memory.
+# Calls that depend on the memory layout of a tensor.
 _LAYOUTS = frozenset(
     {
         "as_strided", "data_ptr", "is_contiguous", "numpy", "resize_", "set_", "storage", "storage_offset",
@@ -377,12 +377,12 @@ _LAYOUTS = frozenset(
 
 
 def may_be_view(node: fx.Node) -> bool:
-    """Whether what the node computes may be a view of its first argument."""
+    """Return True if the result of the node may be a view of its first argument."""
     return node.op in ("call_function", "call_method") and called(node) in _VIEWS
 
 
 def shows_layout(node: fx.Node) -> bool:
-    """Whether somebody can see how the node's tensor lies in memory: it leaves the graph, or a call looks."""
+    """Return True if the tensor's memory layout is observable: the graph returns it, or a call reads it."""
     for user in node.users:
         custom = isinstance(
             user.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.OperatorBase)
@@ -397,8 +397,10 @@ def shows_layout(node: fx.Node) -> bool:
 
 
 def goes_into_products(node: fx.Node) -> bool:
-    """Whether products and attention alone read it, or views of it, or what lays it out anew: they give the
-    same in any layout."""
+    """Return True if only matrix products, attention and contiguous() read the node or its views.
+
+    Their results do not depend on the memory layout.
+    """
     return all(
         user.op in ("call_function", "call_method")
         and (
@@ -410,14 +412,13 @@ def goes_into_products(node: fx.Node) -> bool:
 
 
 def size_of(node: fx.Node) -> Any:
-    """A symbolic or plain integer that the node computes, None where it computes something else."""
+    """Return the symbolic or plain integer that the node computes, or None if it is not an integer."""
     held = value(node)
     return held if isinstance(held, (int, torch.SymInt)) and not isinstance(held, bool) else None
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument that a call of one of the ops passes for the parameter `name`, its default where it passes
-    none.
+    """Return the argument of an op call for the parameter `name`, or the parameter's default.
 
     Raises:
         AttributeError: the op has no such parameter.
@@ -425,7 +426,7 @@ def argument(node: fx.Node, name: str) -> Any:
     parameters = _parameters(node.target)
     if name not in parameters:
         raise AttributeError(
-            f"{node.target.__name__} has no argument {name!r}, it has {', '.join(parameters)}"
+            f"expected an argument of {node.target.__name__} ({', '.join(parameters)}), got {name!r}"
         )
     index = list(parameters).index(name)
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, parameters[name].default)
@@ -437,7 +438,7 @@ def _parameters(op: Callable) -> dict[str, inspect.Parameter]:
 
 
 def same_shape(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Whether two shapes are equal whatever the symbolic sizes in them are; asks without leaving a guard."""
+    """Return True if two shapes are equal for all values of their symbolic sizes; do not add a guard."""
     one, other = tuple(one), tuple(other)
     return len(one) == len(other) and all(
         statically_known_true(a == b) for a, b in zip(one, other, strict=True)
@@ -445,5 +446,5 @@ def same_shape(one: Iterable[Any], other: Iterable[Any]) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as sentences name it: bfloat16."""
+    """Return the name of a dtype without "torch.", such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -1,9 +1,9 @@
-"""Patterns over fx graphs: small expressions that look like the code they find.
+"""Patterns over fx graphs: small expressions that resemble the code that they match.
 
-    Linear(Norm(Var("x")))                  a linear that reads a norm that reads anything
+    Linear(Norm(Var("x")))                  a linear of a norm of any value
     Call(torch.mul, Var("w"), Cast(...))    any operation by its target, arguments by position
 
-`find` returns every match and, for the report, how far each miss got and what stopped it.
+`find` returns every match. For the report, it also collects misses: how much matched, and what did not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from te_transform.graph import ops
 
 @dataclass(frozen=True)
 class Match:
-    """What a pattern found: `bound` values by name (nodes, constants, tags) and the `nodes` it covers, root
-    first."""
+    """A match: the `bound` values by name (nodes, constants, tags) and the matched `nodes`, root first."""
 
     bound: dict[str, Any] = field(default_factory=dict)
     nodes: tuple[fx.Node, ...] = ()
@@ -33,7 +32,7 @@ class Match:
         return self.nodes[0]
 
     def bind(self, name: str, value: Any) -> Match | None:
-        """The match with `name` bound too, or None where it is bound to something else already."""
+        """Return the match with `name` bound to `value`, or None if `name` has a different value."""
         if name in self.bound:
             known = self.bound[name]
             return self if known is value or (type(known) is type(value) and known == value) else None
@@ -42,19 +41,18 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """A match that did not come to be: the nodes that fitted, root first, and what stood where `wanted` was
-    needed."""
+    """A failed match: the nodes that matched, root first, and the value `found` in place of `wanted`."""
 
     nodes: tuple[fx.Node, ...]
     found: Any
     wanted: Pattern
 
 
-Misses = list[Miss] | None  # None: nobody asks why
+Misses = list[Miss] | None  # None: misses are not collected
 
 
 def note(misses: Misses, so_far: Match, found: Any, wanted: Pattern) -> None:
-    """Append a miss to `misses`, if somebody asks why."""
+    """Append a miss to `misses`, unless `misses` is None."""
     if misses is not None:
         misses.append(Miss(so_far.nodes, found, wanted))
 
@@ -65,10 +63,10 @@ def _either(roots: Iterable[frozenset[Callable]]) -> frozenset[Callable]:
 
 
 class Pattern:
-    """Anything that can be asked to `match` a node or constant; alternatives are yielded one by one."""
+    """A base class for patterns; `match` compares a node or constant and yields every alternative."""
 
-    depth = 0  # calls on the longest way down
-    roots: frozenset[Callable] = frozenset()  # a node that matches has one of these targets; empty: any
+    depth = 0  # calls on the longest path
+    roots: frozenset[Callable] = frozenset()  # possible targets of a matching node; empty: any
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         raise NotImplementedError
@@ -76,7 +74,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Var(Pattern):
-    """Any value for which `where` holds; the same name twice means the same value twice."""
+    """A pattern for any value for which `where` is True; equal names must match equal values."""
 
     name: str
     where: Callable[[Any], bool] = lambda value: True
@@ -93,10 +91,10 @@ class Var(Pattern):
 
 
 class Call(Pattern):
-    """A call of one of `targets`, with no keywords, whose leading arguments match `args`; `role` is its name
-    in rules.
+    """A pattern for a call of one of `targets` without keywords, whose leading arguments match `args`.
 
-    With `commute` the first two arguments may come in either order.
+    The match binds `role`, the name that rules use, to the call. With `commute`, the first two arguments may
+    come in either order.
     """
 
     def __init__(self, targets: Any, *args: Any, role: str | None = None, commute: bool = False):
@@ -130,12 +128,12 @@ class Call(Pattern):
 
 @dataclass(frozen=True)
 class Is(Pattern):
-    """Exactly this constant (numbers compare by value, so 2 fits 2.0)."""
+    """A pattern for this constant; numbers compare by value, so 2 matches 2.0."""
 
     constant: Any
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
-        # a symbolic size is no constant, and to compare it would put a guard on it
+        # a symbolic size is not a constant, and a comparison would add a guard
         if not isinstance(value, (fx.Node, torch.SymInt)) and value == self.constant:
             yield so_far
         else:
@@ -144,7 +142,7 @@ class Is(Pattern):
 
 @dataclass(frozen=True)
 class Near(Pattern):
-    """A number that was rounded when it was written down: sqrt(2 / pi) in seven digits or in sixteen."""
+    """A pattern for a number with rounding: sqrt(2 / pi) with 7 digits or with 16."""
 
     constant: float
     tolerance: float = 1e-5
@@ -157,8 +155,10 @@ class Near(Pattern):
 
 
 class AnyOrder(Pattern):
-    """`operands` combined by nested calls of `target`, in any order and grouping: AnyOrder(torch.mul, a, b,
-    c)."""
+    """A pattern for nested calls of `target` over `operands`, in any order and grouping.
+
+    Example: AnyOrder(torch.mul, a, b, c).
+    """
 
     def __init__(self, target: Callable, *operands: Pattern):
         self.target, self.operands, self.roots = target, operands, frozenset((target,))
@@ -173,7 +173,7 @@ class AnyOrder(Pattern):
 
     @cached_property
     def _calls(self) -> list[Call]:
-        """One call for each way to part the operands in two."""
+        """One call for each split of the operands into two parts."""
         numbers = range(len(self.operands))
         parts = [set(c) for size in numbers[1:] for c in combinations(numbers, size)]
         return [Call(self.target, self._some(part), self._some({*numbers} - part)) for part in parts]
@@ -184,7 +184,7 @@ class AnyOrder(Pattern):
 
 
 class Each(Pattern):
-    """A list or tuple whose items match `items`, one by one: the argument of torch.cat."""
+    """A pattern for a list or tuple whose items match `items`, such as the argument of torch.cat."""
 
     def __init__(self, *items: Pattern):
         self.items, self.depth = items, max((item.depth for item in items), default=0)
@@ -200,11 +200,11 @@ class Each(Pattern):
 
 
 class OneOf(Pattern):
-    """Any of several patterns; a keyword binds its name to the tag: OneOf(act, kind=dict(gelu=A, silu=B))."""
+    """A choice of patterns; a keyword binds its name to the tag: OneOf(act, kind=dict(gelu=A, silu=B))."""
 
     def __init__(self, *patterns: Pattern, **tagged: dict[str, Pattern]):
         (self.name, choices), *rest = tagged.items() if tagged else ((None, {}),)
-        assert not rest, "OneOf takes one tag name"
+        assert not rest, "expected one tag name in OneOf, got several"
         self.choices = [(None, p) for p in patterns] + list(choices.items())
         self.depth = max(p.depth for _, p in self.choices)
         self.roots = _either(p.roots for _, p in self.choices)
@@ -218,7 +218,7 @@ class OneOf(Pattern):
 
 
 class Maybe(Pattern):
-    """`inner`, or one call (or more) of `targets` around it: Maybe(torch.Tensor.to, x) sees through casts."""
+    """A pattern for `inner`, also inside calls of `targets`: Maybe(torch.Tensor.to, x) skips casts."""
 
     def __init__(self, targets: Any, inner: Pattern):
         self.targets, self.inner = targets if isinstance(targets, tuple) else (targets,), inner
@@ -232,9 +232,9 @@ class Maybe(Pattern):
 
 @dataclass(frozen=True)
 class Read(Pattern):
-    """What `inner` finds is only read: it stays where it is, and others may read it too.
+    """A pattern for values that a rule reads but does not replace, and that may have other readers.
 
-    Values that are written to in between are not looked through.
+    Values with in-place writes do not match.
     """
 
     inner: Pattern
@@ -249,10 +249,10 @@ class Read(Pattern):
 
 @dataclass(frozen=True)
 class Siblings:
-    """All calls of `target` that read one value in one region: q, k and v, or gate and up.
+    """A group of calls of `target` that read the same value in the same region: q, k and v, or gate and up.
 
-    Not a tree, so `find` groups the graph's nodes; the match binds `role` to the tuple of nodes, in the order
-    of the graph. Calls that `meet` gives the same answer for are siblings by themselves.
+    `find` groups the graph's nodes, since siblings are not a tree. The match binds `role` to the tuple of
+    nodes, in graph order. `meet` splits a group: only calls with the same result of `meet` are siblings.
     """
 
     target: Callable
@@ -261,8 +261,10 @@ class Siblings:
 
 
 def within(pattern: Pattern | Siblings) -> list[Pattern | Siblings]:
-    """The pattern, and all that it is made of, each part once, although alternatives share theirs; what a
-    class of somebody else's holds is not known."""
+    """Return the pattern and all its parts, each part once, even if alternatives share the part.
+
+    The parts of third-party pattern classes are unknown.
+    """
     found: dict[int, Pattern | Siblings] = {}
     waiting = [pattern]
     while waiting:
@@ -278,13 +280,13 @@ def within(pattern: Pattern | Siblings) -> list[Pattern | Siblings]:
 
 
 def targets_of(pattern: Pattern | Siblings) -> tuple[Any, ...]:
-    """What it matches calls of, if it is one of those that do."""
+    """Return the call targets of a pattern, or () if the pattern has none."""
     one = getattr(pattern, "target", None)
     return getattr(pattern, "targets", ()) if one is None else (one,)
 
 
 def spelled_as(function: Callable) -> Callable | None:
-    """The op that stands for a function of PyTorch in the canonical form; None where that has no other."""
+    """Return the canonical op for a PyTorch function, or None if there is no such op."""
     name = getattr(function, "__name__", "")
     op = ops.sdpa if name == "scaled_dot_product_attention" else getattr(ops, name, None)
     return op if op is not function and getattr(op, "__module__", None) == ops.__name__ else None
@@ -303,9 +305,9 @@ def _input(x: Any) -> tuple:
 
 
 def find(pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None = None) -> Iterator[Match]:
-    """Every match of `pattern`, in the graph's order, each looked for when it is asked for.
+    """Yield every match of `pattern`, in graph order.
 
-    So what was rewritten meanwhile is seen as it is now. Misses that fitted at their root go to `misses`.
+    The search is lazy and sees rewrites between matches. Misses that matched at their root go to `misses`.
     """
     if isinstance(pattern, Siblings):
         yield from _find_siblings(pattern, graph)

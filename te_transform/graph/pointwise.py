@@ -1,4 +1,4 @@
-"""The pattern of functions that are computed number by number, whatever their names are."""
+"""A pattern for pointwise functions of any name."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, ma
 from te_transform.graph.pattern import Match, Misses, Pattern, note
 
 _OWN = (*ops.ACTIVATIONS, ops.cast, ops.dropout)
-# Functions that PyTorch composes of pointwise ones, which have no operator with that tag.
+# Compositions of pointwise functions, which PyTorch does not tag as pointwise.
 _COMPOSED = frozenset({"hardswish", "logsigmoid", "log_sigmoid", "prelu", "softsign", "tanhshrink"})
 
 
 class Pointwise(Pattern):
-    """A value computed, number by number, from a value that `inner` matches, from parts of it and from the
-    model's tensors.
+    """A pattern for a pointwise function of a value that `inner` matches, views of it, and model tensors.
 
-    `role` is bound to the names of the functions, in the order of the graph.
+    The match binds `role` to the names of the functions, in graph order.
     """
 
     def __init__(self, inner: Pattern, role: str):
@@ -44,8 +43,10 @@ class Pointwise(Pattern):
 
 
 def _computed(root: Any) -> tuple[list[fx.Node], fx.Node | None]:
-    """The pointwise calls and views that compute `root`, root first, and the one value that they start from;
-    None if there are several."""
+    """Return the pointwise calls and views that compute `root`, root first, and their only source.
+
+    The source is None if there are several.
+    """
     inside: set[fx.Node] = set()
     sources: set[fx.Node] = set()
     waiting = [root] if isinstance(root, fx.Node) else []
@@ -62,7 +63,7 @@ def _computed(root: Any) -> tuple[list[fx.Node], fx.Node | None]:
 
 
 def leads_elsewhere(node: fx.Node, end: fx.Node) -> bool:
-    """Return whether something else than `end` reads the node, or a pointwise function or view of it."""
+    """Return True if a node other than `end` reads the node, or reads a pointwise function or view of it."""
     waiting = [*node.users]
     while waiting:
         user = waiting.pop()
@@ -73,7 +74,7 @@ def leads_elsewhere(node: fx.Node, end: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return whether the node computes each number of its result from the numbers at the same place."""
+    """Return True if each element of the result depends only on the elements at the same index."""
     if node.op not in ("call_function", "call_method"):
         return False
     return node.target in _OWN or _is_tagged(called(node).strip("_"))
@@ -81,14 +82,14 @@ def is_pointwise(node: fx.Node) -> bool:
 
 @cache
 def _is_tagged(name: str) -> bool:
-    """Return whether PyTorch says so of its operator of this name."""
+    """Return True if PyTorch tags the operator of this name as pointwise."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
     return name in _COMPOSED or any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 def _bends(node: fx.Node) -> bool:
-    """Return whether the node computes more than a view, a cast, a dropout or a multiple, as LoRA does."""
+    """Return True if the node is more than a view, a cast, a dropout or a multiple, as LoRA has."""
     if may_be_view(node) or node.target in (ops.cast, ops.dropout, torch.neg):
         return False
     tensors = sum(is_tensor_node(argument) for argument in node.args)

@@ -1,4 +1,4 @@
-"""Run a model and leave it bitwise as it was."""
+"""Run a model and restore its state bit by bit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _BYTES_OF_PARAMETERS = 2**28
 
 
 def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, whose calls other threads wait for.
+    """Return the function behind a lock that all decorated functions share.
 
-    Threads share random states, and a model that is looked at has another class, other tensors or another
-    mode meanwhile. What a forward sets in context variables is lost with the context of the call.
+    Threads share the random states. During such a call, the model may have another class, other tensors or
+    another mode. Each call runs in a copy of the context, which discards what a forward sets in context
+    variables.
     """
 
     @functools.wraps(function)
@@ -40,19 +41,20 @@ def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[Noted]:
-    """Put back every attribute, buffer, training flag and random state of `model`, whatever the body does.
+    """Restore every attribute, buffer, training flag and random state of `model` after the body.
 
-    That goes for all that its modules, their classes and their code lead to, see contents.py. Parameters may
-    not fit twice: numbers are copied of the smallest alone, up to 256 MiB, or taken from `original`, which
-    `model` is a copy of.
+    This covers every object that the modules, their classes and their code refer to, see state_snapshot.py.
+    Two copies of the parameters may not fit into memory. Without `original`, only the values of the smallest
+    parameters are copied, up to 256 MiB in total. With `original`, the model that `model` was copied from,
+    values are restored from the parameters of `original`.
 
     Raises:
-        RuntimeError: the forward writes into its own parameters or sets them anew, be it to what they held,
-            and there is no original.
+        RuntimeError: the forward writes to its own parameters, even if the values stay equal, and there is no
+            original.
     """
     before = noted(model)
     versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
-    with contextlib.ExitStack() as afterwards:  # all of it, where something cannot be put back too
+    with contextlib.ExitStack() as afterwards:  # runs every callback, even after one fails
         for content in before.contents:
             afterwards.callback(content.put_back)
         for put_back in _numbers_of_parameters(model, original):
@@ -67,13 +69,16 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
                 model.get_parameter(name).copy_(original.get_parameter(name))
     elif written:
         raise RuntimeError(
-            f"the model's forward writes into its own parameters {written} or sets them anew, convert() "
-            "needs them unchanged: leave inplace=False"
+            "expected a forward that does not write to its parameters, got one that writes to or resets "
+            f"{written}; leave inplace=False in convert()"
         )
 
 
 def _numbers_of_parameters(model: nn.Module, original: nn.Module | None) -> Iterator[Callable[[], None]]:
-    """Yield functions that put the numbers of parameters back, which writes through .data change unseen."""
+    """Yield functions that restore parameter values.
+
+    Writes through .data change values without changing the version counter.
+    """
     if original is None:
         held, left = filter(is_plain, model.parameters()), _BYTES_OF_PARAMETERS
         for parameter in sorted(held, key=lambda parameter: parameter.nbytes):
@@ -93,7 +98,7 @@ def _put_numbers_back(parameter: nn.Parameter, numbers: Tensor) -> None:
 
 @contextlib.contextmanager
 def same_buffers(model: nn.Module) -> Iterator[None]:
-    """Put back what buffers hold, as running statistics, which each forward in training moves."""
+    """Restore the values of buffers, such as running statistics, which each training forward updates."""
     before = [TensorContent(buffer) for buffer in model.buffers() if not buffer.is_meta]
     try:
         yield
@@ -104,7 +109,7 @@ def same_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_random(tensors: Iterable[Any]) -> Iterator[None]:
-    """Put the random states back, of Python, of numpy, and of torch on the CPU and where the tensors are."""
+    """Restore the random states of Python, numpy, and torch on the CPU and on the tensors' devices."""
     gpus = {t.device.index or 0 for t in tensors if isinstance(t, Tensor) and t.device.type == "cuda"}
     python, numpy = random.getstate(), sys.modules.get("numpy")
     legacy = numpy.random.get_state() if numpy else None

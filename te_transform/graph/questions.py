@@ -1,10 +1,15 @@
 """Guards that dynamo omits.
 
-A forward asks questions whose answers dynamo folds into the graph without a guard: whether a key or an
-attribute that it did not find is there, what a class defines under a name, which names an object holds, what
-the state of the process is, and the sign of a zero. While a forward is captured, `guard_questions` patches
-dynamo's variable trackers so that each such question becomes a guard of the graph: a call with another answer
-is captured anew.
+A forward asks questions whose answers dynamo folds into the graph without a guard:
+
+- Does a missing key or attribute exist?
+- What does a class define under a name?
+- Which names does an object hold?
+- What is the state of the process?
+- Which sign does a zero have?
+
+During a capture, `guard_questions` patches dynamo's variable trackers to add one guard per question. A call
+with a different answer recompiles.
 """
 
 from __future__ import annotations
@@ -36,9 +41,9 @@ from torch._guards import Guard, Source, TracingContext
 
 from te_transform.graph.class_guards import classes_of, guard_class_attribute, guard_special_methods
 
-Ask = Callable[[Any], Hashable]  # a question to an object: the answer is compared with ==
+Ask = Callable[[Any], Hashable]  # asks an object a question; answers are compared with ==
 
-# Dynamo folds calls of these too, but their answers depend on the arguments alone, or on the hardware.
+# Dynamo folds calls of these functions too. Their answers depend only on the arguments or the hardware.
 _CONSTANT = {
     torch._assert,
     torch._utils._get_device_index,
@@ -54,7 +59,7 @@ _CONSTANT = {
 
 @contextmanager
 def guard_questions() -> Iterator[None]:
-    """Guard, in what dynamo traces within this context, every question that it folds."""
+    """Add a guard for every question that dynamo folds while it traces in this context."""
     with ExitStack() as patches:
         for home, name, wrap in _patches():
             patches.enter_context(patch.object(home, name, wrap(getattr(home, name))))
@@ -62,7 +67,7 @@ def guard_questions() -> Iterator[None]:
 
 
 def _guard(variable: VariableTracker, ask: Ask) -> None:
-    """Guard that `ask` gives the same answer for the object behind `variable`, if a guard can reach it."""
+    """Guard the answer of `ask` for the object behind `variable`, if the variable has a source."""
     if variable.source is not None:
         _install(variable.source, _same_answer, ask)
 
@@ -75,8 +80,8 @@ def _guard_process(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
 def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
     """Add a guard, once for each question.
 
-    The object may be reached through a module of Python's own, as os.environ is: dynamo's install_guard()
-    leaves such guards out.
+    Dynamo's install_guard() omits guards on objects in modules of Python's standard library, such as
+    os.environ. This function adds these guards as well.
     """
     installed = TracingContext.get().guards_context.dynamo_guards
     asked = vars(installed).setdefault("_te_transform_asked", set())
@@ -88,7 +93,7 @@ def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
 
 
 def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
-    """Build the guard: the answer of now, before the call changes anything, is the one to keep."""
+    """Build the guard for the current answer, before the call changes any state."""
     answer = ask(builder.get(guard))
     builder.get_guard_manager(guard).add_lambda_guard(
         lambda held: ask(held) == answer, _description(guard, ask, guard.name), guard.user_stack
@@ -96,7 +101,7 @@ def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
 
 
 def _same_answer_of_process(builder: Any, guard: Guard, ask: Ask) -> None:
-    """Build the guard of a question that is asked of no object."""
+    """Build the guard for a question about the process."""
     answer = ask(None)
     builder.guard_manager.root.add_lambda_guard(
         lambda _: ask(None) == answer, _description(guard, ask, ""), guard.user_stack
@@ -113,7 +118,7 @@ def _description(guard: Guard, ask: Any, name: str) -> list[str]:
 
 
 def _has_attribute(held: Any, key: str) -> bool:
-    """Return whether attribute lookup finds `key` on an object, without running code of the user's."""
+    """Return True if attribute lookup finds `key` on an object; do not run user code."""
     if _holds_name(held, key):
         return True
     if isinstance(held, nn.Module):
@@ -124,7 +129,7 @@ def _has_attribute(held: Any, key: str) -> bool:
     found = next((vars(base)[key] for base in mro if key in vars(base)), None)
     if not isinstance(found, MemberDescriptorType):
         return any(key in vars(base) for base in mro)
-    try:  # a slot of the class, which may be empty
+    try:  # a slot may be empty
         found.__get__(held)
     except AttributeError:
         return False
@@ -159,18 +164,18 @@ def _process_says(_: Any, function: Callable[..., Any], arguments: tuple[Any, ..
 
 
 def _zero_signs(held: Any) -> Hashable:
-    """Return the signs of the zeros in a number or a tuple of numbers: 0.0 == -0.0, but 1 / x differs."""
+    """Return the signs of the zeros in a number or a tuple: 0.0 == -0.0, but 1 / x differs."""
     if isinstance(held, tuple):
         return tuple(filter(None, map(_zero_signs, held)))
     parts = (held.real, held.imag) if type(held) is complex else (held,) if type(held) is float else ()
     return tuple(math.copysign(1.0, part) for part in parts if part == 0.0)
 
 
-# Where dynamo answers them
+# The patches of dynamo's trackers
 
 
 def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield each method of dynamo's that answers questions: its class, its name, and what wraps it."""
+    """Yield each dynamo method that answers questions: its class, its name, and its wrapper."""
     for tracker in _subclasses(VariableTracker):
         for name in ("var_getattr", "generic_getattr"):
             if name in vars(tracker):
@@ -190,7 +195,7 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield SetVariable, "call_method", _set_method
     yield guards.GuardBuilder, "EQUALS_MATCH", _equality
     yield misc.GetAttrVariable, "call_method", _dict_method
-    if hasattr(dicts, "DunderDictVariable"):  # since PyTorch 2.13, in place of GetAttrVariable
+    if hasattr(dicts, "DunderDictVariable"):  # replaces GetAttrVariable since PyTorch 2.13
         yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
         yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
 
@@ -227,7 +232,7 @@ def _of_a_class(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_users_class(variable: VariableTracker) -> bool:
-    """Return whether a guard can reach the class: not that of a graph which dynamo itself made."""
+    """Return True if a guard can reach the class; False for graph classes that dynamo generates."""
     return variable.source is not None or getattr(variable, "cls_source", None) is not None
 
 
@@ -241,7 +246,7 @@ def _hasattr(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _getattr_method(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard that a name which goes to a class's own __getattr__ is still not found elsewhere."""
+    """Guard that normal lookup still does not find a name that a class's __getattr__ handles."""
 
     @functools.wraps(own)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -253,7 +258,7 @@ def _getattr_method(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard a key that is not found, and the value of one in a dict of Python's own, as os.environ."""
+    """Guard a missing key, and the value of a key in a standard library mapping such as os.environ."""
 
     @functools.wraps(own)
     def look_up(self: Any, tx: Any, key: VariableTracker) -> Any:
@@ -277,7 +282,7 @@ def _set_method(own: Callable[..., Any]) -> Callable[..., Any]:
         except ObservedKeyError:
             if args:
                 _guard_key(self, args[0], _holds_key)
-            else:  # an empty set, of which nothing was popped
+            else:  # pop() of an empty set
                 _guard(self, len)
             raise
 
@@ -285,7 +290,7 @@ def _set_method(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guard_key(held: Any, key: VariableTracker, ask: Callable[..., Hashable]) -> None:
-    """Guard the answer to a question about a key, or all keys of a dict if the key is not constant."""
+    """Guard the answer for a key, or all keys of a dict if the key is not constant."""
     if key.is_python_constant():
         _guard(held, functools.partial(ask, key=key.as_python_constant()))
     elif hasattr(held, "install_dict_keys_match_guard"):
@@ -332,7 +337,7 @@ def _folded_function(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _random_method(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard the state of a generator: dynamo draws from the one at capture."""
+    """Guard the state of a generator: dynamo draws from the state at capture."""
 
     @functools.wraps(own)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -343,7 +348,7 @@ def _random_method(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _polyfill(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard a folded function of no arguments, as sys.getrecursionlimit(), which asks the process."""
+    """Guard a folded function without arguments, such as sys.getrecursionlimit(), which reads the process."""
 
     @functools.wraps(own)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:

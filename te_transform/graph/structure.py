@@ -1,4 +1,4 @@
-"""Compare graphs by their operations: the layers of a model are equal in all but the values of tensors."""
+"""Compare graphs by their operations: layers of a model often differ only in tensor values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _PLAIN = (int, float, str, type(None), torch.dtype)
 
 
 def structure(module: fx.GraphModule) -> tuple:
-    """Return a key that is equal for graphs of equal operations.
+    """Return a key that is equal for graphs with equal operations.
 
-    Ops are equal if their class and settings are. An op with settings that cannot be compared equals itself
-    alone.
+    Ops are equal if their class and settings are equal. An op with incomparable settings equals only itself.
     """
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 

@@ -1,4 +1,4 @@
-"""Check that token ids and positions lie in the tables that a model looks them up in."""
+"""Check that token ids and positions are valid indices into the lookup tables of a model."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from te_transform.graph.fake import faked
 from te_transform.graph.preserve import preserved
 
-# What a forward on fake tensors raises though it may run on real ones.
+# Errors of a forward on fake tensors that may succeed on real tensors.
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 _LOOKUPS = (F.embedding, Tensor.__getitem__, torch.gather, Tensor.gather)
-_MOST = 1 << 22  # numbers of a tensor whose values are followed
+_MOST = 1 << 22  # maximum number of elements of a tensor with tracked values
 
 
 def out_of_range(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], values: Iterable[Tensor]
 ) -> Exception | None:
-    """Return what a forward raises on these inputs, None if it raises nothing, or nothing that is certain.
+    """Return the error of a forward on these inputs, or None if it succeeds or the outcome is unknown.
 
-    The forward runs on fake tensors. Integers computed from the inputs, from position buffers and from
-    torch.arange() are computed for real beside them, and compared with the rows of each table.
+    The forward runs on fake tensors. Integer tensors from the inputs, from position buffers and from
+    torch.arange() are also computed with real values. These values are compared with the rows of each table.
 
     Args:
-        values: the tensors of the inputs on the CPU; those in `args` and `kwargs` may be on meta.
+        values: the input tensors on the CPU; the tensors in `args` and `kwargs` may be on meta.
     """
     # copies: a forward may write to them
     real = [t if t.is_meta or t.is_floating_point() else t.clone() for t in (*values, *model.buffers())]
@@ -61,11 +61,11 @@ def _lookup(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, int, Any]:
 
 
 class _Lookups(TorchFunctionMode):
-    """Follow the values of integer tensors, and check each lookup in a table by one of them."""
+    """A mode that tracks the values of integer tensors and checks every table lookup with these values."""
 
     def __init__(self, known: Iterator[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.known: dict[int, tuple[Tensor, Tensor]] = {}  # by id, beside the tensor, which keeps the id
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}  # by id; holding the tensor keeps its id unique
         for fake, real in known:
             self._note(fake, real)
 
@@ -100,7 +100,7 @@ class _Lookups(TorchFunctionMode):
         try:
             with unset_fake_temporarily():
                 real = func(*args, **kwargs)
-        except Exception:  # the values are not followed further
+        except Exception:  # stop tracking the values
             return
         self._note(found, real)
 

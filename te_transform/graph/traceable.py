@@ -1,4 +1,4 @@
-"""Traceable forms of calls that end a graph in dynamo, for the captures of this package alone."""
+"""Traceable forms of calls that cause graph breaks in dynamo, only for captures of this package."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch._dynamo.variables.misc import DebuggingVariable
 from torch.nn.modules import transformer
 
 _ASKS = (
-    "nn.TransformerEncoder and Decoder ask the values of a mask whether it is causal, which these layers or "
-    "this mask's dtype depend on; pass is_causal, or tgt_is_causal to a decoder"
+    "nn.TransformerEncoder and Decoder read the values of a mask to check if it is causal, and the result of "
+    "these layers or of this mask dtype depends on the check; pass is_causal, or tgt_is_causal to a decoder"
 )
 _STACKS = ("TransformerEncoder.forward", "TransformerDecoder.forward")
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_METHODS = ("forward", "_sa_block", "_mha_block", "_ff_block")  # of a layer, as far as it has them
+_METHODS = ("forward", "_sa_block", "_mha_block", "_ff_block")  # encoder layers have no _mha_block
 
 
 @contextmanager
 def traceable_forms() -> Iterator[None]:
-    """Let dynamo trace these calls meanwhile; compilers of others see PyTorch's own."""
+    """Register the traceable forms with dynamo in this context; other compilations keep PyTorch's own."""
     rules, compare = trace_rules.get_torch_obj_rule_map(), symbolic_convert.compare_op_handlers
     forms = {transformer._detect_is_causal_mask: _CausalMask, warnings.warn: _Warning}
     before, less = {key: rules[key] for key in forms if key in rules}, compare["<"]
@@ -48,10 +48,10 @@ def traceable_forms() -> Iterator[None]:
 
 
 class _CausalMask(UserFunctionVariable):
-    """The question of nn.TransformerEncoder and Decoder whether a mask is causal, asked of its values.
+    """The function that checks if the mask of nn.TransformerEncoder and Decoder is causal, from its values.
 
-    The answer is a hint for the layers, which may leave out the mask then. PyTorch's own layers compute the
-    same with the mask, so they get no hint. Where that is not certain, the question ends the graph.
+    The answer is a hint: a layer may omit a causal mask. PyTorch's own layers compute the same result with
+    the mask, and get the answer False. If the result may differ, the check causes a graph break.
     """
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class _CausalMask(UserFunctionVariable):
 
 
 def _is_only_a_hint(tx: Any, mask: Any) -> bool:
-    """Return whether the stack being traced computes the same with a mask and no hint, gradients included."""
+    """Return True if the traced stack has the same result and gradients with a mask and no hint."""
     code, local = tx.f_code, tx.symbolic_locals
     if code.co_filename != transformer.__file__ or code.co_qualname not in _STACKS:
         return False
@@ -84,11 +84,12 @@ def _is_of_pytorch(layer: Any) -> bool:
     if not isinstance(attention, nn.MultiheadAttention):
         return False
     is_own = _runs(attention, nn.MultiheadAttention, "forward")
-    return is_own and attention.bias_k is None and not attention.add_zero_attn  # else a hint hides other keys
+    # bias_k and add_zero_attn add a key, which a hint would hide
+    return is_own and attention.bias_k is None and not attention.add_zero_attn
 
 
 def _runs(module: nn.Module, kind: type, *methods: str) -> bool:
-    """Return whether these methods of a module are those of the class, and no hook sees keyword arguments."""
+    """Return True if the module uses these methods of the class, and no hook sees keyword arguments."""
     hooks = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs
     own = (getattr(kind, name, None) for name in methods)
     now = (inspect.unwrap(getattr(type(module), name, len)) for name in methods)
@@ -97,7 +98,7 @@ def _runs(module: nn.Module, kind: type, *methods: str) -> bool:
 
 
 class _Warning(DebuggingVariable):
-    """warnings.warn() of a text, which is called after the graph, in each call."""
+    """A warnings.warn() call with a text, which each call runs after the graph."""
 
     @classmethod
     def create_with_source(cls, value: Any, source: Any) -> _Warning:
@@ -116,13 +117,15 @@ class _Warning(DebuggingVariable):
 
 
 def _constant(variable: Any, unknown: Any = None) -> Any:
-    """Return the value that a variable of dynamo has in each call, if there is one."""
+    """Return the constant value of a dynamo variable, or `unknown` if it is not constant."""
     return variable.as_python_constant() if variable.is_python_constant() else unknown
 
 
 def _compared(less: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what handles `<` for dynamo: no number that torch.rand() draws is less than 0, as a layer's
-    `torch.rand([]) < self.layerdrop` asks."""
+    """Return a dynamo handler for `<` that folds `torch.rand([]) < bound` to False for bounds up to 0.
+
+    Layers compare this way for layer dropping: `torch.rand([]) < self.layerdrop`.
+    """
 
     def compare(tx: Any, args: Any, kwargs: Any) -> Any:
         number, bound = args
@@ -135,7 +138,7 @@ def _compared(less: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_drawn(number: Any) -> bool:
-    """Return whether it is one number of torch.rand(), to which nothing has been written."""
+    """Return True if the variable is a 0-dim result of torch.rand() that no other node reads or writes."""
     if not isinstance(number, TensorVariable):
         return False
     node = number.as_proxy().node

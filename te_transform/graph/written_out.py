@@ -1,4 +1,4 @@
-"""Find norms and rotations that a model writes out in a form that no spelling of the ops covers."""
+"""Find norms and rotary embeddings that a model computes in a form that the canonical ops do not cover."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PRODUCTS = frozenset({"mul", "matmul", "bmm", "einsum", "addcmul"})
 
 
 class Normalized(Pattern):
-    """A value [..., width] that is shifted and scaled by statistics of its own rows; `role` is its node."""
+    """A pattern for a value [..., width] shifted and scaled by statistics of its rows; binds `role`."""
 
     depth = 2
 
@@ -42,13 +42,13 @@ class Normalized(Pattern):
         return "a norm that is written out"
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
-        """Yield the match, if the value is such a norm."""
+        """Yield the match if the value is a manual norm."""
         if is_tensor_node(value) and value.target not in ops.NORMS and _is_normalized(value):
             yield replace(so_far, bound={**so_far.bound, self.role: value})
 
 
 def _is_normalized(root: fx.Node) -> bool:
-    """Return True if one value, and statistics of its rows, are all that `root` is an affine function of."""
+    """Return True if `root` is an affine function of one value and statistics of the value's rows."""
     sources: set[fx.Node] = set()
     statistics: set[fx.Node] = set()
     normalizes, seen, waiting = False, set(), [root]
@@ -75,14 +75,14 @@ def _is_column(node: fx.Node) -> bool:
 
 
 def _is_of_model(node: fx.Node) -> bool:
-    """Return True if a value is computed from parameters and buffers alone."""
+    """Return True if a value depends only on parameters and buffers."""
     if node.op == "placeholder":
         return is_model_tensor(node)
     return bool(node.all_input_nodes) and all(map(_is_of_model, node.all_input_nodes))
 
 
 def _is_statistic(column: fx.Node, sources: set[fx.Node]) -> bool:
-    """Return True if a column is a mean, a variance or a length of the rows of the source."""
+    """Return True if a column is a mean, a variance or a vector norm of the rows of the source."""
     reduces, seen, waiting = False, set(), [column]
     while waiting:
         node = waiting.pop()
@@ -98,8 +98,10 @@ def _is_statistic(column: fx.Node, sources: set[fx.Node]) -> bool:
 
 
 def rotated_by(query: fx.Node) -> list[fx.Node]:
-    """Return the calls between a projection and attention that multiply its columns by numbers that are
-    neither computed from the projection nor learned: cosines and sines, in any form but ops.rope."""
+    """Return the calls between a projection and attention that multiply columns by cosines and sines.
+
+    These factors do not depend on the projection and are not learned. ops.rope itself is not returned.
+    """
     region = _between(query)
     moved: set[fx.Node] = set()
     for node in sorted(region):
@@ -113,7 +115,7 @@ def _ends(node: fx.Node) -> bool:
 
 
 def _between(query: fx.Node) -> set[fx.Node]:
-    """Return what `query` is computed from, up to projections, norms and rotations in the op's form."""
+    """Return the nodes that `query` depends on, up to projections, norms and ops.rope."""
     seen: set[fx.Node] = set()
     waiting = [query]
     while waiting:
@@ -137,7 +139,7 @@ def _factors(node: fx.Node, moved: set[fx.Node]) -> list[fx.Node]:
 
 
 def _varies_by_column(factor: fx.Node) -> bool:
-    """Return True if a factor has other numbers for other columns and is no parameter."""
+    """Return True if a factor differs between columns and does not depend on a parameter."""
     if any(map(is_parameter, computed_from([factor]))):
         return False
     shape = shape_of(factor)
