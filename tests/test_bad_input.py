@@ -357,7 +357,12 @@ INPUTS = {
         InputError,
         "a list of these, got DataLoader; pass one of its batches, next(iter(loader))",
     ),
-    "an empty list": (tiny, [], InputError, "expected at least one sample in example_inputs, got an empty list"),
+    "an empty list": (
+        tiny,
+        [],
+        InputError,
+        "expected at least one sample in example_inputs, got an empty list; pass a tensor, tuple or dict",
+    ),
     "a list of None": (
         tiny,
         [None],
@@ -619,7 +624,7 @@ def test_a_backend_that_is_not_there_says_what_is_missing():
 
 def test_what_is_no_tensor_is_told_how_to_become_one():
     for given in (numpy.zeros((2, 8)), [1, 2], [[1, 2]]):
-        with pytest.raises(InputError, match=r"to a tensor with a batch dimension, torch\.as_tensor\(\.\.\.\)"):
+        with pytest.raises(InputError, match=r"tensor with a batch dimension, torch\.as_tensor\(\.\.\.\)"):
             te_transform.convert(tiny(), given)
     with pytest.raises(InputError, match=r"tokenizer\(text, return_tensors='pt'\)"):
         te_transform.convert(tiny(), "a sentence")

@@ -559,7 +559,7 @@ def test_code_that_is_captured_over_and_over_is_left_as_it_is(monkeypatch: pytes
     assert not linears(pair.converted, X)
     (warning,) = said
     assert "tiny.py" in warning
-    assert "as many graphs as it may have" in warning
+    assert "has reached its limit of graphs" in warning
 
 
 def test_a_graph_of_a_model_that_is_gone_runs_as_it_was_captured() -> None:

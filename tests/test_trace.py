@@ -191,7 +191,8 @@ def test_a_list_of_samples_and_every_form_of_a_sample() -> None:
     assert all(torch.equal(graph(x)[0], model(x)) for graph in graphs)
     with pytest.raises(InputError, match="expected at least one sample in example_inputs, got an empty list"):
         te_transform.trace(model, [])
-    with pytest.raises(InputError, match="expected example_inputs to be a tensor, .*, got int; "):
+    form = r"expected example_inputs to be a tensor, a tuple \(args\), .* or a list of these, got int; "
+    with pytest.raises(InputError, match=form):
         te_transform.trace(model, 3)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors are alike and hold the same bits, sparse ones at the same indices."""
+    """Return True if two tensors have the same shape, dtype, layout and bits, and the same sparse indices."""
     return _kind(one) == _kind(other) and all(map(_same_dense, _parts(one), _parts(other)))
 
 
@@ -18,7 +18,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def shape_of(tensor: Tensor) -> torch.Size | None:
-    """Return the shape, which nested tensors do not have."""
+    """Return the shape, or None for nested tensors."""
     return None if tensor.is_nested else tensor.shape
 
 
@@ -29,7 +29,7 @@ def _same_dense(one: Tensor, other: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that a tensor is made of."""
+    """Return the dense tensors that make up a tensor."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -40,7 +40,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         is_jagged = tensor.layout is torch.jagged
         sizes = [tensor.offsets(), tensor.lengths()] if is_jagged else [tensor._nested_tensor_size()]
         return [tensor.values(), *(size for size in sizes if size is not None)]
-    if tensor.is_quantized:  # whose bits PyTorch compares without an end
+    if tensor.is_quantized:  # comparing the bits directly never ends in PyTorch
         if tensor.qscheme() is torch.per_channel_affine:
             return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
         scale = [tensor.q_scale(), tensor.q_zero_point()]

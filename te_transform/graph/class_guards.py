@@ -1,6 +1,6 @@
-"""The guard of what a capture reads of classes: methods, properties and values, which dynamo does not guard.
+"""A guard for class attributes that a capture reads: methods, properties and values without dynamo guards.
 
-One guard for each graph holds all of it, since a class is the same for all of its objects.
+Each graph has one such guard, since all objects of a class share the class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MISSING = object()
 
 
 def guard_class_attribute(held: Any, name: str) -> None:
-    """Guard that the class behind `held` has the method, property or value that it has now under `name`."""
+    """Guard that the class of `held` keeps its current method, property or value under `name`."""
     if isinstance(held, type) or name not in getattr(held, "__dict__", ()):
         _guard_definition(classes_of(held), name)
 
@@ -26,7 +26,7 @@ def guard_class_attribute(held: Any, name: str) -> None:
 def _guard_definition(mro: tuple[type, ...], name: str) -> None:
     home = next((home for home, base in enumerate(mro) if name in vars(base)), None)
     if home is None or not _is_users(mro[home], name):
-        return  # an attribute of the object, as a parameter is
+        return  # an attribute of the object, such as a parameter
     read = _classes_read()
     read.update({(base, name): _MISSING for base in mro[:home]})
     if hasattr(type(found := vars(mro[home])[name]), "__get__"):  # dynamo guards values itself
@@ -34,7 +34,7 @@ def _guard_definition(mro: tuple[type, ...], name: str) -> None:
 
 
 def guard_special_methods(held: Any) -> None:
-    """Guard what Python and nn.Module look up by themselves: `__len__`, `__call__`, `forward`."""
+    """Guard the methods that Python and nn.Module look up implicitly: `__len__`, `__call__`, `forward`."""
     read, mro = _classes_read(), classes_of(held)
     if (mro[0], "__mro__") in read or not _is_users(mro[0], "forward"):
         return
@@ -49,18 +49,18 @@ def _is_special(name: str) -> bool:
 
 
 def classes_of(held: Any) -> tuple[type, ...]:
-    """Return the classes that attribute lookup searches for an object, or a class, in order."""
+    """Return the classes that attribute lookup on an object or a class searches, in order."""
     return (*held.__mro__, *type(held).__mro__) if isinstance(held, type) else type(held).__mro__
 
 
 def _is_users(base: type, name: str) -> bool:
-    """Return whether users define `name` anew: not on Python's classes, and on PyTorch's a forward alone."""
+    """Return True if users may redefine `name`: never on Python's classes, only `forward` on PyTorch's."""
     package = base.__module__.partition(".")[0]
     return package not in sys.stdlib_module_names and (package != "torch" or name == "forward")
 
 
 def _classes_read() -> dict[tuple[type, str], Any]:
-    """Return what the capture has read of classes: one guard holds all of it, once for all their objects."""
+    """Return the class attributes that the capture has read, and install their guard at the first call."""
     installed = TracingContext.get().guards_context.dynamo_guards
     read: dict[tuple[type, str], Any] | None = vars(installed).get("_te_transform_classes")
     if read is None:
@@ -70,7 +70,7 @@ def _classes_read() -> dict[tuple[type, str], Any]:
 
 
 def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any]) -> None:
-    """Build the guard of what classes define, once `read` is complete."""
+    """Build the guard for class attributes after `read` is complete."""
     orders = [(base, found) for (base, name), found in read.items() if name == "__mro__"]
     names = [(vars(base), name, found) for (base, name), found in read.items() if name != "__mro__"]
     codes = [(found, found.__code__) for _, _, found in names if isfunction(found)]

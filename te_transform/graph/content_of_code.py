@@ -1,4 +1,4 @@
-"""The state of classes, functions and modules of code, and which of it a forward may come to."""
+"""Snapshots of classes, functions and Python modules, and the code that a forward may reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from te_transform.graph.content import Content
 
-# Modules of Python whose objects hold a user's values.
+# Modules of the standard library whose objects hold a user's values.
 _HOLDERS = frozenset(
     (
         "types", "argparse", "collections", "queue", "threading", "weakref", "_weakrefset", "unittest.mock",
@@ -23,7 +23,7 @@ _HOLDERS = frozenset(
     )
 )  # fmt: skip
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
-# Methods that Python calls before a forward or after it. Constructors run in a forward if it names the class.
+# Methods that Python calls before or after a forward. Constructors run in a forward that mentions the class.
 _OF_ANOTHER_TIME = frozenset(
     (
         *_CONSTRUCTORS, "__init_subclass__", "__class_getitem__", "__reduce__", "__reduce_ex__", "__copy__",
@@ -31,27 +31,27 @@ _OF_ANOTHER_TIME = frozenset(
     )
 )  # fmt: skip
 _NONE = object()
-_Globals = dict[str, Any]  # the variables of a module of code, by their names
+_Globals = dict[str, Any]  # the variables of a Python module by name
 
 
 def is_of_a_user(home: Any) -> bool:
-    """Return True if a module of code is neither Python's, PyTorch's nor ours."""
+    """Return True if a module is not from the standard library, PyTorch or this package."""
     package = str(home).partition(".")[0]
     return package not in ("torch", "te_transform") and package not in sys.stdlib_module_names
 
 
 def holds_values(kind: type) -> bool:
-    """Return True if attributes of objects of a class may be a user's values."""
+    """Return True if objects of a class may have a user's values as attributes."""
     return kind.__module__ in _HOLDERS or is_of_a_user(kind.__module__)
 
 
 def home_of(value: type | types.FunctionType) -> Any:
-    """Return the name of the module of code of a class or a function."""
+    """Return the name of the Python module of a class or a function."""
     return value.__module__ if isinstance(value, type) else value.__globals__.get("__name__")
 
 
 class OfClass(Content):
-    """The values that a class has for all its objects."""
+    """The class attributes of a class."""
 
     __slots__ = ("methods", "names", "root")
 
@@ -85,13 +85,13 @@ class OfClass(Content):
 
 
 def constructors_of(kind: type) -> list[types.FunctionType]:
-    """Return the functions that make objects of a class."""
+    """Return the functions that construct objects of a class."""
     made_by = (vars(each).get(name) for each in kind.__mro__ for name in _CONSTRUCTORS)
     return [function for held in made_by for function in _functions_of(held)]
 
 
 def _functions_of(held: Any) -> list[types.FunctionType]:
-    """Return the functions of an attribute of a class: a method, or what a property calls."""
+    """Return the functions of a class attribute: a method, or the accessors of a property."""
     if isinstance(held, property):
         found = [held.fget, held.fset, held.fdel]
     elif isinstance(held, (classmethod, staticmethod)):
@@ -102,7 +102,7 @@ def _functions_of(held: Any) -> list[types.FunctionType]:
 
 
 class OfFunction(Content):
-    """The variables around a function, its defaults and attributes."""
+    """The closure variables of a function, its defaults and attributes."""
 
     __slots__ = ("cells", "root")
 
@@ -127,7 +127,7 @@ class OfFunction(Content):
 
 
 def _around(function: types.FunctionType) -> list[tuple[types.CellType, Any, str]]:
-    """Return the variables around a function that have a value, each with the value and its name."""
+    """Return the cell, value and name of each closure variable that has a value."""
     held = []
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
         with contextlib.suppress(ValueError):
@@ -136,7 +136,7 @@ def _around(function: types.FunctionType) -> list[tuple[types.CellType, Any, str
 
 
 class OfModule(Content):
-    """The variables of a module of code that a forward may come to; some are set by the forward first."""
+    """The variables of a Python module that a forward may reach, including those that the forward creates."""
 
     __slots__ = ("names", "root")
 
@@ -146,7 +146,7 @@ class OfModule(Content):
         self.names: dict[str, Any] = {}
 
     def note(self, name: str) -> Any:
-        """Note one more variable, and return what it holds, or None."""
+        """Record a variable, and return its value, or None if it has none or is recorded already."""
         if name in self.names or (name not in self.value and hasattr(builtins, name)):
             return None
         held = self.names[name] = self.value.get(name, _NONE)
@@ -155,7 +155,7 @@ class OfModule(Content):
     def put_back(self) -> None:
         for name, held in self.names.items():
             now = self.value.get(name, _NONE)
-            if now is held or isinstance(now, types.ModuleType):  # which a forward has imported
+            if now is held or isinstance(now, types.ModuleType):  # imported by the forward
                 continue
             if held is _NONE:
                 del self.value[name]
@@ -172,10 +172,10 @@ class OfModule(Content):
 
 
 class Code:
-    """The code that a forward may come to, found by the names that code mentions.
+    """The code that a forward may reach, found by the names that code mentions.
 
-    It is the code of the modules' classes, and all that is not installed as a package: a library does not
-    keep its state in variables. A method may be called once some code mentions its name.
+    It includes the code of the modules' classes, and all code that is not an installed package. Installed
+    libraries are assumed to keep no state in variables. A method may be called if code mentions its name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -186,7 +186,7 @@ class Code:
         self._is_followed = {kind.__module__: is_of_a_user(kind.__module__) for kind in classes}
 
     def follows(self, home: Any) -> bool:
-        """Return True if variables of a module of code are noted."""
+        """Return True if variables of a Python module are recorded."""
         if home not in self._is_followed:
             file = getattr(sys.modules.get(home), "__file__", None) or ""
             is_installed = "site-packages" in file or "dist-packages" in file
@@ -194,7 +194,7 @@ class Code:
         return self._is_followed[home]
 
     def add_method(self, name: str, function: types.FunctionType) -> bool:
-        """Return True if the method may be called already; else mention() does once its name is mentioned."""
+        """Return True if the method may be called; otherwise queue it until mention() finds its name."""
         is_called_by_python = name[:2] == "__" and name not in _OF_ANOTHER_TIME
         if name in self.mentioned or is_called_by_python:
             return True
@@ -202,7 +202,7 @@ class Code:
         return False
 
     def add_module(self, module: types.ModuleType) -> list[tuple[_Globals, str]]:
-        """Return the variables of a module that are mentioned already."""
+        """Return the variables of a module that code has mentioned; queue the others for mention()."""
         if id(module) in self._modules or not self.follows(module.__name__):
             return []
         self._modules.add(id(module))
@@ -211,13 +211,13 @@ class Code:
         return [(vars(module), name) for name in vars(module).keys() & self.mentioned]
 
     def mention(self, function: types.FunctionType) -> list[types.FunctionType | tuple[_Globals, str]]:
-        """Return what a function may read and call: variables of modules, and methods."""
+        """Return the module variables and methods that a function may read and call."""
         found: list[Any] = []
         if not self.follows(home_of(function)):
             return found
         for name in _names_in(function.__code__):
             found.append((function.__globals__, name))
-            if name in _OF_ANOTHER_TIME:  # of the class that a forward names, or of the next one after it
+            if name in _OF_ANOTHER_TIME:  # of the mentioned class, or of a base class
                 continue
             if name not in self.mentioned:
                 self.mentioned.add(name)
@@ -228,7 +228,7 @@ class Code:
 
 @functools.lru_cache(maxsize=10_000)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return all names that code mentions, as those of variables and attributes, or in strings."""
+    """Return all names that code mentions: variables, attributes, and identifiers in strings."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_map_only
 
 from te_transform.graph import marks, ops
-from te_transform.graph import nodes as known
+from te_transform.graph import nodes as node_info
 from te_transform.graph.bound import module_of
 
 
@@ -39,7 +39,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         twin = copied.node_copy(node, copies.__getitem__)
         twin.meta = _without_argument(node.meta)
-        twin.meta["path"] = known.path_of(node)
+        twin.meta["path"] = node_info.path_of(node)
         twin.meta["origin"] = node.name
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
@@ -67,7 +67,7 @@ def number_regions(graph: fx.Graph, barriers: Callable[[fx.Node], bool]) -> None
 
 
 def replace(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple) -> fx.Node:
-    """Replace `nodes` by one call of `target` with the same value; erase the nodes that have no other readers.
+    """Replace `nodes` by one call of `target` with the same value; erase those without other readers.
 
     `nodes[0]` is the root, which is computed last. The new node has the root's metadata.
     """
@@ -85,15 +85,15 @@ def insert(
 ) -> fx.Node:
     """Insert a call before `nodes[0]`, as a part of the replacement of `nodes`; the call has no origin.
 
-    The example value is that of `like`, if given. Otherwise the call is evaluated on fake tensors, which takes
-    milliseconds.
+    The example value is that of `like`, if given. Otherwise the call is evaluated on fake tensors, which
+    takes milliseconds.
     """
     with graph.inserting_before(nodes[0]):
         node = graph.call_function(target, concrete(graph, nodes[0], args))
     _inherit(node, nodes)
     node.meta.pop("origin", None)
     node.meta["spelled"] = ()  # the final replacement of `nodes` has their names
-    node.meta["example_value"] = evaluate(node) if like is None else known.value(like)
+    node.meta["example_value"] = evaluate(node) if like is None else node_info.value(like)
     return node
 
 
@@ -109,7 +109,7 @@ def calls_before(graph: fx.Graph, at: fx.Node) -> Callable[..., fx.Node]:
         node.meta = {
             key: at.meta[key] for key in ("nn_module_stack", "path", "stack_trace") if key in at.meta
         }
-        node.meta["example_value"] = evaluate(node) if like is None else known.value(like)
+        node.meta["example_value"] = evaluate(node) if like is None else node_info.value(like)
         return node
 
     return call
@@ -145,7 +145,7 @@ def _batch_sizes(arguments: Any) -> list[Any]:
 
 
 def _fake_argument(argument: Any) -> Any:
-    return known.value(argument) if isinstance(argument, fx.Node) else argument
+    return node_info.value(argument) if isinstance(argument, fx.Node) else argument
 
 
 def _leaves(value: Any) -> Iterable[Any]:
@@ -174,7 +174,7 @@ def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | in
     for node in graph.nodes:
         if node is at:
             break
-        held = known.value(node)
+        held = node_info.value(node)
         if isinstance(held, torch.SymInt) and statically_known_true(held == size):
             return node
         if isinstance(held, torch.Tensor) and found is None:
@@ -189,7 +189,7 @@ def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | in
 
 
 def _inherit(node: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    """Set the node's metadata from `nodes`: the root's metadata, their common module `path`, all `spelled` names."""
+    """Set the node's metadata: the root's, with the common `path` and all `spelled` names of `nodes`."""
     node.meta = dict(nodes[0].meta)
     node.meta["path"] = innermost(n.meta.get("path", "") for n in nodes)
     node.meta["spelled"] = spelled(nodes)
@@ -214,12 +214,12 @@ def spelled(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
     """
     once = dict.fromkeys(nodes)
     calls = [n for n in once if n.target is not ops.columns or n.args[0] not in once]
-    return tuple(s for n in reversed(calls) for s in n.meta.get("spelled", (known.called(n),)))
+    return tuple(s for n in reversed(calls) for s in n.meta.get("spelled", (node_info.called(n),)))
 
 
 def set_target(node: fx.Node, target: Callable, args: tuple, kwargs: dict | None = None) -> None:
     """Change the call of a node that keeps its value; record the name of the captured call in `spelled`."""
-    node.meta.setdefault("spelled", (known.called(node),))
+    node.meta.setdefault("spelled", (node_info.called(node),))
     node.op, node.target = "call_function", target
     node.args, node.kwargs = concrete(node.graph, node, args), kwargs or {}
 
@@ -260,7 +260,7 @@ def read_shards(node: fx.Node, args: tuple, target: str | None = None) -> None:
 
 
 def _as_before(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor]:
-    before = next(held for held in _leaves(known.value(node)) if isinstance(held, torch.Tensor))
+    before = next(held for held in _leaves(node_info.value(node)) if isinstance(held, torch.Tensor))
     return lambda made: made.detach().requires_grad_(before.requires_grad)
 
 
@@ -277,7 +277,7 @@ def with_shape(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Erase the nodes that have no readers, except in-place writes."""
     for node in sorted(set(nodes), reverse=True):
-        if not node.users and node.op not in ("output", "placeholder") and not known.writes(node):
+        if not node.users and node.op not in ("output", "placeholder") and not node_info.writes(node):
             graph.erase_node(node)
 
 
@@ -294,7 +294,7 @@ def erase_cascade(
         called = node.op in ("call_function", "call_method", "call_module", "get_attr")
         if node._erased or not called or node.users or node in staying:
             continue
-        if node.name not in inside and (known.writes(node) or known.is_random(node)):
+        if node.name not in inside and (node_info.writes(node) or node_info.is_random(node)):
             continue
         sources = node.all_input_nodes
         graph.erase_node(node)
@@ -358,7 +358,7 @@ def hand_out(graph: fx.Graph, call: fx.Node, others: Sequence[fx.Node]) -> None:
             item = graph.call_function(operator.getitem, (call, index))
         item.meta = dict(before.meta)
         before.replace_all_uses_with(item, delete_user_cb=readers.__contains__)
-    call.meta["example_value"] = tuple(map(known.value, values))
+    call.meta["example_value"] = tuple(map(node_info.value, values))
     call.meta.pop("origin", None)
     erase_unread(graph, [node for node in others if not node._erased])
 
@@ -370,7 +370,7 @@ def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
         weights, biases = ([node.args[i] for node in linears] for i in (1, 2))
         weight, bias = _joined(graph, weights, first), None
         if any(bias is not None for bias in biases):  # a number n stands for n zeros
-            rows = (known.shape_of(weight)[0] for weight in weights)
+            rows = (node_info.shape_of(weight)[0] for weight in weights)
             biases = [n if own is None else own for n, own in zip(rows, biases, strict=True)]
             bias = _joined(graph, biases, first)
         merged = graph.call_function(ops.linear, (first.args[0], weight, bias))
@@ -379,7 +379,7 @@ def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
     merged.meta["example_value"] = evaluate(merged)
     start = 0
     for node in linears:
-        stop = start + known.shape_of(node)[-1]
+        stop = start + node_info.shape_of(node)[-1]
         with graph.inserting_before(node):
             columns = graph.call_function(ops.columns, (merged, start, stop))
         columns.meta, start = dict(node.meta), stop
@@ -405,8 +405,8 @@ def extract(
     """Extract the computation of `outputs` from `boundary` nodes and placeholders as a separate module.
 
     Returns:
-        The module, which returns a tuple, and the nodes that are its arguments, in graph order. Every boundary
-        node is an argument: the module's replacement may read sizes that the module does not read.
+        The module, which returns a tuple, and the nodes that are its arguments, in graph order. Every
+        boundary node is an argument: the module's replacement may read sizes that the module does not read.
     """
     inside, inputs = needed(outputs, boundary)
     arguments = tuple(sorted(inputs))
@@ -424,7 +424,7 @@ def read_aside(outputs: Sequence[fx.Node], boundary: Collection[fx.Node]) -> set
         if any(read in between for read in node.all_input_nodes):
             between.add(node)
     read = {read for node in between & inside for read in node.all_input_nodes} & inside - between
-    return {node for node in read if known.is_tensor_node(node) and node.op != "get_attr"}
+    return {node for node in read if node_info.is_tensor_node(node) and node.op != "get_attr"}
 
 
 def needed(outputs: Iterable[fx.Node], boundary: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -479,7 +479,7 @@ def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.N
 def passed_through(gm: fx.GraphModule, place: int, function: Callable, *rest: Any) -> fx.GraphModule:
     """Return a copy of a module in which output number `place` is replaced by function(output, *rest)."""
     graph, _ = copy_by_name(gm.graph)
-    output, outputs = graph.output_node(), [*known.returned(graph)]
+    output, outputs = graph.output_node(), [*node_info.returned(graph)]
     node = outputs[place]
     outputs[place] = insert_call(graph, output, function, (node, *rest), like=node)
     output.args = (tuple(outputs),)
@@ -517,7 +517,7 @@ def with_layers(gm: fx.GraphModule, layers: Sequence[Any]) -> fx.GraphModule:
 
 def _factor_argument(graph: fx.Graph, number: int, like: fx.Node) -> fx.Node:
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
-    held = known.value(like)
+    held = node_info.value(like)
     with graph.inserting_after(last), unset_fake_temporarily(), held.fake_mode:
         node = graph.placeholder(f"factor_of_layer_{number}")
         dtype = torch.promote_types(held.dtype, torch.float32)
@@ -528,8 +528,8 @@ def _factor_argument(graph: fx.Graph, number: int, like: fx.Node) -> fx.Node:
 
 def _scale_operand(graph: fx.Graph, added: fx.Node, branch: fx.Node, factor: fx.Node) -> None:
     scaled = calls_before(graph, added)(torch.mul, branch, factor)
-    before = known.value(branch)
-    scaled.meta["example_value"] = known.value(scaled).detach().requires_grad_(before.requires_grad)
+    before = node_info.value(branch)
+    scaled.meta["example_value"] = node_info.value(scaled).detach().requires_grad_(before.requires_grad)
     added.replace_input_with(branch, scaled)
 
 
@@ -567,11 +567,11 @@ def with_known(
 
     for node, held in values.items():
         twin = twins[node.name]
-        known = tree_map_only(torch.Tensor, lambda _, stays=node in staying: argument(stays), held)
+        replacement = tree_map_only(torch.Tensor, lambda _, stays=node in staying: argument(stays), held)
         if isinstance(held, fx.GraphModule):
-            known = _inline(graph, held, twin)
+            replacement = _inline(graph, held, twin)
         for user in list(twin.users):
-            read_instead(user, twin, known)
+            read_instead(user, twin, replacement)
         graph.erase_node(twin)
     made: dict[int, fx.Node] = {}
 
@@ -605,7 +605,7 @@ def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx
     root = dict(captured.named_children())
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     for node, argument in zip(placeholders, arguments, strict=True):
-        name, twin = known.name_in_model(node), copies[node.name]
+        name, twin = node_info.name_in_model(node), copies[node.name]
         if name:
             root[name] = argument
             with graph.inserting_after(twin):
@@ -614,7 +614,7 @@ def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx
             twin.replace_all_uses_with(held)
             graph.erase_node(twin)
     for node in graph.nodes:
-        node.meta["path"], node.meta["class"] = known.path_of(node), known.class_of(node)
+        node.meta["path"], node.meta["class"] = node_info.path_of(node), node_info.class_of(node)
     # a dictionary as the root keeps dotted names without a copy of the user's modules
     return fx.GraphModule(root, graph)
 
@@ -626,14 +626,14 @@ def snapshot(graph: fx.Graph) -> fx.Graph:
         copies[node] = twin = copied.node_copy(node, copies.__getitem__)
         kept = ("path", "example_value", "fused", "origin", "spelled", "outcome")
         twin.meta = {key: node.meta[key] for key in kept if key in node.meta}
-        twin.meta["source"] = known.source_of(node)
+        twin.meta["source"] = node_info.source_of(node)
     return copied
 
 
 def take_any_layout(node: fx.Node) -> None:
     """Change view() to reshape() for all views of the node: reshape() accepts columns of a wider tensor."""
     for user in node.users:
-        if known.may_be_view(user):
+        if node_info.may_be_view(user):
             if user.op == "call_method" and user.target == "view":
                 user.target = "reshape"
             elif user.op == "call_method" and user.target == "view_as":
@@ -645,6 +645,6 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase every unread call without writes, mode changes or random numbers."""
     for node in reversed(graph.nodes):
         called = node.op in ("call_function", "call_method")
-        kept = known.writes(node) or known.changes_state(node) or known.is_random(node)
+        kept = node_info.writes(node) or node_info.changes_state(node) or node_info.is_random(node)
         if called and not node.users and not kept:
             graph.erase_node(node)

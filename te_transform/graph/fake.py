@@ -1,4 +1,4 @@
-"""Run a model on fake tensors, in no memory."""
+"""Run a model on fake tensors, without tensor memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 @contextmanager
 def faked(model: nn.Module, arguments: Any) -> Iterator[Any]:
-    """Yield the arguments as fake tensors, for a model whose parameters and buffers are fake too meanwhile.
+    """Yield the arguments as fake tensors; the model has fake parameters and buffers in this context.
 
-    A forward then computes shapes and dtypes, in no time and no memory. A model on the meta device is taken
-    for one on the CPU.
+    A forward then computes only shapes and dtypes, without tensor memory. A model on the meta device runs as
+    a model on the CPU.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -31,7 +31,7 @@ def faked(model: nn.Module, arguments: Any) -> Iterator[Any]:
 
     tensors = {name: fake(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     arguments = tree_map_only(Tensor, fake, arguments)
-    # where the default device is meta as well, what a forward makes is on the CPU like the model
+    # if the default device is meta too, new tensors of the forward are on the CPU like the model
     own = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
     with _reparametrize_module(model, tensors, tie_weights=True), mode, own:
         yield arguments

@@ -1,6 +1,6 @@
-"""Where a layer of a captured graph begins and ends: calls that return what they are given.
+"""Marks for the begin and end of a layer in a captured graph: calls that return their first argument.
 
-A runner may leave out what stands between the two marks of a layer, and let the stream pass.
+A runner may skip the nodes between the two marks of a layer and pass the residual stream through.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from torch import Tensor, fx
 
 
 def layer_begins(x: Tensor, number: int) -> Tensor:
-    """Return the stream in front of layer `number` of the graph."""
+    """Return the residual stream before layer `number`."""
     return x
 
 
 def layer_ends(y: Tensor, x: Tensor, number: int) -> Tensor:
-    """Return the stream behind layer `number` of the graph; `x` is the stream in front of it."""
+    """Return the residual stream after layer `number`; `x` is the stream before the layer."""
     return y
 
 
 def marked(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Return the two marks of each layer, in order."""
+    """Return the begin and end mark of each layer, in order."""
     ends = (node for node in graph.nodes if node.target is layer_ends)
     return [(node.args[1], node) for node in ends]

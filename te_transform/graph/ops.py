@@ -1,7 +1,7 @@
-"""The ops of the canonical form: one executable reference function per operation, in plain PyTorch.
+"""The canonical ops: one executable reference function per operation, in plain PyTorch.
 
-canonicalize/ rewrites every spelling of an operation into these; patterns, rules and the plain backend know
-no others. Positional arguments only, so that one operation has one form in a graph.
+canonicalize/ rewrites every form of an operation to these ops. Patterns, rules and the plain backend use no
+other ops. All arguments are positional, which gives each operation a single form in a graph.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from te_transform.graph.bound import F
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + b, weight [out, in]."""
+    """Compute y = x W^T + b, weight [out, in]."""
     return F.linear(x, weight, bias)
 
 
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
-    """LayerNorm over the last dimension (Ba et al. 2016); zero-centered: the scale is 1 + weight."""
+    """Apply LayerNorm over the last dimension (Ba et al. 2016); zero-centered: the scale is 1 + weight."""
     return F.layer_norm(x, x.shape[-1:], _gamma(weight, zero_centered_gamma), bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019), statistics in fp32
-    or wider.
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019).
 
-    Rounds once, as TE does, where some models round before the scale. The result has the dtype of x, promoted
-    with the weight's; zero-centered: the scale is 1 + weight, added in fp32 or wider (in bf16 the sum would
-    lose the weight).
+    Statistics are in fp32 or wider. The result is rounded once, as in TE; some models also round before the
+    scale. The dtype of the result is the promoted dtype of x and weight. Zero-centered: the scale is 1 +
+    weight, added in fp32 or wider (in bf16 the sum would lose the weight).
     """
     if weight is None or (weight.dtype == x.dtype and not zero_centered_gamma):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -48,37 +47,37 @@ def _gamma(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x * Phi(x), the exact GELU (Hendrycks & Gimpel 2016)."""
+    """Compute x * Phi(x), the exact GELU (Hendrycks & Gimpel 2016)."""
     return F.gelu(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU, which is what TE calls gelu."""
+    """Compute the tanh approximation of GELU, which TE calls gelu."""
     return F.gelu(x, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), as in CLIP."""
+    """Compute x * sigmoid(1.702 x), as in CLIP."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x)."""
+    """Compute x * sigmoid(x)."""
     return F.silu(x)
 
 
 def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
+    """Compute max(x, 0)."""
     return F.relu(x)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2 (So et al. 2021), which TE calls srelu."""
+    """Compute max(x, 0)^2 (So et al. 2021), which TE calls srelu."""
     return F.relu(x).square()
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x))."""
+    """Compute 1 / (1 + exp(-x))."""
     return torch.sigmoid(x)
 
 
@@ -87,7 +86,7 @@ ACTIVATIONS = (gelu, gelu_tanh, quick_gelu, silu, relu, squared_relu, sigmoid)
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Zero with probability p and scale by 1 / (1 - p) while training."""
+    """Zero elements with probability p and scale the rest by 1 / (1 - p) in training."""
     return F.dropout(x, p, training)
 
 
@@ -105,12 +104,21 @@ def sdpa(
     fill: float | None = None,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v over [..., heads, length, width]; PyTorch's mask: True or 0 is kept.
+    """Compute softmax(q k^T * scale + mask) v over [..., heads, length, width].
 
-    scale None is 1 / sqrt(width). With enable_gqa, each key/value head serves a run of query heads.
-    `wide_scores` says that the model computes scores in fp32 of queries in 16 bits; here they always are.
-    `sinks` [heads] are a score more for each query, whose probability goes nowhere (Xiao et al. 2023).
-    `fill` and `hidden` say which finite score hidden keys have, see filled().
+    Args:
+        query: the queries.
+        key: the keys.
+        value: the values.
+        mask: a mask as in PyTorch: True or 0 keeps a key.
+        dropout_p: the dropout probability of the attention weights.
+        is_causal: True for a causal mask.
+        scale: None: 1 / sqrt(width).
+        enable_gqa: True if each key/value head serves consecutive query heads.
+        wide_scores: True if the model computes fp32 scores from 16-bit queries; this reference always does.
+        sinks: an additional score per query and head, [heads], without a value (Xiao et al. 2023).
+        fill: the finite score of hidden keys, see filled().
+        hidden: the hidden keys, see filled().
     """
     if fill is not None or hidden is not None:
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -119,7 +127,7 @@ def sdpa(
         weights = filled(products, mask, fill, hidden).softmax(-1)
         weights = F.dropout(weights, dropout_p) if dropout_p else weights
         return weights.to(value.dtype) @ value
-    if sinks is not None:  # as the score of a key more, whose values are zero
+    if sinks is not None:  # an additional key with zero values
         key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
         mask, is_causal = _with_sinks(sinks, query, key, mask, is_causal), False
     return F.scaled_dot_product_attention(
@@ -132,9 +140,10 @@ def _for_each_head(part: Tensor, query: Tensor) -> Tensor:
 
 
 def filled(scores: Tensor, mask: Tensor | None, fill: float | None, hidden: Tensor | None) -> Tensor:
-    """Return scores under a mask, in which hidden keys have a finite score: `fill`, or None: the mask's own.
+    """Return masked scores, with the finite score `fill` for hidden keys, or the mask's value if None.
 
-    `hidden` None: the boolean mask says which keys are hidden. Such scores count where no other is larger.
+    If `hidden` is None, the boolean mask defines the hidden keys. The finite score matters only in rows
+    without a larger score.
     """
     if mask is not None and mask.dtype is torch.bool:
         return scores.masked_fill(~mask, fill)
@@ -145,7 +154,7 @@ def filled(scores: Tensor, mask: Tensor | None, fill: float | None, hidden: Tens
 
 
 def _with_sinks(sinks: Tensor, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """What is added to the scores [batch, heads, queries, keys + 1], of which the last are the sinks'."""
+    """Return the additive mask [batch, heads, queries, keys + 1], whose last column is the sinks."""
     shape = (*query.shape[:-1], key.shape[-2] - 1)
     added = query.new_zeros(shape)
     if is_causal:
@@ -156,16 +165,16 @@ def _with_sinks(sinks: Tensor, query: Tensor, key: Tensor, mask: Tensor | None, 
 
 
 def hidden_rows(hidden: Tensor) -> Tensor:
-    """The rows [..., queries, 1] that `hidden` [..., queries, keys] leaves no key.
+    """Return the rows [..., queries, 1] for which `hidden` [..., queries, keys] hides every key.
 
-    A mask filled with a finite number hides none of them: all scores of such a row are the same number, so
-    that its softmax is uniform. They are kept, with a query of zeros, whose scores are all the same too.
+    A mask with a finite fill value gives such a row equal scores and a uniform softmax. The canonical form
+    keeps all keys of these rows and zeros their queries, which also gives equal scores.
     """
     return hidden.all(-1, keepdim=True)
 
 
 def kept(hidden: Tensor, rows: Tensor) -> Tensor:
-    """What a mask filled with a finite number keeps: what it does not hide, and hidden_rows()."""
+    """Return the keys that a mask with a finite fill value keeps: visible keys, and all in hidden_rows()."""
     return ~hidden | rows
 
 
@@ -176,22 +185,20 @@ def _row_fill(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def __getattr__(name: str) -> Any:
     if name != "row_fill":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    said = (
-        "no canonical graph calls ops.row_fill() any more: read the arguments fill and hidden of ops.sdpa()"
-    )
+    said = "canonical graphs no longer call ops.row_fill(); read the arguments fill and hidden of ops.sdpa()"
     warnings.warn(said, DeprecationWarning, stacklevel=2)
     return _row_fill
 
 
 def zero_hidden(query: Tensor, rows: Tensor) -> Tensor:
-    """The query with zeros in hidden_rows()."""
+    """Return the query with zeros in hidden_rows()."""
     return query.masked_fill(rows, 0)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, wide: bool = False) -> Tensor:
-    """Rotary position embedding (Su et al. 2021), rotate-half form: x cos + [-x2, x1] sin.
+    """Apply rotary position embedding (Su et al. 2021), rotate-half form: x cos + [-x2, x1] sin.
 
-    If `wide`, x is cast to fp32 for it, and what comes out to the dtype of x.
+    If `wide`, compute in fp32 and cast the result to the dtype of x.
     """
     turned = x.float() if wide else x
     first, second = turned.chunk(2, dim=-1)
@@ -202,10 +209,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, wide: bool = False) -> Tensor:
 def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
 ) -> Tensor:
-    """-log softmax(logits)[target] over the last dimension, of logits that are cast to `dtype`.
+    """Compute -log softmax(logits)[target] over the last dimension, with logits cast to `dtype`.
 
-    logits [..., vocabulary], targets [...] (class indices). Targets of `ignore_index` count nothing;
-    reduction is "none", "sum" or "mean" (over the targets that count).
+    logits [..., vocabulary], targets [...] (class indices). Targets equal to `ignore_index` are ignored.
+    reduction is "none", "sum" or "mean" (over the targets that are not ignored).
     """
     rows = logits.to(dtype).reshape(-1, logits.shape[-1])
     losses = F.cross_entropy(rows, targets.reshape(-1), ignore_index=ignore_index, reduction=reduction)
@@ -213,7 +220,7 @@ def cross_entropy(
 
 
 def dispatch(x: Tensor, experts: Tensor) -> Tensor:
-    """The tokens, each once for each of its experts, in the order of the experts.
+    """Return the tokens sorted by expert, each token once per expert that it chose.
 
     x [tokens, width], experts [tokens, choices] (indices) -> [tokens * choices, width].
     """
@@ -221,27 +228,27 @@ def dispatch(x: Tensor, experts: Tensor) -> Tensor:
 
 
 def by_expert(experts: Tensor) -> Tensor:
-    """The order in which the choices of experts [tokens, choices] are sorted: [tokens * choices]."""
+    """Return the indices that sort the choices of experts [tokens, choices] by expert: [tokens * choices]."""
     return experts.flatten().sort(stable=True).indices
 
 
 def in_order(experts: Tensor) -> Tensor:
-    """The choices of experts [tokens, choices] as by_expert() sorts them: whose each row is."""
+    """Return the expert of each row in the order of by_expert(), from experts [tokens, choices]."""
     return experts.flatten().sort().values
 
 
 def group_ends(experts: Tensor, groups: int) -> Tensor:
-    """How many choices are of the first expert, of the first two, and so on: [groups] in int32."""
+    """Return the cumulative number of choices per expert: [groups] in int32."""
     numbers = torch.arange(groups, device=experts.device, dtype=experts.dtype)
     return torch.searchsorted(experts.flatten().sort().values, numbers, right=True, out_int32=True)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Each group of rows of x [rows, in] times the matrix of the group, weight [groups, in, out].
+    """Multiply each group of rows of x [rows, in] by the matrix of the group, weight [groups, in, out].
 
-    A group ends before the row of the number in `ends` [groups], where the next begins.
+    `ends` [groups] has the first row after each group.
     """
-    if x.dtype is torch.bfloat16:  # which PyTorch has a kernel for on all devices
+    if x.dtype is torch.bfloat16:  # PyTorch has a bf16 kernel on all devices
         return F.grouped_mm(x, weight, offs=ends)
     bounds = [0, *ends.tolist()]
     groups = zip(itertools.pairwise(bounds), weight, strict=True)
@@ -249,29 +256,29 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def combine(y: Tensor, experts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each token the sum of its rows of y, in the order of dispatch(), each times its weight.
+    """Sum the weighted rows of y, in the order of dispatch(), for each token.
 
-    y [tokens * choices, width], experts and weights [tokens, choices] -> [tokens, width] in `dtype`, summed
-    up in the wider one of y and the weights.
+    y [tokens * choices, width], experts and weights [tokens, choices] -> [tokens, width] in `dtype`. The sum
+    is in the wider dtype of y and the weights.
     """
     rows = y[by_expert(experts).argsort()].unflatten(0, experts.shape)
     return (rows * weights.unsqueeze(-1)).sum(1).to(dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype."""
+    """Cast x to `dtype`."""
     return x.to(dtype)
 
 
 def columns(x: Tensor, start: int, stop: int) -> Tensor:
-    """x[..., start:stop], one reader's share of a merged projection."""
+    """Return x[..., start:stop], one reader's part of a merged projection."""
     return x[..., start:stop]
 
 
 def join(*parts: Tensor | int) -> Tensor:
-    """The parts [n_i, ...] below each other: the weight of several linears that read one tensor.
+    """Concatenate the parts [n_i, ...] along dimension 0: the weights of linears with the same input.
 
-    A number among them stands for so many rows of zeros: the bias of a linear that has none.
+    A number n stands for n rows of zeros: the bias of a linear without bias.
     """
     like = next(part for part in parts if isinstance(part, Tensor))
     return torch.cat(

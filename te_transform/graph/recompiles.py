@@ -1,8 +1,7 @@
-"""Stop capturing a forward again and again because of a value that changes at each call.
+"""Limit recompiles of a forward that reads a value which changes with each call.
 
-Dynamo guards every value that a forward reads. A counter, a schedule, a list that grows or a hook that is
-registered for one call makes the guards of all graphs fail, and a capture takes as long as thousands of
-calls.
+Dynamo guards every value that a forward reads. A counter, a schedule, a growing list or a hook registered for
+one call makes the guards of all graphs fail. A capture takes as long as thousands of calls.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.guards import DeletedGuardManagerWrapper, get_guard_fail_reason_helper
 from torch._dynamo.types import ConvertFrameReturn, DynamoFrameType
 
-MOST_CAPTURES = 3  # of a module, for different values of one expression
-_CALLS_BEFORE_HOOKS = 2  # that run the user's code with new hooks: many hooks are there for one call
+MOST_CAPTURES = 3  # captures of a module for different values of one expression
+_CALLS_BEFORE_HOOKS = 2  # calls with new hooks that run the user's code: many hooks exist for one call
 
-# Modes, sizes and dtypes are worth a graph each; dynamo makes sizes dynamic that vary.
+# Modes, sizes and dtypes may have a graph each; dynamo makes varying sizes dynamic.
 _NO_VALUE = ("GLOBAL_STATE", "tensor '", ".size()", ".stride()", "Unexpected recompilation", "BACKEND_MATCH")
 _INTEGER = re.compile(r" == -?\d+$")
 _HOOKS = re.compile(r"_hooks\b")
@@ -31,22 +30,22 @@ _PATH = re.compile(r"(?:type\([^()\s]+\)|[A-Za-z_]\w*)(?:\.\w+|\[[^]]+\])+(?![\w
 _ARGUMENT = re.compile(r"\b[A-Za-z_]\w*(?=\)* ==)")
 
 
-# Dynamo takes an integer of a module as an input of the graph, once it has seen two values of it.
+# Dynamo makes an integer attribute of a module a graph input after two different values.
 _DYNAMIC = {"allow_unspec_int_on_nn_module": True}
 
 
 class Recompiles:
-    """The captures of one forward, and the values that calls failed on which found no graph."""
+    """The captures of one forward, and the guards that failed for calls without a matching graph."""
 
     def __init__(self, tell: Callable[[str], None] | None) -> None:
-        self.tell = tell  # called with the reason of a refusal; None: nothing is refused
-        # the module that each capture was made for, by the id of the capture
+        self.tell = tell  # receives the reason of a refusal; None: no call is refused
+        # the module of each capture, by the compile id of the capture
         self.modules: dict[str, weakref.ref[nn.Module] | None] = {}
-        # the last hooks without a graph, and how many calls had them
+        # the last hooks without a graph, and the number of consecutive calls with these hooks
         self.hooks: tuple[Hashable, int] = ((), 0)
 
     def settings(self, frame: DynamoFrameType) -> Mapping[str, Any] | None:
-        """Return the settings to capture a call with, or None if it runs the user's own code."""
+        """Return the dynamo settings for the capture of a call, or None if the call runs the user's code."""
         if self.tell is None:
             return {}
         module = module_of(frame)
@@ -66,7 +65,7 @@ class Recompiles:
         return _DYNAMIC if any(guard.is_of_integer for guard in guards) else {}
 
     def note(self, found: ConvertFrameReturn, frame: DynamoFrameType) -> None:
-        """Remember which module a capture was made for: each of several layers is worth a graph."""
+        """Record the module of a capture: each layer may have its own graph."""
         if found.guarded_code is not None:
             module = module_of(frame)
             self.modules[str(found.guarded_code.compile_id)] = module and weakref.ref(module)
@@ -83,12 +82,12 @@ class Recompiles:
 
 
 def module_of(frame: DynamoFrameType) -> nn.Module | None:
-    """Return the module whose code is called: the first one among the arguments and variables."""
+    """Return the called module: the first module among the frame's local variables."""
     return next((value for value in frame.f_locals.values() if isinstance(value, nn.Module)), None)
 
 
 def _hooks_of(module: nn.Module | None) -> Hashable:
-    """Return all hooks in a module, by weak references: the address of one that is gone is used again."""
+    """Return weak references to all hooks in a module: the id of a deleted hook may be reused."""
     homes = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return tuple(
         (path, home, _reference(hook))
@@ -107,14 +106,14 @@ def _reference(hook: Callable[..., Any]) -> Hashable:
 
 @dataclass(frozen=True)
 class _FailedGuard:
-    """A guard that a call failed on, as dynamo prints it."""
+    """A guard that failed for a call, as dynamo prints it."""
 
-    text: str  # an expression, as "s.n == 3"
-    line: str  # of the user's code that reads the value
+    text: str  # an expression such as "s.n == 3"
+    line: str  # the line of the user's code that reads the value
 
     @classmethod
     def of(cls, entry: Any, frame: DynamoFrameType) -> _FailedGuard:
-        """Return the first guard of a graph that does not hold for the call."""
+        """Return the first guard of a graph that fails for the call."""
         said = get_guard_fail_reason_helper(
             entry.guard_manager, frame.f_locals, entry.compile_id, entry.backend
         ).partition("\n")[0]
@@ -135,7 +134,7 @@ class _FailedGuard:
 
     @property
     def subject(self) -> str:
-        """What the guard looks at, as "self.n", without numbers of layers; "" if it names no value."""
+        """The guarded expression, such as "self.n", with "#" for layer numbers; "" if there is none."""
         absent, found = _ABSENT.search(self.text), _PATH.search(self.text) or _ARGUMENT.search(self.text)
         path = f"{absent[2]}.{absent[1]}" if absent else found[0] if found else ""
         return re.sub(r"\d+", "#", path)
@@ -143,6 +142,6 @@ class _FailedGuard:
     def sentence(self) -> str:
         at = f" ({self.line})" if self.line else ""
         return (
-            f"the forward reads {self.subject}{at}, which has another value at each call, a value that stays "
-            "is needed: such calls run the user's own code; hold it in a buffer to have them fused"
+            f"expected a constant value of {self.subject}, which the forward reads{at}, got a new value in "
+            "each call: such calls run the user's own code; store the value in a buffer to fuse them"
         )

@@ -1,4 +1,4 @@
-"""All that a model holds and a forward may change, noted so that it can be put back."""
+"""A snapshot of all state that a forward may change, for restoring it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from te_transform.graph.content_of_code import (
 )
 from te_transform.graph.content_of_library import Copied, Unsaved, copied, kind_of
 
-# Names in code that may change gradients. A copy of all gradients may not fit beside them.
+# Names in code that may change gradients. Without them, gradients are not copied, to save memory.
 _OF_GRADIENTS = frozenset(("grad", "backward", "zero_grad", "clip_grad_norm_", "clip_grad_value_"))
 _LONGEST_PATH = 100
-_NOT_THE_USERS = ("_te_transform", "_dynamo")  # how attributes of tensors begin that others put there
+_NOT_THE_USERS = ("_te_transform", "_dynamo")  # prefixes of tensor attributes from this package and dynamo
 _Kind = Callable[[Any], Content | None]
 
 
 class TensorContent(Content):
-    """The attributes of a tensor, its memory and gradient, and, unless it is a parameter, its numbers.
+    """The attributes, memory and gradient of a tensor, and its values unless it is a parameter.
 
-    The numbers of parameters may not fit twice, see preserve.py.
+    Two copies of the parameters may not fit into memory, see preserve.py.
     """
 
     __slots__ = ("grad", "memory", "names", "numbers", "place", "requires_grad")
@@ -74,7 +74,7 @@ class TensorContent(Content):
     def _put_numbers_back(self) -> None:
         value = self.value
         if self.place is not None and not _lie_alike(value, self.place):
-            value.data = self.place  # somebody has resized the tensor, or given it other memory
+            value.data = self.place  # the tensor was resized or has other memory
         if self.numbers is None or same_bits(value, self.numbers):
             return
         if self.memory is not None:
@@ -86,7 +86,7 @@ class TensorContent(Content):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if a tensor is an array of numbers in memory, and of no class that means more."""
+    """Return True if a tensor is a dense Tensor or Parameter in memory, without a tensor subclass."""
     is_array = type(tensor) in (Tensor, nn.Parameter) and type(tensor.data) is Tensor
     is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
     return is_array and is_dense and not (tensor.is_meta or is_fake(tensor))
@@ -102,14 +102,14 @@ def _lie_alike(one: Tensor, other: Tensor) -> bool:
 
 
 class Noted:
-    """All that the modules of a model lead to, each value with a copy of its content."""
+    """A snapshot of every value that the modules of a model refer to, each with a copy of its content."""
 
     def __init__(self, model: nn.Module):
         self.contents: list[Content] = []
         self._model, self._code = model, Code(model)
         self._found: dict[int, Content | None] = {}
-        self._holders: dict[int, Content] = {}  # by the id of a value: what led to it first
-        self._lenders: dict[int, tuple[Content, Any]] = {}  # what holds an iterator, and the iterator
+        self._holders: dict[int, Content] = {}  # by the id of a value: its first holder
+        self._lenders: dict[int, tuple[Content, Any]] = {}  # an iterator's holder, and the iterator
         self._of_modules: dict[int, OfModule] = {}
         self._entered: set[int] = set()  # functions that may be called
         self._kinds: dict[type, tuple[_Kind, ...]] = {}
@@ -121,7 +121,7 @@ class Noted:
             self.contents += [TensorContent(content.grad) for content in found]
 
     def unsaved(self) -> list[str]:
-        """Return clauses on what cannot be put back, each of a path and a reason."""
+        """Return a clause for each value that cannot be restored, with its path and the reason."""
         found = {id(content.value): content.why for content in self.contents if isinstance(content, Unsaved)}
         values = [content.value for content in self.contents if isinstance(content, Unsaved)]
         for holder, value in self._lenders.values():
@@ -132,7 +132,7 @@ class Noted:
         return [f"{self._path(x, names)} is a {type(x).__name__}, {found[id(x)]}" for x in values]
 
     def lend_copies(self) -> None:
-        """Let the model hold copies of its iterators until it is put back: these cannot be set back."""
+        """Replace the model's iterators by copies until the model is restored: iterators cannot be reset."""
         copies = {id(c.value): c.copy for c in self.contents if isinstance(c, Copied)}
         for holder, _ in self._lenders.values():
             holder.lend(copies)
@@ -150,7 +150,7 @@ class Noted:
                     self._note_methods(content.methods if isinstance(content, OfClass) else ())
 
     def _note_methods(self, methods: Iterable[tuple[str, types.FunctionType]]) -> None:
-        """Note what methods keep, and what those keep that they call if they may be called themselves."""
+        """Record the state that methods keep, and all that a method refers to if a forward may call it."""
         for name, method in methods:
             if self._code.add_method(name, method):
                 self._enter(method)
@@ -165,7 +165,7 @@ class Noted:
         return self._found.get(id(function))
 
     def _enter(self, function: types.FunctionType) -> None:
-        """Note all that a function leads to, which a forward may call."""
+        """Record all values that a function refers to, if a forward may call it."""
         content = self._of_function(function)
         if content is not None and id(function) not in self._entered:
             self._entered.add(id(function))
@@ -185,7 +185,7 @@ class Noted:
                     self._lenders[id(content), id(value)] = content, value
 
     def _note_variable(self, variables: dict[str, Any], name: str) -> None:
-        """Note a variable of a module of code."""
+        """Record a variable of a Python module."""
         content = self._of_modules.get(id(variables))
         if content is None:
             content = self._of_modules[id(variables)] = OfModule(variables)
@@ -198,13 +198,13 @@ class Noted:
             self._pending += constructors_of(held) if isinstance(held, type) else ()
 
     def _kinds_of(self, kind: type) -> tuple[_Kind, ...]:
-        """Return what notes the values of a class."""
+        """Return the cached snapshot functions for values of a class."""
         if (found := self._kinds.get(kind)) is None:
             found = self._kinds[kind] = _kinds_of(kind)
         return found
 
     def _path(self, value: Any, names: dict[int, str]) -> str:
-        """Return the path to a value from the model, or from a class, a function or a module of code."""
+        """Return the path to a value from the model, or from a class, a function or a Python module."""
         labels: list[str] = []
         for _ in range(_LONGEST_PATH):
             holder = self._holders.get(id(value))
@@ -218,7 +218,7 @@ class Noted:
 
 
 def noted(model: nn.Module) -> Noted:
-    """Note all that the modules of a model lead to, each value with a copy of its content."""
+    """Take a snapshot of every value that the modules of a model refer to."""
     return Noted(model)
 
 
@@ -243,7 +243,7 @@ _PLAIN = (dict, list, set, deque, OrderedDict, Counter)
 
 
 def _kinds_of(kind: type) -> tuple[_Kind, ...]:
-    """Return what notes the values of a class; what is noted last is put back first."""
+    """Return the snapshot functions for values of a class; the last snapshot is restored first."""
     of_items = next((content for kinds, content in _KINDS if issubclass(kind, kinds)), None) or kind_of(kind)
     has_attributes = issubclass(kind, (nn.Module, threading.local)) or (
         (kind.__dictoffset__ or has_slots(kind)) and holds_values(kind)
