@@ -1,4 +1,4 @@
-"""One spelling per operation: a captured graph in the ops of graph/ops.py."""
+"""Rewrite a captured graph so that each operation has one spelling: the ops of graph/ops.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from te_transform.canonicalize.norms import NORMS
 from te_transform.canonicalize.op import write
 from te_transform.canonicalize.products import spell_products
 from te_transform.canonicalize.rotary import ROTARY, WIDE_ROTARY, join_halves
-from te_transform.canonicalize.score_layout import leave_unturned
+from te_transform.canonicalize.score_layout import drop_score_transposes
 from te_transform.canonicalize.shared import share_angles, share_norms
 from te_transform.canonicalize.sizes import read_sizes_early
 from te_transform.canonicalize.softmax import SOFTMAXES
@@ -34,13 +34,15 @@ _SPELLINGS = (
 
 
 def canonicalize(graph: fx.Graph) -> fx.Graph:
-    """A copy of a captured graph in the ops of graph/ops.py, cut into regions; the rest stays torch's.
+    """Return a copy of a captured graph in the ops of graph/ops.py, with its nodes numbered by region.
 
-    The copy runs and computes what was captured, up to rounding: an op may round elsewhere than the model.
-    Submodules (get_attr, call_module, higher-order ops) stay, except autograd.Functions that are activations.
-    The captured graph computes what it did, but composite functions are inlined in it, sizes are read early,
-    masks that hide nothing are gone, and what reads a tensor after a write in place reads the write, which so
-    lies between the value and its readers.
+    Calls without such an op stay torch calls. The copy runs and computes what was captured, up to rounding:
+    an op may round at other points than the model. Submodules (get_attr, call_module, higher-order ops)
+    stay, except autograd.Functions that are activations.
+
+    The captured graph is edited too, and its results do not change. Composite functions are inlined, sizes
+    are read early, and masks that hide nothing are removed. After an in-place write, readers of the tensor
+    read the node of the write, so the write lies between the value and its readers.
     """
     inline_composites(graph)
     put_by_index(graph)
@@ -48,7 +50,7 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     drop_false_masks(graph)
     read_sizes_early(graph)
     canonical = edit.copy_graph(graph)
-    for node in written(canonical):  # also where the copy will have a new value instead of the write
+    for node in written(canonical):  # including writes that the copy will replace by a new value
         node.meta["written"] = True
     cuts = barriers(canonical)
     edit.number_regions(canonical, lambda node: node in cuts or nodes.changes_state(node))
@@ -62,7 +64,7 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     share_angles(canonical)
     join_halves(canonical)
     write(canonical, SOFTMAXES)
-    leave_unturned(canonical)
+    drop_score_transposes(canonical)
     for spellings in _SPELLINGS:
         write(canonical, spellings)
     share_norms(canonical)

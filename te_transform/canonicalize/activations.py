@@ -1,4 +1,4 @@
-"""Activations that were written out, and the order of a gated product."""
+"""Recognize activations that are written out, and order the factors of a gated product."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _op(op: Callable) -> Callable[[fx.Graph, Match], tuple | None]:
 
 
 def _gated(graph: fx.Graph, match: Match) -> tuple | None:
-    """F.glu: one half of the columns, times the sigmoid of the other."""
+    """Return the call for F.glu: the first half of the columns times the sigmoid of the second half."""
     x, width = match.bound["x"], shape_of(match.bound["x"])[-1]
     if not isinstance(width, int):
         return None
@@ -55,17 +55,17 @@ _TANH = Call(
 )
 
 
-# exp(-x) may overflow, to a quotient of 0 as of sigmoid; only its gradient is NaN there
+# exp(-x) may overflow; the quotient is then 0, the value of sigmoid, and only the gradient is NaN
 _DENOMINATOR = _one_plus(Call(torch.exp, Call(torch.neg, _X)))
 _SIGMOID = OneOf(Call(operator.truediv, 1, _DENOMINATOR), Call(torch.reciprocal, _DENOMINATOR))
 _SILU = OneOf(_times(_X, OneOf(Call(ops.sigmoid, _X), _SIGMOID)), Call(torch.div, _X, _DENOMINATOR))
 
-_RELU = Call(ops.relu, _X, role="relu")  # one call: its name in both factors says so
+_RELU = Call(ops.relu, _X, role="relu")  # the role makes both factors match the same node
 _SQUARED = OneOf(Call(torch.pow, _RELU, 2), Call(torch.square, _RELU), Call(torch.mul, _RELU, _RELU))
 
 
 def _half(value: Pattern) -> Pattern:
-    """x / 2 * value, wherever the half is taken."""
+    """Return the pattern of x / 2 * value, with the factor 1/2 at any position."""
     halved = [Call(torch.div, _times(_X, value), 2), _times(Call(torch.div, _X, 2), value)]
     return OneOf(_times(Near(0.5), _X, value), *halved)
 
@@ -82,7 +82,7 @@ ACTIVATIONS = (
 
 
 def put_gates_first(graph: fx.Graph) -> None:
-    """act(gate) * up, never up * act(gate)."""
+    """Rewrite up * act(gate) as act(gate) * up."""
     for node in graph.nodes:
         if node.target is torch.mul and not node.kwargs and all(map(is_tensor_node, node.args)):
             first, second = node.args

@@ -1,6 +1,6 @@
-"""Scaled dot-product attention that was written out: two products around a softmax.
+"""Recognize scaled dot-product attention that is written out: two products around a softmax.
 
-In five dimensions it is that of more batches, or of heads that share their keys.
+Five-dimensional attention has a second batch dimension, or groups of heads that share their keys.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from te_transform.graph.nodes import (
 )
 from te_transform.graph.pattern import Call, Each, Match, Maybe, OneOf, Pattern, Var
 
-HIDES = -1e4  # a score at or below this has, beside any other, a probability of zero
-ABSORBS = -1e30  # to this any score may be added, in fp32, without a difference
+HIDES = -1e4  # a score at or below this gets probability zero if its row has any unmasked score
+ABSORBS = -1e30  # adding any score to this fill leaves it unchanged in fp32
 
 # The pattern
 
@@ -39,7 +39,7 @@ def _tensor(name: str) -> Var:
 
 
 def _within(inner: Pattern) -> Pattern:
-    """Casts for the softmax, and the views that take the heads into the batch and out of it again."""
+    """Allow casts for the softmax, and views that merge heads into the batch or split them again."""
     return Maybe((torch.reshape, ops.cast), inner)
 
 
@@ -56,7 +56,7 @@ def _turned(inner: Pattern) -> Pattern:
 
 
 def _operand(name: str) -> Pattern:
-    """A query or a key; they may be cast for scores in fp32, which the op has anyway."""
+    """Return the pattern of a query or a key, possibly cast to fp32: the op computes fp32 scores anyway."""
     return Maybe(ops.cast, _tensor(name))
 
 
@@ -84,7 +84,7 @@ def _softmax(scores: Pattern) -> Pattern:
     return Call(torch.softmax, _within(scores), -1, Var("softmax_dtype"), role="softmax")
 
 
-# A sink is a score of each head's own beside those of the keys, whose probability goes nowhere.
+# A sink is an extra score per head. It takes part in the softmax, and its probability is dropped.
 _JOINED = Call(torch.cat, Each(_within(_MASKED), _tensor("sinks")), -1, role="joined")
 _OF_ALL = _within(_softmax(_JOINED))
 _OF_KEYS = OneOf(
@@ -93,7 +93,7 @@ _OF_KEYS = OneOf(
 _WEIGHTS = _within(OneOf(_softmax(_scaled(_within(_MASKED), "masked")), _OF_KEYS))
 _DROPPED = OneOf(_within(Call(ops.dropout, _WEIGHTS, Var("dropout_p"), True)), _WEIGHTS)
 _PRODUCT = Call(PRODUCTS, _DROPPED, _tensor("value"), role="product")
-# What is left for the keys beside a sink may also be multiplied in behind the product.
+# The keys' share of the probability, 1 - p(sink), may also be multiplied in after the product.
 _SHARE = Call(
     ops.sigmoid, _within(Call(torch.sub, Call(torch.logsumexp, Var("summed"), -1), _tensor("sinks")))
 )
@@ -101,7 +101,7 @@ _OF_SHARE = Call(torch.mul, _PRODUCT, _within(Call(torch.unsqueeze, _within(_SHA
 
 # The op
 
-_BATCHES, _HEADS = 0, 1  # the first of two dimensions that may be merged
+_BATCHES, _HEADS = 0, 1  # the first of the two adjacent dimensions to merge
 
 
 def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
@@ -140,7 +140,11 @@ def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
 
 
 def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
-    """Whether the weights stay [.., queries, keys], no mask makes more of them and nobody else reads them."""
+    """Return True if a match is attention that the op can compute.
+
+    The weights must stay [.., queries, keys], no mask may broadcast them to more, and no node outside the
+    match may read them.
+    """
     root, scores, query = match.root, match.bound["scores"], match.bound["query"]
     operands = [match.bound[name] for name in ("query", "key", "turned_key", "value") if name in match.bound]
     with_sinks = _between(weights, match.bound.get("of_keys"), match.bound.get("joined"))
@@ -156,25 +160,28 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
         and not is_wider(weights, query)
         and all(_lies_as(node, scores) for node in operands[:-1])
         and _lies_as(match.bound["value"], root)
-        and _scale(match.bound) > 0  # kernels hide before they scale
+        and _scale(match.bound) > 0  # kernels apply the mask before the scale
         and same_shape(shape_of(query)[:-2], shape_of(scores)[:-2])
         and same_shape(shapes[0][:-2], shape_of(root)[:-2])
     )
 
 
 def _between(weights: tuple[fx.Node, ...], after: fx.Node | None, until: fx.Node | None) -> Sequence[fx.Node]:
-    """The weights that have a column for the sink: those behind one and up to another."""
+    """Return the weights with a column for the sink: from behind `after` up to and including `until`."""
     return () if after is None else weights[weights.index(after) + 1 : weights.index(until) + 1]
 
 
 def _sums_the_same(found: dict[str, Any]) -> bool:
-    """Whether the sum of which a sink's share is taken is that of what the softmax gets."""
+    """Return True if the logsumexp compared with the sink reads the same scores as the softmax."""
     return "summed" not in found or found["softmax"].args[0] is found["summed"]
 
 
 def _by_head(found: dict[str, Any], query: fx.Node) -> fx.Node | None:
-    """The sinks, before they were expanded, if they are one number for each head of [batch, heads, queries,
-    keys], and no other column of the probabilities is dropped than theirs."""
+    """Return the sinks before they were expanded, or None if the op cannot take them.
+
+    The op takes one number for each head of [batch, heads, queries, keys], and drops only the sink's column
+    of the probabilities.
+    """
     if "sinks" not in found:
         return None
     sinks, heads = found["sinks"], shape_of(query)[1]
@@ -187,13 +194,16 @@ def _by_head(found: dict[str, Any], query: fx.Node) -> fx.Node | None:
 
 
 def _lies_as(operand: fx.Node, product: fx.Node) -> bool:
-    """Whether an operand [batch * heads, ..] is one of a product of as many; others are not looked at."""
+    """Return True if an operand [batch * heads, ..] has the product's leading dimensions.
+
+    Operands with more than three dimensions are not checked.
+    """
     shape = shape_of(operand)
     return len(shape) > 3 or same_shape(shape[:-2], shape_of(product)[:-2])
 
 
 def _heads_agree(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
-    """Keys and values for every head of the query, or one for all."""
+    """Return True if keys and values have as many heads as the query, or one head for all."""
     batch, heads = shape_of(query)[:1], shape_of(query)[1:2]
     same_batch = all(same_shape(shape_of(node)[:1], batch) for node in (key, value))
     return same_batch and any(
@@ -202,8 +212,10 @@ def _heads_agree(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
 
 
 def _merged(found: dict[str, Any]) -> int | None:
-    """The first of two dimensions that are one for the op: the heads and the groups of each that share a key,
-    or the batches and what they are parted in; None where there are no five."""
+    """Return the first of the two dimensions that the op merges, or None if there are not five dimensions.
+
+    These are the heads and the groups of queries that share a key, or two batch dimensions.
+    """
     query, key = shape_of(found["query"]), shape_of(found["key" if "key" in found else "turned_key"])
     if len(query) != 5:
         return None
@@ -211,8 +223,11 @@ def _merged(found: dict[str, Any]) -> int | None:
 
 
 def _can_be_merged(found: dict[str, Any], at: int) -> bool:
-    """Whether these are one in all operands and in the masks, and keys are none whose copies the original's
-    backward reads."""
+    """Return True if the dimensions `at` and `at` + 1 can be merged in all operands and masks.
+
+    Merging is refused for keys and values that the forward was given if the original's backward reads their
+    repeated copies.
+    """
     shared = [found[name] for name in ("key", "turned_key", "value") if name in found]
     batches = shape_of(found["query"])[:2]
     if at == _HEADS and torch.is_grad_enabled() and any(map(is_given, shared)):
@@ -242,7 +257,7 @@ def _factor(found: dict[str, Any], name: str) -> float:
 
 
 class _Lift:
-    """Puts new calls in front of the match, and [batch * heads, ...] back into [batch, heads, ...]."""
+    """The inserter of calls before a match; it reshapes [batch * heads, ...] to [batch, heads, ...]."""
 
     def __init__(self, graph: fx.Graph, match: Match, weights: tuple[fx.Node, ...]):
         self.graph, self.match = graph, match
@@ -254,8 +269,11 @@ class _Lift:
         return edit.insert(self.graph, self.match.nodes, target, args, like)
 
     def __call__(self, x: fx.Node, at: fx.Node | None = None) -> fx.Node:
-        """`x` with batch and heads as two dimensions; a mask has them so already if the scores it came in
-        `at` did."""
+        """Return `x` with batch and heads as two dimensions.
+
+        `at` is the node where a mask joins the scores. If that node has four dimensions, the mask needs no
+        reshape.
+        """
         if len(shape_of(x)) == 1:
             return self.insert(torch.unsqueeze, (x, -2))
         if self.merged is not None:
@@ -275,25 +293,27 @@ class _Lift:
         return self.insert(torch.transpose, (x, -2, -1))
 
     def negate(self, x: fx.Node) -> fx.Node:
-        """`not x`; what x is the negation of, where nothing is written to in between."""
+        """Return `not x`, or the operand of x if x is a negation and no write lies in between."""
         here = x.meta.get("region") == self.match.root.meta["region"]
         negated = x.target is torch.logical_not and here
         return x.args[0] if negated else self.insert(torch.logical_not, (x,), like=x)
 
 
 def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple | None:
-    """Return the query and the mask of the op, with the fill and the hidden keys where scores were filled;
-    None if the op has no such mask."""
+    """Return the query and mask for the op, or None if the op has no such mask.
+
+    If scores were filled, the tuple may also have the fill and the hidden keys.
+    """
     added = [found[name] for name in ("bias", "mask", "later") if name in found]
     if not all(dtype_of(node) in (dtype_of(query), torch.float32) and shape_of(node) for node in added):
         return None
     bias, factor = lift(found["bias"], found["biased"]) if "bias" in found else None, _factor(found, "masked")
     if "fill" in found:
-        if "sinks" in found:  # a row that is hidden as a whole would go to the sink
+        if "sinks" in found:  # a fully hidden row would give its whole probability to the sink
             return None
         fill, condition = _constant(found["fill"]), found.get("hidden", found.get("kept"))
         least = ABSORBS if "later" in found else HIDES
-        # a single truth for all scores has no rows that it could hide
+        # a scalar condition has no rows to hide
         hides = dtype_of(condition) is torch.bool and len(shape_of(condition)) > 0
         if factor != 1 or fill is None or not fill <= least or not hides:
             return None
@@ -305,7 +325,7 @@ def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple | None:
     if "mask" in found:
         mask = lift(found["mask"], found["masked"])
         mask = mask if bias is None else lift.insert(torch.add, (mask, bias))
-    scaled = mask is not None and factor != 1  # with the scores that it was added to
+    scaled = mask is not None and factor != 1  # the model scales the sum of scores and mask
     return query, lift.insert(torch.mul, (mask, factor)) if scaled else mask
 
 
@@ -319,7 +339,7 @@ def _filled(
         return query, lift.insert(torch.where, (hidden, fill, bias)), None, hidden
     if bias is not None:
         return query, lift.insert(torch.masked_fill, (bias, hidden, -math.inf)), fill, hidden
-    # a finite fill leaves a row that is hidden everywhere uniform, where -inf would leave it NaN
+    # with a finite fill a fully hidden row is uniform; with -inf it would be NaN
     rows = lift.insert(ops.hidden_rows, (hidden,))
     query = lift.insert(ops.zero_hidden, (query, rows), like=query)
     return query, lift.insert(ops.kept, (hidden, rows), like=hidden), fill, None
@@ -328,9 +348,9 @@ def _filled(
 def _filled_and_added(
     lift: _Lift, query: fx.Node, condition: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
 ) -> tuple:
-    """A fill with a mask added to it and to the scores, as GPT-Neo's padding is to its causal one."""
+    """Return the op's arguments for filled scores plus a mask (GPT-Neo: causal fill, padding mask)."""
     later = lift(found["later"], found["added"])
-    if dtype_of(later).itemsize < torch.float32.itemsize:  # which has no room for the fill
+    if dtype_of(later).itemsize < torch.float32.itemsize:  # the fill may exceed the range of 16 bits
         later = lift.insert(ops.cast, (later, torch.float32))
     kept = later if bias is None else lift.insert(torch.add, (later, bias))
     hidden = lift.negate(condition) if "kept" in found else condition
@@ -339,9 +359,10 @@ def _filled_and_added(
 
 
 def _constant(fill: Any) -> float | None:
-    """The number that a score is filled with, if it is one; models wrap it in a tensor of the right dtype.
+    """Return the number that scores are filled with, or None if the fill is not a constant.
 
-    Who reads such a tensor for anything else may write to it.
+    Models may wrap the number in a tensor of the scores' dtype. A tensor with other readers is not accepted,
+    because they may write to it.
     """
     if isinstance(fill, fx.Node) and fill.target in (torch.tensor, torch.full):
         if any(user.target not in (torch.where, torch.masked_fill) for user in fill.users):

@@ -1,4 +1,4 @@
-"""Functions of torch written in Python that dynamo captures as one call: F.multi_head_attention_forward."""
+"""Inline F.multi_head_attention_forward, a Python function that dynamo captures as one call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _Call = Callable[..., fx.Node]
 
 
 def inline_composites(graph: fx.Graph) -> None:
-    """Put the calls that multi_head_attention_forward makes in the place of each of its calls.
+    """Replace each call of multi_head_attention_forward by the calls that it makes.
 
-    To be done to the captured graph before it is copied, so that a site may take a part of the attention.
-    What is computed, and the random numbers drawn, are the same.
+    Call this on the captured graph before it is copied, so that a site can cover a part of the attention.
+    Results and random numbers stay the same.
     """
     for node in list(graph.nodes):
         if node.target is F.multi_head_attention_forward and _is_plain(node):
@@ -36,7 +36,7 @@ def inline_composites(graph: fx.Graph) -> None:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether the call is of the form that is inlined: batched, no rows added to the keys, no keys given."""
+    """Return True if the call can be inlined: batched, no rows added to keys, no static keys or values."""
     bound = _SIGNATURE.bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
@@ -64,7 +64,7 @@ def _attention(call: _Call, given: SimpleNamespace) -> tuple[fx.Node, fx.Node | 
 
 
 def _projected(call: _Call, given: SimpleNamespace) -> list[fx.Node]:
-    """The query, key and value, [length, batch, width] each, by as few products as the arguments allow."""
+    """Return query, key and value, [length, batch, width] each, from as few products as possible."""
     inputs, bias = (given.query, given.key, given.value), given.in_proj_bias
     if given.use_separate_proj_weight:
         weights = [given.q_proj_weight, given.k_proj_weight, given.v_proj_weight]
@@ -83,7 +83,7 @@ def _parts(call: _Call, joined: fx.Node | None, counts: tuple[int, ...]) -> list
     rows = shape_of(joined)[0] // sum(counts)
     together = joined.args[0] if joined.target is torch.cat and not joined.kwargs else ()
     if [shape_of(part)[0] for part in together] == [rows * count for count in counts]:
-        return list(together)  # biases that were joined for this call
+        return list(together)  # biases that the model concatenated for this call
     parts = call(torch.split, joined, [rows * count for count in counts])
     return [call(operator.getitem, parts, i) for i in range(len(counts))]
 
@@ -96,19 +96,19 @@ def _columns(call: _Call, x: fx.Node, count: int) -> list[fx.Node]:
 
 
 def _heads(call: _Call, x: fx.Node, heads: int) -> fx.Node:
-    """[length, batch, width] as [batch, heads, length, width of a head]."""
+    """Reshape [length, batch, width] to [batch, heads, length, width of a head]."""
     return call(torch.permute, call(torch.unflatten, x, -1, (heads, -1)), (1, 2, 0, 3))
 
 
 def _added(call: _Call, mask: fx.Node | None, query: fx.Node) -> fx.Node | None:
-    """A mask that hides by True, or that is added already, as one that is added."""
+    """Return an additive mask for a boolean mask (True hides); return an additive mask as it is."""
     if mask is None or dtype_of(mask) is not torch.bool:
         return mask
     return call(torch.masked_fill, call(torch.zeros_like, mask, dtype=dtype_of(query)), mask, -math.inf)
 
 
 def _mask(call: _Call, given: SimpleNamespace) -> tuple[fx.Node | None, bool]:
-    """The mask over [batch, heads, queries, keys] and whether the causal flag stands in its place."""
+    """Return the mask over [batch, heads, queries, keys], and True if the causal flag replaces it."""
     padding = _added(call, given.key_padding_mask, given.query)
     if given.is_causal and padding is None and not given.need_weights:
         return None, True
@@ -124,7 +124,7 @@ def _mask(call: _Call, given: SimpleNamespace) -> tuple[fx.Node | None, bool]:
 def _weighted(
     call: _Call, given: SimpleNamespace, heads: list[fx.Node], dropout_p: float
 ) -> tuple[fx.Node, fx.Node]:
-    """The output and the weights that made it, which PyTorch computes with products over batch and heads."""
+    """Return the output and the attention weights, by batched products over batch * heads as in PyTorch."""
     mask, _ = _mask(call, given)
     query, key, value = (call(torch.flatten, x, 0, 1) for x in heads)
     query = call(torch.mul, query, math.sqrt(1.0 / float(shape_of(query)[-1])))
@@ -142,7 +142,7 @@ def _weighted(
 
 
 def _over_heads(call: _Call, mask: fx.Node, query: fx.Node) -> fx.Node:
-    """The mask over [batch * heads, queries, keys]."""
+    """Expand the mask to [batch * heads, queries, keys]; a two-dimensional mask stays."""
     if len(shape_of(mask)) == 2:
         return mask
     size = [call(torch.ops.aten.sym_size.int, query, d) for d in (0, 1)]

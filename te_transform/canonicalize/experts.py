@@ -1,7 +1,7 @@
-"""Mixtures of experts: each token goes through the few experts that a router chooses for it.
+"""Recognize mixtures of experts: a router chooses a few experts for each token.
 
-The tokens are sorted by expert, so that those of one expert are a group of rows, and their results are put
-back in the order of the tokens and summed up.
+The tokens are sorted by expert, so that the tokens of each expert are consecutive rows. The results are put
+back in token order and summed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _RESHAPES = ("reshape", "view", "flatten")
 
 
 def drop_false_masks(graph: fx.Graph) -> None:
-    """Drop what a model does to choices beyond the last expert, where a router has made none.
+    """Remove masks and clamps for experts beyond the last one if the router cannot choose such experts.
 
-    Models that divide their experts among processes mark so what others compute. What topk returns is an
-    index of what it looked at, until somebody writes to it.
+    Models that shard their experts over processes use such masks to mark the experts of other processes.
+    The indices that topk returns are below the size of its input, until a write changes them.
     """
     if not any(called(node) == "topk" for node in graph.nodes):
         return
     storage = storage_of(graph)
     wrote = dict.fromkeys(node for node in graph.nodes if writes(node))
-    changed: set[fx.Node] = set()  # the memory that has been written to
+    changed: set[fx.Node] = set()  # the owners of memory that has been written to
 
     def is_kept(value: fx.Node) -> bool:
         return changed.isdisjoint(storage[value])
@@ -56,8 +56,10 @@ def drop_false_masks(graph: fx.Graph) -> None:
 
 
 def _may_be_its_source(node: fx.Node, storage: Storage, wrote: Iterable[fx.Node]) -> bool:
-    """Whether nobody sees it where what it is made of is read in its place: that lies in memory alike, has a
-    gradient or none as it, and neither is written to later, nor returned."""
+    """Return True if the readers of `node` may read its first argument instead.
+
+    Both must have the same strides and the same requires_grad. Neither may be written to later or returned.
+    """
     made, source = value(node), value(node.args[0])
     is_alike = same_shape(made.stride(), source.stride()) and made.requires_grad is source.requires_grad
     later = (write for write in wrote if not write._erased and write > node)
@@ -67,9 +69,9 @@ def _may_be_its_source(node: fx.Node, storage: Storage, wrote: Iterable[fx.Node]
 
 
 def _changes_nothing(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> bool:
-    """Whether it fills what a mask that is false hides, or limits choices to experts that there are.
+    """Return True if `node` fills under a mask that is always false, or clamps to the existing experts.
 
-    `is_kept` tells of each value that choices are made of whether it is what it was made as.
+    `is_kept` returns True for a value that no write has changed.
     """
     name, given = called(node), node.args
     if name in ("masked_fill", "masked_fill_") and len(given) == 3 and is_number(given[2]):
@@ -83,7 +85,7 @@ def _changes_nothing(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> bool:
 
 
 def _source(node: fx.Node) -> Any:
-    """What it is made of, where the call says that by position."""
+    """Return the first positional argument of a call, or None if there is none."""
     return node.args[0] if node.args else None
 
 
@@ -93,7 +95,7 @@ def _are_below(choices: fx.Node, number: int, is_kept: Callable[[fx.Node], bool]
 
 
 def _chosen(choices: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """The indices that topk has returned, in any order and shape."""
+    """Return the indices that topk returned, from a reordered or reshaped copy; None if it is not one."""
     while isinstance(choices, fx.Node) and is_kept(choices):
         source = _source(choices)
         if choices.target is operator.getitem and called(source) == "topk":
@@ -108,7 +110,7 @@ def _chosen(choices: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | N
 
 
 def _router_width(choices: fx.Node) -> int:
-    """How many experts the router has, of which topk chose along the last dimension; 0 if it is another."""
+    """Return the number of experts that topk chooses from, or 0 if its dimension is not the last."""
     topk = choices.args[0]
     scores, dim = _source(topk), topk.kwargs.get("dim", topk.args[2] if len(topk.args) > 2 else -1)
     *lead, width = shape_of(scores) if is_tensor_node(scores) and shape_of(scores) else (0,)
@@ -116,9 +118,9 @@ def _router_width(choices: fx.Node) -> int:
 
 
 def spell_routing(graph: fx.Graph) -> None:
-    """Rewrite how tokens get to their experts: in what order they are, and where each expert's end.
+    """Rewrite the routing of tokens: the sort by expert, and the last row of each expert.
 
-    transformers has a product by groups of its own where it is traced in another dtype than bfloat16.
+    transformers traces its own grouped product (grouped_mm_fallback) for dtypes other than bfloat16.
     """
     changed = written(graph)
 
@@ -135,7 +137,7 @@ def spell_routing(graph: fx.Graph) -> None:
 
 
 def _sorted(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """The choices [tokens, choices] that this has by expert, one after the other, or whose order it is."""
+    """Return the choices [tokens, choices] if `node` is their sorted values or the sorting order."""
     if node.target is not operator.getitem or node.args[1:] not in ((0,), (1,)):
         return None
     sort = node.args[0]
@@ -148,11 +150,11 @@ def _sorted(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None
 
 
 def _counted(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> tuple[fx.Node, int] | None:
-    """The choices whose numbers a running sum adds up, and the number of experts."""
+    """Return the choices that a cumulative sum counts per expert, and the number of experts."""
     counts = _source(node)
     is_count = is_tensor_node(counts) and called(counts) == "histc" and is_kept(counts)
     if not is_count or dtype_of(counts).itemsize < 4 or node.kwargs != {"dim": 0, "dtype": torch.int32}:
-        return None  # in 16 bits numbers are rounded
+        return None  # 16-bit counts are rounded
     values, (bins, least, most) = _source(counts), (counts.kwargs.get(k) for k in ("bins", "min", "max"))
     if is_tensor_node(values) and (values.target is ops.cast or called(values) in ("int", "float")):
         values = _source(values)
@@ -171,7 +173,7 @@ def _dispatch(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
 def _combine(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     y, experts, flat, numbers = (match.bound[name] for name in ("y", "experts", "flat", "numbers"))
     if any(node.meta["region"] != match.root.meta["region"] for node in (flat, numbers)):
-        return None  # they may have been written to since
+        return None  # a write may have changed them
     weights = _source(flat) if called(flat) in _RESHAPES else None
     if weights is None or not same_shape(shape_of(weights), shape_of(experts)):
         return None

@@ -1,4 +1,4 @@
-"""Activations that models write as autograd.Functions, with a backward of their own."""
+"""Recognize activations that models write as autograd.Functions with a custom backward."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _APPLY = torch.ops.higher_order.autograd_function_apply
 _LARGE = torch.logspace(1, 4, 13, dtype=torch.float64, device="cpu")
 _SAMPLES = torch.cat((-_LARGE.flip(0), torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu"), _LARGE))
 _GRADIENTS = torch.linspace(1, 2, len(_SAMPLES), dtype=torch.float64, device="cpu")
-_SCALES = (1.0, 1e-30, -1e30)  # by which a backward that rounds or clips its gradient shows
-_CLOSE = 1e-5  # the constants of such functions are written down in seven digits
+_SCALES = (1.0, 1e-30, -1e30)  # these reveal a backward that rounds or clips its gradient
+_CLOSE = 1e-5  # such functions write their constants with seven digits
 
 
 def spell_functions(
     graph: fx.Graph, owner: nn.Module | None, canonicalize: Callable[[fx.Graph], fx.Graph]
 ) -> None:
-    """Rewrite a custom autograd.Function whose forward and gradient are those of an activation."""
+    """Rewrite autograd.Functions whose forward and gradient equal an activation's as that activation."""
     for node in list(graph.nodes):
         if node.target is not _APPLY or owner is None or any(user.args[1:] != (0,) for user in node.users):
-            continue  # one of several outputs is read, PyTorch 2.11 returns all that the forward computes
+            continue  # only output 0 may be read: PyTorch 2.11 also returns what the forward saves
         (forward, backward), values = (getattr(owner, body.target) for body in node.args[:2]), node.args[2:]
-        tensors = [value for value in values if is_tensor_node(value)]  # beside symbolic sizes
+        tensors = [value for value in values if is_tensor_node(value)]  # without symbolic sizes
         op = _activation(canonicalize(forward.graph)) if len(tensors) == 1 else None
         samples = [_SAMPLES if value in tensors else 1 for value in values]
         if op is not None and _is_gradient(op, forward, backward, samples):
@@ -38,27 +38,30 @@ def spell_functions(
 
 
 def write_to_what_they_are_given(captured: fx.GraphModule) -> bool:
-    """Whether autograd.Functions in a graph write in place to their arguments."""
+    """Return True if an autograd.Function in a graph writes in place to its arguments."""
     applied = [node for node in captured.graph.nodes if node.target is _APPLY]
     bodies = (captured.get_submodule(node.args[0].target).graph for node in applied)
     return any(node.op == "placeholder" for body in bodies for node in inplace.written(body))
 
 
 def _activation(body: fx.Graph) -> Callable | None:
-    """The activation that a forward of one tensor returns first; it returns what it saves as well."""
+    """Return the activation that a forward of one tensor returns first, or None.
+
+    The forward also returns the tensors that it saves for the backward.
+    """
     (result, *_), _ = body.output_node().args[0]
     known = isinstance(result, fx.Node) and result.target in ops.ACTIVATIONS
     return result.target if known and result.args[0].op == "placeholder" else None
 
 
 def _is_gradient(op: Callable, forward: nn.Module, backward: nn.Module, samples: list) -> bool:
-    """Whether the backward gives the activation's gradient, whatever gradient it is given."""
+    """Return True if the backward computes the activation's gradient, for incoming gradients of any scale."""
     with unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad():
         x = _SAMPLES.clone().requires_grad_()
         (expected,) = torch.autograd.grad(op(x), x, _GRADIENTS)
         try:
             found = [_gradient(forward, backward, samples, scale) for scale in _SCALES]
-        except Exception:  # it takes no numbers of this shape and dtype
+        except Exception:  # the function does not accept samples of this shape and dtype
             return False
     return all(
         grad is not None and torch.allclose(grad, expected, rtol=_CLOSE, atol=_CLOSE) for grad in found
@@ -66,7 +69,7 @@ def _is_gradient(op: Callable, forward: nn.Module, backward: nn.Module, samples:
 
 
 def _gradient(forward: nn.Module, backward: nn.Module, samples: list, scale: float) -> Tensor | None:
-    """The gradient of the one tensor among the samples, for one that was scaled, without the scale."""
+    """Run the backward on a scaled incoming gradient; return the tensor's gradient without the scale."""
     (_, *unread), saved = forward(*samples)
     gradients = backward(_GRADIENTS * scale, *map(torch.zeros_like, unread), *saved)
     gradients = gradients if isinstance(gradients, (tuple, list)) else (gradients,)

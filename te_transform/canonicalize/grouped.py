@@ -1,4 +1,4 @@
-"""Grouped queries: one key and value head serves several query heads, which models spell by repeating it."""
+"""Recognize grouped queries: models repeat each key and value head for several query heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def _expanded(name: str, x: Pattern, dim: int) -> Pattern:
 
 
 def _repeated(name: str) -> Pattern:
-    """[batch, heads, length, width], each head several times; some repeat before they swap it with length."""
+    """Return the pattern of [batch, heads, length, width] with repeated heads.
+
+    Some models repeat the heads before they transpose heads and length.
+    """
     x, by_length = Var(name, is_tensor_node), Var(f"{name}_by_length", is_tensor_node)
     return OneOf(
         _expanded(name, x, -3),
@@ -36,7 +39,7 @@ def _grouped(graph: fx.Graph, match: Match) -> tuple | None:
 
 
 def _few(graph: fx.Graph, match: Match, name: str) -> fx.Node | None:
-    """The heads before they were repeated, if nothing but the heads was."""
+    """Return the key or value before its heads were repeated, or None if other dimensions changed too."""
     few, many = match.bound.get(name), shape_of(match.bound[f"repeated_{name}"])
     heads = 1
     if few is None:
@@ -52,9 +55,9 @@ def _few(graph: fx.Graph, match: Match, name: str) -> fx.Node | None:
 
 
 def is_given(node: fx.Node) -> bool:
-    """Whether a tensor is one that the forward was given, as a static cache is, or a view of it.
+    """Return True if a tensor is an input of the forward (such as a static cache) or a view of an input.
 
-    The original's backward reads the repeated copy of it, whatever is written to the tensor before.
+    The original's backward reads the repeated copy, which later writes to the input do not change.
     """
     while node.args and isinstance(node.args[0], fx.Node) and (may_be_view(node) or writes(node)):
         node = node.args[0]
@@ -62,7 +65,7 @@ def is_given(node: fx.Node) -> bool:
 
 
 def _shared(graph: fx.Graph, match: Match) -> tuple | None:
-    """One head for all, broadcast by the product itself."""
+    """Return the call for one key and value head that the matrix product broadcasts to all query heads."""
     query, key, value = (shape_of(node) for node in match.root.args[:3])
     single = same_shape(key[-3:-2], (1,)) and same_shape(value[-3:-2], (1,))
     if match.root.args[7] or not single or not isinstance(query[-3], int) or query[-3] == 1:

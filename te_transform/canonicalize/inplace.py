@@ -1,4 +1,4 @@
-"""Which writes in place can be told from new values, and which reads may be moved over them."""
+"""Find the in-place writes that can become new values, and the writes that reads may be moved across."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import fx
 
 from te_transform.graph import edit, nodes, ops
 
-# composites that may hand back their argument, or a view of it, and have no aten schema that says so
+# composites that may return their argument or a view of it, without an aten schema that declares it
 _MAY_ALIAS = frozenset(
     ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem")
 )
-# which aten has not
+# ops that always return new memory; aten does not have them
 _NEW = frozenset((ops.by_expert, ops.in_order, ops.dispatch, ops.group_ends, ops.grouped_mm, ops.combine))
 _OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 Storage = dict[fx.Node, frozenset[fx.Node]]
 
 
 def put_by_index(graph: fx.Graph) -> None:
-    """Spell `x[index] = values`, of a tensor of indices, as the call that it is and that returns x."""
+    """Rewrite `x[index] = values` with a tensor index as `x.index_put_`, which returns x."""
     for node in graph.nodes:
         if node.target is not operator.setitem or not all(map(nodes.is_tensor_node, node.args)):
             continue
@@ -34,32 +34,34 @@ def put_by_index(graph: fx.Graph) -> None:
 
 
 def read_results(graph: fx.Graph) -> None:
-    """Let what reads a tensor after a write to it read the write's result, which is the same tensor."""
+    """Make later readers of a written tensor read the result of the write, which is the same tensor."""
     for node in graph.nodes:
         if nodes.writes(node) and nodes.is_tensor_node(node) and nodes.is_tensor_node(target_of(node)):
             edit.replace_later_uses(target_of(node), node)
 
 
 def must_stay(graph: fx.Graph) -> set[fx.Node]:
-    """The writes in place that something sees other than through their result.
+    """Return the in-place writes whose effect is visible other than through their result.
 
-    That is a read, later, of the tensor written or of another view of it, and any write into an input, a
-    parameter or a buffer.
+    These are writes to an input, a parameter or a buffer, and writes to a tensor that a later node reads,
+    directly or through another view.
     """
     storage = storage_of(graph)
     return {node for node in graph.nodes if nodes.writes(node) and _is_seen(node, storage)}
 
 
 def barriers(graph: fx.Graph) -> set[fx.Node]:
-    """The writes in place over which no read may be moved: those that must stay and those to a tensor that
-    something else reads first."""
+    """Return the in-place writes that no read may be moved across.
+
+    These are the writes that must stay, and writes to a tensor that another node reads before the write.
+    """
     storage = storage_of(graph)
     writes = [node for node in graph.nodes if nodes.writes(node)]
     return {node for node in writes if _is_seen(node, storage) or _is_read_before(node, storage)}
 
 
 def written(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that may share memory with one that is still written in place."""
+    """Return the nodes that may share memory with the target of an in-place write in the graph."""
     writes = [node for node in graph.nodes if nodes.writes(node)]
     if not writes:
         return set()
@@ -69,7 +71,7 @@ def written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def target_of(write: fx.Node) -> fx.Node | None:
-    """The tensor that is written to; None where the call does not say by `out` or its first argument.
+    """Return the tensor that a call writes to: `out` or the first argument; None if neither identifies it.
 
     Operations of torch.ops may write to any of their arguments, and `out` may be several tensors.
     """
@@ -99,13 +101,13 @@ def _aliases_before(write: fx.Node, storage: Storage) -> list[fx.Node]:
 
 
 def storage_of(graph: fx.Graph) -> Storage:
-    """For each node those that its memory may come from; two that share one may be views of one tensor.
+    """Return the owners of each node's memory; nodes with a common owner may be views of one tensor.
 
-    Which calls hand out views is known by name; others, as einsum may, show by the memory of their fake
-    tensors.
+    Most calls that return views are known by name. Others, such as some forms of einsum, are found by
+    comparing the memory of their fake tensors.
     """
     storage: Storage = {}
-    first: dict[int, frozenset[fx.Node]] = {}  # by their memory
+    first: dict[int, frozenset[fx.Node]] = {}  # memory -> the owners of the first node with it
     for node in graph.nodes:
         sources = [source for source in _sources(node) if nodes.size_of(source) is None]
         storage[node] = frozenset().union(*(storage[source] for source in sources)) or frozenset((node,))
@@ -127,8 +129,10 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_own(source: fx.Node, index: Any) -> bool:
-    """Whether an item has memory of its own: it is looked up by a tensor of more than one number, or one of
-    two results."""
+    """Return True if an item has its own memory.
+
+    This holds for an index that is a tensor with dimensions, and for the results of topk and sort.
+    """
     return (nodes.is_tensor_node(index) and nodes.value(index).dim() > 0) or (
         nodes.called(source) in ("topk", "sort")
     )
@@ -136,10 +140,11 @@ def _is_own(source: fx.Node, index: Any) -> bool:
 
 @cache
 def _may_alias(operation: Any) -> bool:
-    """Whether an operation of torch.ops, or one of PyTorch's by its name, may hand out memory of another.
+    """Return True if an operation may return the memory of an argument.
 
-    A schema binds nobody: that of aten's dropout does not say that it returns its argument. PyTorch checks at
-    each call that those of custom_op() return new memory.
+    `operation` is an operation of torch.ops or the name of a PyTorch function. Schemas are not always
+    correct: the schema of aten::dropout does not declare that it may return its argument. For operations made
+    by custom_op(), PyTorch checks at each call that they return new memory.
     """
     if isinstance(operation, _OPERATIONS):
         packet = getattr(operation, "overloadpacket", operation)

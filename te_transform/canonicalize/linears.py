@@ -1,4 +1,4 @@
-"""y = x W^T + b, by F.linear, addmm or matmul, on a flattened x or not."""
+"""Recognize linears, y = x W^T + b: F.linear, addmm or matmul, on a flattened x or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTS = (torch.t, torch.reshape, torch.chunk, torch.split, torch.unbind, operat
 
 
 def _is_parameter(rank: int) -> Callable[[Any], bool]:
-    """Whether a value is a parameter with so many dimensions, its transpose or a part of it."""
+    """Return the condition that a value of this rank is a parameter, its transpose or a part of it."""
 
     def holds(value: Any) -> bool:
         shaped = is_tensor_node(value) and len(shape_of(value)) == rank
@@ -33,8 +33,7 @@ def _is_parameter(rank: int) -> Callable[[Any], bool]:
 
 
 def _is_matrix(value: Any) -> bool:
-    """Any weight: one that is computed at every call is said to be a linear too, so that its refusal has a
-    reason."""
+    """Return True for any matrix; a weight computed at every call matches too, so that it gets a reason."""
     return is_tensor_node(value) and len(shape_of(value)) == 2
 
 
@@ -43,7 +42,7 @@ def _linear(graph: fx.Graph, match: Match) -> tuple:
 
 
 def _product(graph: fx.Graph, match: Match) -> tuple | None:
-    """x W + b: the weight is [in, out] here, and the bias must be one number per column."""
+    """Return the linear for x W + b: W is [in, out], and the bias must be one number per column."""
     x, weight, bias = (match.bound.get(name) for name in ("x", "weight", "bias"))
     if bias is not None and not same_shape(shape_of(bias), shape_of(weight)[1:]):
         return None
@@ -61,7 +60,7 @@ def _biased(graph: fx.Graph, match: Match) -> tuple | None:
 
 
 def _unflattened(graph: fx.Graph, match: Match) -> tuple | None:
-    """The linear on the shape that the reshape behind it restores."""
+    """Return the linear on the unflattened input, in the shape that the reshape after the linear restores."""
     root, linear, flat = match.nodes
     _, weight, bias = linear.args
     if len(linear.users) > 1 or not same_shape(shape_of(root)[-1:], shape_of(linear)[-1:]):
@@ -76,8 +75,10 @@ def _unflattened(graph: fx.Graph, match: Match) -> tuple | None:
 
 
 def _turned(graph: fx.Graph, match: Match) -> tuple | None:
-    """The linear of a norm, of which the result is turned, not what it reads: nn.MultiheadAttention puts the
-    length first."""
+    """Transpose the result of a linear instead of the norm that it reads.
+
+    nn.MultiheadAttention transposes its input to put the length first.
+    """
     linear, turn, norm = match.nodes
     if not _keeps_last(turn) or not all(map(_ends_in_linears, norm.users)):
         return None
@@ -86,7 +87,7 @@ def _turned(graph: fx.Graph, match: Match) -> tuple | None:
 
 
 def _norm_of_flat(graph: fx.Graph, match: Match) -> tuple | None:
-    """Return the norm of the reshaped value, where linears alone read a norm, in another shape."""
+    """Return the norm of the reshaped value if only linears read the norm, through a reshape."""
     reshape, norm = match.nodes
     flat = (*shape_of(reshape)[:-1], *shape_of(norm)[-1:])
     reads_rows = any(user.target is ops.linear for user in reshape.users)
@@ -100,14 +101,14 @@ def _norm_of_flat(graph: fx.Graph, match: Match) -> tuple | None:
 
 
 def _keeps_last(turn: fx.Node) -> bool:
-    """Whether a transpose or permute leaves the last dimension, which a linear maps, where it is."""
+    """Return True if a transpose or permute keeps the last dimension, which a linear maps, in place."""
     if turn.target is torch.transpose:
         return -1 not in turn.args[1:]
     return turn.args[1][-1] == len(turn.args[1]) - 1
 
 
 def _ends_in_linears(user: fx.Node) -> bool:
-    """Whether a reader of a norm is a linear, or turns it for linears alone."""
+    """Return True if a reader of a norm is a linear, or a transpose that only linears read."""
     turned = user.target in TURNS and all(reader.target is ops.linear for reader in user.users)
     return turned or user.target is ops.linear
 

@@ -1,4 +1,4 @@
-"""Cross entropy of the logits as the model makes them, before they are cast and flattened for the loss."""
+"""Rewrite a cross entropy to read the model's logits before they are cast and flattened for the loss."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from te_transform.graph.pattern import Call, Match, Var
 
 
 def _cross_entropy(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
-    """With the logits and targets that lie furthest up and still have a target for each row of logits."""
+    """Return the op on the earliest logits and targets in the graph with one target per row of logits."""
     found, root = match.bound, match.root
-    if dtype_of(found["targets"]) not in (torch.int64, torch.int32, torch.uint8):  # probabilities otherwise
+    if dtype_of(found["targets"]) not in (torch.int64, torch.int32, torch.uint8):  # these are probabilities
         return None
     pairs = [
         (logits, targets)
@@ -32,7 +32,7 @@ def _cross_entropy(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | No
 
 
 def _by_rows(logits: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
-    """The logits with the classes last, which F.cross_entropy wants in the second of three dimensions."""
+    """Yield the logits with the classes last; F.cross_entropy takes three-dimensional logits as [N, C, L]."""
     if len(shape_of(logits)) == 2:
         yield from _above(logits, root)
     elif logits.target is torch.transpose and logits.args[1:] == (-2, -1):
@@ -40,7 +40,10 @@ def _by_rows(logits: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
 
 
 def _above(x: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
-    """`x` and what it was reshaped and cast from: rows stay rows, and casts are those that the op makes."""
+    """Yield `x` and the values it was reshaped or cast from.
+
+    Reshapes must keep the last dimension of logits. Casts must be the cast that the op makes itself.
+    """
     while True:
         yield x
         before = x.args[0] if x.target in (torch.reshape, ops.cast) else None

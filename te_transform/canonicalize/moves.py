@@ -1,4 +1,4 @@
-"""What only a call's result tells: a cast's dtype, the shape of flatten, the columns of a chunk."""
+"""Canonical calls that depend on a call's result: a cast's dtype, flatten's shape, a chunk's columns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ FULL = slice(None)
 
 
 def _cast(node: fx.Node) -> tuple | None:
-    """A cast that keeps the value up to rounding, unless it moves the tensor to another device or lays it out
-    anew. Casts to integers and to formats of eight bits change it: models quantize by them.
+    """Return a cast that keeps the value up to rounding, or None for any other conversion.
+
+    Calls that change the device or the memory format are not casts. Casts to integers and 8-bit formats
+    are not accepted, because models quantize by them.
     """
     x = node.args[0] if node.args else None
     if not is_tensor_node(x) or value(x).device != value(node).device:
@@ -36,9 +38,9 @@ def _reshape(node: fx.Node) -> tuple | None:
 
 
 def reshape_sizes(x: fx.Node, shape: torch.Size) -> tuple | None:
-    """`shape` as arguments of a reshape of `x`: -1 in the place of the one size that is none of its own.
+    """Return `shape` as arguments of a reshape of `x`, with -1 for a symbolic size that `x` does not have.
 
-    None where more than one is computed: an fx graph needs a node for each.
+    Return None if several sizes are computed, because an fx graph needs a node for each.
     """
     own = [size for size in shape_of(x) if isinstance(size, torch.SymInt)]
     computed = [
@@ -52,7 +54,7 @@ def reshape_sizes(x: fx.Node, shape: torch.Size) -> tuple | None:
 
 
 def piece_of(part: fx.Node) -> tuple | None:
-    """The columns that this item is: of a split or chunk of the last dimension, or of that one in rows."""
+    """Return the columns that an item selects from a split, a chunk, or a last dimension viewed as rows."""
     return _of_split(part) or _of_rows(part)
 
 
@@ -74,7 +76,7 @@ def _of_split(part: fx.Node) -> tuple | None:
 
 
 def _of_rows(part: fx.Node) -> tuple | None:
-    """x.view(..., n, width)[..., i, :], or by unbind(-2)."""
+    """Return the columns of x.view(..., n, width)[..., i, :], or of the same view with unbind(-2)."""
     rows, index = part.args
     if rows.target is torch.unbind and rows.args[1] == -2:
         rows = rows.args[0]
@@ -91,7 +93,7 @@ def _of_rows(part: fx.Node) -> tuple | None:
 
 
 def _index_of_last_but_one(index: Any, rank: int) -> Any:
-    """The index of the last dimension but one, if all of each other one is taken."""
+    """Return the index of dimension -2 if the index takes all of every other dimension; otherwise None."""
     parts = [*index] if isinstance(index, tuple) else [index]
     if sum(part is Ellipsis for part in parts) == 0:
         parts.append(Ellipsis)
@@ -102,7 +104,7 @@ def _index_of_last_but_one(index: Any, rank: int) -> Any:
     return spread[-2] if isinstance(last, slice) and last == FULL else None
 
 
-# name -> the call that stands for a node of this name; None: it stays as it is
+# name -> function that returns the canonical call of a node with this name, or None to leave it unchanged
 MOVES: dict[str, Callable[[fx.Node], tuple | None]] = {
     **dict.fromkeys(("to", "type", "type_as", "float", "half", "bfloat16", "double"), _cast),
     **dict.fromkeys(("flatten", "unflatten", "view_as", "reshape_as"), _reshape),

@@ -1,4 +1,4 @@
-"""Drop the calls that do nothing to a value, and those that nothing reads."""
+"""Drop calls that do not change a value, and calls that nothing reads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from te_transform.graph.nodes import dtype_of, is_number, is_tensor_node, same_s
 
 
 def drop_noise(graph: fx.Graph) -> None:
-    """Let the readers of a value-preserving call read its argument, and drop what nothing reads."""
-    shared = written(graph)  # a copy that does nothing to the values does keep a write off them
+    """Make the readers of a value-preserving call read its argument, and drop calls that nothing reads."""
+    shared = written(graph)  # these stay: a copy with the same values protects them from a write
     for node in graph.nodes:
         if node in shared or node.op != "call_function" or node.kwargs:
             continue
@@ -28,8 +28,10 @@ def drop_noise(graph: fx.Graph) -> None:
 
 
 def _is_apart(node: fx.Node) -> bool:
-    """Whether the call makes a copy that is read behind a write in place: the model may have written to what
-    it is a copy of, also where this graph has a new value instead of the write."""
+    """Return True if the call makes a copy that is read after an in-place write.
+
+    The model may have written to the copied tensor, even if this graph has a new value instead of the write.
+    """
     return node.target in _COPIES and any(user.meta["region"] != node.meta["region"] for user in node.users)
 
 
@@ -58,8 +60,10 @@ def _keeps_shape(x: fx.Node, sizes: Any, node: fx.Node) -> bool:
 
 
 def _is_broadcast_anyway(x: fx.Node, sizes: Any, node: fx.Node) -> bool:
-    """It has the shape already, or its readers broadcast it to that of another operand; a single number
-    would count for less there, where dtypes are promoted."""
+    """Return True if `x` has the expanded shape, or if every reader broadcasts it to that shape.
+
+    Scalars are not accepted, because a tensor without dimensions has lower priority in dtype promotion.
+    """
     return _keeps_shape(x, sizes, node) or all(
         len(shape_of(x)) > 0
         and user.target in _BROADCAST
@@ -72,19 +76,19 @@ def _is_broadcast_anyway(x: fx.Node, sizes: Any, node: fx.Node) -> bool:
 
 
 def _is_contiguous_for_nobody(x: fx.Node, node: fx.Node) -> bool:
-    """Its argument is laid out so, or its readers take any layout."""
+    """Return True if the argument is already contiguous, or if all readers accept any layout."""
     return x.target is torch.Tensor.contiguous or all(user.target in _ANY_LAYOUT for user in node.users)
 
 
 def _takes_all(x: fx.Node, index: Any, node: fx.Node) -> bool:
-    """x[:, 0:], all of it."""
+    """Return True if an index such as x[:, 0:] takes all of x."""
     parts = index if isinstance(index, tuple) else (index,)
     whole = all(part is Ellipsis or isinstance(part, slice) for part in parts)
     return whole and is_tensor_node(x) and same_shape(shape_of(x), shape_of(node))
 
 
 def _before_reshapes(x: fx.Node, sizes: Any, node: fx.Node) -> fx.Node | None:
-    """What is reshaped to the shape it has, or back to the shape before the last reshape."""
+    """Return `x`, or the value before its reshape, if it has the shape of `node` already."""
     for before in (x, x.args[0] if x.target is torch.reshape else None):
         if before is not None and same_shape(shape_of(before), shape_of(node)):
             return before
@@ -92,7 +96,7 @@ def _before_reshapes(x: fx.Node, sizes: Any, node: fx.Node) -> fx.Node | None:
 
 
 def _only_part(parts: tuple, dim: int, node: fx.Node) -> fx.Node | None:
-    """The one tensor among `parts` that is not empty: transformers' caches start as torch.tensor([])."""
+    """Return the only non-empty tensor among `parts`: transformers' caches start as torch.tensor([])."""
     full = [part for part in parts if not same_shape(shape_of(part), (0,))]
     return full[0] if len(full) == 1 and _same_dtype(full[0], node) else None
 
@@ -105,7 +109,7 @@ _BROADCAST = (torch.add, torch.sub, torch.mul, torch.div, torch.masked_fill, tor
 
 _COPIES = (torch.add, torch.sub, torch.mul, torch.div, torch.cat)
 
-# target -> the argument that a call of it hands on, given its arguments and the node; None where it does more
+# target -> function that returns the argument that a call passes through, or None if the call changes it
 _NOISE: dict[Any, Callable[..., fx.Node | None]] = {
     ops.cast: _if(lambda x, dtype, node: _same_dtype(x, node)),
     ops.dropout: _if(lambda x, p, training, node: training is False or _is_number(p, 0)),

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, called by name or written out."""
+"""Recognize LayerNorm and RMSNorm, called by name or written out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from te_transform.graph.nodes import (
 )
 from te_transform.graph.pattern import AnyOrder, Call, Match, Maybe, OneOf, Pattern, Var
 
-_TINY = 1e-8  # the length of no row that is not zero
+_TINY = 1e-8  # smaller than the length of any nonzero row
 
 
 def _is_vector(value: Any) -> bool:
@@ -31,12 +31,12 @@ def _is_vector(value: Any) -> bool:
 
 
 def _is_any_vector(value: Any) -> bool:
-    """Return True if a value is a vector of the model's, or computed, and no cast hides its own dtype."""
+    """Return True if a value is a vector, stored or computed, that no cast produced."""
     return is_tensor_node(value) and len(shape_of(value)) == 1 and value.target is not ops.cast
 
 
 def _is_scaled_later(match: Match) -> bool:
-    """Return True if readers of a norm without a scale multiply by one in a form that is not known."""
+    """Return True if readers of a norm without a scale multiply it by a scale in an unknown form."""
     readers = list(match.root.users)
     readers += [user for reader in readers if reader.target is ops.cast for user in reader.users]
     named = any(node.target in (F.layer_norm, F.rms_norm) for node in match.nodes)
@@ -69,17 +69,18 @@ def _rms_norm(graph: fx.Graph, match: Match) -> tuple | None:
     if not _normalizes_last(match) or not _keeps_dtype(match) or _is_scaled_later(match):
         return None
     eps = match.bound["eps"]
-    if eps is None:  # F.rms_norm takes that of the dtype it computes in
+    if eps is None:  # F.rms_norm uses the eps of the dtype it computes in
         eps = torch.finfo(torch.promote_types(dtype_of(x), torch.float32)).eps
     return ops.rms_norm, (x, weight, eps, match.bound.get("gamma") == "zero-centered")
 
 
 def _rms_norm_of_normalize(graph: fx.Graph, match: Match) -> tuple | None:
-    """x / max(|x|, least) * sqrt(width), which is x / sqrt(mean(x^2) + least^2 / width).
+    """Return the RMSNorm for x / max(|x|, least) * sqrt(width).
 
-    They differ where |x| is about `least` alone, which nothing but zeros is if it is 1e-12: both are 0 at 0,
-    and as steep there. In fp16 that is 0, and the quotient of a row of zeros is NaN; and so it would be where
-    the square is 0 in the dtype that it is added in.
+    The RMSNorm computes x / sqrt(mean(x^2) + least^2 / width). The two differ only where |x| is about
+    `least`; with 1e-12, only rows of zeros come near. At 0 both have the same value, 0, and the same slope.
+    In fp16, 1e-12 is 0, and a row of zeros becomes NaN. The same happens if least^2 / width underflows in the
+    dtype of the addition.
     """
     x, weight = _operands(match)
     width, eps = shape_of(x)[-1], _epsilon_of_unit(match)
@@ -91,11 +92,11 @@ def _rms_norm_of_normalize(graph: fx.Graph, match: Match) -> tuple | None:
 
 
 def _epsilon_of_unit(match: Match) -> float | None:
-    """What an RMSNorm adds to the mean of squares where a unit vector is divided by no less than `least`, and
-    nothing where it is divided by its length, so that a row of zeros is NaN in both; None where it has none.
+    """Return the eps of the RMSNorm that equals a scaled unit vector, or None if there is no such eps.
 
-    Lengths overflow in fp16. The op's gradient does for rows of 1e-13 and less, which the original's gradient
-    makes 1e13 times as large.
+    For a division by max(|x|, least), eps is least^2 / width. For a division by the length itself, eps is 0,
+    and a row of zeros is NaN in both forms. Lengths overflow in fp16. The op's gradient overflows for rows of
+    1e-13 and less, where the original's gradient grows by a factor of 1e13.
     """
     x, least = match.bound["x"], match.bound.get("least")
     if least is None:
@@ -116,13 +117,13 @@ def _normalizes_last(match: Match) -> bool:
     width = shape_of(x)[-1:]
     named = match.bound.get("shape", width)
     named = (named,) if isinstance(named, int) else named
-    # a node stands for several sizes, one of which dynamo does not know
+    # a node here is a whole tuple of sizes, at least one of them unknown to dynamo
     sized = isinstance(named, (tuple, list)) and all(isinstance(size, (int, torch.SymInt)) for size in named)
     return sized and same_shape(named, width) and (weight is None or same_shape(shape_of(weight), width))
 
 
 def _keeps_dtype(match: Match) -> bool:
-    """Whether the op has the dtype of what it replaces; a cast behind the norm is its own if it narrows."""
+    """Return True if the op returns the dtype of the match; it may include a narrowing cast at the end."""
     root, (x, weight) = match.root, _operands(match)
     widens = root.target is ops.cast and dtype_of(root).itemsize >= dtype_of(root.args[0]).itemsize
     result = dtype_of(x) if weight is None else torch.promote_types(dtype_of(x), dtype_of(weight))
@@ -135,7 +136,7 @@ _WEIGHT = _cast(Var("weight", _is_vector))
 _GAMMA = OneOf(gamma={"plain": _WEIGHT, "zero-centered": _cast(Call(torch.add, _WEIGHT, 1, commute=True))})
 _EPS = Var("eps", _is_epsilon)
 _NO_WEIGHT = Var("weight", lambda weight: weight is None)
-_NAMED = OneOf(_NO_WEIGHT, _GAMMA, Var("weight", _is_any_vector))  # an argument: surely the scale
+_NAMED = OneOf(_NO_WEIGHT, _GAMMA, Var("weight", _is_any_vector))  # as an argument, it is always the scale
 _SHAPE, _ANY_EPS = Var("shape"), Var("eps")
 
 
@@ -148,7 +149,7 @@ def _square(value: Pattern) -> Pattern:
 
 
 def _normalized(x: Pattern, variance: Pattern) -> Pattern:
-    """Return the pattern of x / sqrt(variance + eps) * gamma in any spelling, or without gamma."""
+    """Return the pattern of x / sqrt(variance + eps) * gamma in any spelling, with or without gamma."""
     variance = Call(torch.add, variance, _EPS, commute=True)
     deviation = OneOf(Call(torch.sqrt, variance), Call(torch.pow, variance, 0.5))
     inverse = OneOf(

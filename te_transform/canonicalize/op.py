@@ -1,4 +1,4 @@
-"""An op and how models spell it."""
+"""Replace the spellings of an op that models use by the op."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from te_transform.graph.pattern import Match, Pattern
 
 @dataclass(frozen=True)
 class Spelling:
-    """A pattern, and the call that says the same: target and arguments, or None where it only looks alike."""
+    """A pattern, and a function that returns the equivalent call (target, arguments) or None."""
 
     pattern: Pattern
     call: Callable[[fx.Graph, Match], tuple[Callable, tuple] | None]
 
 
 def write(graph: fx.Graph, spellings: Sequence[Spelling]) -> None:
-    """Put the op for every match, the largest first: the graph is read from its end."""
+    """Replace every match by its op; the graph is read from its end, so that the largest match wins."""
     by_root: dict[Callable, list[Spelling]] = {}
     for spelling in spellings:
         for target in spelling.pattern.roots:
@@ -43,5 +43,5 @@ def _calls(
 
 
 def _in_one_region(nodes: Sequence[fx.Node]) -> bool:
-    """Whether the op may read its arguments where the last of `nodes` stood: nothing writes in between."""
+    """Return True if no write lies between `nodes`: the op may then read its arguments at the last node."""
     return bool(nodes) and len({node.meta["region"] for node in nodes}) == 1

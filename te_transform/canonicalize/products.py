@@ -1,4 +1,4 @@
-"""Matrix products under other names: an einsum of two tensors, and baddbmm, which scales and adds as well."""
+"""Rewrite other forms of matrix products: einsum of two tensors, and baddbmm, which also scales and adds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from te_transform.graph.nodes import same_shape, shape_of
 
 @dataclass(frozen=True)
 class _Product:
-    """left [batch, rows, inner] @ right [batch, inner, column] = [batch, rows, column], by their letters.
+    """A matmul in einsum letters: left [batch, rows, inner] @ right [batch, inner, column].
 
-    `shared` are rows that count as batches, over which the right operand is the same.
+    The result is [batch, rows, column]. `shared` are row letters that act as batch dimensions; the right
+    operand is broadcast over them.
     """
 
     left: str
@@ -27,7 +28,7 @@ class _Product:
 
 
 def spell_products(graph: fx.Graph) -> None:
-    """Rewrite torch.einsum where one matmul computes it, torch.baddbmm as the bmm, mul and add that it is."""
+    """Rewrite torch.einsum as a matmul if one matmul computes it, and torch.baddbmm as bmm, mul and add."""
     for node in list(graph.nodes):
         if node.target is torch.einsum:
             _spell_einsum(graph, node)
@@ -48,7 +49,7 @@ def _spell_baddbmm(
     product = edit.insert(graph, [node], torch.bmm, (left, right))
     if alpha != 1:
         product = edit.insert(graph, [node], torch.mul, (product, alpha))
-    if beta == 0:  # x is not read then, it may be uninitialized
+    if beta == 0:  # baddbmm does not read x, which may be uninitialized
         edit.bypass(graph, node, product)
         return
     if beta != 1:
@@ -67,20 +68,24 @@ def _spell_einsum(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _in_letters(terms: list[str], result: str, operands: list[fx.Node]) -> tuple[str, ...]:
-    """The terms and the result with a letter for each dimension that `...` stands for, the last of them in
-    common, as they are broadcast."""
+    """Return the terms and the result with a letter for each dimension of `...`.
+
+    The letters are aligned at the last of these dimensions, as in broadcasting.
+    """
     unused = "".join(c for c in string.ascii_letters if c not in "".join((*terms, result)))
     ranks = [len(shape_of(x)) for x in operands]
     counts = [rank - len(t) + 3 if "..." in t else 0 for rank, t in zip(ranks, terms, strict=True)]
     if "..." not in result or max(counts) > len(unused):
-        return *terms, result  # without a result that has them they are summed up
+        return *terms, result  # einsum sums over `...` if the result does not have it
     letters = [unused[max(counts) - count : max(counts)] for count in (*counts, max(counts))]
     return tuple(t.replace("...", c) for t, c in zip((*terms, result), letters, strict=True))
 
 
 def _sums_as_many(operands: list[fx.Node], terms: list[str], product: _Product) -> bool:
-    """Whether what is summed over has one length in both operands: an einsum may broadcast it, no matmul
-    does."""
+    """Return True if the summed dimension has the same length in both operands.
+
+    An einsum may broadcast this dimension; a matmul cannot.
+    """
     inner = product.left[-1]
     left, right = (shape_of(x)[term.index(inner)] for x, term in zip(operands, terms, strict=True))
     return same_shape((left,), (right,))
@@ -100,12 +105,12 @@ def _as_product(terms: list[str], result: str) -> _Product | None:
         or set(result) != (left | right) - inner
     ):
         return None
-    if not rows and batch:  # matmul has a vector only against one matrix
+    if not rows and batch:  # matmul multiplies a vector by one matrix only, not by a batch
         return None
     (inner,), (column,) = inner, column
-    if terms[0] == batch + terms[0][len(batch) : -1] + inner:  # which lies so already
+    if terms[0] == batch + terms[0][len(batch) : -1] + inner:  # keep the left operand's order of rows
         rows = terms[0][len(batch) : -1]
-    shared = rows[:-1] if batch else ""  # without a batch, matmul has several rows against one matrix
+    shared = rows[:-1] if batch else ""  # without a batch, matmul takes several row dimensions and one matrix
     return _Product(batch + rows + inner, batch + shared + inner + column, batch + rows + column, shared)
 
 
@@ -119,7 +124,7 @@ def _rewrite(
 ) -> None:
     left = _arranged(graph, node, operands[0], terms[0], product.left)
     right = operands[1]
-    for _ in product.shared:  # dimensions of one, in front
+    for _ in product.shared:  # add leading dimensions of size 1
         right = edit.insert(graph, [node], torch.unsqueeze, (right, -1 - len(shape_of(right))))
     right = _arranged(graph, node, right, product.shared + terms[1], product.right)
     if product.result == result:

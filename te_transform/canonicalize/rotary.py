@@ -1,4 +1,4 @@
-"""Rotary position embedding: its rotate-half form, on the whole or half by half, in fp32 or not."""
+"""Recognize rotary position embeddings in rotate-half form: whole or by halves, with or without fp32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _rope(graph: fx.Graph, match: Match) -> tuple | None:
 
 
 def _wide(graph: fx.Graph, match: Match) -> tuple | None:
-    """A rotation in fp32 of queries in 16 bits, and back."""
+    """Return the op for 16-bit queries that are cast to fp32, rotated, and cast back."""
     x, rope = match.bound["x"], match.bound["rope"]
     rounds = dtype_of(match.root) is dtype_of(x) and dtype_of(x).itemsize == 2
     wide = dtype_of(rope) is dtype_of(rope.args[0]) is torch.float32
@@ -55,7 +55,7 @@ WIDE_ROTARY = (Spelling(Call(ops.cast, Call(ops.rope, Call(ops.cast, _X), role="
 
 
 class _Term(NamedTuple):
-    """One summand of half a rotation: columns of x, times cosines or sines."""
+    """A term of one half of a rotation: columns of x times cosines or sines."""
 
     sign: int
     columns: fx.Node
@@ -63,16 +63,16 @@ class _Term(NamedTuple):
 
 
 class _Rotation(NamedTuple):
-    """x1 cos - x2 sin and x2 cos + x1 sin, beside each other; with the other sign where `turned` is -1."""
+    """The concatenation of x1 cos - x2 sin and x2 cos + x1 sin; `sign` -1 negates the sines."""
 
     x: fx.Node
     cos: fx.Node
     sin: fx.Node
-    turned: int
+    sign: int
 
 
 def join_halves(graph: fx.Graph) -> None:
-    """Rewrite rotations that are computed half by half, by cosines and sines of half the width, as the op."""
+    """Rewrite rotations that are computed by halves, with cosines and sines of half the width, as the op."""
     known: dict[tuple, fx.Node] = {}
     for root in [node for node in graph.nodes if node.target is torch.cat]:
         covered: list[fx.Node] = [root]
@@ -80,7 +80,7 @@ def join_halves(graph: fx.Graph) -> None:
         alone = all(user in covered for node in covered[1:] for user in node.users)
         if rotation is None or not alone or len({node.meta["region"] for node in covered}) > 1:
             continue
-        widening = _Widening(graph, root, rotation.turned, known)
+        widening = _Widening(graph, root, rotation.sign, known)
         cos, sin = widening(rotation.cos, torch.cos), widening(rotation.sin, torch.sin)
         signs = [node for term in covered for node in term.all_input_nodes if node.target is torch.neg]
         edit.replace(graph, covered, ops.rope, (rotation.x, cos, sin))
@@ -88,8 +88,7 @@ def join_halves(graph: fx.Graph) -> None:
 
 
 def _rotation(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
-    """The rotation that a cat computes, if it is one; its calls, but for the factors, are added to
-    `covered`."""
+    """Return the rotation that a cat computes, or None; add its calls, except the factors, to `covered`."""
     halves, dim = root.args
     if dim != -1 or len(halves) != 2:
         return None
@@ -123,7 +122,7 @@ def _matched(root: fx.Node, cos: _Term, sin: _Term, other_cos: _Term, other_sin:
 
 
 def _terms(node: fx.Node, sign: int, covered: list[fx.Node]) -> Iterator[_Term]:
-    """The summands of half a rotation."""
+    """Yield the terms of one half of a rotation."""
     if node.target in (torch.add, torch.sub) and all(map(is_tensor_node, node.args)):
         covered.append(node)
         yield from _terms(node.args[0], sign, covered)
@@ -145,9 +144,9 @@ def _without_sign(node: fx.Node) -> tuple[int, fx.Node]:
 
 
 class _Widening:
-    """Makes cosines and sines of half the width those of angles that stand twice beside each other.
+    """The rewrite of half-width cosines and sines to full width, with angles concatenated with themselves.
 
-    With `sign` -1 angles turn the other way: their cosines are the same, their sines have the other sign.
+    A `sign` of -1 negates the angles: cosines stay the same, sines change their sign.
     """
 
     def __init__(self, graph: fx.Graph, root: fx.Node, sign: int, known: dict[tuple, fx.Node]):
@@ -156,10 +155,10 @@ class _Widening:
     def __call__(self, node: fx.Node, function: Callable) -> fx.Node:
         key = node, function, self.sign, self.root.meta["region"]
         if key not in self.known:
-            self.known[key] = self._made(node, function)
+            self.known[key] = self._widen(node, function)
         return self.known[key]
 
-    def _made(self, node: fx.Node, function: Callable) -> fx.Node:
+    def _widen(self, node: fx.Node, function: Callable) -> fx.Node:
         inner = node.args[0] if node.all_input_nodes else node
         if not any(each.meta.get("written") for each in (node, inner)):
             if node.target is ops.cast or _is_unsqueezed(node) or _is_scaled(node):

@@ -1,7 +1,8 @@
-"""Scores that lie otherwise than [batch, heads, queries, keys], and are turned back for the second product.
+"""Remove transposes of attention scores between the two matrix products.
 
-DeepSeek's own code has them as [batch, queries, heads, keys]. What is computed of them in between has the
-same numbers in any order of dimensions, so that they are those of any attention.
+DeepSeek's own code transposes scores to [batch, queries, heads, keys] for the softmax and back for the second
+product. Operations in between give the same numbers in any order of dimensions. Without the transposes, the
+scores match the usual attention patterns, [batch, heads, queries, keys].
 """
 
 from __future__ import annotations
@@ -23,32 +24,33 @@ _BY_ELEMENT = (
 )  # fmt: skip
 
 
-def leave_unturned(graph: fx.Graph) -> None:
-    """Compute what is between two products as the first one has it, where it is turned for the softmax and
-    back."""
+def drop_score_transposes(graph: fx.Graph) -> None:
+    """Remove the transposes between two products around a softmax if they cancel each other."""
     for product in [node for node in graph.nodes if node.target in PRODUCTS]:
-        way = _way_to_the_next(product)
-        if any(node.target is torch.softmax for node in way) and _ends_as_it_began(product, way):
-            _leave_unturned(graph, product, way)
+        chain = _chain_to_next_product(product)
+        if any(node.target is torch.softmax for node in chain) and _restores_order(product, chain):
+            _drop_transposes(graph, product, chain)
 
 
-def _way_to_the_next(product: fx.Node) -> list[fx.Node]:
-    """What is computed of a product, one after the other and read by nothing else, up to the next; empty
-    where it is turned by nothing, or something stands there that sees in what order the dimensions are."""
-    way, node = [], product
+def _chain_to_next_product(product: fx.Node) -> list[fx.Node]:
+    """Return the calls between a product and the next one, each read only by the following call.
+
+    The list is empty if none of the calls transposes, or if one of them depends on the order of dimensions.
+    """
+    chain, node = [], product
     while len(node.users) == 1:
         (user,) = node.users
         if user.target in PRODUCTS:
-            return way if any(node.target in TURNS for node in way) else []
-        if not _can_be_turned(node, user):
+            return chain if any(node.target in TURNS for node in chain) else []
+        if not _commutes_with_transpose(node, user):
             return []
-        way.append(user)
+        chain.append(user)
         node = user
     return []
 
 
-def _can_be_turned(node: fx.Node, user: fx.Node) -> bool:
-    """Whether a reader computes the same of a value that is turned, if all else that it reads is too."""
+def _commutes_with_transpose(node: fx.Node, user: fx.Node) -> bool:
+    """Return True if transposing all inputs of a reader only transposes its result."""
     plain = user.target in (*_BY_ELEMENT, *TURNS, torch.softmax) and not user.kwargs
     if not plain or user.meta.get("written") or user.meta["region"] != node.meta["region"]:
         return False
@@ -56,15 +58,15 @@ def _can_be_turned(node: fx.Node, user: fx.Node) -> bool:
     return once and (user.target in TURNS or same_shape(shape_of(user), shape_of(node)))
 
 
-def _ends_as_it_began(product: fx.Node, way: Sequence[fx.Node]) -> bool:
+def _restores_order(product: fx.Node, chain: Sequence[fx.Node]) -> bool:
     order = tuple(range(len(shape_of(product))))
-    for node in way:
-        order = _turned(order, node)
+    for node in chain:
+        order = _order_after(order, node)
     return order == tuple(range(len(order)))
 
 
-def _turned(order: tuple[int, ...], node: fx.Node) -> tuple[int, ...]:
-    """Which dimensions of the product those behind a node are, given those before it."""
+def _order_after(order: tuple[int, ...], node: fx.Node) -> tuple[int, ...]:
+    """Return the product's dimensions in their order after a node, given `order` before the node."""
     if node.target is torch.permute:
         return tuple(order[d] for d in node.args[1])
     after = list(order)
@@ -74,22 +76,22 @@ def _turned(order: tuple[int, ...], node: fx.Node) -> tuple[int, ...]:
     return tuple(after)
 
 
-def _leave_unturned(graph: fx.Graph, product: fx.Node, way: Sequence[fx.Node]) -> None:
+def _drop_transposes(graph: fx.Graph, product: fx.Node, chain: Sequence[fx.Node]) -> None:
     before, value, order = product, product, tuple(range(len(shape_of(product))))
-    for node in way:
-        order = _turned(order, node)
+    for node in chain:
+        order = _order_after(order, node)
         if node.target not in TURNS:
-            value = _computed(graph, node, before, value, order)
+            value = _insert_in_product_order(graph, node, before, value, order)
         before = node
     edit.bypass(graph, before, value)
-    edit.erase_unread(graph, way[:-1])
+    edit.erase_unread(graph, chain[:-1])
 
 
-def _computed(
+def _insert_in_product_order(
     graph: fx.Graph, node: fx.Node, before: fx.Node, value: fx.Node, order: tuple[int, ...]
 ) -> fx.Node:
-    """The call of a node of what has the value of `before`, with the dimensions of the product."""
-    args = tuple(value if a is before else _as_the_product(graph, node, a, order) for a in node.args)
+    """Insert the call of `node` in the product's order of dimensions, with `value` in place of `before`."""
+    args = tuple(value if a is before else _in_product_order(graph, node, a, order) for a in node.args)
     if node.target is torch.softmax:
         args = (value, order[node.args[1]] - len(order), *node.args[2:])
     made = edit.insert(graph, [node], node.target, args)
@@ -97,11 +99,11 @@ def _computed(
     return made
 
 
-def _as_the_product(graph: fx.Graph, node: fx.Node, argument: Any, order: tuple[int, ...]) -> Any:
-    """What a call reads beside the scores, turned as they were not."""
+def _in_product_order(graph: fx.Graph, node: fx.Node, argument: Any, order: tuple[int, ...]) -> Any:
+    """Permute another argument of a call to the product's order of dimensions."""
     if not is_tensor_node(argument) or not shape_of(argument):
         return argument
-    while len(shape_of(argument)) < len(order):  # dimensions of one, in front
+    while len(shape_of(argument)) < len(order):  # add leading dimensions of size 1
         argument = edit.insert(graph, [node], torch.unsqueeze, (argument, -1 - len(shape_of(argument))))
     back = [order.index(d) for d in range(len(order))]
     return argument if back == sorted(back) else edit.insert(graph, [node], *permuted(argument, *back))

@@ -1,7 +1,7 @@
-"""What a model computes twice is one value, where ops need that.
+"""Merge equal computations where fused ops need one value.
 
-Where a model has self.q(self.norm(x)) and self.k(self.norm(x)), the linears become one product then, as
-where it calls the norm once. Angles whose cosines and sines are taken of two equal ones are one tensor.
+Two linears such as self.q(self.norm(x)) and self.k(self.norm(x)) can then become one product, as if the model
+called the norm once. Cosines and sines of equal angles read one tensor of angles.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ _OF_ANGLES = (
 
 
 def share_angles(graph: fx.Graph) -> None:
-    """Let cosines and sines of angles that are computed twice read one tensor of them."""
+    """Make cosines and sines of angles that are computed twice read one tensor of angles."""
     _share(graph, _made_into_angles(graph), lambda readers: True)
 
 
 def _made_into_angles(graph: fx.Graph) -> set[fx.Node]:
-    """Return cosines and sines, and the calls that compute what they are taken of, as far as any two of these
-    may be the same."""
+    """Return all cosines and sines, and the calls that compute their angles and may be duplicates."""
     angles: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         turns = node.target in (torch.cos, torch.sin)
@@ -42,16 +41,17 @@ def _made_into_angles(graph: fx.Graph) -> set[fx.Node]:
 
 
 def share_norms(graph: fx.Graph) -> None:
-    """Let linears that read the same norm of the same value read one call of it.
+    """Make linears that read equal calls of a norm read the same call.
 
-    Only where all that read either are linears that can be merged: alone, each has a norm of its own.
+    This requires that all readers of both calls are linears that can be merged. Otherwise each linear keeps
+    its own norm, to be fused with it.
     """
     norms = {node for node in graph.nodes if node.target in ops.NORMS}
     _share(graph, norms, _can_be_merged)
 
 
 def _share(graph: fx.Graph, nodes: set[fx.Node], may_share: Callable[[list[fx.Node]], bool]) -> None:
-    """Let equal calls be one, where all that reads either may, and nothing of them is written to."""
+    """Merge equal calls if `may_share` accepts all readers, and no call or input of it is written to."""
     kept = written(graph)
     shared: dict[tuple, fx.Node] = {}
     for node in list(graph.nodes):
@@ -63,7 +63,7 @@ def _share(graph: fx.Graph, nodes: set[fx.Node], may_share: Callable[[list[fx.No
 
 
 def _can_be_merged(readers: list[fx.Node]) -> bool:
-    """Whether all are linears with parameters of their own, all with a bias or none."""
+    """Return True if all readers are linears with distinct parameters, all with a bias or all without."""
     if any(reader.target is not ops.linear for reader in readers):
         return False
     weights, biases = ([reader.args[at] for reader in readers] for at in (1, 2))

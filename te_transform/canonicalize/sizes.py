@@ -1,4 +1,4 @@
-"""Sizes are read as early as they are known, so that no value is there for the sake of its shape alone."""
+"""Read sizes from the earliest tensor that has them, so that no value is needed only for its shape."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from te_transform.graph.nodes import (
 
 
 def read_sizes_early(graph: fx.Graph) -> None:
-    """Let a size be read from the first tensor of the same shape that led to the one it is asked of.
+    """Make each size read the earliest tensor of the same shape from which its tensor is computed.
 
-    One that the code bound to a number, after it had read it as a symbol, is that number.
+    Replace a symbolic size by a number if the code specialized it to that number.
     """
     for node in graph.nodes:
         size = size_of(node)
@@ -35,7 +35,7 @@ def read_sizes_early(graph: fx.Graph) -> None:
 
 
 def _of_the_same_shape(node: fx.Node) -> fx.Node | None:
-    """A tensor of the same shape that the node is computed from."""
+    """Return an input of the node with the same shape, except the model's own tensors, or None."""
     if node.op not in ("call_function", "call_method") or writes(node):
         return None
     tensors = [n for n in node.all_input_nodes if is_tensor_node(n) and not is_model_tensor(n)]

@@ -1,7 +1,7 @@
-"""A softmax that was written out, or has the largest of its numbers subtracted before, as it does itself.
+"""Recognize a softmax that is written out, or that follows a subtraction of the row maximum.
 
-A row of -inf alone is NaN in all of these, as in softmax. exp(x) / exp(x).sum() without a shift is none of
-them: it overflows where softmax does not.
+torch.softmax subtracts the maximum itself. A row with only -inf is NaN in all these forms, as in softmax.
+exp(x) / exp(x).sum() without a shift is not accepted: it overflows where softmax does not.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ _X, _DIM = Var("x", is_tensor_node), Var("dim", lambda dim: type(dim) is int)
 
 
 def _shifted_by(number: Pattern) -> Call:
-    """x less a number for each row, which has no gradient that counts: softmax is the same for any."""
+    """Return the pattern of x minus a number per row.
+
+    The gradient of the number is zero, because the softmax does not depend on it; a detach is optional.
+    """
     return Call(torch.sub, _X, Maybe(torch.Tensor.detach, number))
 
 
 _LARGEST = OneOf(Call(operator.getitem, Call(torch.max, _X, _DIM, True), 0), Call(torch.amax, _X, _DIM, True))
-_EXP = Call(torch.exp, _shifted_by(_LARGEST), role="exp")  # one call: its name on both sides says so
+_EXP = Call(torch.exp, _shifted_by(_LARGEST), role="exp")  # the role makes both sides match the same node
 _OVER_SUM = Call(torch.div, _EXP, Call(torch.sum, _EXP, _DIM, True))
 _OF_LOG = Call(
     torch.exp,
@@ -43,7 +46,7 @@ def _softmax(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
 
 
 def _of_shifted(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
-    """The softmax without the shift; casts in between stay, if all numbers fit in."""
+    """Return the softmax without the shift, or None if a cast in between narrows; other casts stay."""
     softmax, *_ = match.nodes
     x, given = match.bound["x"], softmax.args[0]
     if is_narrower((given,), x):

@@ -1,7 +1,7 @@
-"""One target per operation, its arguments by position and its dimensions counted from the end.
+"""Give each operation one target, with positional arguments and dimensions counted from the end.
 
-A torch function, a Tensor method, an operator and its in-place form arrive under names of their own; table.py
-has the call that stands for all of them. Targets that it does not have stay as they were captured.
+A torch function, a Tensor method, an operator and its in-place form are captured under different names.
+table.py has the canonical call for all of them. Targets that are not in the table stay as captured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from te_transform.graph import edit, nodes
 
 
 def spell(graph: fx.Graph, stay: Collection[fx.Node]) -> None:
-    """Rewrite every call that the table has; a write in place becomes a new value unless it is in `stay`."""
+    """Rewrite every call in the table; an in-place write becomes a new value unless it is in `stay`."""
     for node in graph.nodes:
         call = _canonical(node) if _is_tensor_call(node) and node not in stay else None
         if call is not None:
@@ -40,8 +40,7 @@ def spell_pieces(graph: fx.Graph) -> None:
 
 
 def spell_indices(graph: fx.Graph) -> None:
-    """Rewrite an index that makes several dimensions of one, as x[None, :n, None], as what it takes and an
-    unsqueeze for each of them."""
+    """Rewrite an index that adds several dimensions, such as x[None, :n, None], as slices and unsqueezes."""
     for node in [node for node in graph.nodes if node.target is operator.getitem]:
         x, index = node.args
         parts = index if isinstance(index, tuple) else ()
@@ -62,7 +61,7 @@ def _unsqueeze(graph: fx.Graph, node: fx.Node, x: fx.Node, parts: tuple) -> None
 
 
 def _spread(parts: tuple, rank: int) -> list[Any]:
-    """An index with a slice for each dimension that `...`, or nothing, stands for."""
+    """Return an index with a slice for each dimension that `...` covers or that the index omits."""
     if Ellipsis not in parts:
         parts = (*parts, Ellipsis)
     at = parts.index(Ellipsis)
@@ -70,7 +69,7 @@ def _spread(parts: tuple, rank: int) -> list[Any]:
 
 
 def _is_tensor_call(node: fx.Node) -> bool:
-    """Whether the node computes a tensor, or several, from one: not a size from sizes."""
+    """Return True if the node's value is a tensor or a sequence of tensors, not a size."""
     held = nodes.value(node)
     several = isinstance(held, (tuple, list)) and bool(held) and isinstance(held[0], torch.Tensor)
     return node.op in ("call_function", "call_method") and (several or isinstance(held, torch.Tensor))
@@ -86,7 +85,7 @@ def _canonical(node: fx.Node) -> tuple | None:
     spelling = METHODS.get(name, SPELLINGS[name]) if method else SPELLINGS[name]
     try:
         bound = _signature(spelling).bind(*node.args, **node.kwargs)
-    except TypeError:  # a form that the table does not have, with out= for instance
+    except TypeError:  # a form that is not in the table, for example with out=
         return None
     return spelling(*bound.args, **bound.kwargs)
 
@@ -98,7 +97,7 @@ def _signature(spelling: Callable) -> inspect.Signature:
 
 @cache
 def _functions() -> dict[Any, str]:
-    """The functions of torch and of Python that the table has, with their names in it."""
+    """Return the torch and Python functions in the table, with their names in the table."""
     homes = (torch, F, torch._C._nn, torch._C._linalg, operator, torch.Tensor)
     found: dict[Any, str] = {}
     for name in (*SPELLINGS, *MOVES):
@@ -111,7 +110,7 @@ def _functions() -> dict[Any, str]:
 
 @cache
 def _methods() -> dict[str, str]:
-    """The names of methods of tensors that the table has, with those it has them by."""
+    """Return the Tensor method names in the table, with their names in the table."""
     return {
         spelled: name
         for name in (*SPELLINGS, *MOVES)

@@ -1,4 +1,4 @@
-"""Each operation as it may be written, and the call that stands for it."""
+"""The table of spellings: each operation as models may write it, and its canonical call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from te_transform.graph.nodes import dtype_of, is_number, is_tensor_node, shape_
 
 
 def back(x: Any, dim: Any, extra: int = 0) -> Any:
-    """The dimension counted from the end: -1 is the last, however many lead."""
+    """Return a dimension of `x` counted from the end: -1 is the last dimension for any rank."""
     if isinstance(dim, (tuple, list)):
         return back(x, dim[0], extra) if len(dim) == 1 else tuple(back(x, d, extra) for d in dim)
     first = x[0] if isinstance(x, (tuple, list)) else x
@@ -25,7 +25,7 @@ def back(x: Any, dim: Any, extra: int = 0) -> Any:
 
 
 def _sizes(sizes: tuple) -> tuple | None:
-    """The sizes given one by one, as a sequence or as a torch.Size; None where they are computed as one."""
+    """Return sizes given one by one, as a sequence or as a torch.Size; None if one node computes them all."""
     if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and sizes[0].target is torch.Size:
         sizes = sizes[0].args
     sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
@@ -39,7 +39,7 @@ def _swap(x: fx.Node, a: int, b: int) -> tuple:
 
 
 def permuted(x: fx.Node, *dims: Any) -> tuple:
-    """The call that permutes the dimensions of `x`: a transpose where it swaps two."""
+    """Return the call that permutes the dimensions of `x`: a transpose if it swaps two, else a permute."""
     order = [d % len(shape_of(x)) for d in _sizes(dims)]
     moved = [i for i, d in enumerate(order) if i != d]
     return _swap(x, *moved) if len(moved) == 2 else (torch.permute, (x, tuple(order)))
@@ -47,7 +47,7 @@ def permuted(x: fx.Node, *dims: Any) -> tuple:
 
 def _view(x: fx.Node, *sizes: Any, shape: Any = None, size: Any = None) -> tuple | None:
     target = _sizes(sizes or tuple(s for s in (shape, size) if s is not None))
-    if not target or any(isinstance(s, torch.dtype) for s in target):  # x.view(dtype) reads other bits
+    if not target or any(isinstance(s, torch.dtype) for s in target):  # x.view(dtype) reinterprets the bits
         return None
     return torch.reshape, (x, target)
 
@@ -63,7 +63,7 @@ def _attribute(x: fx.Node, name: str) -> tuple | None:
 
 
 def _item(x: fx.Node, index: Any) -> tuple | None:
-    """x[..., a:b] is columns, x[:, None] unsqueeze; other indices stay."""
+    """Return columns for x[..., a:b], unsqueeze for x[:, None], and None for other indices."""
     parts = index if isinstance(index, tuple) else (index,)
     rest = [i for i in parts if not (i is Ellipsis or (isinstance(i, slice) and i == FULL))]
     if not is_tensor_node(x) or len(rest) != 1:
@@ -88,7 +88,7 @@ def _narrow(x: fx.Node, dim: int, start: Any, length: Any) -> tuple | None:
 
 
 def _tensor_split(input: fx.Node, indices_or_sections: Any, dim: int = 0) -> tuple | None:
-    """Parts of one length are those of a chunk; of others the longer ones come first."""
+    """Return a chunk if all parts have one length; otherwise tensor_split puts the longer parts first."""
     count, length = indices_or_sections, shape_of(input)[dim]
     alike = type(count) is type(length) is int and length % count == 0
     return (torch.chunk, (input, count, back(input, dim))) if alike else None
@@ -145,7 +145,8 @@ def _softmax(
 ) -> tuple | None:
     if dim is None:
         return None
-    given = [r for r in (*rest, dtype) if isinstance(r, torch.dtype)]  # F.softmax has the stack level third
+    # the third argument of F.softmax is a stack level
+    given = [r for r in (*rest, dtype) if isinstance(r, torch.dtype)]
     return torch.softmax, (input, back(input, dim), given[0] if given else None)
 
 
@@ -157,7 +158,7 @@ def _log_softmax(
 
 
 def _norm(input: fx.Node, p: Any = "fro", dim: Any = None, keepdim: bool = False) -> tuple | None:
-    """The length of vectors along one dimension; other norms, and those of matrices, stay."""
+    """Return the vector 2-norm along one dimension, or None for other norms and matrix norms."""
     plain = p in (2, "fro", None) and type(back(input, dim)) is int
     return (torch.linalg.vector_norm, (input, 2, back(input, dim), keepdim)) if plain else None
 
@@ -191,7 +192,7 @@ def _cross_entropy(
 
 
 def _grouped_mm(mat_a: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Rows by groups, times a matrix each."""
+    """Return the op for groups of rows, each multiplied by its own matrix."""
     by_groups = offs is not None and len(shape_of(mat_a)) == 2 and len(shape_of(mat_b)) == 3
     plain = by_groups and bias is None and out_dtype is None
     return (ops.grouped_mm, (mat_a, mat_b, offs)) if plain else None
@@ -202,7 +203,7 @@ def _elementwise(function: Callable) -> Callable:
 
 
 def _activation(function: Callable) -> Callable:
-    """The call of an activation as a new value, all of its arguments but `inplace` by position."""
+    """Return the spelling of an activation without `inplace`, with all other arguments by position."""
 
     def call(*args: Any, **kwargs: Any) -> tuple:
         bound = signature.bind(*args, **kwargs)
@@ -215,7 +216,7 @@ def _activation(function: Callable) -> Callable:
 
 
 def _hardtanh(input: fx.Node, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> tuple:
-    """nn.ReLU6 is written as a hardtanh."""
+    """Return F.relu6 for a hardtanh from 0 to 6, the form in which nn.ReLU6 is captured."""
     if (min_val, max_val) == (0, 6):
         return F.relu6, (input,)
     return F.hardtanh, (input, min_val, max_val)
@@ -237,7 +238,7 @@ _ACTIVATIONS = (
 _UNARY = ("neg", "sqrt", "rsqrt", "square", "reciprocal", "tanh", "erf", "exp", "cos", "sin", "logical_not")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
-# name -> the call as it may be written, and the call that stands for it; None: this form stays as it is
+# name -> function from the arguments of a call to the canonical call, or None to leave the call unchanged
 SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "add": _sum,
     "radd": lambda input, other: _sum(other, input),
@@ -338,7 +339,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     **{name: _comparison(getattr(torch, name)) for name in _COMPARISONS},
 }
 
-# methods whose arguments stand in another order than those of the function, or have other names
+# methods whose arguments differ in order or name from those of the function
 METHODS: dict[str, Callable[..., tuple | None]] = {
     "split": lambda input, split_size, dim=0: (torch.split, (input, split_size, back(input, dim))),
     "where": lambda input, condition, other: (torch.where, (condition, input, other)),
