@@ -1,4 +1,4 @@
-"""The catalogue: one rewrite a file, and the order they run in."""
+"""The catalogue of rules, one per file, and the order in which they run."""
 
 from te_transform.passes import (
     attention,
@@ -14,15 +14,15 @@ from te_transform.passes import (
 )
 
 PIPELINE = (
-    # first: q, k, v and gate, up become one linear, which is what the fused modules hold
+    # first: q, k, v and gate, up become one linear, as in the fused modules
     merge_siblings.RULE,
-    rotary.RULE,  # before attention, whose queries and keys it reads for rotations in another form
-    attention.RULE,  # reads no linear, any place would do: next to the projections it belongs to
-    experts.RULE,  # its products are no linears, any place would do
-    chunked_loss.RULE,  # before those that would take its linear away; off unless it is asked for
-    pad_vocabulary.RULE,  # before those that would take its linear away; off unless it is asked for
-    layernorm_mlp.RULE,  # before layernorm_linear, which would take its norm and first linear away
-    layernorm_linear.RULE,  # before linear, which would take its linear away
-    linear.RULE,  # whatever linear is left
-    cross_entropy.RULE,  # last, as it is in the model
+    rotary.RULE,  # before attention: it looks at attention's queries and keys for other forms of rotation
+    attention.RULE,  # matches no linear, so its position is free: next to its projections
+    experts.RULE,  # its products are not linears, so its position is free
+    chunked_loss.RULE,  # before the rules that would fuse its linear; off by default
+    pad_vocabulary.RULE,  # before the rules that would fuse its linear; off by default
+    layernorm_mlp.RULE,  # before layernorm_linear, which would fuse its norm and first linear
+    layernorm_linear.RULE,  # before linear, which would fuse its linear
+    linear.RULE,  # all remaining linears
+    cross_entropy.RULE,  # last, as in the model
 )

@@ -1,4 +1,4 @@
-"""Attention, written out or called by name, becomes one attention core."""
+"""Fuse attention, written out or called by name, into one attention core."""
 
 from collections.abc import Iterator
 
@@ -20,14 +20,14 @@ _ARGUMENTS = (
 def refuse(
     backend, attention: Operation | None = None, softmax: fx.Node | None = None
 ) -> Iterator[str | None]:
-    """Every reason why there is no core for it; None where it calls the core that there is already."""
-    if attention is None:  # no spelling fitted: the softmax of something else, or attention of its own kind
+    """Yield every reason why no core computes this attention, or None if it already calls PyTorch's core."""
+    if attention is None:  # no spelling matched: not attention, or attention in an unknown form
         yield from [*scores.obstacles(softmax)] or [None]
         return
     if attention.sinks is not None and not backend.HAS_KERNELS:
         yield (
-            "the attention has a score more for each query, its sink, PyTorch's "
-            "scaled_dot_product_attention has none: convert with backend='te', whose kernels have it"
+            "the attention has sinks, one extra score per query, but PyTorch's scaled_dot_product_attention "
+            "does not support them: convert with backend='te', whose kernels do"
         )
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:
@@ -37,13 +37,16 @@ def refuse(
     is_trained = is_bias(mask) and attention.query.requires_grad
     if (called or is_trained) and _is_learned(attention.node.args[3]):
         yield (
-            "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: "
-            "freeze it, where training allows"
+            "the attention adds a learned bias to its scores, but TE's fast cores compute no gradient for "
+            "it: freeze the bias if training allows"
         )
 
 
 def _is_learned(mask: fx.Node) -> bool:
-    """Return True if a gradient goes back to what a mask is made of: through numbers, not through indices."""
+    """Return True if a gradient flows back to a tensor that a mask is computed from.
+
+    Gradients flow through floating point and complex values, not through indices.
+    """
     sources = computed_from([mask], _stops_gradients)
     return any(is_tensor_node(node) and value(node).requires_grad for node in sources)
 
@@ -55,13 +58,13 @@ def _stops_gradients(node: fx.Node) -> bool:
 
 
 def build(backend, attention: Operation) -> nn.Module:
-    """The attention core; masks, lengths and dropout are arguments of its call."""
+    """Return the attention core; masks, lengths and dropout are arguments of its call."""
     called = "scaled_dot_product_attention" in attention.spelled
     return backend.DotProductAttention(written_out=not called, wide_scores=bool(attention.wide_scores))
 
 
 class Example(nn.Module):
-    """Attention that is written out, and a projection."""
+    """A written-out attention and a projection."""
 
     def __init__(self):
         super().__init__()
@@ -81,5 +84,5 @@ RULE = Rule(
 )
 """Saves the [batch, heads, length, length] scores and probabilities, which the fused kernels never write.
 
-A mask that is found to be the causal one becomes the causal flag, so that the kernel skips the upper half.
+A mask whose values are causal becomes the causal flag, so that the kernel skips the upper half.
 """

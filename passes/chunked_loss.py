@@ -1,4 +1,4 @@
-"""The head of a language model and its loss, computed for a part of the vocabulary at a time."""
+"""Compute a language model's head and loss together, for one part of the vocabulary at a time."""
 
 from collections.abc import Iterator
 
@@ -13,18 +13,18 @@ from te_transform.plan.rule import Operation, Rule
 
 
 def refuse(loss: Operation, head: Operation, chunked_loss: bool) -> Iterator[str | None]:
-    """Whether it is wanted, and the loss has a gradient: without one, logits are what the model computes."""
+    """Yield None if the fusion is off, or if the loss has no gradient: the logits are then the result."""
     if not chunked_loss or not head.value.requires_grad or loss.logits.shape[-1] != head.width:
         yield None
 
 
 def build(backend) -> nn.Module:
-    """The fused op, the same for each backend: its products are PyTorch's."""
+    """Return the fused op, the same for every backend: it uses PyTorch's matrix products."""
     return ChunkedLoss()
 
 
 class Example(nn.Module):
-    """A head and its loss."""
+    """A language model head and its loss."""
 
     def __init__(self):
         super().__init__()
@@ -51,5 +51,7 @@ RULE = Rule(
     hands_out=("head",),
     example=lambda: (Example(), (torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))),
 )
-"""Saves the logits and their gradient, which are as many numbers as there are tokens times words; the head's
-product is computed a second time in the backward. What the model returns for its logits is NaN."""
+"""Saves the memory of the logits and of their gradient, [tokens, vocabulary] each.
+
+The backward computes the head's product a second time. The logits that the model returns are NaN.
+"""

@@ -1,4 +1,4 @@
-"""The loss of a language model in one kernel."""
+"""Compute a language model's loss in one kernel."""
 
 from collections.abc import Iterator
 
@@ -11,12 +11,12 @@ from te_transform.plan.rule import Operation, Rule
 
 
 def refuse(loss: Operation) -> Iterator[str]:
-    """No reason of its own: the op has one form."""
+    """Yield no reason: the op covers every match."""
     yield from ()
 
 
 def build(backend, loss: Operation) -> nn.Module:
-    """The fused op."""
+    """Return the fused op."""
     return backend.CrossEntropy()
 
 
@@ -29,5 +29,5 @@ RULE = Rule(
     needs_kernels=True,
     example=chunked_loss.RULE.example,
 )
-"""Saves the copies of the logits in fp32: the kernel reads them as they are, and leaves the gradient in their
-place."""
+"""Saves the fp32 copies of the logits: the kernel reads the logits in their own dtype, and overwrites them
+with the gradient."""

@@ -1,4 +1,4 @@
-"""The experts of a mixture model: tokens sorted by expert, two grouped products, and back: one op."""
+"""Fuse the experts of a mixture model into one op: sort by expert, two grouped products, and back."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -26,13 +26,13 @@ _ENDS = Call(ops.group_ends, Var("experts"))
 
 
 def _biased(product: Call, name: str) -> OneOf:
-    """A product, or one to which each expert adds a bias of its own."""
+    """Return the pattern of a product, with or without a bias per expert."""
     rows = Call(operator.getitem, Var(name, is_parameter), Call(ops.in_order, Var("experts")))
     return OneOf(Call(torch.add, product, rows, commute=True), product)
 
 
 def _clamped(gate: Call, beside: Call) -> Call:
-    """A gate in which no part of the product counts for more than a limit (GPT-OSS)."""
+    """Return the pattern of a gated product whose two factors are clamped to a limit (GPT-OSS)."""
     limit = Var("limit", is_number)
     within = Call(torch.clamp, beside, Var("least", is_number), limit)
     return Call(
@@ -56,13 +56,13 @@ _FC2 = Call(ops.grouped_mm, _ACTIVATED, Var("fc2_weight"), _ENDS, role="fc2")
 _FUSED = Call(
     ops.combine, _biased(_FC2, "fc2_bias"), Var("experts"), Var("weights"), Var("dtype"), role="combine"
 )
-# experts of other kinds
+# experts in forms that the op does not compute
 _SUMMED = Call(ops.combine, Var("y"), Var("experts"), Var("weights"), Var("dtype"), role="summed")
 _GROUPS = Call(ops.grouped_mm, Var("rows"), Var("weight"), Var("ends"), role="groups")
 _COPIES = Call(operator.getitem, Var("weight", is_parameter), Var("choices", is_tensor_node))
 _EACH = Call(torch.bmm, _COPIES, Var("rows"), role="each")
 _PRODUCTS = (ops.grouped_mm, torch.bmm)
-_ENDS_OF_WAYS = (ops.linear, *ops.NORMS, ops.sdpa)
+_PATH_ENDS = (ops.linear, *ops.NORMS, ops.sdpa)
 
 
 def refuse(
@@ -76,58 +76,60 @@ def refuse(
     groups: Operation | None = None,
     each: fx.Node | None = None,
 ) -> Iterator[str | None]:
-    """Every reason why these experts are none that the op computes; None where that is told elsewhere."""
+    """Yield every reason why the op does not compute these experts, or None if another match reports it."""
     if fc1 is not None:
-        yield from _of_this_kind(fc1, gated, half, end)
+        yield from _refuse_two_products(fc1, gated, half, end)
         if limit is not None and not 0 < limit == -least:
             yield (
-                f"what is beside the gate is clamped to {least} and {limit}, the fused op has one limit on "
-                "both sides: no kernel has two"
+                f"the product beside the gate is clamped to {least} and {limit}, but the fused op has one "
+                "limit for both signs: no kernel supports two"
             )
     elif summed is not None:
         yield (
-            "the experts are not two products with an activation between them that the fused op has: no "
-            "kernel has others"
+            "the experts are not two products with a supported activation between them: no kernel supports "
+            "other forms"
         )
-    elif _is_told_elsewhere(groups.node if each is None else each):
+    elif _is_reported_by_another_match(groups.node if each is None else each):
         yield None
     elif each is not None:
         yield (
-            "each choice of a token has a copy of its expert's weights, the fused op has tokens in groups: "
-            "call model.set_experts_implementation('grouped_mm') before the conversion"
+            "each choice of a token reads a copy of its expert's weights, but the fused op needs tokens "
+            "grouped by expert: call model.set_experts_implementation('grouped_mm') before the conversion"
         )
-    elif told := [*cut(_since_topk(groups.node))]:
-        yield from told
+    elif reasons := [*cut(_nodes_since_topk(groups.node))]:
+        yield from reasons
     else:
         yield (
-            "the groups of tokens are not those of topk's choices, which alone are known to be experts: "
-            "choose by torch.topk"
+            "the groups of tokens do not come from the indices of topk, the only recognized routing: choose "
+            "the experts by torch.topk"
         )
 
 
-def _of_this_kind(fc1: Operation, gated: str, half: int, end: int) -> Iterator[str]:
+def _refuse_two_products(fc1: Operation, gated: str, half: int, end: int) -> Iterator[str]:
     if fc1.x.dtype is not torch.bfloat16:
         yield (
-            f"the experts compute in {dtype_name(fc1.x.dtype)}, PyTorch's kernels of products by groups are "
-            "for bfloat16 alone: convert the model with its weights in that (te-transform: --dtype bfloat16)"
+            f"the experts compute in {dtype_name(fc1.x.dtype)}, but PyTorch's grouped matrix products "
+            "support only bfloat16: convert the model with bfloat16 weights (te-transform: --dtype bfloat16)"
         )
     if gated == "pairs":
         half, end = fc1.width - fc1.width // 2, fc1.width
     if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
         yield (
-            f"the gate has {half} of the first product's {fc1.width} outputs, experts have as many in the "
-            "gate as beside it: no kernel has others"
+            f"the gate has {half} of the first product's {fc1.width} outputs, but the fused op needs exactly "
+            "half: no kernel supports other splits"
         )
 
 
-def _is_told_elsewhere(product: fx.Node) -> bool:
-    """Whether it is the second product of experts, or these are known by the sum over their choices."""
+def _is_reported_by_another_match(product: fx.Node) -> bool:
+    """Return True for the second product of experts, or if the sum over their choices is matched too."""
     return bool(_reached(product, _reads, *_PRODUCTS) or _reached(product, _users, ops.combine))
 
 
-def _since_topk(product: fx.Node) -> set[fx.Node]:
-    """What is computed from a router's choices up to a product of their groups and the next one; nothing
-    where the groups are not made of any."""
+def _nodes_since_topk(product: fx.Node) -> set[fx.Node]:
+    """Return the nodes from a router's topk to a grouped product and the next product.
+
+    The set is empty if the groups are not computed from topk.
+    """
     found, waiting = {product, *_reached(product, _users, *_PRODUCTS)}, [product.args[2]]
     is_of_topk = False
     while waiting:
@@ -148,13 +150,13 @@ def _reads(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _reached(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], *wanted: Any) -> set[fx.Node]:
-    """The nearest calls of `wanted` on the ways from a node, which end where another part of a layer is."""
+    """Return the nearest calls of `wanted` on paths from a node; paths end at another part of the layer."""
     found, seen, waiting = set(), set(), [*following(start)]
     while waiting:
         node = waiting.pop()
         if node.target in wanted:
             found.add(node)
-        elif node not in seen and node.target not in _ENDS_OF_WAYS and is_tensor_node(node):
+        elif node not in seen and node.target not in _PATH_ENDS and is_tensor_node(node):
             seen.add(node)
             waiting += following(node)
     return found
@@ -163,12 +165,12 @@ def _reached(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], 
 def build(
     backend, activation: Operation, gated: str, limit: float | None = None, offset: str = "none"
 ) -> nn.Module:
-    """The fused op."""
+    """Return the fused op."""
     return backend.Experts(activation=activation.op, gated=gated, limit=limit, offset=int(offset == "one"))
 
 
 class Example(nn.Module):
-    """Four experts, of which each token has two."""
+    """Four experts, two per token."""
 
     def __init__(self):
         super().__init__()
@@ -195,5 +197,8 @@ RULE = Rule(
     reads=("x", "experts", "weights", "fc1.weight", "fc2.weight", "dtype", "fc1_bias", "fc2_bias"),
     example=lambda: (Example(), (torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 4))),
 )
-"""Saves the passes between the products over all tokens times their choices: the sum over the choices in one
-kernel, gradients gathered where PyTorch adds up rows one by one, and a gated activation in one kernel."""
+"""Saves the passes over [tokens * choices, width] tensors around the two products.
+
+One kernel sums over the choices, and one kernel computes a gated activation. Gradients are gathered, where
+PyTorch adds them up row by row.
+"""

@@ -1,4 +1,4 @@
-"""A linear that reads a norm becomes LayerNormLinear."""
+"""Fuse a norm and the linear that reads it into LayerNormLinear."""
 
 from collections.abc import Iterator
 
@@ -14,17 +14,17 @@ NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 
 def refuse(norm: Operation | None = None, normalized: fx.Node | None = None) -> Iterator[str]:
-    """Yield why a norm is not the op's. Ones and zeros stand for a scale or a bias that a norm lacks."""
+    """Yield why the op cannot compute a norm; ones and zeros replace a missing scale or bias."""
     if norm is None:
         yield (
-            f"the linear reads a norm that is written out and ends in {called(normalized)}, LayerNormLinear "
-            "has LayerNorm and RMSNorm with one scale and one bias: call F.layer_norm or F.rms_norm with "
-            "them, where the mathematics allows"
+            f"the linear reads a written-out norm that ends in {called(normalized)}, but LayerNormLinear "
+            "supports only LayerNorm and RMSNorm with one scale and one bias: call F.layer_norm or "
+            "F.rms_norm with them if the mathematics allows"
         )
 
 
 def build(backend, norm: Operation, shared: tuple[str, ...]) -> nn.Module:
-    """The fused op, with the norm's eps and kind."""
+    """Return the fused op for the norm's eps and type."""
     return backend.LayerNormLinear(
         eps=norm.eps,
         normalization=NORMALIZATION[norm.op],
@@ -44,5 +44,6 @@ RULE = Rule(
 )
 """Saves writing the normalized tensor and reading it back; in FP8 the norm kernel quantizes its own output.
 
-RMSNorms that round before the scale (Llama's) are rounded once instead, at most about one ulp apart in bf16.
+RMSNorms that round before the scale (Llama's) round only once instead. In bf16 the results differ by at most
+about one ulp.
 """

@@ -1,4 +1,4 @@
-"""norm, linear, activation (or gated activation), linear: LayerNormMLP."""
+"""Fuse norm, linear, activation (gated or not) and linear into LayerNormMLP."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -15,12 +15,12 @@ from te_transform.plan.rule import Operation, Rule
 
 
 def halves(fc1: Pattern) -> tuple[Call, Call]:
-    """The two parts of the columns of a gated MLP's first product."""
+    """Return the patterns of the two column ranges of a gated MLP's first product."""
     return Call(ops.columns, fc1, 0, Var("half")), Call(ops.columns, fc1, Var("half"), Var("end"))
 
 
 def activated(fc1: Pattern) -> OneOf:
-    """What MLPs compute of their first product `fc1`, by which part of it is activated."""
+    """Return the pattern of the activation after the first product `fc1`; `gated` is the activated part."""
     first, second = halves(fc1)
     act = partial(Call, ops.ACTIVATIONS, role="activation")
     gates = {"first half": (first, second), "second half": (second, first)}
@@ -59,13 +59,13 @@ def refuse(
         yield from _of_activation(backend, approximate, activation, gated)
     if gated not in backend.GATES:
         yield (
-            f"the {gated} of the first linear's outputs is activated, LayerNormMLP activates the "
-            f"{' or the '.join(backend.GATES[1:])}: make it two linears, one for each half"
+            f"the activation is applied to the {gated} of the first linear's outputs, but LayerNormMLP "
+            f"activates the {' or the '.join(backend.GATES[1:])}: split the linear into two, one per half"
         )
     if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
         yield (
-            f"the gate has {half} of the first linear's {fc1.width} outputs, LayerNormMLP has as many in the "
-            "gate as beside it: no kernel has others"
+            f"the gate has {half} of the first linear's {fc1.width} outputs, but LayerNormMLP needs exactly "
+            "half: no kernel supports other splits"
         )
     yield from _of_shapes(fc1, fc2, dropout)
 
@@ -74,15 +74,15 @@ def _of_activation(backend, approximate: bool, activation: Operation, gated: str
     known = _activations(backend, gated)
     if activation.op == "gelu" and gated != "no" and not approximate:
         yield (
-            "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation behind a gate: "
-            "allow approximate=True, in float32 with verify=False"
+            "the activation is the exact (erf) GELU, but a gated LayerNormMLP has only the tanh "
+            "approximation: set approximate=True, in float32 also verify=False"
         )
     elif activation.op != "gelu" and activation.op not in known:
         yield from _unknown(activation.op, known)
 
 
 def _of_functions(backend, fc1: Operation, fc2: Operation, functions: tuple[str, ...]) -> Iterator[str]:
-    """Yield what LayerNormMLP has instead of functions that are no single activation of its own."""
+    """Yield why LayerNormMLP cannot compute functions that are not one of its activations."""
     inner = fc2.weight.shape[1]
     known = _activations(backend, "no" if "mul" not in functions or fc1.width == inner else "first half")
     is_one = len({*functions} & {*known}) == 1 and {*functions} <= {"mul", "div", *known}
@@ -95,27 +95,28 @@ def _of_functions(backend, fc1: Operation, fc2: Operation, functions: tuple[str,
         yield from _unknown(others[0] if alone else f"made of {', '.join(functions)}", known)
     if "cast" in functions:
         yield (
-            "the activation is computed in another dtype than the first linear, LayerNormMLP has one for "
-            "both: leave out the casts"
+            "the activation is computed in another dtype than the first linear, but LayerNormMLP uses one "
+            "dtype for both: remove the casts"
         )
     elif not others and not leads_elsewhere(fc1.node, fc2.node):
         yield (
-            f"the first linear's outputs go through {', '.join(functions)} before the second, LayerNormMLP "
-            "has one activation of all, or of one half, times the other: no kernel has others"
+            f"the first linear's outputs go through {', '.join(functions)} before the second linear, but "
+            "LayerNormMLP has one activation of all outputs, or of one half times the other half: no kernel "
+            "supports others"
         )
 
 
 def _of_factors(fc1: fx.Node, fc2: fx.Node) -> Iterator[str]:
-    """Yield what to do about numbers that the activation, or what it reads, is multiplied by."""
+    """Yield a remedy for each constant factor before or after the activation."""
     if len(fc1.users) == 1 and _is_multiple(next(iter(fc1.users))):
         yield (
-            "the first linear's outputs are multiplied by a number before the activation, LayerNormMLP has "
-            "no factor there: multiply its stored weight and bias by it"
+            "the first linear's outputs are multiplied by a number before the activation, but LayerNormMLP "
+            "has no factor there: multiply the stored weight and bias of the first linear by the number"
         )
     if _is_multiple(fc2.args[0]):
         yield (
-            "the activation is multiplied by a number before the second linear, LayerNormMLP has no factor "
-            "there: multiply its stored weight by it"
+            "the activation is multiplied by a number before the second linear, but LayerNormMLP has no "
+            "factor there: multiply the stored weight of the second linear by the number"
         )
 
 
@@ -128,25 +129,26 @@ def _is_multiple(node: fx.Node) -> bool:
 
 def _unknown(activation: str, known: Iterable[str]) -> Iterator[str]:
     yield (
-        f"the activation is {activation}, LayerNormMLP has {', '.join(sorted(known))}: no kernel has others"
+        f"the activation is {activation}, but LayerNormMLP has only {', '.join(sorted(known))}: no kernel "
+        "supports others"
     )
 
 
 def _of_shapes(fc1: Operation, fc2: Operation, dropout: Operation | None) -> Iterator[str]:
     if dropout is not None:
         yield (
-            f"a dropout of {dropout.p} stands before the second linear, LayerNormMLP has none there: set it "
-            "to 0"
+            f"a dropout of {dropout.p} precedes the second linear, but LayerNormMLP has no dropout there: "
+            "set it to 0"
         )
     if (fc1.bias is None) != (fc2.bias is None):
         yield (
-            "one of the two linears has a bias and one has none, LayerNormMLP has both or none: give the "
-            "other one too, of zeros"
+            "only one of the two linears has a bias, but LayerNormMLP has two biases or none: give the other "
+            "linear a bias of zeros"
         )
     if fc1.weight.shape[1] != fc2.weight.shape[0]:
         yield (
-            f"the MLP maps {fc1.weight.shape[1]} features to {fc2.weight.shape[0]}, LayerNormMLP keeps their "
-            "number: no kernel changes it"
+            f"the MLP maps {fc1.weight.shape[1]} features to {fc2.weight.shape[0]}, but LayerNormMLP keeps "
+            "the number of features: no kernel changes it"
         )
 
 
@@ -158,7 +160,7 @@ def build(
     gated: str,
     shared: tuple[str, ...],
 ) -> nn.Module:
-    """The fused op."""
+    """Return the fused op."""
     op = "gelu_tanh" if approximate and activation.op == "gelu" else activation.op
     return backend.LayerNormMLP(
         eps=norm.eps,
@@ -175,7 +177,7 @@ def _activations(backend, gated: str) -> dict[str, str]:
 
 
 def example() -> tuple[nn.Module, torch.Tensor]:
-    """The MLP of a GPT-2."""
+    """Return the MLP of a GPT-2 and its input."""
     mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU("tanh"), nn.Linear(64, 16))
     return mlp, torch.zeros(4, 16)
 
@@ -189,8 +191,8 @@ RULE = Rule(
     shares=("norm",),
     example=example,
 )
-"""Saves the normalized tensor's round trip and, in FP8, the activation's: it is quantized where it is
-computed.
+"""Saves the normalized tensor's round trip to memory and, in FP8, the activation's: the kernel that computes
+the activation also quantizes it.
 
-With approximate=True an exact GELU becomes the tanh one: at most 4.8e-4 apart (at |x| = 2.7).
+With approximate=True an exact GELU becomes the tanh GELU. The two differ by at most 4.8e-4 (at |x| = 2.7).
 """

@@ -1,4 +1,4 @@
-"""A linear that nothing else fused becomes the backend's Linear."""
+"""Replace each linear that no other rule fused by the backend's Linear."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,12 @@ from te_transform.plan.rule import Operation, Rule
 
 
 def refuse(linear: Operation) -> Iterator[str]:
-    """No reason of its own: every linear is one."""
+    """Yield no reason: the op covers every linear."""
     yield from ()
 
 
 def build(backend, linear: Operation) -> nn.Module:
-    """The same linear."""
+    """Return the backend's linear."""
     return backend.Linear()
 
 
@@ -27,4 +27,4 @@ RULE = Rule(
     reads=("linear.x", "linear.weight", "linear.bias"),
     example=lambda: (nn.Linear(16, 32), torch.zeros(4, 16)),
 )
-"""Saves what FP8 saves: the product runs in the recipe's precision. In plain PyTorch nothing changes."""
+"""Saves time only in FP8: the product runs in the recipe's precision. In plain PyTorch nothing changes."""

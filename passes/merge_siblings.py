@@ -1,4 +1,4 @@
-"""Linears that read one tensor become one linear."""
+"""Merge linears that read the same tensor into one linear."""
 
 from collections.abc import Iterator
 
@@ -10,56 +10,62 @@ from te_transform.graph.nodes import is_parameter, value
 from te_transform.graph.pattern import Siblings
 from te_transform.plan.rule import Operation, Rule, reshaped, stored_in
 
-ROWS = 16  # what FP8 kernels take a multiple of
+ROWS = 16  # FP8 kernels need a multiple of this number of rows
 
 
 def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
-    """Every reason why the projections cannot share one product."""
+    """Yield every reason why the linears cannot share one product."""
     if not all(linear.weight.shape[0] for linear in linears):
-        yield "one of the linears has no rows, each needs some: leave it out of the model"
+        yield "one of the linears has no rows, but each needs at least one: remove it from the model"
     mixed = len({linear.bias is None for linear in linears}) > 1
     narrow = [linear.weight.shape[0] for linear in linears if linear.weight.shape[0] % ROWS]
     if mixed and narrow:
         yield (
-            f"some of the linears have a bias and some have none, and one has {narrow[0]} rows, "
-            f"which would cost the others their kernels: give it a multiple of {ROWS}"
+            f"some of the linears have a bias and some have none, and one has {narrow[0]} rows, but kernels "
+            f"for the merged linear need a multiple of {ROWS}: give it a multiple of {ROWS} rows"
         )
     if len({linear.sources("weight") for linear in linears}) < len(linears):
         yield (
-            "some of the linears have the same weight, a merged linear has each row once: compute their "
+            "some of the linears have the same weight, but a merged linear has each row once: compute their "
             "product once"
         )
     biases = [bias for linear in linears for bias in linear.sources("bias")]
     if not all(map(is_parameter, biases)):
         yield (
-            "the linear's bias is computed at every call, a parameter is needed: compute it once and store "
-            "it, where training allows"
+            "the linear's bias is computed at every call, but it must be a parameter: compute it once and "
+            "store it if training allows"
         )
     weights = [linear.node.args[1] for linear in linears]
     if any(weight.target is not torch.t and reshaped(weight) is not weight for weight in weights):
         yield (
-            "a weight is a view of a parameter in another shape, rows that lie below each other are needed: "
-            "store it as [outputs, inputs], as nn.Linear does"
+            "a weight is a view of a parameter in another shape, but merging needs consecutive rows: store "
+            "it as [outputs, inputs], as nn.Linear does"
         )
     if any(stored_in(weight) != (weight,) and weight.target is torch.t for weight in weights):
         yield (
-            "a weight is stored transposed, rows that lie below each other are needed: store it as "
-            "[outputs, inputs], as nn.Linear does"
+            "a weight is stored transposed, but merging needs consecutive rows: store it as [outputs, "
+            "inputs], as nn.Linear does"
         )
 
 
-_KEPT = (*ops.ACTIVATIONS, ops.columns)  # what stands between a linear and the product of a gate
+_KEPT = (*ops.ACTIVATIONS, ops.columns)  # the calls between a linear and the product of a gate
 
 
 def group(linear: fx.Node) -> fx.Node | bool:
-    """What siblings are alike in: a merged linear has the gradients of all its rows or of none, so LoRA's
-    stay apart from the frozen ones beside them; gate and up of an MLP stay together."""
+    """Return the key of the group that a linear can be merged with.
+
+    A merged linear computes gradients for all of its rows or for none. LoRA's linears therefore stay apart
+    from frozen linears, and gate and up of an MLP form a group.
+    """
     return gated_product(linear) or value(linear.args[1]).requires_grad
 
 
 def gated_product(linear: fx.Node) -> fx.Node | None:
-    """What gate and up of an MLP meet in, one of them activated: where attention reads the norm that they
-    read too (Cohere), they are a product by themselves, for LayerNormMLP."""
+    """Return the multiplication of gate and up in an MLP, one of them activated, or None.
+
+    If attention reads the same norm as the MLP (Cohere), gate and up are merged on their own for
+    LayerNormMLP.
+    """
     (product, *others) = {*_readers(linear)} or (None,)
     if others or product is None or product.target is not torch.mul or linear.args[0].target not in ops.NORMS:
         return None
@@ -85,7 +91,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 class Example(nn.Module):
-    """Queries and keys of one tensor."""
+    """The query and key projections of one tensor."""
 
     def __init__(self):
         super().__init__()
@@ -103,9 +109,9 @@ RULE = Rule(
 )
 """Saves products and reads: q, k and v, or gate and up, are one matrix product and read their input once.
 
-Where some have a bias and some have none, as the keys of Whisper, zeros stand for those that are missing.
+If some of the linears have a bias and some have none (the keys of Whisper), zeros replace the missing biases.
 
-Exact but for the order of sums: the input's gradient is one product instead of a sum of several. The
-parameters stay apart; where they lie next to each other, which convert() sees to, the product reads all of
-them at once.
+The result is exact except for the order of sums: the input's gradient is one product instead of a sum of
+several. The parameters stay separate. convert() makes them adjacent in memory, so that the product reads all
+of them at once.
 """

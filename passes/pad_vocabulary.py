@@ -1,4 +1,4 @@
-"""The head of a language model whose vocabulary is no multiple of 8: a product with rows of zeros added."""
+"""Pad the product of a language model's head with rows of zeros if the vocabulary is not a multiple of 8."""
 
 from collections.abc import Iterator
 
@@ -11,20 +11,20 @@ from te_transform.plan.rule import Operation, Rule
 
 
 def refuse(linear: Operation, pad_vocabulary: bool, compile: bool | str) -> Iterator[str | None]:
-    """Whether it would help, and is wanted."""
+    """Yield a reason if padding would help but is off, and None if padding would not help."""
     rows = linear.weight.shape[0]
-    is_input = not isinstance(rows, int)  # a weight that the caller brings, with as many rows as they like
-    if is_input or rows % ALIGNED == 0 or rows < MIN_PADDED_ROWS or compile:  # inductor pads by itself
+    is_input = not isinstance(rows, int)  # the weight is an input with a symbolic number of rows
+    if is_input or rows % ALIGNED == 0 or rows < MIN_PADDED_ROWS or compile:  # inductor pads itself
         yield None
     elif not pad_vocabulary:
         yield (
-            f"a product with {rows:,} rows, no multiple of {ALIGNED}, takes a GPU three times as long as one "
-            "that is padded with zeros: allow pad_vocabulary=True"
+            f"a product with {rows:,} rows, not a multiple of {ALIGNED}, takes three times as long on a GPU "
+            "as a product padded with zeros: set pad_vocabulary=True"
         )
 
 
 def build(backend, linear: Operation) -> nn.Module:
-    """The same linear, which pads."""
+    """Return a linear that pads its product."""
     return backend.PaddedLinear()
 
 
@@ -38,5 +38,5 @@ RULE = Rule(
 )
 """Saves two thirds of the product's time on a GPU.
 
-Only what is computed is padded: parameters, logits and checkpoints have the rows that they have.
+Only the computation is padded: parameters, logits and checkpoints keep their shapes.
 """

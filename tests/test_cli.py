@@ -505,7 +505,7 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert "- the model writes to a tensor in the middle of the attention, the fused one is " in told
     if rule == "layernorm_mlp":
         assert "Saves the normalized tensor's round trip" in told
-        assert "- one of the two linears has a bias and one has none, LayerNormMLP has both or none: " in told
+        assert "- only one of the two linears has a bias, but LayerNormMLP has two biases or none: " in told
 
 
 OWN_RULE = """from dataclasses import replace
@@ -528,7 +528,7 @@ def test_explain_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str], folder: 
     assert capsys.readouterr().out == told
     assert main(["explain", "rules_of_mine:MINE"]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("mine: A linear that nothing else fused")
+    assert told.startswith("mine: Replace each linear that no other rule fused")
     assert "- linear.x, linear.weight, linear.bias, as far as the model has them" in told
     assert "\nbefore\n" not in told, "there is no example"
 

@@ -17,7 +17,7 @@ from tests.zoo import CASES, seeded, zero_dropout
 
 # The sentences
 
-DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has none there: set it to 0"
+DROPPED = "a dropout of 0.1 precedes the second linear, but LayerNormMLP has no dropout there: set it to 0"
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by mean, fused attention keeps them inside: let "
     "nothing else read them, as with need_weights=False or output_attentions=False"

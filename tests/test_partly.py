@@ -155,7 +155,8 @@ COMPUTED = (
     "where training allows"
 )
 SAME = (
-    "some of the linears have the same weight, a merged linear has each row once: compute their product once"
+    "some of the linears have the same weight, but a merged linear has each row once: compute their product "
+    "once"
 )
 
 # What is changed, what is fused then, and a reason that is given for what is not

@@ -97,10 +97,10 @@ COUNTS = {
     "clip_text": QUICKSTART | {"merge_siblings": 2},
 }  # fmt: skip
 
-DROPPED = "a dropout of 0.1 stands before the second linear, LayerNormMLP has none there: set it to 0"
+DROPPED = "a dropout of 0.1 precedes the second linear, but LayerNormMLP has no dropout there: set it to 0"
 BIAS = (
-    "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: freeze it, "
-    "where training allows"
+    "the attention adds a learned bias to its scores, but TE's fast cores compute no gradient for it: "
+    "freeze the bias if training allows"
 )
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by mean, fused attention keeps them inside: let "

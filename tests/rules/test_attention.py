@@ -143,8 +143,8 @@ def test_a_bias_is_left_to_pytorch_where_the_fast_cores_have_none() -> None:
     make = attends(called_with_a_bias, mask=lambda: nn.Parameter(torch.zeros(LONGEST, LONGEST)))
     fused(make).expect(attention=1)
     assert reasons(sites(make, backend="te"), "attention") == {
-        "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: freeze "
-        "it, where training allows"
+        "the attention adds a learned bias to its scores, but TE's fast cores compute no gradient for it: "
+        "freeze the bias if training allows"
     }
 
 
@@ -170,8 +170,8 @@ def test_a_bias_that_nobody_learns_is_fused() -> None:
     sites(attends(alibi, mask=mask), backend="te").expect(attention=1)
     learned = attends(alibi, mask=lambda: nn.Parameter(mask()))
     assert reasons(sites(learned, backend="te"), "attention") == {
-        "the attention adds a learned bias to its scores, TE's fast cores have no gradient for it: freeze "
-        "it, where training allows"
+        "the attention adds a learned bias to its scores, but TE's fast cores compute no gradient for it: "
+        "freeze the bias if training allows"
     }
 
 

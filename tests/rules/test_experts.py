@@ -447,23 +447,23 @@ def test_several_gradients_at_once(backend: str, te: ModuleType) -> None:
 REFUSES = {
     "float32": (
         Mixture,
-        "the experts compute in float32, PyTorch's kernels of products by groups are for bfloat16 "
-        "alone: convert the model with its weights in that (te-transform: --dtype bfloat16)",
+        "the experts compute in float32, but PyTorch's grouped matrix products support only bfloat16: "
+        "convert the model with bfloat16 weights (te-transform: --dtype bfloat16)",
     ),
     "a narrow gate": (
         made(act=lambda hidden: F.silu(hidden[..., :1]) * hidden[..., 1:], width=INNER + 1),
-        f"the gate has 1 of the first product's {INNER + 1} outputs, experts have as many in the gate as "
-        "beside it: no kernel has others",
+        f"the gate has 1 of the first product's {INNER + 1} outputs, but the fused op needs exactly half: "
+        "no kernel supports other splits",
     ),
     "uneven limits": (
         made(act=partial(clamped, least=-0.5)),
-        "what is beside the gate is clamped to -0.5 and 0.7, the fused op has one limit on both sides: no "
-        "kernel has two",
+        "the product beside the gate is clamped to -0.5 and 0.7, but the fused op has one limit for both "
+        "signs: no kernel supports two",
     ),
     "an odd number of pairs": (
         made(act=lambda hidden: clamped(hidden[..., :-1]), width=2 * INNER + 1),
-        "the experts are not two products with an activation between them that the fused op has: no "
-        "kernel has others",
+        "the experts are not two products with a supported activation between them: no kernel supports "
+        "other forms",
     ),
 }
 
@@ -505,13 +505,13 @@ REFUSES |= {
     ),
     "another router": (
         made(route=by_order, masked=False),
-        "the groups of tokens are not those of topk's choices, which alone are known to be experts: choose "
-        "by torch.topk",
+        "the groups of tokens do not come from the indices of topk, the only recognized routing: choose "
+        "the experts by torch.topk",
     ),
     "another activation": (
         made(act=torch.sin, width=INNER),
-        "the experts are not two products with an activation between them that the fused op has: no "
-        "kernel has others",
+        "the experts are not two products with a supported activation between them: no kernel supports "
+        "other forms",
     ),
 }
 OF_OTHER_KINDS = {

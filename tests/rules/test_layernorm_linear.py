@@ -190,8 +190,9 @@ BEFORE = (
     "that come after the linear"
 )
 WRITTEN_OUT = (
-    "the linear reads a norm that is written out and ends in {}, LayerNormLinear has LayerNorm and RMSNorm "
-    "with one scale and one bias: call F.layer_norm or F.rms_norm with them, where the mathematics allows"
+    "the linear reads a written-out norm that ends in {}, but LayerNormLinear supports only LayerNorm and "
+    "RMSNorm with one scale and one bias: call F.layer_norm or F.rms_norm with them if the mathematics "
+    "allows"
 )
 
 

@@ -169,33 +169,33 @@ def test_is_fused_beside_attention_that_reads_the_same_norm_before(joined: bool)
 
 
 ERF = (
-    "the activation is the exact (erf) GELU, LayerNormMLP has the tanh approximation behind a gate: allow "
-    "approximate=True, in float32 with verify=False"
+    "the activation is the exact (erf) GELU, but a gated LayerNormMLP has only the tanh approximation: set "
+    "approximate=True, in float32 also verify=False"
 )
 REFUSES: dict[str, tuple[Make, str]] = {
     "exact gelu, gated": (gated(F.gelu), ERF),
     "another activation": (
         mlp(torch.sigmoid),
-        "the activation is sigmoid, LayerNormMLP has gelu, gelu_tanh, quick_gelu, relu, silu, squared_relu: "
-        "no kernel has others",
+        "the activation is sigmoid, but LayerNormMLP has only gelu, gelu_tanh, quick_gelu, relu, silu, "
+        "squared_relu: no kernel supports others",
     ),
     "an uneven gate": (
         mlp(lambda x: F.relu(x[..., :8]) * x[..., 8:16], widths=(FFN, 8)),
-        "the gate has 8 of the first linear's 32 outputs, LayerNormMLP has as many in the gate as beside it: "
-        "no kernel has others",
+        "the gate has 8 of the first linear's 32 outputs, but LayerNormMLP needs exactly half: no kernel "
+        "supports other splits",
     ),
     "dropout": (
         lambda: mlp(F.relu, p=0.25)().train(),
-        "a dropout of 0.25 stands before the second linear, LayerNormMLP has none there: set it to 0",
+        "a dropout of 0.25 precedes the second linear, but LayerNormMLP has no dropout there: set it to 0",
     ),
     "one bias": (
         mlp(F.relu, biases=(False, True)),
-        "one of the two linears has a bias and one has none, LayerNormMLP has both or none: give the "
-        "other one too, of zeros",
+        "only one of the two linears has a bias, but LayerNormMLP has two biases or none: give the other "
+        "linear a bias of zeros",
     ),
     "another width": (
         mlp(F.relu, out=8),
-        "the MLP maps 16 features to 8, LayerNormMLP keeps their number: no kernel changes it",
+        "the MLP maps 16 features to 8, but LayerNormMLP keeps the number of features: no kernel changes it",
     ),
 }
 
@@ -223,8 +223,8 @@ def test_an_activation_that_no_kernel_has_is_named(name: str) -> None:
     report = fused(mlp(act))
     report.expect(layernorm_mlp=0, layernorm_linear=1, linear=1)
     assert reasons(report, "layernorm_mlp") == {
-        f"the activation is {called}, LayerNormMLP has gelu, gelu_tanh, quick_gelu, relu, silu, "
-        "squared_relu: no kernel has others"
+        f"the activation is {called}, but LayerNormMLP has only gelu, gelu_tanh, quick_gelu, relu, silu, "
+        "squared_relu: no kernel supports others"
     }
 
 
@@ -250,24 +250,24 @@ def with_two_norms(model: nn.Module, x: Tensor) -> Tensor:
 
 
 LEAVE_CASTS = (
-    "the activation is computed in another dtype than the first linear, LayerNormMLP has one for both: leave "
-    "out the casts"
+    "the activation is computed in another dtype than the first linear, but LayerNormMLP uses one dtype for "
+    "both: remove the casts"
 )
 MERGED = (
     "the first linear is one product with others that read the same norm, LayerNormMLP needs one of its own: "
     "give the MLP a norm of its own, where training allows"
 )
 OTHERWISE = (
-    "the first linear's outputs go through silu, mul before the second, LayerNormMLP has one activation of "
-    "all, or of one half, times the other: no kernel has others"
+    "the first linear's outputs go through silu, mul before the second linear, but LayerNormMLP has one "
+    "activation of all outputs, or of one half times the other half: no kernel supports others"
 )
 AFTER = (
-    "the activation is multiplied by a number before the second linear, LayerNormMLP has no factor there: "
-    "multiply its stored weight by it"
+    "the activation is multiplied by a number before the second linear, but LayerNormMLP has no factor "
+    "there: multiply the stored weight of the second linear by the number"
 )
 FIRST = (
-    "the first linear's outputs are multiplied by a number before the activation, LayerNormMLP has no factor "
-    "there: multiply its stored weight and bias by it"
+    "the first linear's outputs are multiplied by a number before the activation, but LayerNormMLP has no "
+    "factor there: multiply the stored weight and bias of the first linear by the number"
 )
 UNLIKE_ANY = {
     "a multiple of the activation": (mlp(lambda x: F.gelu(x) * 0.5), AFTER),
@@ -281,8 +281,8 @@ UNLIKE_ANY = {
     "the activation of a multiple": (mlp(lambda x: F.gelu(x * 0.5)), FIRST),
     "mish behind a gate": (
         gated(F.mish),
-        "the activation is mish, LayerNormMLP has gelu_tanh, quick_gelu, relu, sigmoid, silu, "
-        "squared_relu: no kernel has others",
+        "the activation is mish, but LayerNormMLP has only gelu_tanh, quick_gelu, relu, sigmoid, silu, "
+        "squared_relu: no kernel supports others",
     ),
     "merged with q, k and v": (beside(squared_relu), MERGED),
     "in another dtype": (mlp(lambda x: F.silu(x.double()).to(x.dtype)), LEAVE_CASTS),
@@ -324,7 +324,7 @@ def two_linears(model: nn.Module, x: Tensor) -> Tensor:
 
 
 FOLLOWED = {  # what the sentences advise
-    "leave out the casts": mlp(F.silu),
+    "remove the casts": mlp(F.silu),
     "give the MLP a norm of its own": written(
         with_two_norms,
         norm=rms_norm,
@@ -334,8 +334,8 @@ FOLLOWED = {  # what the sentences advise
         **{name: linear(bias=False) for name in ("q", "k", "v")},
     ),
     "set it to 0": lambda: mlp(F.relu, p=0.0)().train(),
-    "give the other one too": mlp(F.relu, biases=(True, True)),
-    "make it two linears": written(
+    "give the other linear a bias of zeros": mlp(F.relu, biases=(True, True)),
+    "split the linear into two": written(
         two_linears, norm=LAYER_NORM, first=linear(H, FFN), second=linear(H, FFN), fc2=linear(FFN, H)
     ),
 }
@@ -370,8 +370,8 @@ def test_what_is_refused_stays_right(name: str) -> None:
 def test_te_activates_the_first_half() -> None:
     report = sites(gated(F.silu, 1), backend="te")
     assert reasons(report, "layernorm_mlp") == {
-        "the second half of the first linear's outputs is activated, LayerNormMLP activates the first half: "
-        "make it two linears, one for each half"
+        "the activation is applied to the second half of the first linear's outputs, but LayerNormMLP "
+        "activates the first half: split the linear into two, one per half"
     }
     sites(llama(up_first=True), backend="te").expect(layernorm_mlp=1)  # joined in the order that it needs
 

@@ -180,18 +180,18 @@ def a_buffer() -> nn.Module:
 REFUSES = {
     "the same weight": (
         same_weight,
-        "some of the linears have the same weight, a merged linear has each row once: compute their "
+        "some of the linears have the same weight, but a merged linear has each row once: compute their "
         "product once",
     ),
     "transposed": (
         written(transposed, q=linear(bias=False), k=linear(bias=False)),
-        "a weight is stored transposed, rows that lie below each other are needed: store it as [outputs, "
-        "inputs], as nn.Linear does",
+        "a weight is stored transposed, but merging needs consecutive rows: store it as [outputs, inputs], "
+        "as nn.Linear does",
     ),
     "a parameter of another shape": (
         written(flattened, bank=lambda: nn.Parameter(torch.randn(2, H, H)), k=linear(bias=False)),
-        "a weight is a view of a parameter in another shape, rows that lie below each other are needed: "
-        "store it as [outputs, inputs], as nn.Linear does",
+        "a weight is a view of a parameter in another shape, but merging needs consecutive rows: store it "
+        "as [outputs, inputs], as nn.Linear does",
     ),
     "computed": (
         written(scaled, q=linear(bias=False), k=linear(bias=False)),
@@ -200,17 +200,17 @@ REFUSES = {
     ),
     "a key without a bias and with odd rows": (
         written(next_to_each_other, q=linear(), k=linear(H, 4, bias=False)),
-        "some of the linears have a bias and some have none, and one has 4 rows, which would cost "
-        "the others their kernels: give it a multiple of 16",
+        "some of the linears have a bias and some have none, and one has 4 rows, but kernels for the "
+        "merged linear need a multiple of 16: give it a multiple of 16 rows",
     ),
     "biases that are computed": (
         written(biases_by_exp, q=linear(), k=linear()),
-        "the linear's bias is computed at every call, a parameter is needed: compute it once and store it, "
-        "where training allows",
+        "the linear's bias is computed at every call, but it must be a parameter: compute it once and "
+        "store it if training allows",
     ),
     "one without rows": (
         written(next_to_each_other, q=linear(H, 0), k=linear()),
-        "one of the linears has no rows, each needs some: leave it out of the model",
+        "one of the linears has no rows, but each needs at least one: remove it from the model",
     ),
     "a buffer": (
         a_buffer,

@@ -95,8 +95,8 @@ def heads(**options: bool | str) -> Report:
 
 def test_is_off_unless_it_is_asked_for() -> None:
     why = (
-        "a product with 4,099 rows, no multiple of 8, takes a GPU three times as long as one that is padded "
-        "with zeros: allow pad_vocabulary=True"
+        "a product with 4,099 rows, not a multiple of 8, takes three times as long on a GPU as a product "
+        "padded with zeros: set pad_vocabulary=True"
     )
     assert reasons(heads(), "pad_vocabulary") == {why}
     assert reasons(heads(pad_vocabulary=True), "pad_vocabulary") == set()

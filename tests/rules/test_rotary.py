@@ -230,8 +230,8 @@ def of_two(model: Written, x: Tensor) -> Tensor:
 
 def shapes(turned: list[int], by: list[int]) -> str:
     return (
-        f"queries of {turned} are turned by angles of {by}, [batch, heads, length, width] and [length, "
-        "width] or [1, length, width] are needed: lay them out so"
+        f"queries of shape {turned} are rotated by angles of shape {by}, but the kernel needs [batch, "
+        "heads, length, width] and [length, width] or [1, length, width]: change their layout"
     )
 
 
@@ -274,27 +274,27 @@ def with_a_dimension_more(model: Written, x: Tensor) -> Tensor:
 
 
 ANOTHER_DTYPE = (
-    "the cosines are of another dtype than what they turn, the kernel rounds to that of the latter: cast "
-    "cosines and sines to it"
+    "the cosines have another dtype than the rotated tensor, but the kernel rounds to the dtype of the "
+    "rotated tensor: cast cosines and sines to that dtype"
 )
 STORED = (
-    "the cosines and sines are stored, the kernel computes them from angles: store the angles, in float32, "
-    "and take cos and sin of them in the forward"
+    "the cosines and sines are stored, but the kernel computes them from angles: store the angles in "
+    "float32, and take cos and sin of them in the forward"
 )
 
 
 def behind(names: str) -> str:
     return (
-        f"the cosines and sines go through {names} before the rotation, the kernel computes them from "
-        "angles, with one factor for both: do that with the angles, before cos and sin"
+        f"the cosines and sines go through {names} before the rotation, but the kernel computes them from "
+        "angles, with one factor for both: apply these operations to the angles, before cos and sin"
     )
 
 
 def in_another_form(how: str) -> str:
     return (
-        f"queries or keys are rotated {how}, the kernel rotates column i of a head with column i + width / 2"
-        ": reorder the rows of the query and key weights to pair these columns, and compute x * cos + "
-        "torch.cat((-x2, x1), -1) * sin"
+        f"queries or keys are rotated {how}, but the kernel rotates column i of a head with column i + "
+        "width / 2: reorder the rows of the query and key weights to pair these columns, and compute x * "
+        "cos + torch.cat((-x2, x1), -1) * sin"
     )
 
 
@@ -386,20 +386,20 @@ REFUSES = {
     "stored, looked up by positions": (of(looked_up), STORED),
     "stacked": (
         of(stacked),
-        "the cosines come from stack, the sines from stack, the kernel computes them from angles: take "
-        "torch.cos and torch.sin of the angles",
+        "the cosines come from stack and the sines from stack, but the kernel computes them from angles: "
+        "take torch.cos and torch.sin of the angles",
     ),
     "cut behind cosines and sines": (of(cut_behind), behind("getitem")),
     "by two factors": (of(by_two_factors), behind("mul")),
     "of two tensors": (
         of(of_two),
-        "cosines and sines are taken of two tensors, the kernel turns by one: assign the angles to one "
-        "variable, and take cos and sin of it",
+        "cosines and sines are taken of two tensors, but the kernel takes one tensor of angles: assign the "
+        "angles to one variable, and take cos and sin of it",
     ),
     "written to in between": (
         of(written_to),
-        "the angles are written to in place, the kernel reads them where the rotation is: let the write make "
-        "a new tensor",
+        "the angles are written to in place, but the kernel reads them at the rotation: write to a new "
+        "tensor instead",
     ),
     "three dimensions": (of(flat), shapes([2, 5, 8], [1, 5, 8])),
     "each head in its own way": (of(each_head), shapes([2, 2, 5, 8], [2, 5, 8])),
@@ -423,11 +423,11 @@ def written_anew(model: Written, x: Tensor) -> Tensor:
 FOLLOWED = {  # what the sentences advise
     "store the angles": written(of_stored_angles, frequencies=lambda: nn.Buffer(torch.rand(9, WIDTH // 2))),
     "take torch.cos and torch.sin of the angles": of(without_heads),
-    "do that with the angles": of(cut_in_front),
+    "apply these operations to the angles": of(cut_in_front),
     "assign the angles to one variable": of(llama),
-    "let the write make a new tensor": of(written_anew),
-    "lay them out so": of(with_a_dimension_more),
-    "cast cosines and sines to it": of(in_fp32_throughout),
+    "write to a new tensor instead": of(written_anew),
+    "change their layout": of(with_a_dimension_more),
+    "cast cosines and sines to that dtype": of(in_fp32_throughout),
 }
 
 
