@@ -283,8 +283,11 @@ def test_each_piece_is_rewritten_and_the_report_says_what_lies_between() -> None
     report = te_transform.report(pair.converted)
     assert [site.path for site in report.fused] == ["first.mlp", "second.mlp"]
     (count, why) = report.breaks
-    assert count == "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest"
-    assert 'has "if x.sum() > 1e6:", which dynamo does not capture (Data-dependent branching)' in why
+    assert count == (
+        "the forward was captured as 2 graphs: the HTML page draws all of them, graph_text() returns the "
+        "largest"
+    )
+    assert 'has "if x.sum() > 1e6:", which dynamo cannot capture (Data-dependent branching)' in why
     pair.agree(with_input_gradient)
     pair.x = 1e7 * X
     pair.agree(with_input_gradient, atol=1e-4)
@@ -315,11 +318,11 @@ def test_the_report_says_what_breaks_in_later_calls() -> None:
     pair.agree(lambda model, x: [model(x[:, :length]) for length in (4, 3, 1)])
     (why,) = te_transform.report(pair.converted).breaks
     assert "F.scaled_dot_product_attention(v, v, v, is_causal" in why
-    assert "which dynamo does not capture" in why
+    assert "which dynamo cannot capture" in why
     pair = Pair.of(CausalByLength)
     pair.agree(lambda model, x: model(x, locked=True))
     (lock,) = te_transform.report(pair.converted).breaks
-    assert "does not capture a piece of the forward (Unsupported context manager)" in lock
+    assert "cannot capture a part of the forward (Unsupported context manager)" in lock
 
 
 class Loops(nn.Module):
@@ -359,7 +362,7 @@ def test_what_dynamo_does_not_take_runs_as_it_is_and_the_report_says_so(inplace:
     converted = te_transform.convert(model, X, inplace=inplace)
     report = te_transform.report(converted)
     assert not report.sites
-    assert "nothing of the forward was captured, it runs as it is" in report.breaks
+    assert "the forward was not captured: your own code runs" in report.breaks
     assert torch.equal(converted(X), expected)
 
 
@@ -375,7 +378,7 @@ def test_what_dynamo_fails_on_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     converted = te_transform.convert(model, X)
     assert torch.equal(converted(X), expected)
     report = te_transform.report(converted)
-    assert "nothing of the forward was captured, it runs as it is" in report.breaks
+    assert "the forward was not captured: your own code runs" in report.breaks
 
 
 # Settings and limits

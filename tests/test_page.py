@@ -65,8 +65,8 @@ def test_a_click_shows_the_predicted_time_and_memory(browser: object, tmp_path: 
         told = page.locator("#detail").text_content().splitlines()
         (mlp,) = (site for site in report.fused if site.rule == "layernorm_mlp")
         fused, before = duration(mlp.fused_seconds), duration(mlp.seconds)
-        assert f"predicted of a call on an H100: {fused}, {before} unfused" in told
-        assert f"predicted to be kept for the backward: {mlp.kept / 2**20:,.1f} MiB" in told
+        assert f"predicted time of a call on an H100: {fused}, {before} unfused" in told
+        assert f"predicted memory kept for the backward: {mlp.kept / 2**20:,.1f} MiB" in told
         assert "in fp8-delayed" in told
         assert f"{duration(mlp.saved)}" in page.locator("table.fused").text_content()
 
@@ -78,7 +78,7 @@ def test_a_click_shows_the_errors_of_the_check(browser: object, tmp_path: Path) 
         told = page.locator("#detail").text_content()
     off = next(site for site in report.fused if site.rule == "layernorm_mlp").deviations
     assert len(off) > 3
-    assert all(f"{one.name}: {one.converted:.1e} off, unfused {one.original:.1e}" in told for one in off)
+    assert all(f"{one.name}: error {one.converted:.1e}, unfused {one.original:.1e}" in told for one in off)
 
 
 def test_the_page_is_dark_where_the_reader_wants_it(browser: object, tmp_path: Path) -> None:

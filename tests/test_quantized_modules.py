@@ -72,8 +72,8 @@ def test_quantized_weights_are_named(name: str) -> None:
     model = nn.Sequential(nn.LayerNorm(16), make(), make())
     assert quantized_modules(model) == {what: ["1", "2"]}
     notes = te_transform.inspect(model, X).notes
-    told = f"weights are quantized ({what}) in {{1,2}}: their products are not fused, dequantize the weights "
-    assert told + "before convert() to have them fused" in notes
+    told = f"weights are quantized ({what}) in {{1,2}}, so their products are not fused: dequantize the "
+    assert told + "weights before convert() to fuse them" in notes
 
 
 def test_a_model_of_quantized_weights_alone_is_refused() -> None:
@@ -109,7 +109,7 @@ def test_other_tensors_are_no_quantized_weights(make: Callable[[], nn.Module]) -
 
 
 def test_a_model_that_gains_nothing_is_told_so() -> None:
-    told = "nothing gains: only single products are fused, and this backend runs them as the model does"
+    told = "no speedup: only single products are fused, and this backend runs them like the model"
     alone = nn.Sequential(nn.Linear(16, 16))
     assert told in te_transform.inspect(alone, X).notes
     assert told in te_transform.report(te_transform.convert(alone, X)).notes
@@ -124,6 +124,6 @@ def test_a_model_in_which_nothing_is_fused_is_told_so() -> None:
         te_transform.inspect(unlike, X[..., None]).notes
     )
     refused = te_transform.inspect(nn.Sequential(nn.Linear(16, 16)), X, skip="0")
-    assert "nothing fused: each place that resembles the pattern of a rule is refused, see its reasons" in (
+    assert "nothing fused: every site that resembles the pattern of a rule is refused, see the reasons" in (
         refused.notes
     )

@@ -233,7 +233,7 @@ def test_loses_nothing_of_a_path_too_long_for_the_line() -> None:
 @pytest.mark.parametrize(
     ("sites", "words"),
     [
-        ((), "GPT: nothing was fused and nothing refused, no rule found a place in this model"),
+        ((), "GPT: nothing fused and nothing refused, because no rule found a site"),
         (fused("linear", "fc"), "GPT: 1 site fused, 0 sites refused"),
         (refused("linear", "fc"), "GPT: 0 sites fused, 1 site refused"),
     ],
@@ -274,7 +274,7 @@ def test_expect_shows_the_difference() -> None:
         "    refused: (the model itself)  x1",
         f"      {SHAPE}",
         "  attention: expected 24, found 0",
-        "    no place resembles its pattern, or the rule was not run "
+        "    no site resembles its pattern, or the rule did not run "
         "(in this report: layernorm_mlp, layernorm_linear, linear)",
     ]
     with pytest.raises(ExpectationError, match=r"\(in this report: none\)"):
@@ -283,9 +283,9 @@ def test_expect_shows_the_difference() -> None:
 
 def test_expect_refuses_what_is_no_rule() -> None:
     for some in (report(*FULL), report()):
-        with pytest.raises(TypeError, match=r"got 'layernorm_mpl', .*; did you mean 'layernorm_mlp'\?"):
+        with pytest.raises(TypeError, match=r"got 'layernorm_mpl'; .*; did you mean 'layernorm_mlp'\?"):
             some.expect(layernorm_mpl=0)
-    with pytest.raises(TypeError, match=r"got 'zzz', one of layernorm_mlp, .*, cross_entropy is needed$"):
+    with pytest.raises(TypeError, match=r"got 'zzz'; use one of layernorm_mlp, .*, cross_entropy$"):
         report(*FULL).expect(zzz=0)
     report(rules=("mine",)).expect(mine=0)
     report(*fused("of_mine", "fc")).expect(of_mine=1)
@@ -330,7 +330,7 @@ def test_html_has_the_same_tables_escaped() -> None:
 
 def test_a_notebook_shows_the_tables_and_the_page_in_a_frame(tmp_path: Path) -> None:
     full = report(*FULL)
-    with pytest.raises(TypeError, match="path is None, the path of a file is needed"):
+    with pytest.raises(TypeError, match=r"the path of a file, got None; pass a path such as 'report\.html'$"):
         full.to_html(None)
     full.to_html(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -384,7 +384,7 @@ def test_graph_text_lists_every_operation() -> None:
 
 def test_which_is_before_or_after() -> None:
     for method in (report().graph_text, report().to_dot, report().to_networkx):
-        with pytest.raises(ValueError, match="which is 'middle', 'before' or 'after' is needed"):
+        with pytest.raises(ValueError, match="expected which='before' or 'after', got 'middle'; choose one"):
             method("middle")
 
 
@@ -491,13 +491,16 @@ class Broken(nn.Module):
 def test_says_where_dynamo_broke_the_forward() -> None:
     graphs = captured(Broken(), torch.zeros(2, 8))
     first, second = explain_graphs(("", graph) for graph in graphs)
-    assert first == "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest"
+    assert first == (
+        "the forward was captured as 2 graphs: the HTML page draws all of them, graph_text() returns the "
+        "largest"
+    )
     line = Broken.forward.__code__.co_firstlineno + 2
     assert second.startswith(
-        f'test_report.py:{line} has "scale = y.sum().item()", which dynamo does not capture'
+        f'test_report.py:{line} has "scale = y.sum().item()", which dynamo cannot capture'
     )
-    step = "keep it a tensor, or compute it before the forward and pass it as a Python number"
-    assert second.endswith(f"): it runs as it is; {step}")
+    step = "keep the value a tensor, or compute it before the forward and pass it as a Python number"
+    assert second.endswith(f"): your own code runs there; {step}")
 
 
 class Branch(nn.Module):
@@ -519,13 +522,14 @@ def test_says_which_blocks_share_a_graph() -> None:
     (graph,) = captured(Block(), torch.zeros(2, 8))
     shared = [(f"h.{layer}", graph) for layer in range(32)]
     sentence = (
-        "h.{0..31} share a graph, what lies around them, and what reads values from there, is not in this "
-        "report"
+        "h.{0..31} share a graph; this report leaves out the code around them and the operations that read "
+        "values from it"
     )
     assert list(explain_graphs(shared)) == [sentence]
     (other,) = captured(nn.Linear(8, 8), torch.zeros(2, 8))
     assert list(explain_graphs([*shared, ("head", other)])) == [
-        "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest",
+        "the forward was captured as 2 graphs: the HTML page draws all of them, graph_text() returns the "
+        "largest",
         sentence,
     ]
 
@@ -533,12 +537,12 @@ def test_says_which_blocks_share_a_graph() -> None:
 def test_says_once_which_blocks_share_several_graphs() -> None:
     graphs = captured(Broken(), torch.zeros(2, 8))  # of a block that dynamo breaks in two
     _, shared, why = explain_graphs((f"h.{layer}", graph) for layer in range(2) for graph in graphs)
-    assert shared.startswith("h.{0,1} share 2 graphs, what lies around them")
+    assert shared.startswith("h.{0,1} share 2 graphs; this report leaves out the code around them")
     assert "scale = y.sum().item()" in why
 
 
 def test_says_that_nothing_was_captured() -> None:
-    assert list(explain_graphs([])) == ["nothing of the forward was captured, it runs as it is"]
+    assert list(explain_graphs([])) == ["the forward was not captured: your own code runs"]
     with torch._dynamo.config.patch(disable=True):
         (said,) = explain_graphs([])
     assert "dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, " in said
@@ -586,20 +590,21 @@ def test_says_which_code_kept_dynamo_from_capturing_more() -> None:
     report = te_transform.inspect(Dropping(), torch.ones(2, 8))
     line = Dropping.forward.__code__.co_firstlineno + 2
     if torch.__version__ < (2, 13):  # where dynamo does not say which line it was
-        code = "dynamo does not capture a piece of the forward (Data-dependent branching)"
+        code = "dynamo cannot capture a part of the forward (Data-dependent branching)"
     else:
-        code = f'test_report.py:{line} has "if torch.rand([]) > 1:", which dynamo does not capture'
+        code = f'test_report.py:{line} has "if torch.rand([]) > 1:", which dynamo cannot capture'
         code += " (Data-dependent branching)"
     assert report.breaks == (
-        "the forward was captured as 2 graphs: the page draws all, graph_text() has the largest",
-        f"{code}: it runs as it is; choose between tensors by torch.where(), or pass the answer as a Python "
-        "bool",
+        "the forward was captured as 2 graphs: the HTML page draws all of them, graph_text() returns the "
+        "largest",
+        f"{code}: your own code runs there; select between tensors with torch.where(), or pass the condition "
+        "as a Python bool",
     )
 
 
 def test_a_reason_without_a_place_is_said_too() -> None:
     (only,) = explain_graphs([("", captured(Block(), torch.zeros(2, 8))[0])], ["Some reason.\n  Hint: none"])
-    assert only == "dynamo does not capture a piece of the forward (Some reason): it runs as it is"
+    assert only == "dynamo cannot capture a part of the forward (Some reason): your own code runs there"
 
 
 class Layer(nn.Linear):

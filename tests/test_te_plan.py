@@ -400,16 +400,16 @@ def test_an_edited_file_is_honoured(tmp_path: Path) -> None:
 
 def test_the_report_says_which_calls_are_too_small() -> None:
     case = replace(CASES["llama"], build=partial(CASES["llama"].build, num_hidden_layers=1))
-    tokens = f"calls of {limits.break_even_rows(HIDDEN, True):,} tokens and more run in FP8"
+    tokens = f"calls with {limits.break_even_rows(HIDDEN, True):,} or more tokens run in FP8"
     assert any(note.startswith(tokens) for note in inspected(case, recipe="fp8-block").notes)
     asked = PrecisionPlan("fp8-block", small_calls=True)
-    assert not any("tokens and more" in note for note in inspected(case, recipe=asked).notes)
-    tokens = f"calls of {limits.break_even_rows(HIDDEN, False):,} tokens and more run in TE's modules"
+    assert not any("or more tokens" in note for note in inspected(case, recipe=asked).notes)
+    tokens = f"calls with {limits.break_even_rows(HIDDEN, False):,} or more tokens run in TE's modules"
     assert any(note.startswith(tokens) for note in inspected(case).notes)
 
 
 def test_the_report_says_where_fused_products_gain_nothing() -> None:
-    said = "products run as they were captured: in the weights' own dtype"
+    said = "products run as captured: uncompiled and in the weights' own dtype"
     gpt2 = replace(CASES["gpt2"], build=partial(CASES["gpt2"].build, n_layer=1))
     llama = CASES["llama"]
     assert any(note.startswith(said) for note in inspected(gpt2).notes)

@@ -273,7 +273,7 @@ def test_layers_that_are_never_left_out_are_one_graph() -> None:
 
 def test_the_report_says_what_to_set_where_layers_are_left_out() -> None:
     said = explain_reason('File "/modeling_opt.py", line 375, in forward, code: if dropout < self.layerdrop:')
-    assert said.endswith("it runs as it is; set layerdrop to 0 in the model's config")
+    assert said.endswith("your own code runs there; set layerdrop to 0 in the model's config")
 
 
 @pytest.mark.parametrize(
@@ -365,8 +365,8 @@ def test_a_break_inside_of_torch_names_the_line_that_led_there() -> None:
             return self.block(x + self.offset)
 
     said = " ".join(te_transform.report(converted(Moves(), X)).breaks)
-    assert '"self.offset = self.offset.to(x.dtype)", which dynamo does not capture' in said
-    assert said.endswith("dynamo does not know the attributes of a tensor that the forward makes")
+    assert '"self.offset = self.offset.to(x.dtype)", which dynamo cannot capture' in said
+    assert said.endswith("dynamo does not know the attributes of a tensor that the forward creates")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -1,1 +1,1 @@
-"""What people see of a conversion."""
+"""The report of a conversion: text, table, HTML page and graphs."""

@@ -1,4 +1,4 @@
-"""The blocks of a model as they are drawn: repeated ones once, each operation above those that read it."""
+"""Lay out the blocks of a model for drawing: equal blocks once, each operation above its readers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from te_transform.report.places import listed
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, drawn in a row and a column of its block.
+    """An operation, drawn in a row and a column of its block.
 
-    `rule` is the fusion whose call it is, "" for what was captured; `reads` are the places, in the block, of
-    the operations it reads.
+    `rule` names the rule that fused it, "" for a captured operation. `reads` are the indices, in the block,
+    of the operations that it reads.
     """
 
     title: str
@@ -35,9 +35,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class Block:
-    """One part of the model, before and after; `paths` are those of all parts that are the same in both.
+    """A part of the model before and after; `paths` are the module paths of all parts that are equal in both.
 
-    `refused` are the sites in it that were, by their paths in the part.
+    `refused` are the refused sites of the part, with their paths relative to it.
     """
 
     paths: tuple[str, ...]
@@ -55,9 +55,9 @@ class Block:
 
 
 def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Block]:
-    """The blocks of all captured graphs; equal ones, as the layers of a model are, become one.
+    """Return the blocks of all captured graphs; equal blocks, such as the layers of a model, become one.
 
-    A graph without numbered parts, as that of a layer which all layers share, is one block.
+    A graph without numbered modules, such as the graph of one layer that all layers share, is one block.
     """
     alike: dict[tuple, tuple[list[str], list[Sequence[fx.Node]]]] = {}
     for part in parts:
@@ -65,8 +65,8 @@ def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Bl
         sites = _refused_in(part, refused, is_one=all(nodes.keys() <= {""} for nodes in members))
         for path in dict.fromkeys(chain(*members)):
             nodes = [found.get(path, ()) for found in members]
-            kinds = [_kind(path, each) for each in nodes]
-            key = (_unnumbered(_joined(part.paths[0], path)), *kinds, tuple(sites.get(path, ())))
+            signatures = [_signature(path, each) for each in nodes]
+            key = (_unnumbered(_joined(part.paths[0], path)), *signatures, tuple(sites.get(path, ())))
             paths, _ = alike.setdefault(key, ([], nodes))
             paths += [_joined(own, path) for own in part.paths]
     return [
@@ -76,7 +76,7 @@ def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Bl
 
 
 def _refused_in(part: Part, refused: Iterable[Outcome], is_one: bool) -> dict[str, list[Outcome]]:
-    """The sites in each block of a captured graph, by their paths in the block."""
+    """Return the refused sites of each block of a captured graph, with paths relative to the block."""
     sites: dict[str, list[Outcome]] = {}
     for site in refused:
         if (path := _below(part.paths[0], site.path)) is not None:
@@ -90,7 +90,7 @@ def _joined(path: str, inner: str) -> str:
 
 
 def _below(path: str, inner: str) -> str | None:
-    """What stands behind the path of a module, None where it is the path of none of its parts."""
+    """Return `inner` relative to the module path `path`, or None if it lies outside the module."""
     if not path or inner == path:
         return inner if not path else ""
     return inner.removeprefix(f"{path}.") if inner.startswith(f"{path}.") else None
@@ -102,8 +102,8 @@ def _members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     return by_block(nodes) if numbered or not nodes else {"": nodes}
 
 
-def _kind(path: str, nodes: Sequence[fx.Node]) -> tuple:
-    """What two blocks have in common that are drawn as one."""
+def _signature(path: str, nodes: Sequence[fx.Node]) -> tuple:
+    """Return the operations of a block in a form that is equal for blocks drawn as one."""
     places = {node: place for place, node in enumerate(nodes)}
 
     def told(argument: fx.Node) -> str:
@@ -122,7 +122,7 @@ def _kind(path: str, nodes: Sequence[fx.Node]) -> tuple:
 
 
 def _spelled(node: fx.Node) -> str:
-    """What is called; an input may be named for the layer whose it is, a cache's tensors for instance."""
+    """Return the name of the call; numbers in an input's name become "*", such as a cache tensor's layer."""
     return re.sub(r"\d+", "*", called(node)) if node.op == "placeholder" else called(node)
 
 
@@ -143,7 +143,7 @@ def _reads(node: fx.Node, places: dict[fx.Node, int]) -> tuple[int, ...]:
 
 
 def _laid_out(nodes: Sequence[fx.Node]) -> tuple[Operation, ...]:
-    """Each node in the row above the first that reads it, in the order of the columns that it reads."""
+    """Place each node in the row above its first reader, ordered by the columns of the nodes it reads."""
     places = {node: place for place, node in enumerate(nodes)}
     reads = [_reads(node, places) for node in nodes]
     graph = networkx.DiGraph((place, source) for place, sources in enumerate(reads) for source in sources)

@@ -1,4 +1,4 @@
-"""Make the report of what was planned for each captured graph."""
+"""Compose the report from the plan of each captured graph."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from te_transform.report.places import listed
 from te_transform.report.report import Report
 
 _COMPILED = (
-    "compiled: inductor fuses norms and activations by itself, attention and products in FP8 run in the "
-    "kernels of the backend"
+    "compiled: inductor fuses norms and activations itself; attention and FP8 matrix products run in the "
+    "backend's kernels"
 )
-_REPLAYED = "calls run as CUDA graphs, from the third of a kind on"
+_REPLAYED = "calls run as CUDA graphs, from the third call with the same shapes and mode"
 _AS_FAST = (
-    "products run as they were captured: in the weights' own dtype, uncompiled, fused ones are faster in "
-    "gated MLPs alone"
+    "products run as captured: uncompiled and in the weights' own dtype, fused products are faster only in "
+    "gated MLPs"
 )
-_WIDE = "the example call multiplies in float32: products run in FP8 under torch.autocast alone"
+_WIDE = "the example call multiplies in float32: products run in FP8 only under torch.autocast"
 
 _EXPERTS = (
-    "experts compute in their weights' own dtype in a recipe too: casts to FP8 would take most of the time "
-    "that their products gain"
+    "with a recipe, too, experts compute in their weights' own dtype: casts to FP8 would take most of the "
+    "time that FP8 products save"
 )
 
 
@@ -53,25 +53,25 @@ def compose(
     notes: Iterable[str] = (),
     reasons: Iterable[str] = (),
 ) -> Report:
-    """The report of a conversion, or of one that is only planned.
+    """Compose the report of a conversion, or of a planned conversion.
 
     Args:
-        plans: of the captured graphs in the order of their calls, each with the path of the captured module,
-            "" for the whole model. A graph that blocks share comes once for each block.
-        inputs: what the example inputs are, in words, if the memory of a step is to be predicted for them.
-        notes: more sentences.
-        reasons: what dynamo said of code that it does not capture.
+        plans: the plans of the captured graphs in call order, each with the path of the captured module (""
+            for the whole model). A graph that several blocks share appears once per block.
+        inputs: a description of the example inputs; if given, the memory of a step is predicted for them.
+        notes: additional sentences.
+        reasons: dynamo's reasons for code that it does not capture.
     """
     has_kernels, compiled = options.backend.HAS_KERNELS, bool(options.compile)
     by_size = has_kernels and (precision is not None or not compiled)
     wide = precision is not None and None in precision.sites.values() and _multiplies_wide(plans)
     inside = None if wide else precision
     predicted = inputs and has_kernels and not compiled
-    found = [tuple(_told(path, plan, options, inside, model.training)) for path, plan in plans]
+    found = [tuple(_completed(path, plan, options, inside, model.training)) for path, plan in plans]
     outcomes = tuple(_outcomes(found, {path for path, _ in model.named_modules()}))
-    priced = any(outcome.seconds is not None for told in found for outcome in told)
+    priced = any(outcome.seconds is not None for own in found for outcome in own)
     step = memory.predict(plans, model.parameters(), inputs, inside) if predicted else None
-    parts = tuple(_parts(plans))  # with the numbers of their places, which are told by now
+    parts = tuple(_parts(plans))  # after `found`, which writes each site's outcome to its node
     largest = max(parts, key=lambda part: len(part.after.nodes), default=Part((), fx.Graph(), fx.Graph()))
     captured = [(path, plan.captured) for path, plan in plans]
     return Report(
@@ -104,7 +104,7 @@ def compose(
 
 
 def _parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
-    """Each graph once, with the paths of all that share it."""
+    """Yield each graph once, with the paths of all modules that share it."""
     found: dict[fx.GraphModule, tuple[Plan, list[str]]] = {}
     for path, plan in plans:
         found.setdefault(plan.captured, (plan, []))[1].append(path)
@@ -113,45 +113,45 @@ def _parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
 
 
 def _never(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator[str]:
-    """Of rules that nothing resembles, which functions in their patterns stand under other names there."""
+    """Yield a note for each unmatched rule whose pattern has functions that canonical graphs lack."""
     found = {outcome.rule for _, plan in plans for outcome in plan.outcomes}
     for rule in (rule for rule in rules if plans and rule.name not in found):
         targets = (target for part in within(rule.pattern) for target in targets_of(part))
         twins = {target: twin for target in targets if (twin := spelled_as(target)) is not None}
         for target, twin in twins.items():
             yield (
-                f"nothing resembles the pattern of the rule {rule.name!r}, which has {target.__name__} as it "
-                f"is written in models: write ops.{twin.__name__}, what te_transform.rules has for it"
+                f"nothing resembles the pattern of the rule {rule.name!r}: patterns match "
+                f"ops.{twin.__name__}, not {target.__name__}; use ops.{twin.__name__} from te_transform.rules"
             )
 
 
 def _quantized(model: nn.Module) -> Iterator[str]:
-    """Name the modules whose weights are quantized."""
+    """Yield a note on the modules whose weights are quantized."""
     for what, paths in quantized_modules(model).items():
         yield (
-            f"weights are quantized ({what}) in {listed(paths)}: their products are not fused, dequantize "
-            "the weights before convert() to have them fused"
+            f"weights are quantized ({what}) in {listed(paths)}, so their products are not fused: dequantize "
+            "the weights before convert() to fuse them"
         )
 
 
 def _nothing(
     plans: Sequence[tuple[str, Plan]], outcomes: Sequence[Outcome], is_faster: bool
 ) -> Iterator[str]:
-    """Say that a model gains nothing, and why; `is_faster`: single products are, in kernels or compiled."""
+    """Yield a note if the model gains nothing; `is_faster`: even single products gain (kernels, compile)."""
     sites = [site for _, plan in plans for site in plan.sites]
     fused = [outcome for outcome in outcomes if outcome.status == "fused"]
     if plans and not sites:
         yield (
-            "nothing fused: each place that resembles the pattern of a rule is refused, see its reasons"
+            "nothing fused: every site that resembles the pattern of a rule is refused, see the reasons"
             if any(plan.outcomes for _, plan in plans)
             else "nothing fused: no operations of the model resemble the pattern of a rule"
         )
     elif sites and not is_faster and all(type(site.fused) is plain.Linear for site in sites):
-        yield "nothing gains: only single products are fused, and this backend runs them as the model does"
+        yield "no speedup: only single products are fused, and this backend runs them like the model"
     elif fused and all(outcome.inactive for outcome in fused):
         yield (
-            "nothing gains in a call of these sizes, the model runs as captured: larger example inputs, "
-            "compile=True or a recipe may change that"
+            "no speedup in a call of these sizes, so the model runs as captured: try larger example inputs, "
+            "compile=True or a recipe"
         )
 
 
@@ -160,17 +160,19 @@ def _has_experts(plans: Sequence[tuple[str, Plan]]) -> bool:
 
 
 def _multiplies_wide(plans: Sequence[tuple[str, Plan]]) -> bool:
-    """Whether all fused products return more than 16 bits, which no recipe holds for."""
+    """Return True if all fused products return more than 16 bits; recipes do not apply to these."""
     return all(
         value(site.result).dtype not in DTYPES for _, plan in plans for site in plan.sites if site.weights
     )
 
 
-def _told(
+def _completed(
     path: str, plan: Plan, options: Options, precision: PrecisionPlan | None, training: bool
 ) -> Iterator[Outcome]:
-    """The outcomes of one graph, with the numbers that there are of each place; the calls of fused ops in the
-    graph get them too, to be shown by whoever draws it."""
+    """Yield the outcomes of one graph, with the known numbers of each site.
+
+    Each outcome is also stored in the `meta` of its fused op's node, for the drawings.
+    """
     unknown = cost.unknown([(path, plan)], options)
     priced = plan.outcomes if unknown else cost.priced(path, plan, options, precision, training)
     products = product_paths(plan)
@@ -188,11 +190,14 @@ def _told(
 
 
 def _outcomes(found: Iterable[Iterable[Outcome]], modules: Collection[str]) -> Iterator[Outcome]:
-    """Those of all graphs; what stands in several graphs of one module, for other sizes, is one outcome."""
+    """Return the outcomes of all graphs; equal sites in several graphs of one module count once.
+
+    A module has several graphs if it was captured for several sizes.
+    """
     alike: dict[Outcome, list[Outcome]] = {}
-    for told in found:
+    for outcomes in found:
         own: dict[Outcome, list[Outcome]] = {}
-        for outcome in told:
+        for outcome in outcomes:
             outcome = replace(outcome, path=_module_at(outcome.path, modules))
             own.setdefault(outcome, []).append(outcome)
         alike |= {key: each for key, each in own.items() if len(each) > len(alike.get(key, ()))}
@@ -200,7 +205,10 @@ def _outcomes(found: Iterable[Iterable[Outcome]], modules: Collection[str]) -> I
 
 
 def _module_at(path: str, modules: Collection[str]) -> str:
-    """The path itself, or the innermost module around it: code may be reached by the name of a function."""
+    """Return the path if it is a module's path, else the path of the innermost module around it.
+
+    The path of a call may end in the name of a function.
+    """
     while path and path not in modules:
         path = path.rpartition(".")[0]
     return path
@@ -209,7 +217,7 @@ def _module_at(path: str, modules: Collection[str]) -> str:
 def _sizes(
     plans: Sequence[tuple[str, Plan]], precision: PrecisionPlan | None, in_cuda_graphs: bool
 ) -> Iterator[str]:
-    """Which calls run in TE's modules, at the width that most products have."""
+    """Yield a note on the call sizes that run in TE's modules, for the most common width."""
     sites = [
         site for _, plan in plans for site in plan.sites if isinstance(site.fused, plain.LayerNormLinear)
     ]
@@ -224,6 +232,6 @@ def _sizes(
     ((width, _),) = widths.most_common(1)
     where, least = "FP8" if inside else "TE's modules", break_even_rows(width, inside, in_cuda_graphs)
     yield (
-        f"calls of {least:,} tokens and more run in {where} (width {width}), "
-        "smaller ones in plain PyTorch, where they are faster"
+        f"calls with {least:,} or more tokens run in {where} (width {width}); smaller calls run in plain "
+        "PyTorch, which is faster for them"
     )

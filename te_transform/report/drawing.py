@@ -1,6 +1,6 @@
-"""How graphs are written down: a listing, Graphviz text.
+"""Write graphs as text: a listing, or Graphviz text.
 
-The model's own tensors are no lines of a listing and no boxes of a drawing: calls name them.
+The model's own tensors have no line in a listing and no box in a drawing; the calls that read them name them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of,
 from te_transform.plan.rule import Outcome
 from te_transform.report.places import listed
 
-_ITEMS = 6  # of a list or a dictionary that are shown
-_CALL = 120  # characters of one call that are shown
-_ARGUMENT = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # what dynamo puts around names
+_ITEMS = 6  # shown items of a list or a dictionary
+_CALL = 120  # shown characters of a call
+_ARGUMENT = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # dynamo's prefixes and suffix of argument names
 _COLORS = ("#dbe9f6", "#fde8d3", "#e2f0d9", "#efe0f2", "#fbf3c4", "#d9f0ee", "#f8dede", "#e6e6ee")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A captured graph, before and after, and the paths of the modules that share it; "" is the model."""
+    """A captured graph, before and after, with the paths of the modules that share it ("" is the model)."""
 
     paths: tuple[str, ...]
     before: fx.Graph
@@ -39,7 +39,7 @@ class Part:
 
 
 def listing(graph: fx.Graph) -> list[tuple[str, bool]]:
-    """A line for each node (name, dtype and shape, module path, operation), and whether it is a fusion."""
+    """Return a line per node (name, dtype and shape, module path, operation), and True if it is fused."""
     nodes = [node for node in graph.nodes if not name_in_model(node)]
     rows = [(node.name, described(node), module_of(node), _call(node)) for node in nodes]
     widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
@@ -48,7 +48,7 @@ def listing(graph: fx.Graph) -> list[tuple[str, bool]]:
 
 
 def dot(graph: fx.Graph) -> str:
-    """Graphviz text: a cluster and a color for each block of the model, fusions framed."""
+    """Return Graphviz text: a cluster and a color per block of the model, with a frame around fused nodes."""
     nodes = [node for node in graph.nodes if not name_in_model(node)]
     blocks = by_block(nodes)
     lines = ["digraph model {", '  node [shape=box, style="rounded,filled", fontname="sans-serif"];']
@@ -63,17 +63,20 @@ def dot(graph: fx.Graph) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """Whose forward made the call; an input is nobody's, dynamo gives it to its first reader."""
+    """Return the path of the module that made the call, "" for inputs.
+
+    Dynamo attributes an input to its first reader.
+    """
     return "" if node.op == "placeholder" else path_of(node)
 
 
 def argument(node: fx.Node) -> str:
-    """The name that an input of the graph has in a call of the model."""
+    """Return the name of a graph input in a call of the model."""
     return _ARGUMENT.sub("", node.name)
 
 
 def by_block(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
-    """The nodes of each block, in the order in which blocks first come."""
+    """Return the nodes of each block, with blocks in the order of their first node."""
     blocks: dict[str, list[fx.Node]] = {}
     for node in nodes:
         blocks.setdefault(block_of(module_of(node)), []).append(node)
@@ -81,7 +84,7 @@ def by_block(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
 
 
 def block_of(path: str) -> str:
-    """The part of the model a path belongs to: `h.3` of h.3.mlp.fc1, `model` of model.norm."""
+    """Return the block that a path belongs to: `h.3` for h.3.mlp.fc1, `model` for model.norm."""
     parts = path.split(".")
     depth = next((depth for depth, part in enumerate(parts, 1) if part.isdecimal()), 1)
     return ".".join(parts[:depth])
@@ -98,27 +101,27 @@ def _quoted(text: str) -> str:
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Whether the node is the call of a fused op."""
+    """Return True if the node is the call of a fused op."""
     return "fused" in node.meta
 
 
 def shape_and_dtype(node: fx.Node) -> tuple[tuple[int | str, ...] | None, str | None]:
-    """What is known of the node's value, symbolic sizes as text; None where that is no tensor."""
-    held = value(node)
-    if not isinstance(held, torch.Tensor):
+    """Return the shape and dtype of a node's value, symbolic sizes as text; (None, None) if not a tensor."""
+    result = value(node)
+    if not isinstance(result, torch.Tensor):
         return None, None
-    # str() of a SymInt is its expression; comparing one would add a guard
-    return tuple(size if type(size) is int else str(size) for size in held.shape), dtype_name(held.dtype)
+    # str() of a SymInt is its expression; a comparison would add a guard
+    return tuple(size if type(size) is int else str(size) for size in result.shape), dtype_name(result.dtype)
 
 
 def described(node: fx.Node) -> str:
-    """dtype and shape, "" of what is no tensor."""
+    """Return dtype and shape as text, "" if the value is not a tensor."""
     shape, dtype = shape_and_dtype(node)
     return "" if shape is None else f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 def detail(node: fx.Node) -> str:
-    """The operation in lines: its name, what it returns, whose it is, the call, and the model's tensors."""
+    """Describe an operation in lines: name, dtype and shape, module, call, and the model's tensors."""
     tensors = [
         f"{name_in_model(source)}: {described(source)}"
         for source in node.all_input_nodes
@@ -131,18 +134,18 @@ def detail(node: fx.Node) -> str:
 
 
 def _numbers(outcome: Outcome | None) -> Iterator[str]:
-    """What is known of a fused op's time, memory and errors, in lines."""
+    """Yield lines on a fused op's predicted time, precision, memory and measured errors."""
     if outcome is None:
         return
     if outcome.seconds is not None and outcome.fused_seconds is not None:
         fused, before = duration(outcome.fused_seconds), duration(outcome.seconds)
-        yield f"predicted of a call on an H100: {fused}, {before} unfused"
+        yield f"predicted time of a call on an H100: {fused}, {before} unfused"
     if outcome.precision:
         yield outcome.precision
     if outcome.kept:
-        yield f"predicted to be kept for the backward: {outcome.kept / 2**20:,.1f} MiB"
+        yield f"predicted memory kept for the backward: {outcome.kept / 2**20:,.1f} MiB"
     for off in outcome.deviations:
-        yield f"{off.name}: {off.converted:.1e} off, unfused {off.original:.1e}, allowed {off.allowed:.1e}"
+        yield f"{off.name}: error {off.converted:.1e}, unfused {off.original:.1e}, allowed {off.allowed:.1e}"
 
 
 def _call(node: fx.Node) -> str:
@@ -157,7 +160,7 @@ def _call(node: fx.Node) -> str:
 
 
 def _shown(argument: Any, path: str, depth: int = 3) -> str:
-    """`argument` in bounded space, whatever it is; the model's tensors by their names below `path`."""
+    """Return any argument as text of bounded length; the model's tensors by their names below `path`."""
     if isinstance(argument, fx.Node):
         return name_in_model(argument).removeprefix(f"{path}.") or argument.name
     if isinstance(argument, torch.Tensor):

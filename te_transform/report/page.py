@@ -1,7 +1,7 @@
-"""A report as a page of HTML: one file, which asks nobody for anything.
+"""Render a report as an HTML page: one self-contained file that loads nothing from the network.
 
-The model is drawn block by block, as it was captured and as it is now. What a click, a key or a search does
-is a script of the page; without it all is there to be read.
+The model is drawn block by block, as captured and as converted. A script in the page handles clicks, keys and
+the search; without the script, all content is still readable.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from te_transform.report.places import Places
 if TYPE_CHECKING:
     from te_transform.report.blocks import Block, Operation
 
-_WIDE, _HIGH, _GAP = 130, 38, 14  # of the box of an operation, in pixels, and between two
-_LETTERS = 19  # that fit into one
-_PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")  # whose versions are shown
+_WIDE, _HIGH, _GAP = 130, 38, 14  # width and height of an operation's box, gap between boxes, in pixels
+_LETTERS = 19  # letters that fit into a box
+_PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")  # the page shows their versions
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -64,7 +64,7 @@ svg rect { fill: color-mix(in srgb, Canvas 88%, gray); stroke: #8888; }
 td ul { margin: 0; padding-left: 1rem; }
 """
 
-# Text goes into the page as text alone: what a model calls its modules cannot become a part of the page.
+# The script inserts text only as text content: the name of a module cannot inject HTML.
 _SCRIPT = """
 const all = [...document.querySelectorAll(".operation, tr.row")];
 const detail = document.getElementById("detail"), search = document.getElementById("search");
@@ -106,7 +106,7 @@ search.addEventListener("input", find);
 def summary(
     title: str, about: Mapping[str, str], fused: list[Places], refused: list[Places], notes: Iterable[str]
 ) -> str:
-    """What the report is about, the tables and the notes, as a piece of HTML."""
+    """Return the subject, the tables and the notes of a report as an HTML fragment."""
     told = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in about.items() if text)
     why = ("why not",) * any(places.reasons for places in fused)
     tables = [_table("fused", ("rule", "fused", "active", "where", *why), fused)] if fused else []
@@ -117,23 +117,23 @@ def summary(
 
 
 def versions() -> str:
-    """Those of the packages that a report depends on, as they are installed."""
+    """Return the installed versions of the packages that a report depends on."""
     return ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES if version_of(name))
 
 
 def in_notebook(body: str, whole_page: str) -> str:
-    """A summary, under which the whole page unfolds in a frame: its style and script stay in there."""
+    """Return a summary with the whole page in a collapsed frame that isolates the page's style and script."""
     frame = f'<iframe srcdoc="{escape(whole_page)}" style="width: 100%; height: 45rem; border: 0"></iframe>'
     return f"{body}\n<details><summary>before and after, block by block</summary>{frame}</details>"
 
 
 def _broken(path: str) -> str:
-    """A path that may go on in the next line behind a dot, not behind those of {0..3}."""
+    """Return a path as HTML with line breaks allowed after its dots, except inside ranges such as {0..3}."""
     return re.sub(r"(?<!\.)\.(?!\.)", ".<wbr>", escape(path))
 
 
 def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
-    """With what the places save, or cost, of a call's time, if that is predicted of any."""
+    """Return the HTML table of fused or refused places, with the predicted time if any place has one."""
     priced = "saves" if name == "fused" else "costs"
     place = head.index("where")
     head = (*head[:place], *[priced] * any(places.saved for places in rows), *head[place:])
@@ -158,9 +158,9 @@ def whole(
     drawn: Sequence[Block],
     listings: Sequence[tuple[str, list[tuple[str, bool]]]],
 ) -> str:
-    """A page of `body`, of the blocks that are drawn, and of drawing's listings, which unfold.
+    """Return a page with `body`, the drawn blocks, and the listings of drawing.py, which are collapsed.
 
-    The marked lines of a listing stand out.
+    The marked lines of a listing are highlighted.
     """
     parts = [body, *_drawing(drawn)]
     for name, lines in listings:
@@ -174,7 +174,7 @@ def whole(
 
 
 def _drawing(blocks: Sequence[Block]) -> list[str]:
-    """Each block before and after, side by side."""
+    """Return the color key, the search field, and each block before and after, side by side."""
     rules = sorted({each.rule for block in blocks for each in block.after} - {""})
     hues = {rule: 360 * number // len(rules) for number, rule in enumerate(rules)}
     key = "".join(f'<span style="--hue:{hues[rule]}"><i></i> {escape(rule)}</span>' for rule in rules)

@@ -1,4 +1,4 @@
-"""Outcomes that are alike, gathered: `h.0.mlp` and `h.1.mlp` become `h.{0,1}.mlp  x2`."""
+"""Group equal outcomes: `h.0.mlp` and `h.1.mlp` become `h.{0,1}.mlp  x2`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from te_transform.plan.rule import Outcome
 
 @dataclass(frozen=True)
 class Places:
-    """Outcomes of one rule for the same reasons: patterns of their paths, and how many each stands for.
+    """The sites of one rule with the same reasons: path patterns, each with its number of sites.
 
-    `reasons` say why places are refused, or why fused ones are not active in a call of the example's sizes.
+    `reasons` say why the sites are refused, or why fused sites are not active in a call of the example's
+    sizes.
     """
 
     rule: str
     reasons: tuple[str, ...]
     patterns: tuple[tuple[str, int], ...]
-    weights: int = 0  # numbers in the weights of all these places
-    saved: float = 0.0  # predicted seconds of a call that fusing them saves, or would save
+    weights: int = 0  # total number of elements in the sites' weights
+    saved: float = 0.0  # predicted seconds per call that fusing the sites saves or would save
     is_fused: bool = False
 
     @property
@@ -30,7 +31,7 @@ class Places:
 
     @property
     def active(self) -> int:
-        """The number of places that run fused in a call of the example's sizes."""
+        """The number of sites that run fused in a call of the example's sizes."""
         return self.count if self.is_fused and not self.reasons else 0
 
     @property
@@ -39,7 +40,7 @@ class Places:
 
 
 def gather(outcomes: Iterable[Outcome]) -> list[Places]:
-    """Outcomes by rule and reasons, both in the order they first came."""
+    """Group outcomes by rule and reasons, both in the order of their first outcome."""
     alike: dict[str, dict[tuple[str, ...], list[Outcome]]] = {}
     for outcome in outcomes:
         why = outcome.reasons or (outcome.inactive,) * bool(outcome.inactive)
@@ -59,15 +60,14 @@ def gather(outcomes: Iterable[Outcome]) -> list[Places]:
 
 
 def most_valuable_first(places: Iterable[Places]) -> list[Places]:
-    """Refused places by the time that fusing them would save; where nothing predicts it, by the size of their
-    products, then by their number."""
+    """Sort refused sites by the time that fusing would save, then by weight size, then by number of sites."""
     return sorted(places, key=lambda place: (-place.saved, -place.weights, -place.count))
 
 
 def collapse(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """Patterns of `paths` and how many each stands for: `h.0.mlp` and `h.1.mlp` make ("h.{0,1}.mlp", 2).
+    """Return patterns of `paths` with counts: `h.0.mlp` and `h.1.mlp` become ("h.{0,1}.mlp", 2).
 
-    Exact: a pattern with several numbers that vary is made only where all their combinations are there.
+    Patterns are exact: a pattern has several varying numbers only if all their combinations occur.
     """
     counts = Counter(tuple(_part(part) for part in path.split(".")) for path in paths)
     for place in reversed(range(max(map(len, counts), default=0))):
@@ -85,7 +85,7 @@ def collapse(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
 
 
 def listed(paths: Iterable[str]) -> str:
-    """The patterns of `paths`, as a sentence has them."""
+    """Return the patterns of `paths` as one comma-separated string."""
     return ", ".join(pattern for pattern, _ in collapse(paths))
 
 

@@ -1,4 +1,4 @@
-"""What convert() did, where, and why not elsewhere: to read, to test against, and to draw."""
+"""The report of convert(): what was fused, what was refused and why, for reading, testing and drawing."""
 
 from __future__ import annotations
 
@@ -38,21 +38,31 @@ _WIDTH = 110  # columns of str(report)
 
 
 class ExpectationError(AssertionError):
-    """The model was not fused as Report.expect() was told it would be."""
+    """The error of Report.expect() if the model was not fused as expected."""
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """Every place where a rule applied or nearly did, and the graphs of the model before and after.
+    """A conversion report: every site that a rule fused or refused, and the graphs before and after.
 
-    `before` is the canonical graph of the forward, or of its largest part where it was captured in parts; in
-    `after` each fusion is one call_module. `parts` are all of them, which the page draws. `notes` are
-    sentences on the conversion as a whole, `breaks` on what was not captured, `precision` says what runs in
-    FP8, `plain_calls` why and how often fused ops ran in plain PyTorch, and `memory` what a training step is
-    predicted to take, on TE. With compile="auto", `timings` are what a call took in each way to run the
-    model, and `chosen` is the name of the one that it runs in. `options` are those of the conversion,
-    `inputs` its example inputs in words. `fallbacks` count the calls of captured graphs that did not run
-    compiled or as CUDA graphs though that was asked for, by sentences that say why.
+    Attributes:
+        model: the name of the model's class.
+        sites: all operations that resemble the pattern of a rule, fused or refused.
+        before: the canonical graph of the forward, or of its largest part if it was captured in parts.
+        after: the same graph with each fusion as one call_module.
+        notes: sentences on the conversion as a whole.
+        breaks: sentences on code that was not captured.
+        precision: the plan of what runs in FP8.
+        plain_calls: the number of calls in which fused ops ran in plain PyTorch, by reason.
+        memory: the predicted memory of a training step on TE.
+        timings: with compile="auto", the time of a call under each setting.
+        chosen: with compile="auto", the name of the setting that the model runs with.
+        options: the options of the conversion.
+        inputs: a description of the example inputs.
+        parts: all captured graphs; the HTML page draws them.
+        rules: the names of the rules that ran.
+        fallbacks: the number of calls of captured graphs that did not run compiled or as CUDA graphs as
+            requested, by reason.
     """
 
     model: str
@@ -69,47 +79,48 @@ class Report:
     options: tuple[str, ...] = ()
     inputs: str = ""
     parts: tuple[Part, ...] = ()
-    rules: tuple[str, ...] = ()  # the names of those that were run
+    rules: tuple[str, ...] = ()
     fallbacks: Mapping[str, int] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> Report:
         return self  # frozen: copies of a converted model share it
 
     def __getstate__(self) -> dict:
-        # graphs hold functions that cannot be pickled: a model saved whole keeps the words of its report
+        # graphs hold functions that cannot be pickled: a model saved whole keeps only the report's text
         return {**self.__dict__, "before": fx.Graph(), "after": fx.Graph(), "parts": ()}
 
     @property
     def fused(self) -> tuple[Outcome, ...]:
-        """The places that were fused, in the order they were."""
+        """The fused sites, in the order of fusion."""
         return tuple(site for site in self.sites if site.status == "fused")
 
     @property
     def refused(self) -> tuple[Outcome, ...]:
-        """The places that were not fused, each with every reason."""
+        """The refused sites, each with every reason."""
         return tuple(site for site in self.sites if site.status == "refused")
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many places each rule fused; a rule that fused none counts 0."""
+        """The number of sites that each rule fused; 0 for a rule that fused none."""
         return Counter(site.rule for site in self.fused)
 
     def expect(self, **counts: int) -> None:
-        """Check that each rule named fused exactly as many places as given; other rules are not looked at.
+        """Check that each named rule fused exactly the given number of sites; other rules are not checked.
 
         Raises:
-            ExpectationError: for each rule that differs, what was expected, what found, and the reasons.
-            TypeError: a rule has a name that is not known, or what is expected is no number of places.
+            ExpectationError: A count differs; the message has the expected count, the found count and the
+                reasons for each such rule.
+            TypeError: A rule is unknown, or an expected count is not an integer.
         """
         known = dict.fromkeys((*self.rules, *(site.rule for site in self.sites), *_CATALOGUE))
         for rule, expected in counts.items():
             if rule not in known:
                 raise TypeError(
-                    f"expected the name of a rule, got {rule!r}, one of {', '.join(known)} is needed"
+                    f"expected the name of a rule, got {rule!r}; use one of {', '.join(known)}"
                     f"{did_you_mean(rule, known)}"
                 )
             if not isinstance(expected, int):
-                raise TypeError(f"{rule} is expected {expected!r} times, a whole number is needed")
+                raise TypeError(f"expected an integer for {rule}, got {expected!r}; pass the number of sites")
         found = self.counts
         differing = [rule for rule, expected in counts.items() if found[rule] != expected]
         if differing:
@@ -121,7 +132,7 @@ class Report:
         own = [site for site in self.sites if site.rule == rule]
         if not own:
             rules = ", ".join(dict.fromkeys(site.rule for site in self.sites)) or "none"
-            yield f"    no place resembles its pattern, or the rule was not run (in this report: {rules})"
+            yield f"    no site resembles its pattern, or the rule did not run (in this report: {rules})"
         for status in ("fused", "refused"):
             for places in gather(site for site in own if site.status == status):
                 yield from (f"    {status}: {line}" for line in places.lines)
@@ -129,16 +140,16 @@ class Report:
 
     @property
     def title(self) -> str:
-        """One line: how many sites of which model were fused and refused."""
+        """One line: the model, and its numbers of fused and refused sites."""
         if not self.sites:
-            return f"{self.model}: nothing was fused and nothing refused, no rule found a place in this model"
+            return f"{self.model}: nothing fused and nothing refused, because no rule found a site"
         fused, refused = (f"{n} site{'' if n == 1 else 's'}" for n in (len(self.fused), len(self.refused)))
         active = sum(not site.inactive for site in self.fused)
-        told = "" if active == len(self.fused) else f" ({active} active in this call)"
-        return f"{self.model}: {fused} fused{told}, {refused} refused"
+        activity = "" if active == len(self.fused) else f" ({active} active in this call)"
+        return f"{self.model}: {fused} fused{activity}, {refused} refused"
 
     def all_notes(self) -> tuple[str, ...]:
-        """The notes, and what is to be said of precision and of calls in plain PyTorch, in sentences."""
+        """Return all sentences: notes, breaks, precision, memory, plain PyTorch calls, fallbacks, timings."""
         precise = () if self.precision is None else _precise(self.precision)
         plain = (f"{count} calls ran in plain PyTorch: {why}" for why, count in self.plain_calls.items())
         memory = () if self.memory is None else (f"a training step is predicted to take {self.memory}",)
@@ -146,7 +157,7 @@ class Report:
         return (*self.notes, *self.breaks, *precise, *memory, *plain, *fell_back, *self.all_timings())
 
     def all_timings(self) -> tuple[str, ...]:
-        """What a call takes in each way to run the model, and which one was chosen."""
+        """Return the time of a call under each setting, with a mark at the chosen setting."""
         return tuple(f"{each}{', chosen' if each.name == self.chosen else ''}" for each in self.timings)
 
     def __rich__(self) -> Group:
@@ -156,7 +167,7 @@ class Report:
         return Group(Text(self.title, style="bold"), *shown, *([Text(), *notes] if notes else []))
 
     def __str__(self) -> str:
-        # neither the terminal nor a notebook around us may change what goes into a log
+        # text for logs must not depend on the terminal or notebook
         plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
         console = Console(file=io.StringIO(), legacy_windows=False, **plain)
         console.print(self)
@@ -169,20 +180,19 @@ class Report:
         return page.in_notebook(self._summary(), self._page())
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write the report and both graphs, drawn block by block, to `path`, as one page that needs nothing
-        else.
+        """Write the report to `path` as one self-contained HTML page, with both graphs drawn block by block.
 
         Raises:
-            TypeError: `path` is no path.
+            TypeError: `path` is not a path.
         """
         if not isinstance(path, (str, PathLike)):
-            raise TypeError(f"path is {path!r}, the path of a file is needed, such as 'report.html'")
+            raise TypeError(f"expected the path of a file, got {path!r}; pass a path such as 'report.html'")
         Path(path).write_text(self._page(), encoding="utf-8")
 
     def _summary(self) -> str:
         inputs = [node for node in self.before.nodes if node.op == "placeholder" and not name_in_model(node)]
         read = "; ".join(f"{drawing.argument(node)} {drawing.described(node)}" for node in inputs)
-        is_whole = [part.paths for part in self.parts] == [("",)]  # else it reads values of in between
+        is_whole = [part.paths for part in self.parts] == [("",)]  # a partial graph reads intermediate values
         about = {
             "inputs": read if is_whole or not self.inputs else self.inputs,
             "options": ", ".join(self.options),
@@ -192,7 +202,7 @@ class Report:
         return page.summary(self.title, about, gather(self.fused), refused, self.all_notes())
 
     def _page(self) -> str:
-        from te_transform.report.blocks import blocks_of  # networkx takes a while to import
+        from te_transform.report.blocks import blocks_of  # imports networkx, which is slow
 
         parts = self.parts or (Part(("",), self.before, self.after),)
         listings = [
@@ -203,20 +213,21 @@ class Report:
         return page.whole(self.title, self._summary(), blocks_of(parts, self.refused), listings)
 
     def graph_text(self, which: Which = "after") -> str:
-        """The graph line by line: name, dtype and shape, path of the module, operation with its arguments."""
+        """Return the graph as text, one line per node: name, dtype and shape, module path, call."""
         return "\n".join(line for line, _ in drawing.listing(self._graph(which)))
 
     def to_dot(self, which: Which = "after") -> str:
-        """The graph as Graphviz text, for `dot -Tsvg`: blocks are colored clusters, fused nodes are framed.
+        """Return the graph as Graphviz text for `dot -Tsvg`: blocks are colored clusters, fused nodes framed.
 
-        The model's own tensors are left out; to_networkx() has them.
+        The model's own tensors are left out; to_networkx() includes them.
         """
         return drawing.dot(self._graph(which))
 
     def to_networkx(self, which: Which = "after") -> networkx.DiGraph[str]:
-        """The graph for analysis: nodes by fx name, with op, target, path, shape, dtype; edges are the data.
+        """Return the graph for analysis: nodes by fx name, edges from each value to its readers.
 
-        `shape` is a tuple of ints, of text where a size is symbolic; it and `dtype` are None where unknown.
+        Each node has the attributes op, target, path, shape and dtype. `shape` is a tuple of ints, with text
+        for symbolic sizes. `shape` and `dtype` are None if unknown.
         """
         import networkx
 
@@ -230,7 +241,7 @@ class Report:
 
     def _graph(self, which: Which) -> fx.Graph:
         if which not in ("before", "after"):
-            raise ValueError(f"which is {which!r}, 'before' or 'after' is needed")
+            raise ValueError(f"expected which='before' or 'after', got {which!r}; choose one of the two")
         return getattr(self, which)
 
 
@@ -239,12 +250,12 @@ def _precise(plan: PrecisionPlan) -> Iterator[str]:
     for path, why in plan.sites.items():
         by_reason.setdefault(why, []).append(path)
     for why, paths in by_reason.items():
-        told = f"in {plan.name}: {listed(paths)}"
-        yield told if why is None else f"not {told}, because {why}"
+        sentence = f"in {plan.name}: {listed(paths)}"
+        yield sentence if why is None else f"not {sentence}, because {why}"
 
 
 def _table(rows: Sequence[Places]) -> Table:
-    """Return the table of fused and refused places: how many are fused, how many active, and why not."""
+    """Return the table of fused and refused sites, with counts, active counts and reasons."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     refused = [places for places in rows if not places.is_fused]
     priced = any(places.saved for places in refused)

@@ -1,4 +1,4 @@
-"""The sentences that the code refuses with and raises, read from the code itself."""
+"""Read the sentences of refusals and errors from the source code."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ from types import ModuleType
 
 from te_transform.plan.rule import Rule
 
-PLAN = "te_transform.plan"  # where rules ask for reasons
+PLAN = "te_transform.plan"  # the package whose modules share reasons among rules
 
 
 def told_by(rule: Rule) -> list[str]:
-    """What the file of a rule says of it: its docstring, and the texts that stand between its parts."""
+    """Return the texts in the file of a rule: its docstring, and the strings between its definitions."""
     home = python.getmodule(rule.refuse)
     texts = [node.value.value for node in _tree(home).body if _is_text(node)]
     return [python.cleandoc(text) for text in texts]
 
 
 def refused(rule: Rule) -> list[str]:
-    """The sentences that the `refuse` of a rule yields, or a module that it asks."""
+    """Return the sentences yielded in the file of a rule, and in the modules of plan/ that it imports."""
     home = python.getmodule(rule.refuse)
-    asked = [held for held in vars(home).values() if python.ismodule(held) and held.__package__ == PLAN]
-    return yielded(home, *asked)
+    imported = [each for each in vars(home).values() if python.ismodule(each) and each.__package__ == PLAN]
+    return yielded(home, *imported)
 
 
 def yielded(*modules: ModuleType) -> list[str]:
-    """The texts that functions of the modules yield, "..." for what is only known of a model."""
+    """Return the texts that functions of the modules yield, with "..." for values known only at run time."""
     nodes = (node for module in modules for node in ast.walk(_tree(module)))
     found = (_text(node.value) for node in nodes if isinstance(node, ast.Yield))
     return list(dict.fromkeys(filter(None, found)))
 
 
 def raised(source: str) -> Iterator[tuple[str, str]]:
-    """The errors that a file raises, or makes to be raised: the name of the class, and the sentence where it
-    is written there."""
+    """Yield the errors that a file raises or returns: the class name, and the sentence if it is a literal."""
     tree = ast.parse(source)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     homes = {inner: outer.name for outer in classes for inner in ast.walk(outer)}
@@ -60,7 +59,7 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 def _text(node: ast.expr | None) -> str:
-    """A text with "..." for what is only known later; "" where that is none."""
+    """Return a text with "..." for values known only at run time, or "" if the expression is not a text."""
     if isinstance(node, ast.JoinedStr):
         return "".join(each.value if isinstance(each, ast.Constant) else "..." for each in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
