@@ -113,7 +113,8 @@ def _refuse_two_products(fc1: Operation, gated: str, half: int, end: int) -> Ite
         )
     if gated == "pairs":
         half, end = fc1.width - fc1.width // 2, fc1.width
-    if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
+    # equal widths are required: a single column next to the gate would be broadcast
+    if gated != "no" and not 2 * half == end == fc1.width:
         yield (
             f"the gate has {half} of the first product's {fc1.width} outputs, but the fused op needs exactly "
             "half: no kernel supports other splits"

@@ -62,7 +62,8 @@ def refuse(
             f"the activation is applied to the {gated} of the first linear's outputs, but LayerNormMLP "
             f"activates the {' or the '.join(backend.GATES[1:])}: split the linear into two, one per half"
         )
-    if gated != "no" and not 2 * half == end == fc1.width:  # a single column beside the gate is broadcast
+    # equal widths are required: a single column next to the gate would be broadcast
+    if gated != "no" and not 2 * half == end == fc1.width:
         yield (
             f"the gate has {half} of the first linear's {fc1.width} outputs, but LayerNormMLP needs exactly "
             "half: no kernel supports other splits"

@@ -167,7 +167,7 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
 
 
 def _between(weights: tuple[fx.Node, ...], after: fx.Node | None, until: fx.Node | None) -> Sequence[fx.Node]:
-    """Return the weights with a column for the sink: from behind `after` up to and including `until`."""
+    """Return the weights with a column for the sink: the nodes following `after`, up to `until`."""
     return () if after is None else weights[weights.index(after) + 1 : weights.index(until) + 1]
 
 

@@ -95,7 +95,7 @@ def _are_below(choices: fx.Node, number: int, is_kept: Callable[[fx.Node], bool]
 
 
 def _chosen(choices: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """Return the indices that topk returned, from a reordered or reshaped copy; None if it is not one."""
+    """Return the topk indices that `choices` was reordered or reshaped from, or None."""
     while isinstance(choices, fx.Node) and is_kept(choices):
         source = _source(choices)
         if choices.target is operator.getitem and called(source) == "topk":

@@ -43,8 +43,8 @@ def read_results(graph: fx.Graph) -> None:
 def must_stay(graph: fx.Graph) -> set[fx.Node]:
     """Return the in-place writes whose effect is visible other than through their result.
 
-    These are writes to an input, a parameter or a buffer, and writes to a tensor that a later node reads,
-    directly or through another view.
+    These are writes to an input, a parameter or a buffer. A write is also visible if a later node reads the
+    tensor or another view of it.
     """
     storage = storage_of(graph)
     return {node for node in graph.nodes if nodes.writes(node) and _is_seen(node, storage)}

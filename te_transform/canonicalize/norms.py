@@ -79,8 +79,8 @@ def _rms_norm_of_normalize(graph: fx.Graph, match: Match) -> tuple | None:
 
     The RMSNorm computes x / sqrt(mean(x^2) + least^2 / width). The two differ only where |x| is about
     `least`; with 1e-12, only rows of zeros come near. At 0 both have the same value, 0, and the same slope.
-    In fp16, 1e-12 is 0, and a row of zeros becomes NaN. The same happens if least^2 / width underflows in the
-    dtype of the addition.
+    In fp16, 1e-12 is 0, and a row of zeros becomes NaN, so there is no match. The same holds if
+    least^2 / width underflows in the dtype of the addition.
     """
     x, weight = _operands(match)
     width, eps = shape_of(x)[-1], _epsilon_of_unit(match)

@@ -133,7 +133,7 @@ def _broken(path: str) -> str:
 
 
 def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
-    """Return the HTML table of fused or refused places, with the predicted time if any place has one."""
+    """Return the HTML table of fused or refused sites, with predicted times if they are known."""
     priced = "saves" if name == "fused" else "costs"
     place = head.index("where")
     head = (*head[:place], *[priced] * any(places.saved for places in rows), *head[place:])

@@ -108,9 +108,9 @@ class Report:
         """Check that each named rule fused exactly the given number of sites; other rules are not checked.
 
         Raises:
-            ExpectationError: A count differs; the message has the expected count, the found count and the
+            ExpectationError: a count differs; the message has the expected count, the found count and the
                 reasons for each such rule.
-            TypeError: A rule is unknown, or an expected count is not an integer.
+            TypeError: a rule is unknown, or an expected count is not an integer.
         """
         known = dict.fromkeys((*self.rules, *(site.rule for site in self.sites), *_CATALOGUE))
         for rule, expected in counts.items():
