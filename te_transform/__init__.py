@@ -1,4 +1,4 @@
-"""te_transform: any PyTorch transformer on fused ops, with the same weights and the same answers."""
+"""te_transform: run any PyTorch transformer on fused ops, with the same weights and the same results."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 class _Package(ModuleType):
-    """The package, which imports torch when a public name is first read: --help does not need torch.
+    """The package module. It imports torch when a public name is first read, so --help works without torch.
 
-    A public name never becomes the submodule of the same name, such as te_transform.convert.
+    A public name such as te_transform.convert never becomes the submodule of the same name.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -102,7 +102,7 @@ class _Package(ModuleType):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _HOME_OF or not isinstance(value, ModuleType):  # which an import binds here
+        if name not in _HOME_OF or not isinstance(value, ModuleType):  # an import binds the submodule here
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m te_transform` is `te-transform`."""
+"""Run the command line by `python -m te_transform`."""
 
 from te_transform.cli import main
 

@@ -1,8 +1,8 @@
 """Gradient accumulation on TE's fused kernels, for any torch optimizer.
 
-Over the calls of one accumulation the weights do not change: FP8 weights are quantized once, and each product
-adds the weight's gradient to a buffer in the kernel that computes it. Parameters that no such kernel reads
-(norms, biases, embeddings) get their gradients as always.
+The weights do not change during one accumulation, so FP8 weights are quantized once. The kernel that computes
+the gradient of a weight also adds it to a buffer. Parameters that no such kernel reads (norms, biases,
+embeddings) get their gradients from autograd as usual.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from te_transform.plan.model import check_module
 
 
 class AccumulationError(RuntimeError):
-    """Gradients cannot be accumulated here, or not as they were."""
+    """Gradients cannot be accumulated with these arguments, for this model, or for another step."""
 
 
 @dataclass(eq=False)
 class Accumulation:
-    """What takes part so far, by the parameters' names, and what is `left_out`, with the reasons."""
+    """A running accumulation: its `fused` parameters so far, and those `left_out`, with the reasons."""
 
     steps: int
     parameters: dict[str, nn.Parameter]
@@ -39,13 +39,13 @@ class Accumulation:
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """The parameters to whose sums kernels add."""
+        """The names of the parameters whose gradients are accumulated in kernels."""
         summed = self.gradients.by_parameter()
         return tuple(name for name, parameter in self.parameters.items() if parameter in summed)
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Those that get their gradients as always, with the reasons."""
+        """The names of the parameters that get gradients from autograd as usual, with the reasons."""
         fused = set(self.fused)
         return {name: _reason(parameter) for name, parameter in self.parameters.items() if name not in fused}
 
@@ -53,7 +53,7 @@ class Accumulation:
 @suggests
 @contextlib.contextmanager
 def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32) -> Iterator[Accumulation]:
-    """Accumulate the gradients of `steps` forward and backward passes; afterwards they are in `.grad`.
+    """Accumulate the gradients of `steps` forward and backward passes into `.grad`.
 
         with te_transform.accumulate(model, steps=4):
             for batch in batches:  # 4 of them
@@ -61,18 +61,21 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
         optimizer.step()
 
     Args:
-        model: what te_transform.convert() returned, on any backend, or something that contains it.
-        steps: the number of forward passes in training mode; fewer are fine (the last batches of an epoch).
-        dtype: of the buffers the gradients are summed up in, one for each fused weight.
+        model: A model returned by te_transform.convert(), on any backend, or a module that contains it.
+        steps: The number of forward passes in training mode. Fewer are fine, such as the last batches of an
+            epoch.
+        dtype: The dtype of the buffers that accumulate the gradients, one buffer per fused weight.
 
     Yields:
-        Which parameters take part, and why the others do not: those get their gradients as always.
+        An Accumulation: the parameters that take part, and the reasons for the others. The others get
+        their gradients from autograd as usual.
 
     Raises:
-        AccumulationError: a step too many was taken; the model is wrapped by DDP, whose hooks see no gradient
-            that a kernel adds; somebody else keeps main_grad; or steps or dtype is none. Where the body
-            raises, the buffers are dropped and `.grad` keeps what other parameters got.
-        te_transform.ModelError: `model` is no module.
+        AccumulationError: there are more than `steps` forward passes; the model is wrapped by DDP, whose
+            hooks do not see gradients that a kernel adds; another framework set main_grad; or `steps` or
+            `dtype` is invalid. If the body raises, the buffers are dropped, and `.grad` keeps the gradients
+            of other parameters.
+        te_transform.ModelError: `model` is not a module.
     """
     _check(model, steps, dtype)
     gradients, parameters = Gradients(dtype), dict(model.named_parameters(remove_duplicate=False))
@@ -96,29 +99,29 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
 def _check(model: nn.Module, steps: int, dtype: torch.dtype) -> None:
     check_module(model, "accumulate")
     if not isinstance(steps, int) or steps < 1:
-        raise AccumulationError(f"steps is {steps!r}, a number of forward passes from 1 on is needed")
+        raise AccumulationError(f"expected 1 or more forward passes for steps, got {steps!r}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise AccumulationError(
-            f"dtype is {dtype!r}, one of floating point is needed to sum up gradients in: torch.float32"
+            f"expected a floating-point dtype to accumulate gradients, got {dtype!r}; pass torch.float32"
         )
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise AccumulationError(
-            "the model is wrapped by DistributedDataParallel, which reduces gradients as autograd hands "
-            "them out, and kernels that add them to a buffer hand out none: use its no_sync() instead"
+            "expected a model without DistributedDataParallel, whose hooks do not see gradients that kernels "
+            "add to a buffer, got a wrapped one; use its no_sync() instead"
         )
     if is_divided(model):
         raise AccumulationError(
-            "the model is divided among ranks, its gradients are DTensors, and buffers of plain tensors are "
-            "summed up here: leave accumulate() out, gradients add up in .grad"
+            "expected plain tensors as gradients, got a model divided among ranks, whose gradients are "
+            "DTensors; leave accumulate() out, gradients add up in .grad"
         )
     if taken := [name for name, p in model.named_parameters() if "main_grad" in p.__dict__]:
         raise AccumulationError(
-            f"{taken[0]} has a main_grad already, one of accumulate()'s own is needed: delete the attribute, "
-            "or leave accumulate() out if a framework sums up gradients in it"
+            f"expected parameters without main_grad, got one on {taken[0]}; delete the attribute, or leave "
+            "accumulate() out if a framework accumulates gradients in it"
         )
     if any(state_of(parameter).gradients is not None for parameter in model.parameters()):
         raise AccumulationError(
-            "an accumulate() of this model is running already, one at a time can be: leave the outer one"
+            "expected one accumulate() of this model at a time, got a nested one; leave the outer one first"
         )
 
 
@@ -129,14 +132,15 @@ def _reason(parameter: nn.Parameter) -> str:
         return "it is not on the GPU"
     if parameter.dim() > 1:
         return "no fused product reads it"
-    return "it is no matrix, its gradient is no product"
+    return "it is not a matrix, its gradient is not a matrix product"
 
 
 def _count(module: nn.Module, running: Accumulation) -> None:
-    if module.training and torch.is_grad_enabled() and not in_backward():  # as a checkpoint repeats it
+    if module.training and torch.is_grad_enabled() and not in_backward():  # not a rerun
         running.taken += 1
         if running.taken > running.steps:
             raise AccumulationError(
-                f"this is forward pass {running.taken} of accumulate(steps={running.steps}): leave the "
-                "context and step the optimizer, or give the number of steps that there are"
+                f"expected at most {running.steps} forward passes in accumulate(steps={running.steps}), got "
+                f"{running.taken}; leave the context and step the optimizer, or pass the right number of "
+                "steps"
             )

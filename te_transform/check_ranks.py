@@ -1,4 +1,4 @@
-"""Processes that disagree get an error, where a collective would wait for ever."""
+"""Detect ranks that converted different models, before a collective hangs."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ _PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")
 
 
 class RanksError(RuntimeError):
-    """The processes of a group have not made the same model; the message names them."""
+    """The ranks of a group did not make the same model; the message names the ranks."""
 
 
 @suggests
 def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any = None) -> None:
-    """Raise in every process of the group unless all have converted the same model in the same way.
+    """Raise on every rank of the group unless all ranks converted the same model in the same way.
 
-    One small collective, before the first large one: processes whose models, recipes, meshes or packages
-    differ would wait for each other for ever in it, or mix up numbers. Call it after convert(), before the
-    model is wrapped or sharded.
+    Call it after convert(), before the model is wrapped or sharded. It runs one small collective. Without
+    this check, ranks with different models, recipes, meshes or packages would hang in the first large
+    collective, or mix up numbers.
 
     Args:
-        converted: what te_transform.convert() returned.
-        mesh: that the model is going to be sharded over, if it is.
-        group: the processes; None is all of them.
+        converted: A model returned by te_transform.convert().
+        mesh: The mesh that the model will be sharded over, if any.
+        group: The process group; None means all processes.
 
     Raises:
-        RanksError: `mesh` or `group` is something else, no process group is there, or processes differ from
-            the first one; the message says in what, and what each has.
+        RanksError: `mesh` or `group` has a wrong type, there is no process group, or a rank differs from rank
+            0; the message says in what.
         ModelError: `converted` does not come from te_transform.convert().
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise RanksError(
-            f"the mesh is a {type(mesh).__name__}, a DeviceMesh is needed: pass the one that the model is "
-            "going to be sharded over, and a process group as group="
+            f"expected a DeviceMesh for mesh, got a {type(mesh).__name__}; pass the mesh that the model will "
+            "be sharded over, and a process group as group="
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise RanksError(
-            f"the group is a {type(group).__name__}, a process group or None (for all) is needed"
+            f"expected a process group or None (for all) for group, got a {type(group).__name__}"
         )
     own = _fingerprint(converted, mesh)
     if not (dist.is_available() and dist.is_initialized()):
         raise RanksError(
-            "no process group is there, one is needed: call torch.distributed.init_process_group() first"
+            "expected a process group, got none; call torch.distributed.init_process_group() first"
         )
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group)
@@ -63,11 +63,14 @@ def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any
         if its[what] != found[0][what]
     ]
     if differ:
-        raise RanksError(f"{'; '.join(differ)}: all have to convert the same model in the same way")
+        raise RanksError(
+            "expected all ranks to convert the same model in the same way, got differences: "
+            f"{'; '.join(differ)}"
+        )
 
 
 def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str]:
-    """What has to be the same in all processes, in words or as digests."""
+    """Return the properties that must agree on all ranks, as texts or digests."""
     made, carried = report(converted), runner_of(converted)
     named = converted.named_parameters(remove_duplicate=False)
     parameters = [f"{name} {[*p.shape]} {p.dtype} {p.requires_grad}" for name, p in named]
@@ -83,7 +86,7 @@ def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str
 
 
 def _told(options: Options) -> dict[str, Any]:
-    """The options that change what runs, in words; skip= shows in the plan."""
+    """Return the options that change the execution; skip= is part of the plan's digest."""
     names = ("compile", "graphs", "approximate", "pad_vocabulary", "chunked_loss")
     return {"backend": options.backend.NAME, **{name: getattr(options, name) for name in names}}
 

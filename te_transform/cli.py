@@ -1,7 +1,7 @@
 """The command line: `te-transform`, or `python -m te_transform`.
 
-It exits with 0; with 1 where a model is not fused as expected, or not verified; with 2 where what was given
-cannot be used, and a sentence on stderr says why.
+Exit status: 0 on success; 1 if a model is not fused as expected, or fails verification; 2 if the input cannot
+be used, with a sentence on stderr that says why.
 """
 
 from __future__ import annotations
@@ -21,57 +21,62 @@ from typing import Any
 
 from te_transform.config_file import LoadError
 
-WIDTH = 140  # of a table where there is no terminal
+WIDTH = 140  # columns of a table without a terminal
 _BATCH = 2
-_SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}  # given once, or more often
+_SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}  # the option may be repeated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status.
+    """Run a command and return its exit status.
 
     Args:
-        arguments: those of the command line; None: of this process.
+        arguments: The command-line arguments; None means those of this process.
     """
     asked = _parser().parse_args(arguments)
     try:
-        run = asked.run(asked)  # which may import torch, and torch sets up its logs
+        run = asked.run(asked)  # may import torch, which sets up its logs
         with _quiet():
             code = run(asked)
         sys.stdout.flush()
         return code
     except _bad_input() as error:
-        hint = "\nHere example inputs are told by --input."
+        hint = "\nOn the command line, pass example inputs by --input."
         named = type(error).__name__ in ("InputError", "TraceError")
         print(f"te-transform: {error}{hint * named}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # as of `| head`
+    except BrokenPipeError:  # for example with `| head`
         sys.stderr.close()
         return 0
-    except OSError as error:  # as of a disk that is full
+    except OSError as error:  # for example a full disk
         print(f"te-transform: {error}", file=sys.stderr)
-        with suppress(OSError):  # Python would write what is left at its end, and tell of it again
+        with suppress(OSError):  # else Python flushes at exit, and reports the error again
             sys.stdout.close()
         return 2
 
 
 def _bad_input() -> tuple[type[Exception], ...]:
-    """Return the errors that a command explains; errors of modules that are not imported cannot occur."""
+    """Return the error types that a command reports as a sentence.
+
+    Errors of modules that are not imported cannot occur.
+    """
     commands = sys.modules.get("te_transform.commands")
     return (LoadError,) if commands is None else commands.BAD_INPUT
 
 
 def _with_torch(name: str) -> Callable[[argparse.Namespace], Callable[[argparse.Namespace], int]]:
-    """Return a function that imports a command which needs torch, for the parser."""
+    """Return a function that imports the command `name`, which needs torch."""
     return lambda asked: getattr(importlib.import_module("te_transform.commands"), name)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the logs and the warnings of dynamo, the stacks of what a sentence of ours says, and of
-    torchao, which transformers imports where it is installed, on kernels that nothing here calls; unless
-    asked for."""
+    """Silence the logs of torch and torchao and the warnings of dynamo, unless TORCH_LOGS is set.
+
+    dynamo logs stack traces for errors that are reported as one sentence here. transformers imports torchao
+    if it is installed, which then logs about kernels that are never called here.
+    """
     levels = {logger: logger.level for logger in map(logging.getLogger, ("torch", "torchao"))}
     try:
         with warnings.catch_warnings():
@@ -86,7 +91,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Version(argparse.Action):
-    """Print the versions; they are looked up only when asked for."""
+    """The action of --version; it looks up the versions only when called."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from te_transform.report.page import versions
@@ -100,14 +105,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of the packages")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
-    planned = commands.add_parser("inspect", help="what would be fused, and why not more, on any machine")
+    planned = commands.add_parser("inspect", help="report what would be fused, and why not the rest")
     _add_model(planned, length=2048)
     _add_output(planned)
     planned.add_argument(
-        "--expect", **_SEVERAL, metavar="RULE=N", help="fail unless so many places are fused"
+        "--expect", **_SEVERAL, metavar="RULE=N", help="fail unless RULE fuses N sites"
     )
     planned.add_argument(
-        "--times", action="store_true", help="predict what a call takes on an H100 in each way to run it"
+        "--times", action="store_true", help="predict the time of a call on an H100 in each execution mode"
     )
     planned.set_defaults(run=_with_torch("run_inspect"))
 
@@ -116,82 +121,82 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(compared)
     compared.set_defaults(run=_with_torch("run_verify"))
 
-    tuned = commands.add_parser("tune", help="time each way to run it here, and keep what is the fastest")
+    tuned = commands.add_parser("tune", help="time each execution mode here, and store the fastest")
     _add_model(tuned, length=2048)
     _add_output(tuned)
     tuned.set_defaults(run=_with_torch("run_tune"))
 
-    explained = commands.add_parser("explain", help="what a rule rewrites, and when it does not")
+    explained = commands.add_parser("explain", help="explain what a rule rewrites, and when it refuses")
     rules = ", ".join(_explanations())
     explained.add_argument(
-        "rule", nargs="?", metavar="RULE", help=f"one of {rules}, or package.module:RULE of your own"
+        "rule", nargs="?", metavar="RULE", help=f"one of {rules}, or your own rule as package.module:RULE"
     )
     explained.set_defaults(run=_explaining)
 
-    tried = commands.add_parser("models", help="what was converted and compared, and what is fused in it")
-    tried.add_argument("name", nargs="?", default="", help="a part of a model's name")
+    tried = commands.add_parser("models", help="list the tested models, and what is fused in them")
+    tried.add_argument("name", nargs="?", default="", help="part of a model's name")
     tried.set_defaults(run=lambda asked: _models)
     return parser
 
 
 def _add_model(parser: argparse.ArgumentParser, length: int) -> None:
     parser.add_argument("model", help="package.module:factory, a folder with a config.json, or a config")
-    parser.add_argument("--batch", type=_positive, help=f"rows of the example ({_BATCH})")
+    parser.add_argument("--batch", type=_positive, help=f"batch size of the example (default: {_BATCH})")
     parser.add_argument(
-        "--length", type=_positive, help=f"tokens of a row ({length}, or what the model has positions for)"
+        "--length", type=_positive, help=f"tokens per row (default: {length}, at most the model's positions)"
     )
-    parser.add_argument("--layers", type=_positive, default=None, help="of a config: fewer than it says")
+    parser.add_argument("--layers", type=_positive, default=None, help="use fewer layers than the config has")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="convert the weights to it (their own)"
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="convert the weights to this dtype"
     )
     parser.add_argument(
         "--backend",
         choices=("auto", "te", "torch"),
-        help="(auto: te where it runs, else torch; inspect plans a recipe and --times on te)",
+        help="default: auto, te if it runs here, else torch; inspect plans a recipe and --times on te",
     )
     parser.add_argument("--recipe", default=None, help="fp8-delayed, fp8-current, fp8-block or mxfp8")
     parser.add_argument("--approximate", action="store_true", help="allow rules that change the numbers")
     parser.add_argument("--pad-vocabulary", action="store_true", help="allow the rule pad_vocabulary")
-    parser.add_argument("--inference", action="store_true", help="in evaluation, without a backward")
-    parser.add_argument("--skip", **_SEVERAL, metavar="GLOB", help="paths of modules left alone")
+    parser.add_argument("--inference", action="store_true", help="evaluation mode, without a backward")
+    parser.add_argument("--skip", **_SEVERAL, metavar="GLOB", help="paths of modules to leave alone")
     parser.add_argument(
         "--input",
         action="append",
         default=[],
         metavar="[NAME=]SHAPE[:DTYPE[:HIGH]]",
-        help="an example input, as 2x16x64 or mask=2x16:bool or 2x16:int64:1000, integers below 1000; else "
-        "they are invented, if the model says what it reads",
+        help="an example input, such as 2x16x64, mask=2x16:bool or 2x16:int64:1000 (integers below 1000); "
+        "default: generated from the config or the forward's signature",
     )
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the Python code that a config names"
+        "--trust-remote-code", action="store_true", help="run Python code that a config names"
     )
     parser.set_defaults(usual_length=length, usual_batch=_BATCH)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--html", type=_page, metavar="FILE", help="write the report and both graphs to this page"
+        "--html", type=_page, metavar="FILE", help="write the report and both graphs to this HTML file"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _page(text: str) -> Path:
-    """Asked before anything is planned or timed, which takes long and would be lost."""
+    """Check that the HTML file can be written, before any long-running work."""
     path, what = Path(text), ""
     if path.is_dir():
         what = "is a folder"
     elif not path.parent.is_dir():
-        what = "is in no folder that there is"
+        what = "is in a folder that does not exist"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        what = "is not to be written by this user"
+        what = "cannot be written by this user"
     if what:
-        raise argparse.ArgumentTypeError(f"{text!r} {what}, a file that can be written is needed")
+        raise argparse.ArgumentTypeError(f"expected a writable file, got {text!r}, which {what}")
     return path
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
@@ -201,7 +206,7 @@ def _explaining(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int
         return _explain
     if not all(asked.rule.partition(":")):
         raise LoadError(
-            f"there is no rule {asked.rule!r}: one of {', '.join(known)}, or package.module:RULE is needed"
+            f"expected a rule, one of {', '.join(known)}, or package.module:RULE, got {asked.rule!r}"
         )
     return _with_torch("run_explain")(asked)
 
@@ -213,13 +218,13 @@ def _explain(asked: argparse.Namespace) -> int:
 
 
 def _explanations() -> dict[str, str]:
-    """Return what docs/explained.md has of each rule, by name and in order."""
+    """Return the text of docs/explained.md for each rule, by name and in order."""
     page = resources.files("te_transform").joinpath("explained.md").read_text("utf-8")
     return dict(re.findall(r"^## (\w+)\n\n````text\n(.*?)\n````$", page, re.DOTALL | re.MULTILINE))
 
 
 def _models(asked: argparse.Namespace) -> int:
-    """The lines of docs/models.md's tables, with the counts of each rule."""
+    """Print the rows of docs/models.md's tables, with the counts of each rule."""
     from rich import box
     from rich.console import Console
     from rich.table import Column, Table
@@ -228,13 +233,16 @@ def _models(asked: argparse.Namespace) -> int:
     tables = [line.strip("| ") for line in page.splitlines() if line.startswith("|")]
     head, _, *rows = ([cell.strip(" `") for cell in line.split("|")] for line in tables)
     table = Table(*(Column(name, overflow="fold") for name in head), box=box.SIMPLE_HEAD)
-    wanted = _letters(asked.name)  # the page has gpt2 for what others call GPT-2
+    wanted = _letters(asked.name)  # the page writes gpt2 for GPT-2
     for names, *counts in rows:
         found = [name for name in names.split(", ") if wanted in _letters(name)]
-        if found and counts[0].isdigit():  # no head of another table
+        if found and counts[0].isdigit():  # skips the headers of further tables
             table.add_row(", ".join(found), *counts)
     if not table.row_count:
-        raise LoadError(f"no model of {asked.name!r} was tried, te-transform inspect says what is fused")
+        raise LoadError(
+            f"expected part of a tested model's name, got {asked.name!r}; run te-transform inspect on the "
+            "model"
+        )
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
     return 0
 

@@ -1,4 +1,4 @@
-"""The commands that need torch: inspect, verify, tune, and explain for a rule of the user's own."""
+"""The commands that need torch: inspect, verify, tune, and explain for a user's own rule."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from te_transform.report.report import ExpectationError, Report
 from te_transform.reporting import report as report_of
 from te_transform.verify.verify import verify
 
-_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # whose labels are their ids
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # models whose labels are their input ids
 BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, PrecisionError, TraceError)
 
 
 def _printing_aside() -> redirect_stdout:
-    """What the user's code prints meanwhile is no part of what is asked for, as JSON it could not be read."""
+    """Redirect prints of the user's code to stderr: on stdout they would corrupt the JSON output."""
     return redirect_stdout(sys.stderr)
 
 
@@ -50,7 +50,7 @@ def run_inspect(asked: argparse.Namespace) -> int:
     model, inputs = _loaded(asked, on_meta=True)
     options = {"compile": "auto" if asked.times else False, **_options(asked)}
     if asked.backend is None and (asked.recipe or asked.times):
-        options["backend"] = "te"  # no other backend has recipes and times
+        options["backend"] = "te"  # only te supports recipes and predicted times
     try:
         with _printing_aside(), status("capturing"):
             report = inspect(model, inputs, **options)
@@ -58,9 +58,10 @@ def run_inspect(asked: argparse.Namespace) -> int:
         if not isinstance(error.__cause__, DataDependentOutputException):
             raise
         model, inputs = _loaded(asked, on_meta=False)
-        with _printing_aside(), status("capturing with weights, which the forward branches on"):
+        with _printing_aside(), status("capturing with real weights, because the forward branches on values"):
             report = inspect(model, inputs, **options)
-    inputs_told = [f"planned for the inputs ({report.inputs})"] * (report.memory is None)  # which has them
+    # the memory line of the report names the inputs, too
+    inputs_told = [f"planned for the inputs ({report.inputs})"] * (report.memory is None)
     report = replace(report, notes=(*report.notes, *inputs_told, *_notes_of(asked, model)))
     _write(asked, report, report)
     try:
@@ -72,7 +73,7 @@ def run_inspect(asked: argparse.Namespace) -> int:
 
 
 def _notes_of(asked: argparse.Namespace, model: nn.Module) -> Iterator[str]:
-    """Yield what a config says, and the model was not built by."""
+    """Yield notes on entries of a config that the model was built without."""
     if not Path(asked.model).exists():
         return
     told = read_config(config_of(Path(asked.model)), asked.trust_remote_code)
@@ -80,8 +81,8 @@ def _notes_of(asked: argparse.Namespace, model: nn.Module) -> Iterator[str]:
     if told.quantized:
         dtype = dtype_name(next(model.parameters()).dtype)
         yield (
-            f"the config says that the weights are quantized ({told.quantized}), the plan is that of the "
-            f"model with its weights in {dtype}: dequantize them before the conversion"
+            f"the config says that the weights are quantized ({told.quantized}), the plan is for weights in "
+            f"{dtype}: dequantize the weights before the conversion"
         )
 
 
@@ -101,22 +102,22 @@ def run_verify(asked: argparse.Namespace) -> int:
 
 def run_tune(asked: argparse.Namespace) -> int:
     model, inputs = _loaded(asked, on_meta=False)
-    inputs = replace(inputs, invented=False)  # their sizes were asked for
+    inputs = replace(inputs, invented=False)  # the user chose their sizes
     with _printing_aside():
         tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
-    kept = f'kept for convert(..., compile="auto") of such a model with such inputs, in {timing.file()}'
+    kept = f'stored in {timing.file()} for convert(..., compile="auto") with the same model and inputs'
     _write(asked, tuned, "\n".join([*tuned.all_timings(), kept]), chosen=tuned.chosen)
     return 0
 
 
 def _write(asked: argparse.Namespace, report: Report, shown: Any, **more: Any) -> None:
-    """The report as a page, if one is asked for; and print what there is to show, or all as JSON."""
+    """Write the HTML page if requested, then print `shown`, or everything as JSON."""
     if asked.html:
         try:
             report.to_html(asked.html)
         except OSError as error:
             raise OptionError(
-                f"--html has {asked.html}, which cannot be written ({error.strerror})"
+                f"expected a writable file for --html, got {asked.html} ({error.strerror})"
             ) from error
     _show(json.dumps(_as_data(report) | more, indent=1) if asked.json else shown)
 
@@ -148,8 +149,8 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
     if asked.input:
         if asked.batch or asked.length:
             raise OptionError(
-                "--batch and --length are the sizes of inputs that are invented, --input has its own: leave "
-                "them out"
+                "expected --input without --batch and --length, which are the sizes of generated inputs, got "
+                "both; leave --batch and --length out"
             )
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return model, inputs_of(asked.input, device)
@@ -161,13 +162,15 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
 
 
 def _length(model: nn.Module, asked: argparse.Namespace) -> int:
-    """The tokens of a row: as many as are asked for; else the usual number, or those that there are positions
-    for, which a config of images and text has in its text's."""
+    """Return the tokens per row: --length, else the default, limited by the positions of the config.
+
+    A config of images and text has the number of positions in its text config.
+    """
     allowed, name = positions(model)
     if asked.length and asked.length > allowed:
         raise OptionError(
-            f"--length is {asked.length}, the configuration allows {allowed} ({name}): pass at most that, or "
-            "a configuration with more positions"
+            f"expected --length of at most {allowed} ({name}), got {asked.length}; pass a smaller one, or a "
+            "config with more positions"
         )
     return asked.length or min(asked.usual_length, int(allowed))
 
@@ -177,8 +180,8 @@ def _invented(model: nn.Module, batch: int, length: int, exactly: bool) -> Input
         return invent(model, batch, length, exactly)
     except (RuntimeError, TypeError) as error:
         raise OptionError(
-            f"--batch {batch} and --length {length} make no inputs ({in_a_line(error)}), smaller numbers are "
-            "needed"
+            "expected --batch and --length that fit, got an error for --batch "
+            f"{batch} and --length {length} ({in_a_line(error)}); pass smaller numbers"
         ) from error
 
 
@@ -187,7 +190,7 @@ def _expected(told: Sequence[str]) -> dict[str, int]:
     for rule, count in map(_expectation, told):
         if expected.setdefault(rule, count) != count:
             raise OptionError(
-                f"--expect has {rule}={expected[rule]} and {rule}={count}, one number of a rule is needed"
+                f"expected one number per rule for --expect, got {rule}={expected[rule]} and {rule}={count}"
             )
     return expected
 
@@ -196,7 +199,7 @@ def _expectation(text: str) -> tuple[str, int]:
     rule, _, count = text.partition("=")
     if rule not in {rule.name for rule in PIPELINE} or not count.isdecimal():
         known = ", ".join(rule.name for rule in PIPELINE)
-        raise OptionError(f"--expect has {text!r}, RULE=N is needed, for a rule of {known}")
+        raise OptionError(f"expected RULE=N for --expect, with a rule of {known}, got {text!r}")
     return rule, int(count)
 
 
@@ -216,18 +219,18 @@ def _as_data(report: Report) -> dict[str, Any]:
 
 
 def run_explain(asked: argparse.Namespace) -> int:
-    """Print what a rule of the user's own rewrites, and when it does not."""
+    """Print what a user's own rule rewrites, and when it refuses."""
     rule = imported(asked.rule)
     if not isinstance(rule, Rule):
-        raise LoadError(f"{asked.rule!r} is a {type(rule).__name__}, a te_transform.Rule is needed")
-    with _printing_aside(), status("capturing its example"):
+        raise LoadError(f"expected a te_transform.Rule at {asked.rule!r}, got a {type(rule).__name__}")
+    with _printing_aside(), status("capturing the example of the rule"):
         lines = [*explanation(rule)]
     print("\n".join(lines))
     return 0
 
 
 def _show(what: Any) -> None:
-    """On a terminal in color and its width, elsewhere as plain text."""
+    """Print in color and at full width on a terminal, as plain text elsewhere."""
     if sys.stdout.isatty() and not isinstance(what, str):
         Console().print(what)
     else:

@@ -1,4 +1,4 @@
-"""Read the config.json of a model: only entries that cannot name code, a file or a repository."""
+"""Read the config.json of a model, but only the entries that cannot name code, a file or a repository."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-_ATTENTION = ("eager", "sdpa", "flex_attention")  # every other implementation may load a kernel of the hub
+_ATTENTION = ("eager", "sdpa", "flex_attention")  # other values may load a kernel from the hub
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")
 _CHOICES = {
     "attn_implementation": _ATTENTION,
@@ -31,10 +31,10 @@ class LoadError(ValueError):
 
 @dataclass
 class ConfigFile:
-    """The entries of a config.json that are read.
+    """The entries read from a config.json.
 
-    `unread` has the paths of entries that are not read; `quantized` has the method by which the config says
-    that weights are quantized, or "".
+    `unread` lists the paths of skipped entries. `quantized` is the quantization method of the weights
+    according to the config, or "".
     """
 
     file: Path
@@ -43,10 +43,10 @@ class ConfigFile:
     quantized: str = ""
 
     def notes(self) -> Iterator[str]:
-        """Return a sentence on the entries that are not read, if there are any."""
+        """Yield a sentence on skipped entries, if there are any."""
         if self.unread:
             yield (
-                f"{self.file.name} has entries that are not read, because they could name code or files "
+                f"{self.file.name} has entries that were skipped, because they could name code or files "
                 f"({', '.join(self.unread)}): pass --trust-remote-code to read them"
             )
 
@@ -72,10 +72,10 @@ def _json(file: Path) -> dict[str, Any]:
         told = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise LoadError(
-            f"{file} is no JSON ({error}), a config is needed: code is named as package.module:factory"
+            f"expected a config in {file}, got no JSON ({error}); to pass code, use package.module:factory"
         ) from error
     if not isinstance(told, dict):
-        raise LoadError(f"{file} has a {type(told).__name__}, the object of a config is needed")
+        raise LoadError(f"expected a JSON object in {file}, got a {type(told).__name__}")
     return told
 
 
@@ -85,7 +85,7 @@ def _read(
     """Yield the entries of a config that are read.
 
     Args:
-        known: names to read besides those of the class; None if all names are known.
+        known: The names to read besides the fields of the class; None to read all names.
     """
     known = None if known is None else known | _LEGACY | _names_of(kind)
     for name, value in told.items():
@@ -115,19 +115,19 @@ def _refuse_code(file: Path, code: Any, told: dict[str, Any]) -> None:
     if code:
         names = ", ".join(sorted(code)) if isinstance(code, dict) else repr(code)
         raise LoadError(
-            f"{file} names Python code of its own ({names}), which would be run: pass --trust-remote-code if "
-            f"you trust it{_or_without(told)}"
+            f"expected a config without code, got {file}, which names Python code ({names}); pass "
+            f"--trust-remote-code if you trust it{_or_without(told)}"
         )
 
 
 def _or_without(told: dict[str, Any]) -> str:
-    """Return the alternative if transformers has a class for the model, as it does for most by now."""
+    """Return an alternative to running code, if transformers has a class for the model."""
     import transformers
 
     named = told.get("architectures") or ["AutoModel"]
     if _class_of(told) is None or not isinstance(named, list) or not hasattr(transformers, str(named[0])):
         return ""
-    return f", or give a config without auto_map: transformers has {told['model_type']} itself"
+    return f", or pass a config without auto_map: transformers itself supports {told['model_type']}"
 
 
 def _check_text(file: Path, at: str, name: str, value: Any, kind: Any) -> None:
@@ -141,7 +141,7 @@ def _check_text(file: Path, at: str, name: str, value: Any, kind: Any) -> None:
             is_right, needed = text in _CHOICES[name], f"one of {', '.join(_CHOICES[name])}"
         elif name.endswith("dtype"):
             is_right, needed = _is_dtype(text), "the name of a torch.dtype, such as bfloat16"
-        elif name == "backbone":  # else it is looked up at the hub
+        elif name == "backbone":  # any other name is looked up at the hub
             is_right = getattr(kind, "model_type", "") == "timm_backbone" and not _PLACE.search(text)
             needed = "a backbone_config in its place"
         else:
@@ -164,7 +164,7 @@ def _expected(file: Path, at: str, needed: str, text: str) -> str:
 
 
 def _is_numbers(value: Any) -> bool:
-    """Check that a value is made of numbers, flags and nulls, which name nothing."""
+    """Return True if a value consists of numbers, flags and nulls, which cannot name anything."""
     if isinstance(value, list):
         return all(map(_is_numbers, value))
     return not value or isinstance(value, (bool, int, float))
@@ -185,13 +185,13 @@ def _is_dtype(name: str) -> bool:
 
 
 def _method(quantization: Any) -> str:
-    """Return the method of a quantization_config; "" if the entry is empty."""
+    """Return the method of a quantization_config, or "" if the entry is empty."""
     named = quantization.get("quant_method") if isinstance(quantization, dict) else None
     return str(named or "by no named method") if quantization else ""
 
 
 def _class_of(told: dict[str, Any]) -> Any:
-    """Return the class of transformers for a config, None if there is none."""
+    """Return the transformers class of a config, or None."""
     from transformers import CONFIG_MAPPING
 
     kind = told.get("model_type")
@@ -199,13 +199,13 @@ def _class_of(told: dict[str, Any]) -> Any:
 
 
 def _part_of(kind: Any, name: str) -> Any:
-    """Return the class of the config that a config has under a name, None if the class is not known."""
+    """Return the class of a nested config by its name, or None if the class is unknown."""
     part = getattr(kind, "sub_configs", {}).get(name)
     return part if hasattr(part, "__dataclass_fields__") else None
 
 
 def _names_of(kind: Any) -> set[str]:
-    """Return the entries that a config class reads: fields, and what its __post_init__ asks for by name."""
+    """Return the entries that a config class reads: its fields, and the names used in its __post_init__."""
     if kind is None:
         return set()
     names = {each.name for each in fields(kind)} | set(kind.attribute_map) | set(kind.sub_configs)

@@ -1,5 +1,7 @@
-"""capture -> canonicalize -> match -> rewrite -> precision -> lower -> report: the whole of te_transform, on
-one line."""
+"""The front doors convert(), revert() and the torch.compile backend.
+
+The pipeline: capture -> canonicalize -> match -> rewrite -> precision -> lower -> report.
+"""
 
 from __future__ import annotations
 
@@ -57,42 +59,45 @@ def convert(
     inplace: bool = False,
     verify: bool = True,
 ) -> nn.Module:
-    """The same model on fused ops: same class, same parameters, same answers.
+    """Convert a model to fused ops: same class, same parameters, same results.
 
     Args:
-        model: any transformer in plain PyTorch; left untouched unless `inplace`.
-        example_inputs: a tensor, a tuple (args), a dict (kwargs) or a list of those, as a plain model(...)
-            takes them; None: invented where the model says what it reads.
-        backend: "te", "torch", or "auto": te where it runs, else torch, until the model is captured where te
-            runs, as on a GPU that it has been moved to; the report says which and why.
-        recipe: None, "fp8-delayed", "fp8-current", "fp8-block", "mxfp8" or a TE recipe object.
-        passes: the rules to run, in order; None is te_transform.PIPELINE.
-        skip: module paths or globs left alone, with all they contain.
-        approximate: allow rules that change the numbers (the exact GELU becomes the tanh one); in float32,
-            whose bounds that is beyond, with verify=False.
-        pad_vocabulary: on a GPU, compute the product of a head whose vocabulary is no multiple of 8 with rows
-            of zeros, up to a multiple of 64, several times as fast; logits and parameters keep their sizes.
-        chunked_loss: where a loss with gradients is computed, never hold its logits in memory, nor their
-            gradient: head and loss are computed for a part of the vocabulary at a time, the head a second
-            time in the backward. The logits that the model returns beside such a loss are NaN.
-        compile: False, True or a torch.compile mode: inductor compiles the fused graphs, each at its first
-            call. "auto" takes the fastest way on the first example inputs, in the mode that the model is in:
-            its own code, fused, compiled, as CUDA graphs, each with the recipe, if one is given, and without.
-            They are timed for five minutes at most; a file keeps what was found.
-        graphs: run forward and backward as CUDA graphs, which are recorded in the third call of a kind, and
-            held there to what the call itself computes; alone, or with compile=True.
-        inplace: convert `model` itself.
-        verify: check every rewritten site against what was captured, forward and gradients, on the values of
-            the first call of its graph; a site that fails is taken back and reported.
+        model: Any transformer in plain PyTorch. It stays unchanged unless `inplace`.
+        example_inputs: A tensor, a tuple (args), a dict (kwargs) or a list of those, as for model(...). None:
+            inputs are generated from the config or the forward's signature.
+        backend: "te", "torch" or "auto". "auto" is te if it runs here, else torch. It switches to te once the
+            model is captured where te runs, for example after a move to the GPU. The report says which
+            backend was chosen, and why.
+        recipe: None, "fp8-delayed", "fp8-current", "fp8-block", "mxfp8", a TE recipe object or a
+            te_transform.PrecisionPlan.
+        passes: The rules to run, in order. None means te_transform.PIPELINE.
+        skip: Module paths or globs to leave alone, with all submodules.
+        approximate: True to allow rules that change the numbers: the exact GELU becomes the tanh GELU. In
+            float32, this change exceeds the bounds of the check; also pass verify=False there.
+        pad_vocabulary: True to pad the weight of a head whose vocabulary is not a multiple of 8, on a GPU.
+            Rows of zeros are added up to a multiple of 64, which makes the product several times as fast.
+            Logits and parameters keep their sizes.
+        chunked_loss: True to never hold all logits or their gradient in memory, for a loss with gradients.
+            Head and loss are computed for one chunk of the vocabulary at a time; the backward computes the
+            head a second time. Logits that the model returns with such a loss are NaN.
+        compile: False, True or a torch.compile mode: inductor compiles each fused graph at its first call.
+            "auto" times the candidates and takes the fastest on the first example inputs, in the current
+            training or evaluation mode. Candidates are the original code, fused, compiled, and CUDA graphs,
+            each without and with the recipe. Timing takes at most five minutes; a file stores the result.
+        graphs: True to run forward and backward as CUDA graphs, alone or with compile=True. They are recorded
+            in the third call with the same shapes and mode. The recording is checked against the call itself.
+        inplace: True to convert `model` itself.
+        verify: True to check every fused site against the captured operations, forward and gradients, on the
+            values of the first call of its graph. A site that fails is rolled back and reported.
 
     Returns:
-        The converted model, an instance of the original class, with the user's own modules, parameters and
-        names. te_transform.report() tells what was done and why not.
+        The converted model, an instance of the original class, with the original modules, parameters and
+        names. te_transform.report() says what was fused, and why the rest was left alone.
 
     Raises:
-        ModelError: this is no model that can be converted (a ScriptModule, a DDP wrapper, ...).
-        InputError, OptionError, BackendError, TraceError: as their messages say. Whatever is raised, `model`
-            is bitwise what it was.
+        ModelError: `model` cannot be converted (a ScriptModule, a DDP wrapper, ...).
+        InputError, OptionError, BackendError, TraceError: see their messages. If an error is raised, `model`
+            is bitwise unchanged.
     """
     check_model(model, "convert")
     options = Options.of(
@@ -114,8 +119,8 @@ def convert(
     samples = as_inputs(model, example_inputs)
     if compile == "auto" and samples[0].invented:
         raise InputError(
-            "compile is 'auto', which times calls on the example inputs, and none were given: pass "
-            "example_inputs of the sizes that the model is going to run on"
+            "expected example_inputs with compile='auto', which times calls on them, got none; pass "
+            "example_inputs of the sizes that the model will run on"
         )
     made, original = (model, None) if inplace else (_copy(model), model)
     return (_fastest if compile == "auto" else _convert)(made, original, options, samples)
@@ -124,7 +129,7 @@ def convert(
 def _convert(
     made: nn.Module, original: nn.Module | None, options: Options, samples: Sequence[Inputs]
 ) -> nn.Module:
-    """Convert `made` itself, which may be a copy of an original; what is raised leaves it as it was."""
+    """Convert `made` in place; it may be a copy of `original`. Errors leave it unchanged."""
     runner = Runner(options, check_sites if options.verify else None)
     try:
         _capture_and_report(made, original, runner, samples)
@@ -141,7 +146,7 @@ def _capture_and_report(
     seen, why = Seen(), None
     try:
         seen = first_calls(made, runner, samples, original)
-        if runner.policy.by_block:  # which only a first call can show
+        if runner.policy.by_block:  # known only after a first call
             seen = first_calls(made, runner, samples, original)
     except TraceError as error:
         why = fails_captured(made, samples, original, error)
@@ -154,17 +159,17 @@ def _capture_and_report(
         seen.groups.clear()
     seen.outputs.clear()
     options = runner.options
-    if not (seen.graphs or options.run_original):  # dynamo was switched off meanwhile, for example
+    if not (seen.graphs or options.run_original):  # for example with dynamo disabled
         runner.material.next_call = []
     if options.run_original:
         give_classes_back(made)
     runner.material.report = reported(made, runner, seen, samples[0])
-    # from here on nothing is refused any more: a model that is refused stays where it lay
-    joins = not options.compile or options.recipe is not None  # compiled, products in FP8 alone
-    groups = progress(tuple(seen.groups) * joins, "laying parameters next to each other")
+    # all checks passed: parameters may be moved now
+    joins = not options.compile or options.recipe is not None  # when compiled, only FP8 products need it
+    groups = progress(tuple(seen.groups) * joins, "making joined parameters adjacent")
     if held := [group for group in groups if not make_adjacent(group)]:
-        # dynamo's exceptions, as of what ends a graph, have frames that hold the outputs of the first call
-        # still, in a circle, and these what their backward would read
+        # dynamo's exceptions, such as those of graph breaks, form reference cycles with their frames. The
+        # frames hold the outputs of the first call, and with them the tensors saved for its backward.
         gc.collect()
         runner.note_scattered(made, [group for group in held if not make_adjacent(group)])
     if options.recipe is not None and not options.run_original:
@@ -177,7 +182,7 @@ def _capture_and_report(
 def _fastest(
     made: nn.Module, original: nn.Module | None, options: Options, samples: Sequence[Inputs]
 ) -> nn.Module:
-    """Convert `made` in the way that takes the least time on the first sample, in the mode that it is in."""
+    """Convert `made` with the options that are fastest on the first sample, in its current mode."""
     ways = options.ways()
     key = timing.key_of(made, samples[0], {**vars(options), "backend": options.backend.NAME}, *ways)
     timings = timing.kept(key)
@@ -197,19 +202,19 @@ def _fastest(
 def _timings(
     made: nn.Module, original: nn.Module | None, ways: Mapping[str, Options], samples: Sequence[Inputs]
 ) -> list[Timing]:
-    """What a call takes in each of the ways; the most promising come first, the time is limited."""
+    """Time a call with each candidate; the most promising come first, because the time is limited."""
     end, found = time.monotonic() + timing.SECONDS_IN_ALL, {}
     first, *others = ways
     for name in progress([first, *reversed(others)], "timing"):
         if time.monotonic() > end:
-            found[name] = Timing(name, None, f"not tried, {timing.SECONDS_IN_ALL:.0f} s were over")
+            found[name] = Timing(name, None, f"not timed, the {timing.SECONDS_IN_ALL:.0f} s were over")
             continue
         try:
             if not ways[name].run_original:
                 _convert(made, original, ways[name], samples[:1])
             found[name] = Timing(name, timing.seconds_of(made, samples[0]))
         except Exception as error:
-            log.debug("where that came from", exc_info=error)
+            log.debug("timing of %s failed", name, exc_info=error)
             found[name] = Timing(name, None, in_a_line(error))
         finally:
             detach(made)
@@ -218,15 +223,14 @@ def _timings(
 
 
 def _free_gpu_memory() -> None:
-    """Of what was captured, compiled and recorded, before the next is."""
+    """Free the GPU memory of captured, compiled and recorded graphs, before the next candidate."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def _enter_recipe(model: nn.Module, runner: Runner, seen: Seen, samples: Sequence[Inputs]) -> None:
-    """Let the products that the plan names run in its recipe; delayed scaling finds its scales on the
-    samples."""
+    """Run the products that the plan names in its recipe; delayed scaling calibrates on the samples."""
     backend, plan = runner.options.backend, runner.material.report.precision
     recipe = backend.recipe_of(plan.recipe)
     runner.precision = Precision(recipe, products_in(seen.plans(), plan), plan.small_calls)
@@ -235,11 +239,13 @@ def _enter_recipe(model: nn.Module, runner: Runner, seen: Seen, samples: Sequenc
 
 
 def revert(converted: nn.Module) -> nn.Module:
-    """Take the captured forward off again; modules, parameters and what they hold were never changed, but
-    where parallelize() has divided them: then parameters are gathered, on all ranks of the mesh at once.
+    """Restore the original forward of a converted model, in place.
+
+    Modules, parameters and their values were never changed by convert(). If parallelize() divided the
+    parameters, they are gathered; then all ranks of the mesh must call revert() together.
 
     Raises:
-        ModelError: `converted` is not converted.
+        ModelError: `converted` is not a converted model.
     """
     check_module(converted, "revert")
     if not any(CONVERTED in vars(module) for module in converted.modules()) and not any(
@@ -257,40 +263,43 @@ def revert(converted: nn.Module) -> nn.Module:
 def te_transform(
     captured: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
-    """The backend behind `torch.compile(model, backend="te_transform", options={...})`; see convert() for
-    options.
+    """Compile a captured graph for `torch.compile(model, backend="te_transform", options={...})`.
 
-    Nothing is laid out, checked or reported beforehand: that is what convert() is for.
+    The options are those of convert(). Unlike convert(), this backend does not move parameters, check sites
+    or make a report.
 
     Raises:
-        OptionError: an option has a value that it cannot have, or torch.compile was given a mode.
-        BackendError: the backend that is asked for cannot run here.
+        OptionError: an option is invalid, or torch.compile was given a mode.
+        BackendError: the requested backend cannot run here.
     """
     if "mode" in options:
         raise OptionError(
-            f"mode is {options['mode']!r}, it is for PyTorch's own backends: pass "
+            f"expected no mode with this backend of torch.compile, got {options['mode']!r}; pass "
             f"options={{'compile': {options['mode']!r}}}"
         )
     held = nn.ParameterList([value for value in example_inputs if isinstance(value, nn.Parameter)])
     chosen = Options.of(held, PIPELINE, **(options.get("options") or {}))
     if chosen.compile == "auto":
         raise OptionError(
-            "compile is 'auto', which times calls of a whole model: pass it to te_transform.convert()"
+            "expected a compile mode for one graph, got 'auto', which times a whole model; pass it to "
+            "te_transform.convert()"
         )
     runner = Runner(chosen)
     run = runner.backend(captured, example_inputs)
-    # a graph lives for as long as what it belongs to, which here is no model, but what dynamo holds
+    # a graph lives as long as its runner; here no model holds the runner, so the function that dynamo holds
+    # does
     return lambda *arguments, runner=runner: run(*arguments)
 
 
 def _copy(model: nn.Module) -> nn.Module:
     try:
-        # copies that are made in inference mode could not be trained
+        # a copy made in inference mode could not be trained
         with torch.inference_mode(False), torch.no_grad(), same_random(model.parameters()):
             return copy.deepcopy(model)
     except Exception as error:
         unsaved = "".join(f" ({why})" for why in noted(model).unsaved())
         raise ModelError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}){unsaved}, a copy is "
-            "needed to leave the original untouched: pass inplace=True"
+            "expected a model that can be copied, to leave the original unchanged, got a "
+            f"{type(model).__name__} that cannot ({type(error).__name__}: {error}){unsaved}; pass "
+            "inplace=True"
         ) from error

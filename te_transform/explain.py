@@ -1,4 +1,4 @@
-"""What `te-transform explain` says of a rule: its own words, what it needs, and an example."""
+"""The text of `te-transform explain` for a rule: its docstring, its needs, its refusals, and an example."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from te_transform.plan.rule import Rule
 from te_transform.report.drawing import listing
 from te_transform.report.sentences import refused, told_by, yielded
 
-# Options without which rules leave places alone.
+# Options that allow rules to rewrite more.
 _ALLOWING = ("approximate", "chunked_loss", "pad_vocabulary")
 
 
 def explanation(rule: Rule) -> Iterator[str]:
-    """What a rule rewrites and saves, what it needs, why it refuses, and its example before and after.
+    """Yield what a rule rewrites and saves, what it needs, why it refuses, and its example before and after.
 
     Raises:
         LoadError: the rule's example cannot be built, or is not rewritten.
     """
-    title, *more = told_by(rule) or ["a rule whose file says nothing of it"]
+    title, *more = told_by(rule) or ["a rule without a docstring in its file"]
     yield f"{rule.name}: {title}"
     yield from (f"\n{text}" for text in more)
     backends, allowed, plan = _example(rule)
     yield "\nneeds"
     yield from (f"- {need}" for need in _needs(rule, backends, allowed))
     if found := refused(rule):
-        yield "\nnot where"
+        yield "\nrefused if"
         yield from (f"- {sentence}" for sentence in found)
-    yield "\nnor, as no rule, where"
+    yield "\nrefused, like every rule, if"
     yield from (f"- {sentence}" for sentence in yielded(refusals))
     if plan is not None:
         for when, graph in (("before", plan.captured.graph), ("after", plan.canonical)):
@@ -43,18 +43,18 @@ def explanation(rule: Rule) -> Iterator[str]:
 
 def _needs(rule: Rule, backends: list[str], allowed: tuple[str, ...]) -> Iterator[str]:
     if rule.reads:
-        others = f"; others may read {', '.join(rule.shares)} too" if rule.shares else ""
-        yield f"{', '.join(rule.reads)}, as far as the model has them{others}"
+        others = f"; other operations may also read {', '.join(rule.shares)}" if rule.shares else ""
+        yield f"{', '.join(rule.reads)}, if the model has them{others}"
     if backends:
         yield f"backend={' or '.join(map(repr, backends))}"
     yield from (f"{option}=True" for option in allowed)
     asked = {name for ask in (rule.refuse, rule.build) if ask for name in python.signature(ask).parameters}
     more = [option for option in _ALLOWING if option in asked and option not in allowed]
-    yield from (f"{option}=True for some places, as the refusals say" for option in more)
+    yield from (f"{option}=True for some matches, see the refusals" for option in more)
 
 
 def _example(rule: Rule) -> tuple[list[str], tuple[str, ...], Plan | None]:
-    """The backends and the options with which the rule rewrites its example, and what is planned of it."""
+    """Return the backends and options with which the rule rewrites its example, and the plan."""
     if rule.example is None:
         return [], (), None
     for allowed in ((), _ALLOWING):
@@ -64,9 +64,9 @@ def _example(rule: Rule) -> tuple[list[str], tuple[str, ...], Plan | None]:
             asked = python.signature(rule.refuse).parameters
             return [*fused], tuple(o for o in allowed if o in asked), [*fused.values()][-1]
     reasons = dict.fromkeys(why for outcome in tried["te"].outcomes for why in outcome.reasons)
-    why = "; ".join(reasons) or "nothing in it has the pattern"
+    why = "; ".join(reasons) or "nothing in it matches the pattern"
     raise LoadError(
-        f"the example of the rule {rule.name!r} stays as it is ({why}), one that it rewrites is needed"
+        f"expected an example that the rule {rule.name!r} rewrites, got one that stays unchanged ({why})"
     )
 
 
@@ -75,9 +75,9 @@ def _planned(rule: Rule, backend: str, allowed: tuple[str, ...]) -> Plan:
         model, inputs = rule.example()
         options = dict.fromkeys(allowed, True)
         ((_, plan),), _ = plans_of(model, inputs, backend=backend, passes=(rule,), **options)
-    except Exception as error:  # it is the code of somebody's rule
+    except Exception as error:  # the user's code may raise anything
         raise LoadError(
-            f"the example of the rule {rule.name!r} failed ({in_a_line(error)}), a function is needed that "
-            "returns a model that is captured as one graph, and its inputs"
+            f"expected an example of the rule {rule.name!r} that returns its inputs and a model that is "
+            f"captured as one graph, got an error ({in_a_line(error)})"
         ) from error
     return plan

@@ -1,4 +1,4 @@
-"""inspect(): what convert() would do, and what a call would take, without a GPU and in no memory."""
+"""The front door inspect(): plan a conversion, and predict its times, without a GPU or memory for weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from te_transform.reporting import reported
 
 @one_at_a_time
 def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Report:
-    """What convert() would do with the same arguments, and why not more; no GPU and no Transformer Engine is
-    needed, and the model is left as it was.
+    """Report what convert() would do with the same arguments, and why it would leave the rest alone.
 
-    It is found out on fake tensors, in no memory; only a forward that branches on values runs on real ones.
+    Neither a GPU nor Transformer Engine is needed. The model stays unchanged. The forward is captured on fake
+    tensors, which need no memory; only a forward that branches on values runs on real tensors.
 
     Raises:
-        ModelError, InputError, OptionError, TraceError: as convert() does.
+        ModelError, InputError, OptionError, TraceError: see convert().
     """
     asked, sample = _asked(model, example_inputs, options)
     is_auto = asked.compile == "auto"
@@ -55,10 +55,10 @@ def _predicted_call(
     precision: PrecisionPlan | None,
     training: bool,
 ) -> Iterator[str]:
-    """What a call takes as these options ask for, in a sentence, or why that cannot be told."""
+    """Yield a sentence on the predicted time of a call with these options, or why there is no prediction."""
     why = cost.unknown(plans, options)
     if why and plans and options.backend.HAS_KERNELS:
-        yield f"no time of a call is predicted, times are {why}"
+        yield f"no time is predicted for a call, times are {why}"
     elif why is None:
         fused = cost.seconds_of(plans, options, precision, training)
         before = cost.seconds_of(plans, replace(options, run_original=True), None, training)
@@ -73,7 +73,7 @@ def _predicted(
     precision: PrecisionPlan | None,
     training: bool,
 ) -> list[Timing]:
-    """What a call takes in each of the ways, as far as it can be told without a GPU."""
+    """Return the predicted time of a call for each candidate, if known."""
     found = []
     for name, options in ways.items():
         why = cost.unknown(plans, options)
@@ -86,7 +86,7 @@ def _predicted(
 def plans_of(
     model: nn.Module, example_inputs: Any, **options: Any
 ) -> tuple[list[tuple[str, Plan]], PrecisionPlan | None]:
-    """What inspect() plans for each captured graph of the whole forward, and what runs in FP8."""
+    """Return the plan of inspect() for each captured graph of the forward, and the precision plan."""
     asked, sample = _asked(model, example_inputs, options)
     planned, seen = _planned(model, asked, sample)
     return list(seen.plans()), reported(model, planned, seen, sample).precision
@@ -122,7 +122,7 @@ def _dry_call(model: nn.Module, planned: Runner, sample: Inputs, tensors: Callab
             with tensors(model, sample) as (args, kwargs):
                 seen.name_parameters(model)
                 model.train()(*args, **kwargs)
-                if planned.policy.by_block:  # which only a first call can show
+                if planned.policy.by_block:  # known only after a first call
                     model(*args, **kwargs)
         except Exception as error:
             raise TraceError.of(model, sample, error) from error

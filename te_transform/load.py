@@ -1,4 +1,4 @@
-"""Models and inputs by what the command line is given."""
+"""Load models and make inputs from the arguments of the command line."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ def load(
     layers: int | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """A model by its name.
+    """Load a model by its name.
 
     Args:
-        name: "package.module:factory", what is called without arguments and returns the model; a folder with
-            a config.json of transformers, whose weights are read if there are any; or such a file.
-        on_meta: build it in no memory, without weights. A factory that cannot be run so is run as it is.
-        dtype: of the weights; None: as the config says, or the factory makes them.
-        layers: how many a transformers model has; None: what its config says.
-        trust_remote_code: run Python code that lies beside the config.
+        name: "package.module:factory", a function that returns the model and takes no arguments; a folder
+            with a config.json of transformers, and weights if there are any; or a config file.
+        on_meta: True to build the model on the meta device, without weights. A factory that fails there runs
+            normally.
+        dtype: The dtype of the weights. None means the dtype of the config or the factory.
+        layers: The number of layers of a transformers model. None means the number in its config.
+        trust_remote_code: True to run Python code next to the config.
 
     Raises:
-        LoadError: what was given, what is needed.
+        LoadError: the model cannot be loaded; the message says what was expected.
     """
     path = Path(name)
     if path.exists():
         return from_config(path, on_meta, dtype, layers, trust_remote_code)
     if not all(name.partition(":")):
         raise LoadError(
-            f"there is no file or folder {name!r}, and nothing is downloaded: a folder with a config.json, a "
-            "config file, or package.module:factory is needed"
+            "expected a folder with a config.json, a config file, or package.module:factory, got "
+            f"{name!r}, which is no file or folder; nothing is downloaded"
         )
     if layers is not None:
         raise LoadError(
@@ -54,24 +55,24 @@ def load(
 
 
 def inputs_of(told: Sequence[str], device: torch.device) -> Inputs:
-    """Example inputs of random numbers, each told as [NAME=]SHAPE[:DTYPE[:HIGH]].
+    """Make random example inputs from texts of the form [NAME=]SHAPE[:DTYPE[:HIGH]].
 
-    "2x16x64" are normal floats, "ids=2x16:int64:1000" integers below 1000 for an argument of that name.
+    "2x16x64" means normal floats. "ids=2x16:int64:1000" means integers below 1000 for the argument `ids`.
 
     Raises:
-        LoadError: what was given, what is needed.
+        LoadError: a text is invalid; the message says what was expected.
     """
     named = [each.rpartition("=") for each in told]
     tensors = [_tensor(shape, device) for _, _, shape in named]
     names = [name for name, _, _ in named]
     if any(equals and not name for name, equals, _ in named):
         raise LoadError(
-            f"inputs are {', '.join(told)}, a name is needed before each =, for instance ids=2x16:int64:1000"
+            f"expected a name before each =, such as ids=2x16:int64:1000, got {', '.join(told)}"
         )
     if any(names) and not all(names):
-        raise LoadError("some inputs have names and some have none, name all or none")
+        raise LoadError("expected names for all inputs or for none, got names for some; name all or none")
     if any(names) and (twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]):
-        raise LoadError(f"there are several inputs of the name {', '.join(twice)}, one of each is needed")
+        raise LoadError(f"expected one input per name, got several for {', '.join(twice)}")
     return Inputs((), dict(zip(names, tensors, strict=True))) if any(names) else Inputs(tuple(tensors))
 
 
@@ -83,7 +84,7 @@ def _tensor(told: str, device: torch.device) -> Tensor:
         or not isinstance(kind, torch.dtype)
         or not all(size.isdecimal() and int(size) for size in (*sizes, high or "2"))
     ):
-        raise LoadError(f"an input is {told!r}, for instance 2x16:int64:1000 is needed")
+        raise LoadError(f"expected an input such as 2x16:int64:1000, got {told!r}")
     sizes = [int(size) for size in sizes]
     try:
         if kind.is_floating_point:
@@ -91,29 +92,29 @@ def _tensor(told: str, device: torch.device) -> Tensor:
         else:
             drawn = torch.randint(int(high or 2), sizes, dtype=torch.int64, device="cpu")
         return drawn.to(device, kind)
-    except (RuntimeError, TypeError) as error:  # no memory for it, or no such number
+    except (RuntimeError, TypeError) as error:  # out of memory, or HIGH is out of range
         raise LoadError(
-            f"an input of {told!r} cannot be made ({in_a_line(error)}), a smaller one is needed"
+            f"expected an input that can be created, got {told!r} ({in_a_line(error)}); pass a smaller one"
         ) from error
 
 
 def imported(name: str) -> Any:
-    """What package.module:attribute names.
+    """Import package.module:attribute and return the attribute.
 
     Raises:
-        LoadError: it cannot be imported.
+        LoadError: the import failed.
     """
     home, _, attributes = name.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # the current folder, as `python -m` has it
+        sys.path.insert(0, "")  # the current folder, as with `python -m`
     try:
         found: Any = importlib.import_module(home)
         for attribute in attributes.split("."):
             found = getattr(found, attribute)
-    except (Exception, SystemExit) as error:  # a file of Python does what it likes while it is imported
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise LoadError(
-            f"{name!r} cannot be imported ({type(error).__name__}: {error}){raised_at(error)}: "
-            "package.module:factory is needed, the module as import names it"
+            f"expected package.module:factory that can be imported, got {name!r} ({type(error).__name__}: "
+            f"{error}){raised_at(error)}; name the module as in an import statement"
         ) from error
     return found
 
@@ -123,8 +124,8 @@ def _from_factory(name: str, on_meta: bool) -> nn.Module:
     is_factory = callable(found) and not isinstance(found, nn.Module)
     model = _called(found, name, on_meta) if is_factory else found
     if not isinstance(model, nn.Module):
-        hint = ": inputs are told by --input" if isinstance(model, tuple) else ""
-        raise LoadError(f"{name!r} gave a {type(model).__name__}, a torch.nn.Module is needed{hint}")
+        hint = "; pass inputs by --input" if isinstance(model, tuple) else ""
+        raise LoadError(f"expected a torch.nn.Module from {name!r}, got a {type(model).__name__}{hint}")
     return model
 
 
@@ -133,12 +134,12 @@ def _called(factory: Any, name: str, on_meta: bool) -> Any:
         try:
             with torch.device("meta"):
                 return factory()
-        except (Exception, SystemExit):  # it reads weights, or looks at numbers: then it is built as it is
+        except (Exception, SystemExit):  # the factory reads weights or values: build it on a real device
             pass
     try:
         return factory()
     except (Exception, SystemExit) as error:
         raise LoadError(
-            f"{name!r} failed ({in_a_line(error)}){raised_at(error)}, a factory that can be called without "
-            "arguments is needed"
+            "expected a factory that can be called without arguments, got an error from "
+            f"{name!r} ({in_a_line(error)}){raised_at(error)}"
         ) from error

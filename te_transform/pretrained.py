@@ -1,4 +1,4 @@
-"""Build a model of transformers from its config.json, and from the weights beside it."""
+"""Build a transformers model from its config.json, and from the weights in the same folder."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _WEIGHTS = "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "p
 def from_config(
     path: Path, on_meta: bool, dtype: torch.dtype | None, layers: int | None, trust_remote_code: bool
 ) -> nn.Module:
-    """Build the model of a folder with a config.json, or of a config; load() has the arguments.
+    """Build the model of a folder with a config.json, or of a config file; load() documents the arguments.
 
     Raises:
-        LoadError: what was given, what is needed.
+        LoadError: the model cannot be built; the message says what was expected.
     """
     try:
         import transformers
     except ImportError as error:
-        raise LoadError(f"{path} is read by transformers: pip install transformers") from error
+        raise LoadError(f"expected transformers to read {path}, got none; pip install it") from error
     file = config_of(path)
     told = read_config(file, trust_remote_code)
     weights = _weights_in(path) if not on_meta and layers is None else None
@@ -56,14 +56,14 @@ def from_config(
         raise
     except UnpicklingError as error:
         raise LoadError(
-            f"{path} has weights that are more than tensors, to read them would run code: safetensors are "
-            "needed"
+            f"expected weights without code in {path}, got a pickle of more than tensors, which would run "
+            "code; save safetensors"
         ) from error
     except Exception as error:
-        said = " ".join(str(error).partition("\n\n")[0].split())  # transformers goes on in paragraphs
+        said = " ".join(str(error).partition("\n\n")[0].split())  # transformers adds more paragraphs
         raise LoadError(
-            f"{file} gives no model ({type(error).__name__}: {said}): a config that transformers "
-            f"{transformers.__version__} builds a model of is needed, or package.module:factory"
+            f"expected a config from which transformers {transformers.__version__} can build a model, got "
+            f"{file} ({type(error).__name__}: {said}); pass such a config, or package.module:factory"
         ) from error
 
 
@@ -71,27 +71,29 @@ def config_of(path: Path) -> Path:
     """Return the config.json of a folder, or the file itself.
 
     Raises:
-        LoadError: the folder has none.
+        LoadError: the folder has no config.json.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise LoadError(
-            f"{path} has no config.json, a folder with one, a config file, or package.module:factory is "
-            "needed"
+            "expected a folder with a config.json, a config file, or package.module:factory, got "
+            f"{path} without a config.json"
         )
     return file
 
 
 @contextmanager
 def _as_it_lies(file: Path) -> Iterator[Path]:
-    """Yield what transformers reads if it may run the code that lies beside a config."""
+    """Yield the path that transformers reads if it may run the code next to a config."""
     yield file.parent if file.name == "config.json" else file
 
 
 @contextmanager
 def _copied(path: Path, told: ConfigFile, with_weights: bool) -> Iterator[Path]:
-    """Yield a folder that has nothing but the entries of a config that are read, and the weights; what the
-    config selects by default cannot reach the hub either."""
+    """Yield a folder that contains only the accepted entries of a config, and the weights.
+
+    The hub is set offline meanwhile, so that defaults of the config cannot download anything.
+    """
     from huggingface_hub import constants
 
     was_offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
@@ -108,15 +110,15 @@ def _copied(path: Path, told: ConfigFile, with_weights: bool) -> Iterator[Path]:
 
 
 def _check_weights(path: Path, told: ConfigFile) -> None:
-    """Check that the weights in a folder are those of a whole model in floating point.
+    """Raise unless the weights in a folder belong to a whole model and are in floating point.
 
     Raises:
-        LoadError: what the folder has.
+        LoadError: the weights are quantized, or belong to an adapter.
     """
     if told.quantized:
         raise LoadError(
-            f"{path} has weights that are quantized ({told.quantized}), floating point ones are needed: save "
-            "the dequantized model, or give the config.json alone, for random weights"
+            f"expected floating-point weights in {path}, got quantized ones ({told.quantized}); save the "
+            "dequantized model, or pass only the config.json, for random weights"
         )
     if (path / "adapter_config.json").exists():
         raise LoadError(
@@ -136,15 +138,20 @@ def _with_weights(folder: Path, path: Path, kind: Any, config: Any, **how: Any) 
 
 
 def _weights_in(path: Path) -> dict[str, bool] | None:
-    """How those beside a config are read: safetensors, else files of torch.save(), of tensors alone."""
+    """Return the loading options for the weights next to a config, or None without weights.
+
+    safetensors are preferred; files of torch.save() may contain only tensors.
+    """
     if any(path.glob("*.safetensors")):
         return {"use_safetensors": True}
     return {"use_safetensors": False, "weights_only": True} if any(path.glob("pytorch_model*.bin")) else None
 
 
 def _class_of(config: Any, code: Any) -> Any:
-    """The class that a config names, or what transformers makes of it where it names none; where it names
-    code, the one of transformers' that loads that class from there."""
+    """Return the model class that a config names, or AutoModel if it names none.
+
+    If the config names code, return the auto class of transformers that loads the model class from the code.
+    """
     import transformers
 
     name = (config.architectures or ["AutoModel"])[0]
@@ -154,12 +161,12 @@ def _class_of(config: Any, code: Any) -> Any:
         return getattr(transformers, [*fitting, *loading, "AutoModel"][0])
     if not hasattr(transformers, name):
         raise LoadError(
-            f"the config names the class {name}, which transformers {transformers.__version__} does not "
-            "have: the name of one that it has is needed under architectures, or a newer transformers"
+            f"expected under architectures a class of transformers {transformers.__version__}, got {name}; "
+            "name another class, or install a newer transformers"
         )
     kind = getattr(transformers, name)
     if not (hasattr(kind, "_from_config") or hasattr(kind, "from_config")):
-        raise LoadError(f"the config names {name} under architectures, the class of a model is needed there")
+        raise LoadError(f"expected a model class under architectures in the config, got {name}")
     return kind
 
 
@@ -172,20 +179,21 @@ def _built(kind: Any, config: Any, trust_remote_code: bool, own: dict[str, Any])
 def _set_layers(config: Any, layers: int) -> None:
     text = config.get_text_config()
     if not hasattr(text, "num_hidden_layers"):
-        raise LoadError(f"a {type(config).__name__} has no number of layers to set")
+        raise LoadError(f"expected a config with num_hidden_layers, got a {type(config).__name__} without")
     if layers > text.num_hidden_layers:
         raise LoadError(
-            f"the config has {text.num_hidden_layers} layers, {layers} are asked for: as many or fewer are "
-            "needed, or another config"
+            f"expected at most {text.num_hidden_layers} layers, as in the config, got {layers}; pass fewer, "
+            "or another config"
         )
     try:
         text.num_hidden_layers = layers
-    except NotImplementedError as error:  # there are several numbers
+    except NotImplementedError as error:  # the config has several numbers of layers
         raise LoadError(
-            f"a {type(config).__name__} has no one number of layers to set ({error}): edit the config"
+            f"expected a config with one number of layers, got a {type(config).__name__} ({error}); edit the "
+            "config"
         ) from error
     for name in ("decoder_layers", "num_decoder_layers"):
         if hasattr(text, name):
             setattr(text, name, layers)
-    if vars(text).get("layer_types"):  # else it follows from the number
+    if vars(text).get("layer_types"):  # otherwise computed from the number of layers
         text.layer_types = text.layer_types[:layers]

@@ -1,4 +1,4 @@
-"""Weights in FP8 alone: one byte a number, where a conversion in FP8 keeps the original beside a cast."""
+"""FP8-only weights: one byte per element; a plain FP8 conversion keeps the original next to its FP8 copy."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ class QuantizationError(ValueError):
 
 @dataclass(frozen=True)
 class Quantized:
-    """The names of the weights that are held in FP8 alone, and of the others, with the reasons."""
+    """The names of the weights that are stored only in FP8, and of the others, with the reasons."""
 
     names: tuple[str, ...]
     left_out: dict[str, str]
 
 
 def quantize_weights(model: nn.Module) -> Quantized:
-    """Hold the frozen weights of every product that runs in FP8 in FP8 alone, for inference or adapters.
+    """Store the frozen weights of every FP8 product only in FP8, for inference or adapters.
 
         te_transform.quantize_weights(converted.eval().requires_grad_(False))
 
-    Parameters that hold them so take their place in the modules. What they were before is gone: state
-    dicts, revert() and calls in plain PyTorch have the rounded values, in the dtype and under the names
-    that the weights had; load_state_dict() quantizes what it loads, a joined weight once for each part.
-    requires_grad_(True) raises. A product whose input needs a gradient keeps the transpose too, from its
-    first backward on: two bytes a number.
+    FP8 parameters replace the original parameters in the modules; the original values are lost. State dicts,
+    revert() and calls in plain PyTorch have the rounded values, with the original dtypes and names.
+    load_state_dict() quantizes the loaded weights; the parts of a joined weight are quantized separately.
+    requires_grad_(True) raises. If the input of a product needs a gradient, the transpose is stored too, from
+    the first backward on: two bytes per element.
 
     Args:
-        model: what te_transform.convert(recipe=...) returned, on a GPU, or something that contains it.
-            Products are known by what has run: where the model is a copy, call it once before.
+        model: A model returned by te_transform.convert(recipe=...), on a GPU, or a module that contains it. A
+            product counts as FP8 once it has run in FP8: call a copied model once before.
 
     Returns:
-        Which weights are in FP8 now, and why the others are not.
+        The names of the weights that are now in FP8, and the reasons for the others.
 
     Raises:
-        QuantizationError: nothing in `model` has run in FP8, or it is divided among ranks.
-        te_transform.ModelError: `model` is no module.
+        QuantizationError: no product of `model` has run in FP8, or the model is divided among ranks.
+        te_transform.ModelError: `model` is not a module.
     """
     check_module(model, "quantize_weights")
     if is_divided(model):
         raise QuantizationError(
-            "the model is divided among ranks, its weights are DTensors, plain ones are needed: quantize the "
-            "weights of a model that is not"
+            "expected plain tensors as weights, got a model divided among ranks, whose weights are DTensors; "
+            "quantize the weights of an undivided model"
         )
     reasons: dict[int, str] = {}
     holders = Counter(id(parameter) for _, _, parameter in _places(model))
     groups = list(_groups(model))
     if not groups and not any(map(is_quantized, model.parameters())):
         raise QuantizationError(
-            f"no product of this {type(model).__name__} has run in FP8, a call of what "
-            "te_transform.convert(model, recipe=...) returns shows which do"
+            f"expected a model with products that have run in FP8, got a {type(model).__name__} without; "
+            "first call the model that te_transform.convert(model, recipe=...) returns"
         )
     for group, why_its_product in groups:
         whys = [_reason(parameter, holders) or why_its_product for parameter in group]
@@ -74,7 +74,7 @@ def quantize_weights(model: nn.Module) -> Quantized:
         else:
             reasons |= {id(parameter): own or f"it is joined with a weight that stays: {why}"
                         for parameter, own in zip(group, whys, strict=True)}  # fmt: skip
-    forget_weights(model.parameters())  # casts of what is in FP8 itself now
+    forget_weights(model.parameters())  # drop cached FP8 copies of weights that are in FP8 now
     named = dict(model.named_parameters(remove_duplicate=False))
     names = tuple(name for name, parameter in named.items() if is_quantized(parameter))
     left_out = {name: reasons.get(id(p), _unread(p)) for name, p in named.items() if not is_quantized(p)}
@@ -82,13 +82,13 @@ def quantize_weights(model: nn.Module) -> Quantized:
 
 
 def dequantize_weights(model: nn.Module) -> None:
-    """Let plain parameters take the place of those that are held in FP8 alone, with their values."""
+    """Replace FP8-only parameters by plain parameters with the same values."""
     made: dict[int, nn.Parameter] = {}
     for module, name, parameter in list(_places(model)):
         if not is_quantized(parameter):
             continue
         if id(parameter) not in made:
-            with torch.inference_mode(False), torch.no_grad():  # else they could not be trained
+            with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be trained
                 held = nn.Parameter(exact(parameter), requires_grad=parameter.requires_grad)
             made[id(parameter)] = held
         module._parameters[name] = made[id(parameter)]
@@ -99,8 +99,10 @@ def dequantize_weights(model: nn.Module) -> None:
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], str | None]]:
-    """The weights of each product that has run in FP8, several where they are joined, and why that product
-    could not read them in FP8, if it could not."""
+    """Yield the weights of each product that has run in FP8, several if they are joined.
+
+    The second item says why the product cannot read FP8-only weights, or is None.
+    """
     seen: set[int] = set()
     for parameter in list(model.parameters()):
         for kernel in list(state_of(parameter).kernels.values()):
@@ -114,21 +116,21 @@ def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], str | 
 
 def _why_unreadable(transposed: bool, is_matrix: bool, scales_by_blocks: bool) -> str | None:
     if scales_by_blocks:
-        return "its recipe has a scale for each block, weights are held with one scale: use 'fp8-current'"
+        return "its recipe has a scale per block, FP8-only weights have one scale: use 'fp8-current'"
     if not is_matrix:
-        return "it is stored in another shape, TE's kernels read rows of outputs"
-    return "it is stored transposed, TE's kernels read rows of outputs" if transposed else None
+        return "it is not a matrix, TE's kernels need [out, in]"
+    return "it is stored transposed, TE's kernels need [out, in]" if transposed else None
 
 
 def _reason(parameter: Tensor, holders: Counter[int]) -> str | None:
     if parameter.requires_grad:
-        return "it is trained, an optimizer needs it as it is: requires_grad_(False) freezes it"
+        return "it is trained, an optimizer needs the original values: requires_grad_(False) freezes it"
     if not on_kernels_device(parameter):
-        return "it is not on the GPU, TE has no kernel for it there: move the model first"
+        return "it is not on the GPU, TE has kernels only there: move the model first"
     if holders[id(parameter)] > 1:
-        return "another module has it too, which would keep it as it is: untie it"
+        return "it is tied to another module, which would keep the original: untie it"
     if not is_stored(parameter) or not holders[id(parameter)]:
-        return "it is no parameter of the model as it is stored"
+        return "it is not a stored parameter of the model"
     return None
 
 
@@ -147,7 +149,7 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def _hold(model: nn.Module, group: Iterable[nn.Parameter]) -> None:
-    """Let parameters that hold the weights in FP8 take the place of these."""
+    """Replace the parameters of a group by FP8-only ones."""
     group = list(group)
     made = dict(zip(map(id, group), quantize(group), strict=True))
     for module, name, parameter in list(_places(model)):
@@ -155,7 +157,7 @@ def _hold(model: nn.Module, group: Iterable[nn.Parameter]) -> None:
         if held is not None:
             state = state_of(parameter)
             state.group = None
-            held._te_transform = state  # its kernels go on
+            held._te_transform = state  # keeps its kernels
             module._parameters[name] = held
             if _save_exact not in module._state_dict_hooks.values():
                 module.register_state_dict_post_hook(_save_exact)

@@ -1,4 +1,4 @@
-"""report(): what was done to a converted model, and why not more."""
+"""The front door report(): what was fused in a converted model, and why the rest was left alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from te_transform.report.compose import compose
 from te_transform.report.explain import SET_ON_MODEL, explain_breaks
 from te_transform.report.report import Report
 
-_SET_ON_MODEL = f"{SET_ON_MODEL}it runs as it is, with parts that are captured"
+_SET_ON_MODEL = f"{SET_ON_MODEL}it runs unchanged and calls captured modules"
 
 
 def report(converted: nn.Module) -> Report:
-    """What convert() did to this model: sites fused and refused, with reasons, and the graphs before and
-    after.
+    """Return the report of a conversion: fused and refused sites, with reasons, and the graphs.
 
     Raises:
         ModelError: `converted` does not come from te_transform.convert().
@@ -34,8 +33,9 @@ def report(converted: nn.Module) -> Report:
         parts = converted.named_modules() if isinstance(converted, nn.Module) else ()
         inside = next((path for path, part in parts if runner_of(part) is not None), None)
         raise ModelError(
-            f"{type(converted).__name__} has no report, te_transform.convert() returns a model that has one"
-            + (f": pass its .{inside}" if inside else "")
+            f"expected a model returned by te_transform.convert(), got a {type(converted).__name__} without "
+            "report"
+            + (f"; pass its .{inside}" if inside else "")
         )
     material = found.material
     if material.next_call:
@@ -48,7 +48,7 @@ def report(converted: nn.Module) -> Report:
     later = [note for note in material.notes if note not in told]
     if found.division is not None:
         later += found.division.told()
-    # sizes that vary may break what the examples' did not
+    # calls with other sizes than the examples may add graph breaks
     broken = explain_breaks((graph.captured for graph in graphs), material.breaks)
     breaks = tuple(dict.fromkeys((*material.report.breaks, *broken)))
     counted = {"plain_calls": plain, "fallbacks": fallbacks}
@@ -66,7 +66,7 @@ def _report_of_next_call(model: nn.Module, runner: Runner) -> Report:
         (path, graph.plan)
         for graph in runner.material.next_call
         for number, path in enumerate(graph.plan.modules)
-        if number == 0 or id(model.get_submodule(path)) in layers  # what else runs it, nobody knows
+        if number == 0 or id(model.get_submodule(path)) in layers  # count other modules once
     ]
     precision = None
     if options.recipe is not None:
@@ -79,7 +79,7 @@ def reported(model: nn.Module, runner: Runner, seen: Seen, sample: Inputs) -> Re
     options, plans = runner.options, list(seen.plans())
     precision = None
     if options.recipe is not None:
-        # graphs of what is around blocks are the model's, and not all of it
+        # the graphs around blocks have the model's path, but do not cover the whole model
         others = products_around(model, [path for path, _ in plans if path or not runner.policy.by_block])
         precision = assign(plans, options.recipe, options.backend, others)
     if plans and "forward" in vars(model) and not runner.material.was_called:
@@ -90,7 +90,7 @@ def reported(model: nn.Module, runner: Runner, seen: Seen, sample: Inputs) -> Re
 
 
 def products_around(model: nn.Module, captured: Iterable[str]) -> Iterator[str]:
-    """The modules with a matrix of weights that lie in none of the captured ones; "" is the whole model."""
+    """Yield the paths of modules with a weight matrix outside all `captured` modules ("": whole model)."""
     inside = tuple(f"{path}." if path else "" for path in captured)
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")

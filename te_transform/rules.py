@@ -1,5 +1,4 @@
-"""What rules are written with: patterns over graphs, the ops that they are made of, and what a fused op
-is."""
+"""The building blocks of rules: graph patterns, canonical ops, and the base class of fused ops."""
 
 from te_transform.backends.op import FusedOp
 from te_transform.graph import ops

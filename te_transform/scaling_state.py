@@ -1,4 +1,4 @@
-"""The scales of delayed scaling in a checkpoint: a resumed run goes on with the numbers that it had."""
+"""Save and load the scales of delayed scaling, so that a resumed run continues with the same scales."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from te_transform.plan.precision_plan import PrecisionError
 
 
 def scaling_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """What delayed scaling keeps from step to step, for a checkpoint beside the weights.
+    """Return the state of delayed scaling, to be saved in a checkpoint next to the weights.
 
         dcp.save({"model": ..., "scales": te_transform.scaling_state(model)}, checkpoint_id=folder)
 
-    Processes that share the weights, by DDP or a mesh, call this together: each gets what all have seen, so
-    that it can be loaded in any number of processes. The keys and sizes are there before anything has run, as
-    torch.distributed.checkpoint wants them for loading.
+    All ranks that share the weights, by DDP or a mesh, must call this together. Each rank gets the combined
+    state of all, which can be loaded on any number of ranks. Keys and sizes are known before the first call,
+    as torch.distributed.checkpoint requires for loading.
 
     Args:
-        model: what te_transform.convert() returned, or something that contains it.
+        model: A model returned by te_transform.convert(), or a module that contains it.
 
     Returns:
-        By the name of each matrix that may run in FP8, tensors in fp32 on the CPU: "scale" [5], the
-        "amax_history" [length, 5] and what was "seen" [3] before there are scales; a column each for input,
-        weight, output, and the gradients of output and input. Empty where the recipe keeps nothing.
+        For the name of each matrix that may run in FP8, a dict of fp32 tensors on the CPU: "scale" [5],
+        "amax_history" [length, 5], and "seen" [3], the values recorded before there are scales. The 5 columns
+        are input, weight, output, and the gradients of output and input. The result is empty if the recipe
+        has no such state.
 
     Raises:
-        ModelError: there is no converted model in `model`.
+        ModelError: `model` contains no converted model.
     """
     owner, precision = _found(model, "scaling_state")
     return {} if precision is None else precision.scales(owner)
 
 
 def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Let the next call of `model` quantize by the scales that scaling_state() returned.
+    """Load the scales that scaling_state() returned; the next call of `model` quantizes with them.
 
     Raises:
-        ModelError: there is no converted model in `model`.
-        te_transform.PrecisionError: the state is none, another model's, or that of another recipe; nothing is
-            loaded then.
+        ModelError: `model` contains no converted model.
+        te_transform.PrecisionError: `state` is not a scaling state, or belongs to another model or recipe;
+            nothing is loaded then.
     """
     owner, precision = _found(model, "load_scaling_state")
     _check_form(state)
@@ -53,7 +54,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
         wanted = {key: [*value.shape] for key, value in needed.get(name, {}).items()}
         if sizes.get(name, {}) != wanted:
             found = sizes.get(name, "missing")
-            raise _refused(f" of {name}", found, f"{wanted or 'none'} are")
+            raise _refused(f" of {name}", found, f"{wanted or 'none'}")
     if precision is not None:
         copied = {
             name: {key: value.detach().clone() for key, value in row.items()} for name, row in state.items()
@@ -64,30 +65,30 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
 def _check_form(state: Any) -> None:
     """Raise unless `state` is a dict of dicts of tensors."""
     if not isinstance(state, Mapping):
-        raise _refused("", f"a {type(state).__name__}", "a dict of dicts of tensors is")
+        raise _refused("", f"a {type(state).__name__}", "a dict of dicts of tensors")
     for name, row in state.items():
         if not isinstance(row, Mapping):
-            raise _refused(f" of {name}", f"a {type(row).__name__}", "a dict of tensors is")
+            raise _refused(f" of {name}", f"a {type(row).__name__}", "a dict of tensors")
         kinds = {key: type(value).__name__ for key, value in row.items()}
         if not all(isinstance(value, Tensor) for value in row.values()):
-            raise _refused(f" of {name}", kinds, "a dict of tensors is")
+            raise _refused(f" of {name}", kinds, "a dict of tensors")
 
 
 def _refused(whose: str, found: Any, needed: str) -> PrecisionError:
     return PrecisionError(
-        f"the scales{whose} are {found}, {needed} needed: load what te_transform.scaling_state() returned "
-        "for a model that was converted with this recipe"
+        f"expected {needed} for the scales{whose}, got {found}; load what te_transform.scaling_state() "
+        "returned for a model that was converted with this recipe"
     )
 
 
 def _found(model: nn.Module, function: str) -> tuple[nn.Module, Precision | None]:
-    """The converted model in `model`, which `function` was given, and its precision if that keeps scales."""
+    """Return the converted model in `model`, and its precision if it uses delayed scaling."""
     check_module(model, function)
     for module in model.modules():
         if (converted := runner_of(module)) is not None:
             precision = converted.precision
             return module, precision if precision is not None and precision.is_delayed else None
     raise ModelError(
-        f"{type(model).__name__} holds no converted model, one is needed: convert it before its scales are "
-        "saved or loaded"
+        f"expected a converted model for {function}(), got a {type(model).__name__} without; convert it "
+        "before its scales are saved or loaded"
     )

@@ -1,4 +1,4 @@
-"""trace(): the graph of one forward, to read."""
+"""The front door trace(): capture the graph of one forward."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from te_transform.plan.options import OptionError
 @suggests
 @one_at_a_time
 def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -> fx.GraphModule:
-    """The torch-level graph of one forward of `model`, to read or to run.
+    """Return the torch-level graph of one forward of `model`, to read or to run.
 
-    Parameters and buffers are get_attr nodes under their own names, what the forward is given are
-    placeholders; the outputs are a tuple of tensors. Every node's `meta` has the `path` and `class` of the
-    module that made the call, and what dynamo notes, the fake tensor `example_value` among it. The sizes of
-    this sample are constants.
+    Parameters and buffers are get_attr nodes under their own names. The arguments of the forward are
+    placeholders. The output is a tuple of tensors. The `meta` of each node has the `path` and `class` of the
+    module that made the call, and dynamo's entries, such as the fake tensor `example_value`. The sizes of the
+    example inputs are constants in the graph.
 
     Args:
-        model: any module; it is left bitwise as it was, its random state too.
-        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, a list of those (the
-            first is traced), or None to have them invented.
-        train: capture the training path (with its dropouts) or the evaluation path.
+        model: Any module. It stays bitwise unchanged, as does the random state.
+        example_inputs: A tensor, a tuple (args), a dict (kwargs), a list of those (the first is traced), or
+            None to generate inputs.
+        train: True to capture the training mode (with dropout), False for the evaluation mode.
 
     Raises:
-        TraceError: the forward failed on these inputs, or dynamo captures it in several pieces.
-        te_transform.InputError: there are no inputs and none can be invented.
-        te_transform.ModelError: `model` is no module, is compiled, or is divided among ranks.
-        te_transform.OptionError: `train` is no bool.
+        TraceError: the forward failed on these inputs, or dynamo captured it as several graphs.
+        te_transform.InputError: there are no inputs, and none can be generated.
+        te_transform.ModelError: `model` is not a module, is compiled, or is divided among ranks.
+        te_transform.OptionError: `train` is not a bool.
     """
     check_module(model, "trace")
     if not isinstance(train, bool):
-        raise OptionError(f"train is {train!r}, True or False is needed")
+        raise OptionError(f"expected True or False for train, got {train!r}")
     if is_compiled(model):
         raise ModelError(
-            f"{type(model).__name__} is a compiled module, the plain one is needed: trace its _orig_mod"
+            f"expected a plain module, got a compiled {type(model).__name__}; trace its _orig_mod"
         )
     if is_divided(model):
         raise ModelError(
-            f"{type(model).__name__} is divided among ranks, a whole model is needed: trace() it before "
+            f"expected a whole model, got a {type(model).__name__} divided among ranks; call trace() before "
             "parallelize(), or read the graphs of te_transform.report(model)"
         )
     inputs = as_inputs(model, example_inputs)[0]
@@ -69,7 +69,7 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
             raise TraceError.of(model, inputs, error) from error
     if len(found) != 1:
         raise TraceError(
-            f"dynamo captures the forward of {type(model).__name__} in {len(found)} pieces, one is needed: "
-            "te_transform.inspect() has the reasons, in its breaks"
+            f"expected one graph for the forward of {type(model).__name__}, got {len(found)} from dynamo; "
+            "te_transform.inspect() lists the reasons in its breaks"
         )
     return found[0]

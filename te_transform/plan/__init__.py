@@ -1,1 +1,1 @@
-"""Decides what is fused and how; touches no model."""
+"""Decide what is fused and how; this room changes no model."""

@@ -1,4 +1,4 @@
-"""Find the sites that run as they were captured in a call of the example's sizes, and why."""
+"""Find the fused sites that run unfused at the example's sizes, and the reasons."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _BY_COMPILER = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEn
 
 
 def why_inactive(path: str, plan: Plan, options: Options, precision: PrecisionPlan | None) -> Iterator[str]:
-    """Yield why each outcome of the plan is not active, "" if it is, or is no fused one.
+    """Yield for each outcome of the plan why it is inactive, or "" if it is active or not fused.
 
-    A call decides by the same limits, see execution/small_batch.py and the ops of the backends. Sizes that
-    are not known before the call leave a site active.
+    At run time, execution/small_batch.py and the ops of the backends apply the same limits. A site counts as
+    active if its sizes are unknown before the call.
 
     Args:
-        path: of the captured module.
-        precision: what runs in FP8, None if nothing does.
+        path: The path of the captured module.
+        precision: The products that run in FP8, or None without a recipe.
     """
     names = product_paths(plan)
     in_fp8 = {
@@ -41,7 +41,7 @@ def why_inactive(path: str, plan: Plan, options: Options, precision: PrecisionPl
     reasons = dict(
         _compiled(plan, in_fp8) if options.compile else _uncompiled(plan, options, in_fp8, small_calls)
     )
-    # linears that were merged for another site go with it
+    # merged linears share the reason of the site that absorbed them
     absorbed = {rule: why for site, why in reasons.items() for rule in site.rules[:-1]}
     for outcome, site in plan.places():
         is_fused, rule = outcome.status == "fused", (outcome.rule, outcome.path)
@@ -79,7 +79,7 @@ def _uncompiled(
 
 
 def _goes_with(site: Site, gaining: dict[Site, str | None]) -> bool:
-    """Return True if a rotation runs as captured because the products of its graph do."""
+    """Return True for a rotation in a graph with gaining products: it runs unfused whenever they do."""
     return isinstance(site.fused, plain.Rotary) and any(each.fused.gains for each in gaining)
 
 
@@ -98,7 +98,7 @@ def _few_rows(
 
 
 def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str | None:
-    """Return why a call without products is too small for its kernel, or None."""
+    """Return why an op other than a fused product is too small for its kernel, or None."""
     first, *others = site.node.args
     if limits.ignore_size_limits:
         return None

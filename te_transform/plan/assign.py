@@ -1,4 +1,4 @@
-"""Decide which products run in FP8, for what reasons the others do not."""
+"""Decide which products run in FP8, and give the reason for each product that does not."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
 def assign(
     plans: Iterable[tuple[str, Plan]], asked: Any, backend: Backend, others: Iterable[str] = ()
 ) -> PrecisionPlan:
-    """The precision of every fused product.
+    """Return the precision of every fused product.
 
     Args:
-        plans: what is going to be fused in each captured graph, with the path of the captured module, "" for
-            the whole model. A graph that blocks share comes once for each block.
-        asked: a recipe, or a plan that overrides what is decided here (but for shapes no kernel has).
-        backend: te, or what stands for it.
-        others: modules with products that are captured later, as those around blocks are: a plan may name
-            them.
+        plans: The plan of each captured graph with the path of its module, "" for the whole model. A graph
+            shared by several blocks is listed once per block.
+        asked: A recipe, or a precision plan. A plan overrides the choices made here, except for shapes that
+            no kernel supports.
+        backend: The te backend, or a stand-in for it.
+        others: Paths of modules with products that are captured later, such as the head around blocks. A
+            precision plan may name them.
 
     Raises:
         PrecisionError: `asked` names a module in which nothing is fused.
@@ -43,16 +44,18 @@ def assign(
     decided |= {path: named.sites[path] for path in others if path in named.sites and path not in decided}
     if unknown := sorted(named.sites.keys() - decided.keys()):
         raise PrecisionError(
-            f"the precision plan names {', '.join(unknown)}, where no product is fused: "
-            "te_transform.inspect() with the plan's recipe alone has the paths that there are, in .precision"
+            "expected paths of fused products in the precision plan, got "
+            f"{', '.join(unknown)}; te_transform.inspect() with the plan's recipe alone lists the valid "
+            "paths in .precision"
         )
     return PrecisionPlan(named.recipe, decided, named.small_calls)
 
 
 def put_in_recipe(plan: Plan, options: Options) -> None:
-    """Let each op of one captured graph run in the recipe, or not, as its shapes and its place say.
+    """Set `in_fp8` on each op of one captured graph, from its shapes and its position in the model.
 
-    What a precision plan says of single layers, which may share a graph, is kept with their parameters.
+    Choices of a precision plan for single layers are stored with the parameters, because layers may share a
+    graph.
     """
     asked = options.recipe
     named = PrecisionPlan(asked.recipe if isinstance(asked, PrecisionPlan) else asked)
@@ -62,8 +65,8 @@ def put_in_recipe(plan: Plan, options: Options) -> None:
 
 
 def products_in(plans: Iterable[tuple[str, Plan]], precision: PrecisionPlan) -> dict[str, bool]:
-    """Whether each product runs in the recipe, by the name of the first parameter of its weight."""
-    # Modules around blocks have no site yet, but for what their weight is called. Of others the sites say it.
+    """Return whether each product runs in the recipe, keyed by the parameter names of its weights."""
+    # Modules around blocks have no sites yet: assume that their parameter is called "weight".
     found = {f"{path}.weight": why is None for path, why in precision.sites.items()}
     for prefix, plan in plans:
         for site, path in product_paths(plan).items():
@@ -74,19 +77,22 @@ def products_in(plans: Iterable[tuple[str, Plan]], precision: PrecisionPlan) -> 
 
 
 def path_below(prefix: str, path: str) -> str:
-    """The path, of a captured module, in the whole model."""
+    """Return a path inside a captured module as a path in the whole model."""
     return f"{prefix}.{path}".strip(".")
 
 
 def product_paths(plan: Plan) -> dict[Site, str]:
-    """What a precision plan calls a site with matrix products: its path, its name where two share a path."""
+    """Return the name that a precision plan uses for each site with matrix products.
+
+    The name is the site's path, or the name of its op if several sites share the path.
+    """
     sites = [site for site in plan.sites if site.weights]
     sharing = Counter(site.path for site in sites)
     return {site: site.path if sharing[site.path] == 1 else site.name for site in sites}
 
 
 def _why_not(site: Site, path: str, is_head: bool, named: PrecisionPlan, backend: Backend) -> str | None:
-    """Why the site stays out of FP8, None where it does not."""
+    """Return why the site stays out of FP8, or None if it runs in FP8."""
     multiple = backend.multiple(backend.recipe_of(named.recipe))
     reasons = [*_foreign(site, backend), *_wide(site), *_odd(site, multiple)]
     reasons += [named.sites[path]] if path in named.sites else _head(is_head)
@@ -96,8 +102,8 @@ def _why_not(site: Site, path: str, is_head: bool, named: PrecisionPlan, backend
 def _head(is_head: bool) -> Iterator[str]:
     if is_head:
         yield (
-            "it makes the model's output, FP8 would round that itself and not what is summed up later: "
-            "name it in a te_transform.PrecisionPlan to have it there"
+            "it computes the model's output, FP8 would round the output itself rather than terms of a later "
+            "sum: name it in a te_transform.PrecisionPlan to run it in FP8"
         )
 
 
@@ -105,8 +111,8 @@ def _foreign(site: Site, backend: Backend) -> Iterator[str]:
     kind = type(site.fused)
     if getattr(backend, kind.__name__, None) is not kind:
         yield (
-            f"{kind.__name__} is a rule's own module, a recipe holds for TE's: leave the rule out of passes= "
-            "to have the product in FP8"
+            f"{kind.__name__} is a module of the rule, a recipe needs one of TE's: leave the rule out of "
+            "passes= to run the product in FP8"
         )
 
 
@@ -127,13 +133,15 @@ def _odd(site: Site, multiple: int) -> Iterator[str]:
             enough = (-(size // -multiple) * multiple for size in shape)
             yield (
                 f"the weight is {' x '.join(map(str, shape))}, FP8 kernels need multiples of {multiple}: "
-                f"make it {' x '.join(map(str, enough))}, where training allows"
+                f"make it {' x '.join(map(str, enough))}, if you can retrain"
             )
 
 
 def _heads(plan: Plan) -> Iterator[Site]:
-    """The sites of one product that make the model's output and nothing else: between the two lie only
-    functions of one tensor, and a bias."""
+    """Yield the sites with one product whose result is used only as the model's output.
+
+    Between product and output there are only functions of one tensor, and a bias.
+    """
     sites = {site.result: site for site in plan.sites if site.weights}
     towards_output: set[fx.Node] = set()
     for node in reversed(plan.canonical.nodes):
@@ -147,7 +155,7 @@ def _heads(plan: Plan) -> Iterator[Site]:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The floating tensors that the node computes with, but for a bias that it adds."""
+    """Return the floating-point inputs of the node, without a bias that it adds."""
     added = node.target is torch.add
     return [n for n in node.all_input_nodes if _is_floating(n) and not (added and is_model_tensor(n))]
 

@@ -1,11 +1,15 @@
-"""How long a call takes on an H100 in each way to run a model, predicted from the plan.
+"""Predict from the plan how long a call takes on an H100, for each execution mode.
 
-What a call computes is counted in the captured graphs: the floating-point operations of matrix products and
-of attention (2 for each multiplication and addition), the bytes that all else reads and writes, and how many
-operations there are. Each way takes of the GPU a time for each of these, and of the CPU one for each
-operation; the longer of the two is the call's, for both work at once. A backward computes twice what its
-forward does. A graph whose products gain nothing runs as it was captured, which is a way of its own. The
-times are fitted to measured ones by benchmarks/fit_cost.py.
+The captured graphs are counted:
+
+- floating-point operations of matrix products and attention (2 for each multiplication and addition),
+- bytes that all other operations read and write,
+- number of operations.
+
+Each mode has a GPU time for each of these, and a CPU time for each operation. CPU and GPU work in parallel,
+so the call takes the longer of both sums. A backward computes twice as much as its forward. A graph whose
+products are too small to gain runs as captured, which is a mode of its own. benchmarks/fit_cost.py fits the
+times to measurements.
 """
 
 from __future__ import annotations
@@ -37,20 +41,21 @@ from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
 from te_transform.plan.work import Work, computed, moved, numbers_in, sizes_of
 
-BACKWARD = 2.0  # of what the forward computes
-_PADS = "pad_vocabulary"  # the rule whose places are products that would be padded
+BACKWARD = 2.0  # work of a backward, relative to its forward
+_PADS = "pad_vocabulary"  # the rule that pads products
 
 
 def works_of(
     plans: Sequence[tuple[str, Plan]], way: Way, precision: PrecisionPlan | None, training: bool
 ) -> list[tuple[Way, Work]]:
-    """What each graph of a call computes, with the way that it runs in.
+    """Return the execution mode and the work of each graph of a call.
 
     Args:
-        plans: of the captured graphs in the order of their calls, each with the path of the captured module.
-        way: that is asked for; a graph in which no product gains from it runs as it was captured, or is.
-        precision: what runs in a recipe, None where nothing does.
-        training: whether there is a backward.
+        plans: The plans of the captured graphs in call order, each with the path of the captured module.
+        way: The requested mode. A graph in which no product gains from it runs as captured, or runs the
+            original code.
+        precision: The products that run in a recipe, or None without a recipe.
+        training: True if there is a backward.
     """
     found = []
     for path, plan in plans:
@@ -60,18 +65,18 @@ def works_of(
         if precision is not None and runs not in (AS_IT_IS, CAPTURED):
             work = sum(_in_fp8(path, plan, precision, runs.in_cuda_graphs), work)
         work = work.times(1 + BACKWARD) if training else work
-        share = 1 / len(plans)  # of what a call takes beside its operations
+        share = 1 / len(plans)  # of the fixed cost of a call
         found.append((runs, replace(work, forwards=share, backwards=share * training)))
     return found
 
 
 def _runs(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence[fx.Node] = ()) -> Way:
-    """Return the way that a graph runs in where `way` is asked for.
+    """Return the mode in which a graph runs if `way` is requested.
 
-    At each call, execution/small_batch.py decides by the same limits.
+    At run time, execution/small_batch.py applies the same limits.
 
     Args:
-        added: the operations of a place that is refused, to be told how the graph would run with it fused.
+        added: The operations of a refused match, to predict how the graph would run with the match fused.
     """
     if way is not FUSED or (precision is not None and precision.small_calls):
         return way
@@ -87,11 +92,12 @@ def _runs(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence
 
 
 def _odd(nodes: Iterable[fx.Node], plan: Plan, way: Way, pads: bool = False) -> Iterator[Work]:
-    """For each product with an odd number of rows, as a vocabulary has them, what changes: it takes a GPU
-    several times as long, unless it is padded; inductor pads by itself.
+    """Yield the change of work for each product whose weight has an odd number of rows, such as a vocabulary.
+
+    A GPU takes several times as long for such a product, unless it is padded. Inductor pads by itself.
 
     Args:
-        pads: whether these nodes would be padded.
+        pads: True if these nodes would be padded.
     """
     are_padded = (site for site in plan.sites if isinstance(site.fused, plain.PaddedLinear))
     padded = {site.node.meta.get("origin") for site in are_padded}
@@ -111,27 +117,33 @@ def _rows_and_width(site: Site) -> tuple[float, int]:
 
 
 def _is_gated(nodes: Sequence[fx.Node]) -> bool:
-    """Whether these operations multiply an activation with something: in TE's modules that gains."""
+    """Return True if these operations multiply an activation by a tensor: TE's modules speed this up."""
     acts = {node for node in nodes if node.target in ops.ACTIVATIONS}
     return any(node.target is torch.mul and acts & {*node.all_input_nodes} for node in nodes)
 
 
 def _moved(plan: Plan, way: Way) -> Iterator[Work]:
-    """What the operations of a graph read and write: as they were captured, of which rules see many as one,
-    but for those that are one in this way."""
+    """Yield the memory traffic of the operations of a graph.
+
+    The canonical graph combines many captured operations into one. A graph that runs unfused therefore counts
+    the captured operations, except where a site stays fused in this mode.
+    """
     if way not in (AS_IT_IS, CAPTURED):
         yield from map(moved, plan.before.nodes)
         return
     taken = [outcome for outcome, site in plan.places() if way is CAPTURED and site and _is_one(site)]
     inside = {name for outcome in taken for name in outcome.inside}
     yield from (moved(node) for node in plan.captured.graph.nodes if node.name not in inside)
-    if taken:  # what has no origin is a part of a composite, such as multi-head attention
+    if taken:  # a node without an origin is part of a composite, such as multi-head attention
         yield from (moved(node) for node in plan.before.nodes if node.meta.get("origin") in {None, *inside})
 
 
 def _is_one(site: Site) -> bool:
-    """Whether what a site stands for is fused in a graph that runs as it was captured: attention, and the
-    norms and activations of products; of what gains in a kernel alone, what is large enough for one."""
+    """Return True if a site is counted as one operation in a graph that runs as captured.
+
+    This holds for attention, and for products with their norms and activations. Rotations and losses must be
+    large enough for their kernel.
+    """
     if isinstance(site.fused, plain.Rotary) and len(sizes := sizes_of(site.node.args[0])) == 4:
         batch, heads, length, width = sizes
         return batch * length >= break_even_rows(heads * width, in_fp8=False)
@@ -139,19 +151,21 @@ def _is_one(site: Site) -> bool:
 
 
 def _is_in_kernel(site: Site) -> bool:
-    """Whether a kernel that is faster than PyTorch's own takes a loss, or attention, of these sizes."""
+    """Return True if a kernel faster than PyTorch's own supports a loss, or attention, of these sizes."""
     sizes = sizes_of(site.node.args[0])
     if isinstance(site.fused, plain.CrossEntropy):
         return numbers_in(site.node.args[0]) >= MIN_LOGITS and sizes[-1] % ALIGNED == 0
-    if len(sizes) != 4:  # which cuDNN's kernels take
+    if len(sizes) != 4:  # cuDNN's kernels need 4 dimensions
         return False
     keys = sizes_of(site.node.args[1])[2]
     return is_large(sizes, keys) and min(sizes[2], keys) >= MIN_ATTENTION_LENGTH
 
 
 def _changes_nothing(plan: Plan) -> bool:
-    """Whether a graph that runs as it was captured has each operation as the model has it, in no kernel of
-    another kind: then execution/trials.py times the model's own code too, and the faster one runs."""
+    """Return True if a graph that runs as captured executes exactly the operations and kernels of the model.
+
+    Then execution/trials.py also times the model's own code, and the faster of the two runs.
+    """
     kernels = (plain.DotProductAttention, plain.CrossEntropy)
     in_kernels = any(isinstance(site.fused, kernels) and _is_in_kernel(site) for site in plan.sites)
     counts = (sum(_moved(plan, way), Work()).operations for way in (AS_IT_IS, CAPTURED))
@@ -159,7 +173,7 @@ def _changes_nothing(plan: Plan) -> bool:
 
 
 def _in_fp8(path: str, plan: Plan, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
-    """For each product in the recipe what changes: it is no longer one of 16-bit numbers."""
+    """Yield the change of work for each product that runs in the recipe instead of in 16 bits."""
     for site, name in product_paths(plan).items():
         if _is_in_recipe(path, name, precision):
             yield from _site_in_fp8(site, precision, in_cuda_graphs)
@@ -182,18 +196,18 @@ def _site_in_fp8(site: Site, precision: PrecisionPlan, in_cuda_graphs: bool) -> 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a model by what it takes; the names of its times in TIMES."""
+    """The cost model of one execution mode: the keys of its times in TIMES."""
 
     bytes: str
     calls: str
     in_cuda_graphs: bool = False
 
     def seconds(self, work: Work, times: dict[str, float]) -> float:
-        """Of a call."""
+        """Return the seconds of a call."""
         return max(self.gpu_seconds(work, times), self.cpu_seconds(work, times))
 
     def cpu_seconds(self, work: Work, times: dict[str, float]) -> float:
-        """Of the CPU alone, to launch it."""
+        """Return the CPU seconds to launch a call."""
         return (
             work.operations * times[self.calls]
             + work.in_fp8_calls * times[f"{self.calls} in FP8"]
@@ -202,7 +216,7 @@ class Way:
         )
 
     def gpu_seconds(self, work: Work, times: dict[str, float]) -> float:
-        """Of the GPU alone."""
+        """Return the GPU seconds of a call."""
         return (
             work.products * times["product"]
             + work.odd_products * times["product, odd"]
@@ -215,7 +229,7 @@ class Way:
 
 
 FUSED = Way("bytes, fused", "call, fused")
-# By whether it is compiled, and replayed.
+# Keyed by (compiled, replayed as a CUDA graph).
 WAYS = {
     (False, False): FUSED,
     (True, False): Way("bytes, compiled", "call, compiled"),
@@ -224,9 +238,10 @@ WAYS = {
 }
 AS_IT_IS, CAPTURED = Way("bytes", "call"), Way("bytes", "call, captured")
 
-# Seconds for one of each, as benchmarks/fit_cost.py prints them. An odd product's is that of a head of 50,257
-# rows, forward and backward (docs/benchmarks.md); a forward alone takes 1.3 times that. Those of a fused
-# call, uncompiled, and of a call in FP8 are guesses: the GPU took longer at all measured points.
+# Seconds per unit, as printed by benchmarks/fit_cost.py. The time of an odd product is measured on a head of
+# 50,257 rows, forward and backward (docs/benchmarks.md); a forward alone takes 1.3 times as long. The CPU
+# times of an uncompiled fused call and of an FP8 call are guesses: the GPU took longer at all measured
+# points.
 TIMES = {
     "product": 1.43e-15, "product in FP8": 4.76e-16, "quantized": 2.63e-12, "attention": 8.99e-16,
     "product, odd": 7.87e-15,
@@ -241,18 +256,18 @@ TIMES = {
     "call, compiled backward": 0.00592, "call, replayed backward": 0.00225,
 }  # fmt: skip
 NOTE = (
-    "times are predicted for an H100 by 610 measured ones, off by 8% in half of those and by 85% at the most "
-    "when each was predicted by the others: convert(compile='auto') measures them"
+    "times are predicted for an H100 from 610 measurements; in cross-validation the median error was 8% and "
+    "the largest 85%; convert(compile='auto') measures the times"
 )
 
 
 def way_of(options: Options) -> Way:
-    """The way that these options ask for."""
+    """Return the execution mode that these options request."""
     return AS_IT_IS if options.run_original else WAYS[bool(options.compile), options.graphs]
 
 
 def unknown(plans: Sequence[tuple[str, Plan]], options: Options) -> str | None:
-    """Why nothing is predicted for a model in this way, or None."""
+    """Return why no time can be predicted for these options, or None."""
     products = [node for _, plan in plans for node in plan.before.nodes if node.target is ops.linear]
     if not products or {value(node).dtype for node in products} - {*DTYPES}:
         return "predicted for products of 16-bit numbers alone (te-transform: --dtype bfloat16)"
@@ -265,7 +280,7 @@ def unknown(plans: Sequence[tuple[str, Plan]], options: Options) -> str | None:
 def seconds_of(
     plans: Sequence[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
 ) -> float:
-    """Of a call in the way that the options ask for; see works_of()."""
+    """Return the seconds of a call with these options; works_of() documents the arguments."""
     works = works_of(plans, way_of(options), precision, training)
     gpu = sum(way.gpu_seconds(work, TIMES) for way, work in works)
     return max(gpu, sum(way.cpu_seconds(work, TIMES) for way, work in works))
@@ -274,14 +289,14 @@ def seconds_of(
 def priced(
     path: str, plan: Plan, options: Options, precision: PrecisionPlan | None, training: bool
 ) -> Iterator[Outcome]:
-    """The outcomes of a captured graph, each with what its place takes of the GPU's time in a call.
+    """Yield the outcomes of a captured graph, each with its predicted GPU seconds per call.
 
-    That is its part of what seconds_of() predicts: of the operations as the model has them, and of the fused
-    op in the way that the options ask for. A refused place that would save nothing by this has no
-    numbers. Neither have linears that were merged for another site.
+    `seconds` is the time of the operations as the model has them, `fused_seconds` that of the fused op with
+    these options. Both are parts of the time from seconds_of(). They stay None for a refused match that would
+    save nothing, and for linears that were merged into another site.
 
     Args:
-        path: of the captured module.
+        path: The path of the captured module.
     """
     asked, products = way_of(options), product_paths(plan)
     runs = _runs(plan, asked, precision)

@@ -26,12 +26,12 @@ from te_transform.plan.work import replaced
 
 @dataclass(eq=False)
 class Site:
-    """One fusion: the fused op, where it is called in the canonical graph, and whose values it gives."""
+    """One fusion: a fused op, its call in the canonical graph, and the captured values that it computes."""
 
-    rules: list[tuple[str, str]]  # the rules that made it, each with the path it is reported at
+    rules: list[tuple[str, str]]  # the rules that made the site, each with its path in the report
     fused: nn.Module
     node: fx.Node  # the call in the canonical graph
-    deviations: tuple[Deviation, ...] = ()  # of its check, once there was one
+    deviations: tuple[Deviation, ...] = ()  # results of the check; empty before it
 
     @property
     def name(self) -> str:
@@ -40,65 +40,71 @@ class Site:
 
     @property
     def path(self) -> str:
-        """The path that it is reported at."""
+        """The module path of the site in the report."""
         return self.rules[-1][1]
 
     @property
     def is_merged(self) -> bool:
-        """Whether it is the product of several linears, whose results are columns of it."""
+        """True if the site merges several linears, whose results are columns of one product."""
         users = self.result.users
         is_cut = any(node.target is ops.columns and "origin" in node.meta for node in users)
         return is_cut and "origin" not in self.result.meta
 
     @property
     def is_product(self) -> bool:
-        """Whether it has matrix products that gain from kernels alone. Whoever writes a rule of their own
-        decides by it where its op stands."""
+        """True for linears of the backends, whose products gain only in TE's kernels.
+
+        Ops of a user's own rule do not count as products here.
+        """
         of_backends = isinstance(self.fused, (plain.Linear, plain.LayerNormLinear))
         return of_backends and not isinstance(self.fused, plain.PaddedLinear)
 
     @property
     def result(self) -> fx.Node:
-        """The canonical node of what the match computed: the call, or the first item of what it returns."""
+        """The canonical node of the match's result: the call, or the first item of the tuple it returns."""
         items = (n for n in self.node.users if n.target is operator.getitem and n.args[1] == 0)
         return next(items, self.node) if isinstance(value(self.node), tuple) else self.node
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """The canonical nodes that stand for captured ones: the call itself, the columns of merged linears,
-        or the items of what is handed out."""
+        """The canonical nodes that replace captured nodes.
+
+        They are the call itself, the columns of merged linears, or the items of a returned tuple.
+        """
         return _standing(self.node)
 
     @property
     def weights(self) -> list[tuple[fx.Node, ...]]:
-        """The parameters [out, in] of each matrix product, several where they are joined."""
+        """The parameters [out, in] of each matrix product; several if they are joined."""
         return [stored_in(self.node.args[place]) for place in self.fused.PRODUCTS]
 
 
 def _standing(node: fx.Node) -> list[fx.Node]:
-    """The node, or the first that read it, that stand for captured ones."""
+    """Return the node if it replaces a captured node, else the nearest users that do."""
     return [node] if "origin" in node.meta else [n for user in sorted(node.users) for n in _standing(user)]
 
 
 @dataclass(eq=False)
 class Plan:
-    """What is to be fused in one captured graph, and everything the report will say of it."""
+    """The fusions of one captured graph, and the outcomes that the report prints."""
 
-    captured: fx.GraphModule  # as dynamo gave it; stays as it is
+    captured: fx.GraphModule  # from dynamo, never changed
     canonical: fx.Graph
     before: fx.Graph
-    modules: tuple[str, ...] = ("",)  # the paths, in the model, of those whose forward the graph is
+    modules: tuple[str, ...] = ("",)  # the paths of the modules whose forward the graph is
     sites: list[Site] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
     @cached_property
     def by_name(self) -> dict[str, fx.Node]:
-        """The captured nodes."""
+        """The captured nodes by name."""
         return {node.name: node for node in self.captured.graph.nodes}
 
     def places(self) -> Iterator[tuple[Outcome, Site | None]]:
-        """The outcomes, each with the site that it is; merged linears that became a part of another site are
-        none."""
+        """Yield the outcomes, each with its site.
+
+        The site is None for refused matches, and for merged linears that became part of another site.
+        """
         outputs = ((site, node) for site in self.sites for node in site.outputs)
         made = {(site.rules[-1][0], node.meta["origin"]): site for site, node in outputs}
         for outcome in self.outcomes:
@@ -106,20 +112,21 @@ class Plan:
             yield outcome, next(filter(None, found), None) if outcome.status == "fused" else None
 
     def joins(self) -> list[fx.Node]:
-        """The canonical nodes that join the parameters of several linears."""
+        """Return the canonical nodes that join the parameters of several linears."""
         return [node for node in self.canonical.nodes if node.target is ops.join]
 
     def forget_tensors(self) -> None:
-        """Refer no longer to the tensors that the graph was captured with, once dynamo is done with it.
+        """Drop all references to the tensors that the graph was captured with, once dynamo is done with it.
 
-        PyTorch swaps no tensor that somebody refers to, be it weakly, and Module.to() swaps torchao's.
+        PyTorch refuses to swap a tensor that has references, even weak ones, and Module.to() swaps the
+        tensors of torchao.
         """
         held = (value(node) for node in self.captured.graph.nodes)
         for mode in {known.fake_mode for known in held if isinstance(known, FakeTensor)}:
             mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
     def roll_back(self, reasons: dict[Site, str]) -> None:
-        """Take sites back, each for a reason, which then stands in the report."""
+        """Undo sites, and report the reason for each."""
         for site, reason in reasons.items():
             self.sites.remove(site)
             for rule, path in site.rules:
@@ -132,7 +139,7 @@ def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = 
     """Run the rules, in order, over the canonical copy of a captured graph.
 
     Args:
-        modules: the paths, in the model, of those whose forward the graph is: of blocks that share it.
+        modules: The paths of the modules whose forward the graph is, such as the blocks that share it.
     """
     canonical = canonicalize(captured.graph)
     made = Plan(captured, canonical, edit.snapshot(canonical), modules)
@@ -141,7 +148,7 @@ def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = 
             continue
         misses: list[Miss] = []
         for match in find(rule.pattern, canonical, misses):
-            taken = any(node._erased for node in match.nodes)  # in part, by a match before
+            taken = any(node._erased for node in match.nodes)  # overlaps an earlier match
             if not taken:
                 made.outcomes += _apply(rule, match, made, options)
         made.outcomes += _near_misses(rule, misses, made)
@@ -150,7 +157,7 @@ def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = 
 
 
 def _keep_merged(made: Plan, options: Options) -> None:
-    """Merged linears that no later rule has taken are products of their own."""
+    """Add a site for each merged linear that no later rule absorbed."""
     for node in [n for n in made.canonical.nodes if n.op == "call_function" and "merged" in n.meta]:
         _call(made, [node], "linear", options.backend.Linear(), node.args, [node.meta["merged"]])
 
@@ -163,7 +170,7 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
     operations = [item for item in flat if isinstance(item, Operation)]
     reasons = [*refusals(match, operations, options.skip, made.modules, rule), *reasons_of(rule, known)]
     path, inside = _place(match, operations), _replaced(made, match.nodes)
-    if None in reasons:  # there is nothing to gain, and nobody needs to hear of it
+    if None in reasons:  # no gain: leave it out of the report
         return []
     if reasons:
         told = tuple(dict.fromkeys(reasons))
@@ -177,13 +184,19 @@ def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outco
 
 
 def _replaced(made: Plan, nodes: Sequence[fx.Node]) -> frozenset[str]:
-    """The captured operations of a match; columns stand for those of the linears that were merged."""
+    """Return the names of the captured operations of a match.
+
+    Columns of a merged linear stand for the linears that were merged.
+    """
     columns = [column for node in nodes if "merged" in node.meta for column in _standing(node)]
     return replaced(made.by_name, {*nodes, *columns})
 
 
 def _place(match: Match, operations: list[Operation]) -> str:
-    """Where a match is reported: at the module around all of it, or at the linear that reads a norm."""
+    """Return the path at which a match is reported.
+
+    It is the innermost module around the match, or the linear if the match is norms and linears.
+    """
     linears = [op for op in operations if op.op == "linear"]
     others = [op for op in operations if op.op != "linear"]
     norms = [op for op in others if op.node.target in ops.NORMS]
@@ -194,7 +207,7 @@ def _place(match: Match, operations: list[Operation]) -> str:
 
 
 def _activated_first(linears: tuple[fx.Node, ...]) -> list[fx.Node]:
-    """The linears in the order that their weights are joined in: fused MLPs activate the first half."""
+    """Return the linears in the order of their joined weights: fused MLPs activate the first half."""
 
     def activated(node: fx.Node) -> bool:
         return any(user.target in ops.ACTIVATIONS for user in node.users)
@@ -203,8 +216,8 @@ def _activated_first(linears: tuple[fx.Node, ...]) -> list[fx.Node]:
 
 
 def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str, Any], path: str) -> None:
-    """Put the rule's op in the place of a match."""
-    # a gated MLP's match has its first linear twice, once for each half
+    """Replace a match by the rule's op."""
+    # the match of a gated MLP contains its first linear twice, once for each half
     absorbed = list(dict.fromkeys(node.meta["merged"] for node in match.nodes if "merged" in node.meta))
     args = tuple(_read(name, bound) for name in rule.reads)
     given = [bound[role].node for role in shared(match, rule)]
@@ -224,20 +237,22 @@ def _call(
     rules: list[tuple[str, str]],
     at: fx.Node | None = None,
 ) -> fx.Node:
-    """Call the fused op in the canonical graph, in the place of `nodes`, or in front of `at`."""
+    """Add a call of the fused op to the canonical graph, replacing `nodes`, or in front of `at`."""
     stem = f"{rules[-1][1]}.{what}".lstrip(".")
     taken = {site.name for site in made.sites}
     name = next(n for n in chain([stem], (f"{stem}_{i}" for i in count(1))) if n not in taken)
     node = edit.call_fused(made.canonical, nodes, name, args, at)
     node.meta["fused"] = what
-    node.meta.pop("merged", None)  # no linear that is left to itself
+    node.meta.pop("merged", None)  # no longer a merged linear without a site
     made.sites.append(Site(rules, fused, node))
     return node
 
 
 def _read(name: str, bound: dict[str, Any]) -> Any:
-    """An argument of a fused op: a value of the match, or an argument of one of its operations, None if it
-    has none."""
+    """Return an argument of a fused op.
+
+    `name` is a role of the match, or "role.argument". The result is None if the match lacks it.
+    """
     role, _, wanted = name.partition(".")
     found = bound.get(role)
     if not wanted or found is None:
@@ -249,17 +264,20 @@ def _read(name: str, bound: dict[str, Any]) -> Any:
 
 
 def _weights(nodes: Sequence[fx.Node]) -> int:
-    """How many numbers the weights of the linears among `nodes` hold."""
+    """Return the number of elements in the weights of the linears among `nodes`."""
     return sum(value(node.args[1]).numel() for node in set(nodes) if node.target is ops.linear)
 
 
 def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
-    """A place that has most of a rule's pattern, where a user could act on what is missing."""
+    """Return a refused outcome for each near miss that a user can act on.
+
+    A near miss matches more than half of the rule's pattern.
+    """
     outcomes = []
     for miss in misses:
         if 2 * len(miss.nodes) <= rule.pattern.depth or any(node._erased for node in miss.nodes):
             continue
-        # at the module around them, as a match is, whatever else was merged with one of its linears
+        # report the miss like a match, at the module around its nodes; merged linears span other modules
         own = [node for node in miss.nodes if node.target not in ops.NORMS and "merged" not in node.meta]
         where, inside = edit.innermost(map(path_of, own)), _replaced(made, miss.nodes)
         if told := tuple(missed(miss)):

@@ -1,9 +1,11 @@
-"""What a training step of a converted model takes beside its weights, predicted from the plan.
+"""Predict from the plan how much memory a training step needs beside the weights.
 
-The canonical graph is gone through once forward, noting what each operation keeps for its backward, and once
-back, letting go of that, adding up gradients, and counting what each backward needs for itself. What TE's
-modules keep is read off their autograd functions (TE 2.20): the norm's output, both halves of a gated
-fc1, the activation, in FP8 at one byte a number, and an FP8 weight twice, as it is and transposed.
+A simulated forward over the canonical graph records what each operation saves for its backward. A simulated
+backward frees the saved tensors, adds up gradients, and counts the temporaries of each operation.
+
+The tensors that TE's modules save are taken from their autograd functions (TE 2.20): the norm's output, both
+halves of a gated fc1, and the activation. FP8 tensors take one byte per element; an FP8 weight is saved
+twice, as it is and transposed.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ _KEEP_NOTHING = {torch.add, torch.sub, torch.neg, torch.cat, ops.cast, ops.rope}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a step forward and backward, in training mode, at the sizes of the example inputs.
+    """The bytes of one forward and backward, in training mode, at the sizes of the example inputs.
 
-    `kept` is what autograd holds at the end of the forward, `peak` the most there is at any time beside
-    the weights, gradients with it. `optimizer` is the state of AdamW, two numbers for each trained one.
-    Allocators take a little more.
+    `kept` is the memory that autograd holds at the end of the forward. `peak` is the maximum at any time,
+    including gradients and excluding weights. `optimizer` is the state of AdamW, two numbers per trained
+    parameter element. Allocators need a little more.
     """
 
     inputs: str
@@ -71,7 +73,7 @@ class Memory:
 
 
 def _told(size: int) -> str:
-    """Bytes in MiB, of ten GiB on in those: what a GPU has is told in them."""
+    """Format bytes in MiB, or in GiB from 10 GiB on, the unit of GPU memory."""
     return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
 
 
@@ -91,7 +93,7 @@ def room(model: nn.Module, step: Memory | None) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _FP8:
-    paths: Collection[str]  # of the sites that run in it
+    paths: Collection[str]  # the sites that run in FP8
     is_delayed: bool
 
     @classmethod
@@ -104,19 +106,19 @@ class _FP8:
 
 @dataclass(eq=False)
 class _Step:
-    """One operation: what it keeps, by storage or as its own, and what its backward takes for itself."""
+    """One operation: the storages it saves, its own saved bytes, and the temporaries of its backward."""
 
     node: fx.Node
     storages: list[fx.Node] = field(default_factory=list)
     own: int = 0
     transient: int = 0
     gradients: int = 0  # of its weights
-    in_place: bool = False  # whether its backward writes into what it kept
-    released: int = 0  # what nobody needs any more after its backward
+    in_place: bool = False  # True if the backward writes into the saved tensors
+    released: int = 0  # bytes that can be freed after its backward
 
     @property
     def flowing(self) -> int:
-        """The gradients of its result and of what it read."""
+        """The bytes of the gradients of its result and inputs."""
         return 0 if self.in_place else bytes_of(self.node) + sum(map(bytes_of, set(_data(self.node))))
 
 
@@ -126,13 +128,13 @@ def predict(
     inputs: str,
     precision: PrecisionPlan | None,
 ) -> Memory:
-    """The memory of a step.
+    """Predict the memory of a training step.
 
     Args:
-        plans: of the captured graphs in the order of their calls, each with the path of the captured module.
-        parameters: the model's; fake ones will do.
-        inputs: what the example inputs are, in words.
-        precision: what runs in FP8, None where nothing does.
+        plans: The plans of the captured graphs in call order, each with the path of the captured module.
+        parameters: The parameters of the model; they may be fake tensors.
+        inputs: A text that describes the example inputs.
+        precision: The products that run in FP8, or None without a recipe.
     """
     parameters, pieces, fp8 = list(parameters), list(plans), _FP8.of(precision)
     steps = [step for piece in pieces for step in _steps(*piece, fp8, is_last=piece is pieces[-1])]
@@ -143,13 +145,13 @@ def predict(
 
 
 def kept(prefix: str, plan: Plan, precision: PrecisionPlan | None) -> dict[Site, int]:
-    """How many bytes each site keeps for its backward, that nobody else needs after it; see predict()."""
+    """Return the bytes that each site saves for its backward and that are freed after it; see predict()."""
     steps = {step.node: step for step in _steps(prefix, plan, _FP8.of(precision), is_last=False)}
     return {site: steps[site.node].released for site in plan.sites if site.node in steps}
 
 
 def _simulated(steps: list[_Step], outputs: int, gradients: int) -> tuple[int, int]:
-    """What is kept after the forward, and the most there is at once; the caller keeps the outputs."""
+    """Return the bytes saved after the forward, and the peak; the caller keeps the outputs."""
     kept = peak = held = outputs + sum(step.released for step in steps)
     grown = 0
     for step in reversed(steps):
@@ -160,14 +162,14 @@ def _simulated(steps: list[_Step], outputs: int, gradients: int) -> tuple[int, i
 
 
 def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
-    """The operations that a gradient flows through, each with what nobody needs after its backward."""
+    """Return the operations that a gradient flows through, each with the bytes that its backward frees."""
     sites, paths = {site.node: site for site in plan.sites}, product_paths(plan)
     steps = []
     for node in _trained(plan.canonical):
         site = sites.get(node)
         inside = site in paths and f"{prefix}.{paths[site]}".strip(".") in fp8.paths
         steps.append(_of_operation(node) if site is None else _of_site(site, inside, fp8.is_delayed))
-    needed: dict[fx.Node, int] = {}  # the operation whose backward is the last to need a storage
+    needed: dict[fx.Node, int] = {}  # storage -> the operation whose backward needs it last
     for index, step in enumerate(steps):
         step.released = step.own
         for storage in step.storages:
@@ -176,19 +178,19 @@ def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
     outputs = dict.fromkeys(_outputs(plan), len(steps) - 1) if steps else {}
     needed = {s: i for s, i in needed.items() if s not in outputs} if is_last else outputs | needed
     for storage, index in needed.items():
-        if storage.op != "placeholder":  # inputs were there before
+        if storage.op != "placeholder":  # the caller allocated the inputs
             steps[index].released += bytes_of(storage)
     return steps
 
 
 def _outputs(plan: Plan) -> set[fx.Node]:
-    """The storages that the graph returns."""
+    """Return the storages that the graph outputs."""
     (output,) = (node for node in plan.canonical.nodes if node.op == "output")
     return {storage for storage in _data(output) if storage.op != "placeholder"}
 
 
 def _trained(graph: fx.Graph) -> list[fx.Node]:
-    """The operations that a gradient flows through."""
+    """Return the operations that a gradient flows through."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         starts = node.op == "placeholder" and is_tensor_node(node) and value(node).requires_grad
@@ -199,7 +201,7 @@ def _trained(graph: fx.Graph) -> list[fx.Node]:
 
 def _of_operation(node: fx.Node) -> _Step:
     data = _data(node)
-    if node.target is ops.cross_entropy:  # in its dtype: log-probabilities, their gradient, the logits'
+    if node.target is ops.cross_entropy:  # log-probabilities, their gradient, the gradient of the logits
         cast = numel_of(node.args[0]) * dtype_of(node).itemsize
         return _Step(node, own=cast, transient=2 * cast - bytes_of(node.args[0]))
     if _is_view(node):
@@ -207,7 +209,7 @@ def _of_operation(node: fx.Node) -> _Step:
     if node.target in _KEEP_NOTHING:
         return _Step(node)
     if node.target in ops.NORMS:
-        if len(node.meta.get("spelled", ())) > 1:  # written out: x in fp32, and the result before the scale
+        if len(node.meta.get("spelled", ())) > 1:  # a manual norm saves x in fp32 and the unscaled result
             return _Step(node, own=numel_of(node) * 4 + bytes_of(node), transient=2 * numel_of(node) * 4)
         return _Step(node, data)
     if node.target is ops.dropout:
@@ -216,7 +218,7 @@ def _of_operation(node: fx.Node) -> _Step:
 
 
 def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
-    """What a fused op keeps and takes; its input is kept by whoever made it, but for one in FP8."""
+    """Return the memory of a fused op. Its input is counted as shared storage, except in FP8."""
     node, data = site.node, _data(site.node)
     if isinstance(site.fused, plain.DotProductAttention):
         return _of_attention(node, data)
@@ -235,7 +237,7 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
     rows, each = numel_of(result) // (shape_of(result)[-1] or 1), 1 if in_fp8 else weights[0].element_size()
     step = _Step(node, data, gradients=sum(_size(value(p)) for p in parameters if value(p).requires_grad))
     step.own = 2 * sum(weight.numel() for weight in weights) if in_fp8 else 0
-    step.transient = 2 * rows * outs if in_fp8 else 0  # the output's gradient, as it is and transposed
+    step.transient = 2 * rows * outs if in_fp8 else 0  # the gradient of the output, plain and transposed
     if isinstance(site.fused, plain.LayerNormLinear):
         step.own += rows * (ins * each + 8)
     elif in_fp8:
@@ -246,8 +248,10 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
 
 
 def _of_chunked_loss(node: fx.Node, data: list[fx.Node]) -> _Step:
-    """A part of the logits, which their gradient takes the place of, and the input's gradient, which is
-    summed up in fp32."""
+    """Return the memory of a chunked loss.
+
+    It needs one chunk of the logits, overwritten by their gradient, and the input's gradient in fp32.
+    """
     x, weight = node.args[:2]
     part = min(NUMBERS, numel_of(x) // shape_of(x)[-1] * shape_of(weight)[0])
     transient = part * dtype_of(x).itemsize + 4 * numel_of(x)
@@ -255,7 +259,11 @@ def _of_chunked_loss(node: fx.Node, data: list[fx.Node]) -> _Step:
 
 
 def _of_experts(node: fx.Node, data: list[fx.Node]) -> _Step:
-    """What each product reads and makes, a row for each choice, and the order of these; their gradients."""
+    """Return the memory of fused experts.
+
+    They save the input and output of each product, one row per choice of an expert, and the order of the
+    rows.
+    """
     experts, fc1, fc2 = node.args[1], *node.args[3:5]
     size, rows = dtype_of(fc1).itemsize, numel_of(experts)
     inner, outs, hidden = shape_of(fc2)[1], shape_of(fc1)[2], shape_of(fc1)[1]
@@ -270,22 +278,25 @@ def _of_experts(node: fx.Node, data: list[fx.Node]) -> _Step:
 
 
 def _of_attention(node: fx.Node, data: list[fx.Node]) -> _Step:
-    """What it got and gave, a number a row; the queries' gradients are summed up in fp32."""
+    """Return the memory of attention.
+
+    It saves inputs, output, and one number per row. The gradient of the queries is accumulated in fp32.
+    """
     query, key, values = node.args[:3]
     own, product = numel_of(node) // 32, _storage(values)
-    # where rotations leave nothing but the values of a joined product, the op keeps them alone
+    # if rotations copied queries and keys, only the values of the joined product are saved, as a copy
     if product not in (_storage(query), _storage(key)) and bytes_of(product) > bytes_of(values):
         own, data = own + bytes_of(values), [storage for storage in data if storage is not product]
     return _Step(node, [*data, node], own, transient=numel_of(node) * 4)
 
 
 def _add_mlp(step: _Step, rows: int, outs: int, inner: int, each: int, delayed: bool) -> None:
-    """An MLP's second half: fc1's output and the activation.
+    """Add the second half of an MLP: fc1's output and the activation.
 
-    The most is where the activation's gradient is computed: fc2's own is there; the activation itself,
-    and what the first product will make, are not.
+    Memory peaks while the gradient of the activation is computed. The gradient of fc2 exists by then; the
+    activation is freed already, and the first product has allocated nothing yet.
     """
-    x = step.node.args[0]  # as many numbers as the result
+    x = step.node.args[0]  # as many elements as the result
     size = dtype_of(x).itemsize
     casts = 0 if delayed else step.transient
     step.own += rows * (outs * size + inner * each)
@@ -295,25 +306,25 @@ def _add_mlp(step: _Step, rows: int, outs: int, inner: int, each: int, delayed: 
 
 
 def _data(node: fx.Node) -> list[fx.Node]:
-    """The storages of the floating tensors that the node reads, without the model's own."""
+    """Return the storages of the floating-point inputs of the node, without parameters and buffers."""
     read = [n for n in node.all_input_nodes if is_tensor_node(n) and dtype_of(n).is_floating_point]
     return [_storage(n) for n in read if not _is_weight(n)]
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Whether the node is a parameter or buffer, or several joined."""
+    """Return True if the node is a parameter or buffer, or several joined."""
     return all(map(is_model_tensor, stored_in(node)))
 
 
 def _storage(node: fx.Node) -> fx.Node:
-    """The node that allocated what this one is a view of."""
+    """Return the node that allocated the memory of this node."""
     while _is_view(node):
         node = node.args[0]
     return node
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether it is a view of another tensor, and not an item of what a fused op returns."""
+    """Return True for a view of another tensor; items of a fused op's tuple are not views."""
     return may_be_view(node) and isinstance(node.args[0], fx.Node) and is_tensor_node(node.args[0])
 
 

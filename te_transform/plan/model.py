@@ -1,4 +1,4 @@
-"""Which models can be converted at all, said before anything is touched."""
+"""Check that a model can be converted, before anything is changed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import nn
 
 from te_transform.plan.quantized_modules import quantized_modules
 
-CONVERTED = "_te_transform"  # in the __dict__ of each module that knows of its conversion
+CONVERTED = "_te_transform"  # key in the __dict__ of each converted module
 
 
 class ModelError(TypeError):
-    """What was given is no model that convert() can take; the message says what to pass instead."""
+    """The argument is not a model that convert() accepts; the message says what to pass instead."""
 
 
 def check_model(model: Any, function: str) -> None:
-    """Raise unless what `function` was given is a plain, initialised, unwrapped module with parameters.
+    """Raise unless the model given to `function` is a plain, initialized, unwrapped module with parameters.
 
     Raises:
-        ModelError: what was given, what is needed, what to do.
+        ModelError: the model is something else; the message says what to do.
     """
     check_module(model, function)
     kind = type(model).__name__
@@ -28,77 +28,84 @@ def check_model(model: Any, function: str) -> None:
         where = f"its part {path} ({type(module).__name__})" if path else kind
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
-                f"{where} is a ScriptModule, a Python module is needed: convert before torch.jit.script"
+                f"expected a Python module, got a ScriptModule: {where}; convert before torch.jit.script"
             )
         if is_compiled(module):
             raise ModelError(
-                f"{where} is a compiled module, the plain one is needed: convert its _orig_mod, with "
+                f"expected a plain module, got a compiled one: {where}; convert its _orig_mod, with "
                 "compile=True"
             )
         if module._compiled_call_impl is not None or _is_compiled(module.forward):
             raise ModelError(
-                f"{where} is compiled, the plain module is needed: leave that out, and convert it with "
-                "compile=True"
+                f"expected an uncompiled module, got a compiled one: {where}; do not compile it, and convert "
+                "it with compile=True"
             )
     if wrapped := wrapped_by(model):
         raise ModelError(
-            f"the model is wrapped by {wrapped}, the plain model is needed: convert first, then wrap"
+            f"expected the plain model, got a model wrapped by {wrapped}; convert first, then wrap"
         )
     if any(CONVERTED in vars(module) for module in model.modules()):
         raise ModelError(
-            f"{kind} is converted already, an original model is needed: te_transform.revert() it first"
+            f"expected an original model, got a converted {kind}; call te_transform.revert() first"
         )
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise ModelError(
-            f"{kind} has lazy tensors without a shape, real ones are needed: run it once on real inputs"
+            f"expected tensors with shapes, got a {kind} with lazy ones; run it once on real inputs"
         )
     if getattr(model.forward, "__func__", None) is nn.Module.forward:
-        raise ModelError(f"{kind} has no forward, it cannot be called: pass the model that calls its parts")
+        raise ModelError(
+            f"expected a model with a forward, got a {kind} without; pass the model that calls it"
+        )
     if next(model.parameters(), None) is None:
         if quantized := quantized_modules(model):
             raise ModelError(
                 f"expected floating point weights, got a {kind} with quantized ones "
                 f"({', '.join(quantized)}); dequantize them first"
             )
-        raise ModelError(f"{kind} has no parameters, there is nothing to convert: pass a model with weights")
+        raise ModelError(f"expected a model with parameters, got a {kind} without; pass a model with weights")
 
 
 def check_module(model: Any, function: str) -> None:
-    """Raise unless the model that `function` was given is a module.
+    """Raise unless the model given to `function` is a torch.nn.Module.
 
     Raises:
-        ModelError: what was given, what is needed, what to do.
+        ModelError: the model is something else; the message says what to do.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"{function}() was given a {type(model).__name__}, a torch.nn.Module is needed: pass the model "
+            f"expected a torch.nn.Module for {function}(), got a {type(model).__name__}; pass the model "
             "itself"
         )
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is what torch.compile(model) returned."""
+    """Return True if torch.compile(model) returned this module."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule)
 
 
 def _is_compiled(forward: Any) -> bool:
-    """Whether torch.compile has wrapped it; torch.compiler.disable leaves the same mark, and one of its
-    own."""
+    """Return True if torch.compile wrapped `forward`.
+
+    torch.compiler.disable sets the same attribute, and a second one.
+    """
     return hasattr(forward, "_torchdynamo_orig_callable") and not getattr(
         forward, "_torchdynamo_disable", False
     )
 
 
 def is_sharded(module: nn.Module | None) -> bool:
-    """Whether fully_shard() has been applied to it: FSDP fills the memory of its parameters anew in each
-    call, of which their versions tell nothing, and its hooks cut a capture of a whole model into pieces."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)  # which imports nothing
+    """Return True if fully_shard() was applied to the module.
+
+    FSDP refills the memory of its parameters in each call without changing their versions. Its hooks also
+    split the capture of a whole model into pieces.
+    """
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)  # avoids importing FSDP
 
 
 def wrapped_by(model: nn.Module) -> str | None:
-    """The name of the distributed wrapper around the model or a part of it."""
+    """Return the name of the distributed wrapper around the model or a submodule, or None."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)

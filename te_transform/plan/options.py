@@ -20,16 +20,16 @@ from te_transform.plan.precision_plan import RECIPES, PrecisionPlan
 from te_transform.plan.rule import Rule
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-IN_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # those of which torch.compile makes CUDA graphs
+IN_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which torch.compile makes CUDA graphs
 
 
 class OptionError(ValueError):
-    """An option has a value it cannot have, alone or next to the others."""
+    """An option has an invalid value, or contradicts another option."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked of convert(); `backend` is the one chosen, `backend_reason` a sentence on why."""
+    """The checked options of convert(); `backend` is the chosen backend, `backend_reason` says why."""
 
     backend: Backend
     backend_reason: str
@@ -43,25 +43,30 @@ class Options:
     graphs: bool = False
     inplace: bool = False
     verify: bool = True
-    run_original: bool = False  # run the user's own code, because nothing was found to be faster
-    is_auto: bool = False  # whether the backend was for this to choose
+    run_original: bool = False  # True to run the user's own code, because nothing is faster
+    is_auto: bool = False  # True if the backend was chosen automatically
 
     @property
     def in_cuda_graphs(self) -> bool:
-        """Whether calls run as CUDA graphs."""
+        """True if calls run as CUDA graphs."""
         return self.graphs or self.compile in IN_CUDA_GRAPHS
 
     def now(self, model: nn.Module) -> Options:
-        """The options for a graph that is captured now: "auto" is TE for a model that has come to the GPU, or
-        that is called under torch.autocast, since it was converted."""
+        """Return the options for a graph that is captured now.
+
+        With backend="auto", TE is chosen if the model has moved to the GPU since its conversion, or is called
+        under torch.autocast.
+        """
         if not self.is_auto or self.backend.HAS_KERNELS:
             return self
         chosen, reason = choose("auto", model, any_width=bool(self.compile) or self.graphs)
         return self if chosen is self.backend else replace(self, backend=chosen, backend_reason=reason)
 
     def ways(self, planning: bool = False) -> dict[str, Options]:
-        """The ways to run a model that compile="auto" chooses among, by their names, the simplest first; as
-        CUDA graphs if this machine has them, or nothing will run."""
+        """Return the options that compile="auto" chooses among, by name, the simplest first.
+
+        CUDA graphs are included if this machine supports them, or if `planning`.
+        """
         found = {"as it is": replace(self, compile=False, recipe=None, run_original=True)}
         recipes = [None] if self.recipe is None else [None, self.recipe]
         for replayed in (False, True)[: 1 + (planning or cuda_graphs())]:
@@ -74,7 +79,7 @@ class Options:
         return found
 
     def asked(self) -> tuple[str, ...]:
-        """What differs from the defaults of convert(), and the backend, as it would be written in a call."""
+        """Return the backend and all non-default options, as keyword arguments of a call of convert()."""
         others = ("skip", "approximate", "pad_vocabulary", "chunked_loss", "compile", "graphs", "inplace")
         others += ("verify",)
         differing = [name for name in others if getattr(self, name) != getattr(Options, name)]
@@ -83,7 +88,7 @@ class Options:
         return f"backend={self.backend.NAME!r}", *recipe, *found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "backend": self.backend.__name__}  # a module, which a pickle names
+        return {**vars(self), "backend": self.backend.__name__}  # modules are pickled by name
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in {**state, "backend": import_module(state["backend"])}.items():
@@ -105,32 +110,32 @@ class Options:
         planning: bool = False,
         **flags: Any,
     ) -> Options:
-        """The options of these arguments of convert(), or of inspect(), which is only `planning`.
+        """Check the arguments of convert(), or of inspect() if `planning`, and return the options.
 
         Raises:
-            OptionError: what was given, what is needed.
+            OptionError: an option is invalid; the message says what was expected.
             te_transform.backends.BackendError: the backend cannot run here.
         """
         inside = "backend_reason", "run_original", "is_auto"
         known = [name for name in cls.__dataclass_fields__ if name not in inside]
         if unknown := [name for name in flags if name not in known]:
             raise OptionError(
-                f"there is no option {unknown[0]!r}, one of {', '.join(known)} is needed"
+                f"expected one of the options {', '.join(known)}, got {unknown[0]!r}"
                 f"{did_you_mean(unknown[0], known)}"
             )
         if backend not in ("auto", "te", "torch"):
-            raise OptionError(f"backend is {backend!r}, 'auto', 'te' or 'torch' is needed")
+            raise OptionError(f"expected backend='auto', 'te' or 'torch', got {backend!r}")
         mode, graphs = flags.get("compile", False), flags.get("graphs", False)
         any_width = recipe is not None or bool(mode) or bool(graphs)
         chosen, reason = choose(backend, model, planning, any_width=any_width, in_recipe=recipe is not None)
         if passes is not None and not isinstance(passes, (tuple, list)):
             raise OptionError(
-                f"passes is {passes!r}, a tuple of te_transform.Rule objects is needed, as PIPELINE is"
+                f"expected a tuple of te_transform.Rule objects for passes, such as PIPELINE, got {passes!r}"
             )
         rules = pipeline if passes is None else tuple(passes)
         if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
             raise OptionError(
-                f"passes has {wrong[0]!r}, te_transform.Rule objects are needed, as in te_transform.PIPELINE"
+                f"expected te_transform.Rule objects in passes, as in te_transform.PIPELINE, got {wrong[0]!r}"
             )
         for rule in rules:
             _check_rule(rule)
@@ -138,16 +143,16 @@ class Options:
         globs = globs_of(skip)
         if not isinstance(mode, bool) and mode not in (*COMPILE_MODES, "auto"):
             known = ", ".join((*COMPILE_MODES, "auto"))
-            raise OptionError(f"compile is {mode!r}, a bool or one of {known} is needed")
+            raise OptionError(f"expected a bool or one of {known} for compile, got {mode!r}")
         for name in ("approximate", "pad_vocabulary", "chunked_loss", "graphs", "inplace", "verify"):
             if not isinstance(flags.get(name, False), bool):
-                raise OptionError(f"{name} is {flags[name]!r}, True or False is needed")
+                raise OptionError(f"expected True or False for {name}, got {flags[name]!r}")
         if graphs:
             cls._check_graphs(mode, planning)
         if flags.get("chunked_loss") and (mode or graphs):
             raise OptionError(
-                f"chunked_loss is True, which runs uncompiled, next to compile={mode!r}, graphs={graphs}: "
-                "leave these two False"
+                f"expected compile=False and graphs=False with chunked_loss=True, which runs uncompiled, got "
+                f"compile={mode!r}, graphs={graphs}; leave these two False"
             )
         return cls(chosen, reason, rules, recipe, globs, is_auto=backend == "auto", **flags)
 
@@ -155,18 +160,18 @@ class Options:
     def _check_graphs(mode: bool | str, planning: bool) -> None:
         if mode == "auto":
             raise OptionError(
-                "graphs is True and compile is 'auto', which tries with CUDA graphs and without: leave "
-                "graphs=False"
+                "expected graphs=False with compile='auto', which times CUDA graphs by itself, got "
+                "graphs=True; leave graphs=False"
             )
         if mode in IN_CUDA_GRAPHS:
             raise OptionError(
-                f"graphs is True and compile is {mode!r}, which makes CUDA graphs by itself: pass "
-                "compile=True with graphs=True, or leave graphs=False"
+                f"expected graphs=False with compile={mode!r}, which makes CUDA graphs by itself, got "
+                "graphs=True; pass compile=True with graphs=True, or leave graphs=False"
             )
         if not planning and not cuda_graphs():
             raise OptionError(
-                "graphs is True, CUDA graphs need a GPU that PyTorch can use and this machine has none: "
-                "leave graphs=False"
+                "expected a GPU that PyTorch can use for graphs=True, got a machine without one; leave "
+                "graphs=False"
             )
 
     @staticmethod
@@ -174,20 +179,21 @@ class Options:
         named = recipe.recipe if isinstance(recipe, PrecisionPlan) else recipe
         if named is None:
             if recipe is not None:
-                raise OptionError("recipe is a PrecisionPlan without a recipe, one is needed")
+                raise OptionError("expected a PrecisionPlan with a recipe, got one without; set its recipe")
             return
         if isinstance(named, str) and named not in RECIPES:
             raise OptionError(
-                f"recipe is {named!r}, None, a TE recipe or one of {', '.join(RECIPES)} is needed"
+                f"expected None, a TE recipe or one of {', '.join(RECIPES)} for recipe, got {named!r}"
             )
         if not backend.HAS_KERNELS:
             if planning:
                 raise OptionError(
-                    f"recipe is {named!r}, it needs backend='te' and this is {reason}; pass backend='te', "
-                    "which is planned on any machine"
+                    f"expected backend='te' for recipe={named!r}, got {reason}; pass backend='te', which can "
+                    "be planned on any machine"
                 )
             raise OptionError(
-                f"recipe is {named!r}, it needs backend='te' and this is {reason}; else leave recipe=None"
+                f"expected backend='te' for recipe={named!r}, got {reason}; pass backend='te' or leave "
+                "recipe=None"
             )
         try:
             backend.recipe_of(named)
@@ -196,16 +202,16 @@ class Options:
 
 
 def _check_rule(rule: Rule) -> None:
-    """Raise unless the fields of `rule` are of the types that they have to be of.
+    """Raise unless the fields of `rule` have valid types.
 
     Raises:
-        OptionError: what was given, what is needed.
+        OptionError: a field is invalid; the message says what was expected.
     """
     merges, pattern = isinstance(rule.pattern, Siblings), isinstance(rule.pattern, (Siblings, Pattern))
-    names = "a tuple of names, such as ('x', 'linear.weight'),"
+    names = "a tuple of names, such as ('x', 'linear.weight')"
     needed = {
-        "name": (isinstance(rule.name, str) and rule.name != "", "a text"),
-        "pattern": (pattern, "one of te_transform.rules, such as Call(),"),
+        "name": (isinstance(rule.name, str) and rule.name != "", "a non-empty string"),
+        "pattern": (pattern, "a pattern from te_transform.rules, such as Call()"),
         "refuse": (callable(rule.refuse), "a function that yields reasons"),
         "build": (merges or callable(rule.build), "a function or class that makes the fused op"),
         "reads": (_are_names(rule.reads), names),
@@ -215,7 +221,7 @@ def _check_rule(rule: Rule) -> None:
     for field, (is_right, what) in needed.items():
         if not is_right:
             raise OptionError(
-                f"{field} of the rule {rule.name!r} is {getattr(rule, field)!r}, {what} is needed"
+                f"expected {what} for {field} of the rule {rule.name!r}, got {getattr(rule, field)!r}"
             )
     _check_targets(rule)
     _check_names(rule)
@@ -225,16 +231,17 @@ def _check_targets(rule: Rule) -> None:
     for target in (target for part in within(rule.pattern) for target in targets_of(part)):
         if not callable(target) or (isinstance(target, type) and issubclass(target, nn.Module)):
             raise OptionError(
-                f"the pattern of the rule {rule.name!r} has {target!r}, a function is needed, such as "
-                "te_transform.rules.ops.relu"
+                "expected functions such as te_transform.rules.ops.relu in the pattern of the rule "
+                f"{rule.name!r}, got {target!r}"
             )
 
 
 def _check_names(rule: Rule) -> None:
-    """Raise unless what a rule reads, hands out and shares is named by roles of the pattern, and arguments of
-    its ops."""
+    """Raise unless `reads`, `hands_out` and `shares` name roles of the pattern and arguments of its ops."""
     parts = within(rule.pattern)
-    if any(type(part).__module__ != Pattern.__module__ for part in parts):  # who knows what these bind
+    if any(
+        type(part).__module__ != Pattern.__module__ for part in parts
+    ):  # a user's own pattern class may bind any name
         return
     found: dict[str, tuple[Any, ...]] = {}
     for part in parts:
@@ -243,15 +250,15 @@ def _check_names(rule: Rule) -> None:
     for field, (role, _, argument) in _named(rule):
         if role not in found:
             raise OptionError(
-                f"{field} of the rule {rule.name!r} has {role!r}, a role of its pattern is needed, one of "
-                f"{', '.join(found)}"
+                f"expected roles of the pattern ({', '.join(found)}) in {field} of the rule {rule.name!r}, "
+                f"got {role!r}"
             )
         ours = [target for target in found[role] if getattr(target, "__module__", "") == ops.__name__]
         known = dict.fromkeys(name for target in ours for name in signature(target).parameters)
         if argument and ours and argument not in known:
             raise OptionError(
-                f"{field} of the rule {rule.name!r} has '{role}.{argument}', an argument of {role!r} is "
-                f"needed, one of {', '.join(known)}"
+                f"expected arguments of {role!r} ({', '.join(known)}) in {field} of the rule {rule.name!r}, "
+                f"got '{role}.{argument}'"
             )
 
 
@@ -266,40 +273,40 @@ def _are_names(given: Any) -> bool:
 
 
 def globs_of(skip: Any) -> tuple[str, ...]:
-    """The module paths and globs that `skip=` is given.
+    """Return the module paths and globs of `skip=` as a tuple.
 
     Raises:
-        OptionError: what was given, what is needed.
+        OptionError: `skip` is something else; the message says what was expected.
     """
     if not isinstance(skip, (str, tuple, list, set, frozenset)):
-        raise OptionError(f"skip is {skip!r}, module paths or globs such as 'model.layers.0*' are needed")
+        raise OptionError(f"expected module paths or globs such as 'model.layers.0*' for skip, got {skip!r}")
     globs = (skip,) if isinstance(skip, str) else tuple(skip)
     if wrong := [glob for glob in globs if not isinstance(glob, str) or not glob]:
         raise OptionError(
-            f"skip has {wrong[0]!r}, module paths or globs such as 'model.layers.0*' are needed"
+            f"expected module paths or globs such as 'model.layers.0*' in skip, got {wrong[0]!r}"
         )
     return globs
 
 
 def skipped_by(path: str, globs: Iterable[str]) -> str | None:
-    """The glob that names the module there, or one that holds it."""
+    """Return the glob that matches the module at `path` or one of its parents, or None."""
     parts = path.split(".")
     holders = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return next((glob for glob in globs if any(fnmatchcase(holder, glob) for holder in holders)), None)
 
 
 def check_skip(globs: tuple[str, ...], model: nn.Module) -> None:
-    """Raise unless every path or glob names a module of `model`.
+    """Raise unless every path or glob matches a module of `model`.
 
     Raises:
-        OptionError: what was given, what is needed.
+        OptionError: a path or glob matches no module; the message names a valid path.
     """
     paths = [path for path, _ in model.named_modules()]
     for glob in globs:
         if not any(fnmatchcase(path, glob) for path in paths):
             raise OptionError(
-                f"skip has {glob!r}, which names no module of {type(model).__name__}: a path like "
-                f"{paths[-1]!r} is needed, or a glob, see model.named_modules()"
+                f"expected a path like {paths[-1]!r} or a glob in skip, got {glob!r}, which names no module "
+                f"of {type(model).__name__}; see model.named_modules()"
             )
 
 

@@ -1,4 +1,4 @@
-"""Which products run in FP8, and why the others do not: a plan that can be kept in a file."""
+"""The precision plan: which products run in FP8, and why the others do not; it can be stored in a file."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from typing import Any
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
 _IN = "fp8"
 _HEADER = """\
-# Which fused modules run in the recipe's precision: "fp8" does, any other text says why not.
+# "fp8": the fused module runs in the recipe's precision. Any other text: the reason why it does not.
 """
 
 
 class PrecisionError(ValueError):
-    """A precision plan, or a state of scales, does not fit the model, or a plan's file cannot be read."""
+    """A precision plan or a scaling state does not fit the model, or the file of a plan is invalid."""
 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """A recipe, and for each site with matrix products why it stays out of it; None where it does not.
+    """A recipe, and for each site with matrix products None, or the reason why it stays out of the recipe.
 
-    `recipe` is one of convert()'s names or a TE recipe object; sites go by their paths. Give a plan to
-    convert() as its recipe: sites that it does not name are decided as without it. "fp8" is None too, as in
-    a file.
-    With `small_calls`, calls of so few tokens that they are faster in bf16 run in the recipe too.
+    Pass a plan to convert() as `recipe=`. Sites that the plan does not name are decided automatically.
+
+    Args:
+        recipe: One of convert()'s recipe names, or a TE recipe object.
+        sites: A dict from the path of a site to None, "fp8" (the same as None) or a reason.
+        small_calls: True to use the recipe even in calls with so few tokens that bf16 is faster.
 
     Raises:
-        PrecisionError: there is no recipe of that name, a site has something else, or `small_calls` is no
+        PrecisionError: the recipe name is unknown, the value of a site is invalid, or `small_calls` is not a
             bool.
     """
 
@@ -41,32 +43,32 @@ class PrecisionPlan:
     def __post_init__(self) -> None:
         if isinstance(self.recipe, str) and self.recipe not in RECIPES:
             raise PrecisionError(
-                f"the recipe is {self.recipe!r}, a TE recipe or one of {', '.join(RECIPES)} is needed"
+                f"expected a TE recipe or one of {', '.join(RECIPES)} for recipe, got {self.recipe!r}"
             )
         if not isinstance(self.sites, dict):
             kind = type(self.sites).__name__
             raise PrecisionError(
-                f'sites is a {kind}, a dict from a site\'s name to None, "fp8" or a reason is needed'
+                f'expected a dict from the path of a site to None, "fp8" or a reason for sites, got a {kind}'
             )
         for site, why in self.sites.items():
             if not isinstance(site, str):
-                raise PrecisionError(f"sites has {site!r}, the path of a module is needed, such as 'lm_head'")
-            # a name of the recipe would be taken for a reason to stay out of it
+                raise PrecisionError(f"expected module paths such as 'lm_head' in sites, got {site!r}")
+            # a recipe name here is a mistake: it would count as a reason to stay out of FP8
             misspelt = isinstance(why, str) and why != _IN and why.strip().lower() in (_IN, *RECIPES)
             if misspelt or not (why is None or isinstance(why, str)):
-                raise PrecisionError(f'{site!r} has {why!r}, None, "fp8" or a reason is needed')
+                raise PrecisionError(f'expected None, "fp8" or a reason for {site!r}, got {why!r}')
         if not isinstance(self.small_calls, bool):
-            raise PrecisionError(f"small_calls is {self.small_calls!r}, True or False is needed")
+            raise PrecisionError(f"expected True or False for small_calls, got {self.small_calls!r}")
         decided = {site: None if why == _IN else why for site, why in self.sites.items()}
         object.__setattr__(self, "sites", decided)
 
     @property
     def name(self) -> str:
-        """The recipe's."""
+        """The name of the recipe."""
         return self.recipe if isinstance(self.recipe, str) else type(self.recipe).__name__
 
     def told(self, site: str) -> str:
-        """Whether a site runs in the recipe, and why not; "" where the plan has no such site."""
+        """Return a clause on whether a site runs in the recipe, and why not; "" for an unknown site."""
         if site not in self.sites:
             return ""
         why = self.sites[site]
@@ -76,12 +78,12 @@ class PrecisionPlan:
         """Write the plan as TOML.
 
         Raises:
-            PrecisionError: the recipe is an object, which has no name to be read back by.
+            PrecisionError: the recipe is an object; only recipe names can be stored.
         """
         if not isinstance(self.recipe, str):
             raise PrecisionError(
-                f"the recipe is a {type(self.recipe).__name__}, a file needs one of convert()'s names, "
-                "such as 'fp8-delayed'"
+                "expected one of convert()'s recipe names, such as 'fp8-delayed', to write a file, got a "
+                f"{type(self.recipe).__name__}"
             )
         lines = [
             f"{_quoted(site)} = {_quoted(_IN if why is None else why)}" for site, why in self.sites.items()
@@ -92,31 +94,33 @@ class PrecisionPlan:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> PrecisionPlan:
-        """The plan in a file that write() made, and somebody may have edited.
+        """Read a plan from a file that write() made; the file may have been edited.
 
         Raises:
-            PrecisionError: it cannot be read, is no TOML, lacks what a plan has, or has what no plan takes.
+            PrecisionError: the file cannot be read, is not TOML, lacks an entry, or has an unknown or invalid
+                entry.
         """
         try:
             found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, TypeError) as error:  # no such file, or no path
+        except (OSError, TypeError) as error:  # no such file, or not a path
             why = getattr(error, "strerror", error)
             raise PrecisionError(
-                f"{path} cannot be read ({why}), a file that write() made is needed"
+                f"expected a file that write() made, got {path}, which cannot be read ({why})"
             ) from error
-        except ValueError as error:  # no TOML, or not even text
+        except ValueError as error:  # not TOML, or not text
             raise PrecisionError(
-                f"{path} is no TOML ({error}), write() makes a file to start from"
+                f"expected TOML in {path}, got an error ({error}); write() makes a file to start from"
             ) from error
         sites = found.get("sites", {})
         texts = isinstance(sites, dict) and all(isinstance(why, str) for why in sites.values())
-        # a table that is misspelt would be passed over
+        # a misspelled table must not be ignored
         known = found.keys() <= {"recipe", "small_calls", "sites"}
         small = found.get("small_calls", False)
         if not (isinstance(found.get("recipe"), str) and isinstance(small, bool) and texts and known):
             raise PrecisionError(
-                f'{path} needs a line recipe = "fp8-delayed" and a table [sites] of paths with "fp8" or a '
-                "reason, it may have a line small_calls = true: write() makes a file to start from"
+                f'expected in {path} a line recipe = "fp8-delayed", a table [sites] of paths with "fp8" or a '
+                "reason, and at most a line small_calls = true, got something else; write() makes a file to "
+                "start from"
             )
         try:
             return cls(found["recipe"], sites, small)
@@ -125,5 +129,5 @@ class PrecisionPlan:
 
 
 def _quoted(text: str) -> str:
-    # JSON's strings are TOML's too, but for the pairs of surrogates that ASCII would need
+    # JSON strings are valid TOML, except for the surrogate pairs of ensure_ascii=True
     return json.dumps(text, ensure_ascii=False)

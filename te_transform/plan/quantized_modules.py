@@ -1,4 +1,4 @@
-"""Find the modules of a model whose weights are quantized by another package, which no rule can fuse."""
+"""Find the modules whose weights another package quantized; no rule can fuse them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends.quantized import Quantized
 
-_WORDS = ("linear", "quant")  # in the names of such classes
-_WIDE = (torch.int64, torch.bool)  # of indices and masks
+_WORDS = ("linear", "quant")  # parts of the names of quantized module classes
+_WIDE = (torch.int64, torch.bool)  # dtypes of indices and masks
 
 
 def quantized_modules(model: nn.Module) -> dict[str, list[str]]:
-    """Return the paths of modules with quantized weights, by what the weights are and the class."""
+    """Return the paths of modules with quantized weights, keyed by a text like "int8 of Linear8bitLt"."""
     found: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         if held := next(_quantized(module), None):
@@ -25,9 +25,9 @@ def quantized_modules(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _quantized(module: nn.Module) -> Iterator[str]:
-    """Yield what the quantized tensors of a module are."""
+    """Yield the type or dtype of each quantized tensor of a module."""
     if type(module).__module__.startswith("torch.ao.nn.") and callable(getattr(module, "weight", None)):
-        yield "packed weights"  # which a method unpacks
+        yield "packed weights"  # the method `weight` unpacks them
     named = type(module).__name__.lower()
     is_product = isinstance(module, nn.Linear) or any(word in named for word in _WORDS)
     for tensor in chain(module._parameters.values(), module._buffers.values()):
@@ -36,7 +36,7 @@ def _quantized(module: nn.Module) -> Iterator[str]:
 
 
 def _what(tensor: Tensor) -> str:
-    """Return what a quantized tensor is, "" for another one."""
+    """Return the type or dtype of a quantized tensor, or "" if the tensor is not quantized."""
     if is_traceable_wrapper_subclass(tensor):
         package = type(tensor).__module__.partition(".")[0]
         is_known = package in ("torchao", "optimum", "bitsandbytes") and not isinstance(tensor, Quantized)

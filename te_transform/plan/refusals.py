@@ -1,4 +1,4 @@
-"""Why a match may not be rewritten, whatever the rule: said once, here."""
+"""The reasons to refuse a match that apply to every rule."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from te_transform.graph.pattern import Match, Miss, Pattern, Siblings
 from te_transform.plan.options import skipped_by
 from te_transform.plan.rule import Operation, Rule, reshaped
 
-_NUMBERED = r"_\d+(?=_|$)"  # in the name of an input, as of a layer's cache
+_NUMBERED = r"_\d+(?=_|$)"  # the layer number in the name of an input, such as a cache
 WEIGHTED = tuple(op.__name__ for op in (ops.linear, *ops.NORMS))
 
 
 def refusals(
     match: Match, operations: list[Operation], skip: tuple[str, ...], modules: tuple[str, ...], rule: Rule
 ) -> Iterator[str]:
-    """Every generic reason: what the model has, a comma, what is needed, a colon, and what to change."""
+    """Yield every generic reason: what the model has, a comma, what is needed, a colon, what to change."""
     weighted = [operation for operation in operations if operation.op in WEIGHTED]
     for operation in operations:
         yield from _skipped(operation, skip, modules)
@@ -45,7 +45,7 @@ def refusals(
 
 
 def _skipped(operation: Operation, skip: tuple[str, ...], modules: tuple[str, ...]) -> Iterator[str]:
-    """What is skipped in one of the modules that share a graph is left alone in all."""
+    """Yield a reason if `skip` names one of the modules that share the graph: none of them is fused then."""
     found = [skipped_by(f"{module}.{operation.path}".strip("."), skip) for module in modules]
     if glob := next(filter(None, found), None):
         what = "the module" if all(found) else "a module that shares its captured graph"
@@ -58,20 +58,20 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
     except AttributeError:  # an RMSNorm has no bias
         return
     what = f"the {operation.op}'s {name}"
-    is_matrix = operation.op == "linear" and name == "weight"  # kernels take any vector, computed or not
+    is_matrix = operation.op == "linear" and name == "weight"  # kernels accept any vector, even computed
     if operation.op == "linear" and name == "bias" and sources:
         rows = operation.weight.shape[:1]
         if not same_shape(operation.bias.shape, rows):
             yield (
-                f"{what} is {list(operation.bias.shape)}, one number for each of {rows[0]} rows is needed: "
-                "add it after the product"
+                f"{what} is {list(operation.bias.shape)}, one element per row ({rows[0]}) is needed: add it "
+                "after the product"
             )
     for source in sources:
         yield from _of_source(what, source, is_matrix)
 
 
 def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
-    """Why a tensor of the model is none that a kernel reads as a weight, or as a vector."""
+    """Yield the reason why a kernel cannot read a tensor as a weight or as a vector."""
     held = value(source)
     if is_matrix and (whole := _viewed(source)) is not None:
         yield (
@@ -83,26 +83,26 @@ def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
         yield f"{what} is cast to {dtype} at every call, a parameter is needed: store it in {dtype}"
     elif is_matrix and (not isinstance(source, fx.Node) or source.op != "placeholder"):
         yield (
-            f"{what} is computed at every call, a parameter is needed: compute it once and store it, "
-            "where training allows"
+            f"{what} is computed at every call, a parameter is needed: compute it once and store it, if you "
+            "can retrain"
         )
     elif is_matrix and not is_parameter(source):
         kind = "a buffer" if is_model_tensor(source) else "an input or a constant"
         yield (
             f"{what} is {kind}, a parameter is needed: store it as an nn.Parameter, with "
-            "requires_grad=False where it is not trained"
+            "requires_grad=False if it is not trained"
         )
     elif is_traceable_wrapper_subclass(held) and not isinstance(held, Quantized):
-        yield f"{what} is a {type(held).__name__}, a plain tensor is needed: load the model with those"
+        yield f"{what} is a {type(held).__name__}, a plain tensor is needed: load plain tensors instead"
     elif not held.is_floating_point():
         yield (
-            f"{what} is {dtype_name(held.dtype)}, a floating point parameter is needed: no kernel takes "
-            "others"
+            f"{what} is {dtype_name(held.dtype)}, a floating point parameter is needed: no kernel supports "
+            "another dtype"
         )
 
 
 def _is_cast(weight: Any) -> bool:
-    """Return whether a weight is a parameter in another dtype, and in another shape or not."""
+    """Return True if a weight is a parameter cast to another dtype, reshaped or not."""
     while isinstance(weight, fx.Node) and weight.target in (torch.reshape, torch.t):
         weight = weight.args[0]
     return (
@@ -111,10 +111,10 @@ def _is_cast(weight: Any) -> bool:
 
 
 def _viewed(weight: Any) -> fx.Node | None:
-    """The parameter that a weight is rows or another shape of; None where it is one itself, or computed."""
+    """Return the parameter that a weight is a view of; None if it is a whole parameter, or computed."""
     whole = weight
     while isinstance(whole, fx.Node) and may_be_view(whole) and len(whole.all_input_nodes) == 1:
-        whole = whole.args[0]  # an index that is a tensor makes a copy, and so does a cast
+        whole = whole.args[0]  # indexing by a tensor makes a copy, as does a cast
     is_whole = whole is weight or not is_parameter(whole)
     return None if is_whole or value(whole).dtype != value(weight).dtype else whole
 
@@ -124,13 +124,13 @@ def _mixed(operations: list[Operation]) -> Iterator[str]:
     if len({weight.dtype for _, weight in weights}) > 1:
         found = ", ".join(dict.fromkeys(f"{op} {dtype_name(weight.dtype)}" for op, weight in weights))
         yield (
-            f"the parameters are of several dtypes ({found}), a fused module has one: store them in one, as "
-            "model.to(torch.bfloat16) does"
+            f"the parameters have several dtypes ({found}), a fused module needs one dtype: store them in "
+            "one, as model.to(torch.bfloat16) does"
         )
 
 
 def shared(match: Match, rule: Rule) -> tuple[str, ...]:
-    """Those of the operations that the rule shares which somebody else reads."""
+    """Return the roles in the rule's `shares` whose values are also read outside the match."""
     own = set(match.nodes)
     found = {name: match.bound[name] for name in rule.shares if match.bound.get(name) in own}
     return tuple(name for name, node in found.items() if node.users.keys() - own)
@@ -147,29 +147,29 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
             others = [user for user in others if user.op != "output"]
         if node in sharing and node.meta.get("written") and others:
             yield (
-                f"the output of the {called(node)} is written to in place, which autograd refuses where a "
-                "product has kept it, and not where the fused module has: let the write make a new tensor"
+                f"the output of the {called(node)} is written in place, autograd must see that write and "
+                "would not see it inside the fused module: write to a new tensor instead"
             )
             continue
-        if node in sharing:  # what the fused op returns is there once all that it reads is
+        if node in sharing:  # the fused op returns only once all of its inputs exist
             others = [user for user in others if user <= last]
         read = readers(others)
         if read and node in sharing:
             yield (
-                f"the output of the {called(node)} is also read by {', '.join(read)}, before all is there "
-                "that the fused module reads: let that come after the linear"
+                f"the output of the {called(node)} is also read by {', '.join(read)} before the other inputs "
+                "exist, the fused module needs all of its inputs first: move that read after the linear"
             )
         elif read and node.target is ops.linear and all(user.target is ops.columns for user in others):
             yield from _of_columns(node)
         elif read:
             yield (
-                f"the output of the {called(node)} is also read by {', '.join(read)}, the fused module "
-                "keeps it inside: let nothing else read it, where the mathematics allows"
+                f"the output of the {called(node)} is also read by {', '.join(read)}, the fused module does "
+                "not return it: let nothing else read it, if the math allows"
             )
 
 
 def readers(users: Iterable[fx.Node]) -> list[str]:
-    """What reads a value, in words: of a view, its readers."""
+    """Return the names of the operations that read a value; views are replaced by their readers."""
     found: set[str] = set()
     for user in users:
         if may_be_view(user) and user.users:
@@ -180,42 +180,45 @@ def readers(users: Iterable[fx.Node]) -> list[str]:
 
 
 def missed(miss: Miss) -> Iterator[str]:
-    """Yield why a place that has most of a rule's pattern is none of its matches; nothing where a linear was
-    merged with others, as the gate of what attention returns is with its queries."""
+    """Yield why a near miss does not match the rule.
+
+    Yield nothing if the miss is a linear that was merged with others, such as attention's output gate, which
+    is merged with the queries.
+    """
     reading = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
     reads = (reading or miss.nodes)[-1]
     if reads.target is not ops.columns:
         yield (
             f"the {called(reads)} reads {_named(miss.found)}, the rule has {_wanted(miss.wanted)} there: "
-            "compute it so, where the mathematics allows"
+            "write it like that, if the math allows"
         )
     elif _is_linear_of_its_own(reads):
         yield from _of_columns(reads)
 
 
 def _of_columns(product: fx.Node) -> Iterator[str]:
-    """Yield what an MLP needs whose first linear has columns that something else reads."""
+    """Yield the reason for an MLP whose first linear has columns that another operation reads."""
     if "merged" in product.meta:
         yield (
-            "the first linear is one product with others that read the same norm, LayerNormMLP needs one of "
-            "its own: give the MLP a norm of its own, where training allows"
+            "the first linear is merged with others that read the same norm, LayerNormMLP needs a linear of "
+            "its own: give the MLP its own norm, if you can retrain"
         )
     else:
         yield (
-            "the columns of the linear are read otherwise than as a gate and what is beside it, a linear of "
-            "these alone is needed: give the MLP one, and a norm of its own, where training allows"
+            "the columns of the linear are read by more than a gate and its product, a linear with only "
+            "these columns is needed: give the MLP its own linear and norm, if you can retrain"
         )
 
 
 def _is_linear_of_its_own(product: fx.Node) -> bool:
-    """Whether columns are those of a linear that was not merged with others."""
+    """Return True if columns come from a linear that was not merged with others."""
     while product.target is ops.columns:
         product = product.args[0]
     return product.target is ops.linear and is_model_tensor(product.args[1])
 
 
 def _wanted(pattern: Pattern) -> str:
-    """A pattern in words that its reader knows: columns are an op of ours, and no function of PyTorch's."""
+    """Return the text of a pattern; ops.columns is not a PyTorch function, and is described in words."""
     return "a part of a linear's columns" if ops.columns in pattern.roots else str(pattern)
 
 
@@ -230,7 +233,7 @@ def _named(found: Any) -> str:
 
 
 def cut(operations: Collection[fx.Node]) -> Iterator[str]:
-    """The reason why operations that lie in several regions may not run as one."""
+    """Yield the reason why operations with a write or a mode change between them cannot run as one."""
     regions = {node.meta.get("region", 0) for node in operations}
     if len(regions) > 1:
         numbers = {abs(region) for region in regions}
@@ -238,15 +241,15 @@ def cut(operations: Collection[fx.Node]) -> Iterator[str]:
         graph = next(iter(operations)).graph
         found = (called(node).lstrip("_") for node in graph.nodes if node.meta.get("region", 0) in barriers)
         yield (
-            f"the model calls {', '.join(dict.fromkeys(found))} between these operations, a write or a "
-            "change of the gradient mode or autocast, the fused module runs all of them at once: call it "
-            "before or after them"
+            f"the model calls {', '.join(dict.fromkeys(found))} between these operations (a write, or a "
+            "change of gradient mode or autocast), the fused module runs all of them at once: call it before "
+            "or after them"
         )
 
 
 def rolled_back(reason: str) -> Iterator[str]:
-    """What is told of a place that was fused, and taken back after its check."""
+    """Yield the reason in the report for a site that was undone after its check."""
     yield (
-        f"rolled back: {reason}: mend the rule if it is one of your own, report it otherwise, the place runs "
-        "as it was captured"
+        f"rolled back: {reason}: fix the rule if it is your own, else report a bug; these operations run as "
+        "captured"
     )

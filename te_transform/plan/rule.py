@@ -1,4 +1,4 @@
-"""What a fusion is: frozen data that rules declare and the report repeats."""
+"""The frozen data types of a fusion: rules declare them, and the report prints them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ from te_transform.graph.pattern import Match, Pattern, Siblings
 
 @dataclass(frozen=True)
 class Rule:
-    """One rewrite: where it applies, why it may not, what stands there afterwards, and what that is called
-    with.
+    """A rewrite of one pattern into one fused op.
 
-    `refuse` and `build` are called with the match's roles by parameter name: an Operation, a tuple of them
-    for Siblings, a tag for OneOf; `backend` and the other options of convert() are there to be asked for too,
-    by their names. A parameter with a default is left to it where the match has no such role. What `refuse`
-    yields are reasons for the report; None leaves the place alone without a word, because nothing is to be
-    gained there.
+    `refuse` and `build` are called with the values that their parameters name. These may be roles of the
+    match: an Operation, a tuple of Operations for Siblings, a tag for OneOf. They may also be `backend` and
+    the other options of convert(). A parameter with a default keeps it if the match has no such role.
 
-    `build` returns the fused op: a module without parameters. `reads` names the arguments of its call, in
-    order: "x" is what the pattern's Var of that name found, "norm.weight" an argument of the operation in a
-        role.
-    `hands_out` names operations whose values the model may return too: the op returns a tuple of what the
-    match computes and of these.
-    `shares` names operations whose values others may read too. Where somebody does, the op returns such a
-    tuple as well: `build` may ask for `shared`, the names of these.
-    `example` makes a small model that the rule rewrites, and its inputs: `te-transform explain` draws it.
+    Args:
+        name: The name of the rule in the report.
+        pattern: The pattern that the rule rewrites.
+        refuse: A function that yields reasons not to rewrite a match; the report prints them. If it yields
+            None, the match is left alone and not reported, because there is nothing to gain.
+        build: A function or class that returns the fused op, a module without parameters.
+        reads: The arguments of the op's call, in order. "x" is the value bound by the pattern's Var of that
+            name, "norm.weight" an argument of the operation with the role `norm`.
+        hands_out: Roles whose values the model may also return. The op returns a tuple of the result of the
+            match and these values.
+        needs_kernels: True if only a backend with its own kernels gains from the rule.
+        example: A function that returns a small model that the rule rewrites, and its inputs;
+            `te-transform explain` shows it.
+        shares: Roles whose values other operations may also read. If any do, the op returns a tuple with
+            these values too; `build` may take a parameter `shared` with their names.
     """
 
     name: str
@@ -45,18 +49,18 @@ class Rule:
     build: Callable[..., nn.Module] | None = None
     reads: tuple[str, ...] = ()
     hands_out: tuple[str, ...] = ()
-    needs_kernels: bool = False  # whether only a backend with kernels of its own gains from it
+    needs_kernels: bool = False
     example: Callable[[], tuple[nn.Module, Any]] | None = None
     shares: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple:
-        """By the name that its module has for it: patterns may hold functions that cannot be pickled."""
+        """Pickle the rule by its global name: patterns may hold functions that cannot be pickled."""
         home = sys.modules[self.refuse.__module__]
         name = next((name for name, held in vars(home).items() if held is self), None)
         if name is None:
             raise TypeError(
-                f"rule {self.name!r} is no global of {home.__name__}, a converted model that is pickled "
-                "whole needs its rules to be: give the rule a name there"
+                f"expected the rule {self.name!r} to be a global of {home.__name__}, to pickle a converted "
+                "model, got a rule without a name there; assign it to a global"
             )
         return _named, (home.__name__, name)
 
@@ -70,8 +74,10 @@ def _named(home: str, name: str) -> Rule:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a value of a fused op is off, and the captured operations', relative and against fp64; a
-    gradient is measured by the largest of the same backward."""
+    """The relative errors against fp64 of one value: of the fused op, and of the captured operations.
+
+    The error of a gradient is relative to the largest gradient of the same backward.
+    """
 
     name: str
     converted: float
@@ -81,20 +87,22 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the report: a rule at one place of the model, fused or refused with every reason.
+    """One line of the report: a match of a rule in the model, fused, or refused with every reason.
 
-    Where they can be predicted, `seconds` is what its operations take of an H100's time in a call, as the
-    model has them, and `fused_seconds` what they take fused; `kept` is how many bytes the fused op keeps for
-    its backward. `precision` says, where there is a recipe, whether its products run in it, and why not.
-    `deviations` are those of the fused op on the values of the first call, where it was checked. `inactive`
-    says why a fused place runs as it was captured in a call of the example's sizes, "" if it does not.
+    Attributes:
+        seconds: The predicted H100 time per call of the operations as the model has them, if known.
+        fused_seconds: The predicted H100 time per call of the fused op, if known.
+        kept: The bytes that the fused op saves for its backward, if known.
+        precision: With a recipe, whether the products run in it, and why not.
+        deviations: The errors of the fused op on the values of the first call, if it was checked.
+        inactive: Why a fused site runs unfused at the example's sizes, or "".
     """
 
     rule: str
     path: str
     status: Literal["fused", "refused"]
     reasons: tuple[str, ...] = ()
-    weights: int = field(default=0, compare=False)  # how many numbers the weights of its linears hold
+    weights: int = field(default=0, compare=False)  # elements in the weights of its linears
     seconds: float | None = field(default=None, compare=False)
     fused_seconds: float | None = field(default=None, compare=False)
     kept: int | None = field(default=None, compare=False)
@@ -105,23 +113,21 @@ class Outcome:
 
     @property
     def saved(self) -> float:
-        """The seconds of a call that fusing the place saves, or would save, by the prediction; 0 where there
-        is none."""
+        """The predicted seconds per call that fusing saves, or would save; 0 without a prediction."""
         known = self.seconds is not None and self.fused_seconds is not None
         return self.seconds - self.fused_seconds if known else 0.0
 
     def below(self, path: str) -> Outcome:
-        """The same at a place below `path`."""
+        """Return the outcome with its path prefixed by `path`."""
         return replace(self, path=".".join(filter(None, (path, self.path))))
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a match as rules see it: its arguments by the names that the op in graph/ops.py gives
-    them.
+    """An operation of a match, with its arguments as attributes, named as in graph/ops.py.
 
-    `linear.weight.shape`, `norm.eps`, `norm.bias is None`: tensors are fake ones, of the right shape and
-    dtype.
+    Examples: `linear.weight.shape`, `norm.eps`, `norm.bias is None`. Tensors are fake tensors with the right
+    shape and dtype.
     """
 
     role: str
@@ -134,7 +140,7 @@ class Operation:
 
     @property
     def value(self) -> Any:
-        """What it computes: a fake tensor."""
+        """The result, a fake tensor."""
         return value(self.node)
 
     @property
@@ -149,26 +155,31 @@ class Operation:
 
     @property
     def spelled(self) -> tuple[str, ...]:
-        """The names of the captured calls that the op stands for."""
+        """The names of the captured calls that the op replaces."""
         return self.node.meta.get("spelled", ())
 
     @property
     def width(self) -> int:
-        """The size of the last dimension of what it computes."""
+        """The size of the last dimension of the result."""
         return shape_of(self.node)[-1]
 
     def sources(self, name: str) -> tuple[Any, ...]:
-        """The nodes that the argument `name` is read from: a parameter, the parameters that were joined to
-        it, or whatever computes it; nothing where it is None."""
+        """Return the nodes that the argument `name` is read from.
+
+        They are a parameter, several joined parameters, or the node that computes the argument. The tuple is
+        empty if the argument is None.
+        """
         return stored_in(argument(self.node, name))
 
 
 def stored_in(found: Any) -> tuple[Any, ...]:
-    """The nodes of the model's tensors that make a weight, looking through ops.join, torch.t and reshapes."""
+    """Return the nodes of the model's tensors behind a weight, through ops.join, torch.t and reshapes."""
     if found is None:
         return ()
     if isinstance(found, fx.Node) and found.target is ops.join:
-        held = (argument for argument in found.args if isinstance(argument, fx.Node))  # a number is zeros
+        held = (
+            argument for argument in found.args if isinstance(argument, fx.Node)
+        )  # a number stands for zeros
         return tuple(part for argument in held for part in stored_in(argument))
     if isinstance(found, fx.Node) and found.target is torch.t and is_model_tensor(found.args[0]):
         return (found.args[0],)
@@ -179,7 +190,7 @@ _RESHAPES = (torch.reshape, torch.unsqueeze, torch.squeeze, "squeeze")
 
 
 def reshaped(weight: Any) -> Any:
-    """Return the tensor of the model that a node has all numbers of, in their order, or else the node."""
+    """Return the model tensor that a node is a reshape of, or the node itself if it is not a reshape."""
     whole = weight
     while isinstance(whole, fx.Node) and whole.target in _RESHAPES:
         whole = whole.args[0]
@@ -187,12 +198,12 @@ def reshaped(weight: Any) -> Any:
 
 
 def roles(match: Match) -> dict[str, Any]:
-    """The match's bound names as rules see them."""
+    """Return the bound names of a match, with covered operations as Operation objects."""
 
     def seen(role: str, found: Any) -> Any:
         if isinstance(found, tuple):
             return tuple(seen(role, item) for item in found)
-        # an operation that is only read, not covered, is the match's input whatever it is
+        # an operation outside the match is an input, whatever its op
         covered = isinstance(found, fx.Node) and found in match.nodes
         is_op = covered and getattr(found.target, "__module__", "") == ops.__name__
         return Operation(role, found) if is_op else found
@@ -201,53 +212,55 @@ def roles(match: Match) -> dict[str, Any]:
 
 
 class RuleError(RuntimeError):
-    """A function of a rule cannot be called on a match, or returns what it should not."""
+    """A function of a rule raised, returned an invalid value, or has an unknown parameter."""
 
 
 def ask(rule: Rule, what: Literal["refuse", "build"], known: dict[str, Any]) -> Any:
-    """Call a function of `rule` with those of the `known` values that its parameters name.
+    """Call refuse() or build() of `rule` with the `known` values that its parameters name.
 
     Raises:
-        RuleError: it asks for something that the match does not have, it raised, or made no fused op.
+        RuleError: a parameter names no known value, the function raised, or build() returned no fused op.
     """
     function = getattr(rule, what)
     parameters = inspect.signature(function).parameters.values()
     wanted = [p.name for p in parameters if p.name in known or p.default is p.empty]
     if missing := [name for name in wanted if name not in known]:
         raise RuleError(
-            f"{what}() of the rule {rule.name!r} asks for {missing[0]!r}, a role of its pattern or an option "
-            f"is needed, one of {', '.join(known)}: give what some alternatives lack a default"
+            f"expected parameters of {what}() of the rule {rule.name!r} to be roles of its pattern or "
+            f"options ({', '.join(known)}), got {missing[0]!r}; give a default to roles that only some "
+            "alternatives have"
         )
     try:
         found = function(**{name: known[name] for name in wanted})
     except Exception as error:
         raise _raised(rule, what, error) from error
     if what == "build" and not isinstance(found, FusedOp):
-        raise RuleError(f"build() of the rule {rule.name!r} returned {found!r}, a FusedOp is needed")
+        raise RuleError(f"expected a FusedOp from build() of the rule {rule.name!r}, got {found!r}")
     return found
 
 
 def _raised(rule: Rule, what: str, error: Exception) -> RuleError:
-    said, needed = f"{type(error).__name__}: {error}", "reasons are" if what == "refuse" else "a FusedOp is"
-    return RuleError(f"{what}() of the rule {rule.name!r} raised {said}, {needed} needed")
+    said, needed = f"{type(error).__name__}: {error}", "reasons" if what == "refuse" else "a FusedOp"
+    return RuleError(f"expected {needed} from {what}() of the rule {rule.name!r}, got {said}")
 
 
 def reasons_of(rule: Rule, known: dict[str, Any]) -> list[str | None]:
-    """What refuse() of `rule` yields.
+    """Return the reasons that refuse() of `rule` yields.
 
     Raises:
-        RuleError: it asks for something that the match does not have, raised, or yields no sentences.
+        RuleError: a parameter names no known value, the function raised, or it yields something else than
+            sentences.
     """
     found = ask(rule, "refuse", known)
     if isinstance(found, str) or not isinstance(found, Iterable):
         raise RuleError(
-            f"refuse() of the rule {rule.name!r} returned {found!r}, an iterator of reasons is needed: yield "
-            "each of them"
+            f"expected an iterator of reasons from refuse() of the rule {rule.name!r}, got {found!r}; yield "
+            "each reason"
         )
     try:
         found = list(found)
     except Exception as error:
         raise _raised(rule, "refuse", error) from error
     if wrong := [reason for reason in found if reason is not None and not isinstance(reason, str)]:
-        raise RuleError(f"refuse() of the rule {rule.name!r} yielded {wrong[0]!r}, a sentence is needed")
+        raise RuleError(f"expected sentences from refuse() of the rule {rule.name!r}, got {wrong[0]!r}")
     return found

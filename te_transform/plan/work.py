@@ -1,4 +1,4 @@
-"""What operations compute and move, counted in captured and canonical graphs."""
+"""Count the floating-point operations and memory traffic of captured and canonical graphs."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _PRODUCTS = {*_MULTIPLIED, "linear", "addmm", "sdpa", "scaled_dot_product_attent
 
 @dataclass(frozen=True)
 class Work:
-    """What a call computes."""
+    """The work of a call."""
 
-    products: float = 0.0  # floating-point operations in products of 16-bit numbers
-    odd_products: float = 0.0  # and where the rows of the weight are many, and no multiple of 8
-    in_fp8: float = 0.0  # and of FP8 numbers
+    products: float = 0.0  # floating-point operations in 16-bit products
+    odd_products: float = 0.0  # the same for weights with many rows, not a multiple of 8
+    in_fp8: float = 0.0  # the same for FP8 products
     attention: float = 0.0  # floating-point operations
-    quantized: float = 0.0  # numbers in the operands of the products in FP8
-    bytes: float = 0.0  # that all other operations read and write
+    quantized: float = 0.0  # elements in the operands of FP8 products
+    bytes: float = 0.0  # read and written by all other operations
     operations: float = 0.0
     in_fp8_calls: float = 0.0
     forwards: float = 0.0
     backwards: float = 0.0
 
     def times(self, factor: float) -> Work:
-        """So many such calls."""
+        """Return the work of `factor` such calls."""
         return Work(*(factor * each for each in vars(self).values()))
 
     def __add__(self, other: Work) -> Work:
@@ -47,7 +47,7 @@ class Work:
 
 
 def computed(node: fx.Node) -> Work:
-    """What an operation of a canonical graph multiplies, in its own dtype."""
+    """Return the products that an operation of a canonical graph computes, in its own dtype."""
     if node.target is ops.linear:
         return Work(products=2.0 * numbers_in(node) * sizes_of(node.args[1])[-1])
     if node.target is ops.sdpa:
@@ -59,7 +59,7 @@ def computed(node: fx.Node) -> Work:
 
 
 def moved(node: fx.Node) -> Work:
-    """What an operation reads and writes, if that is what takes its time."""
+    """Return the memory traffic of an operation, if it is memory-bound."""
     if node.op in ("placeholder", "output", "get_attr") or not is_tensor_node(node) or may_be_view(node):
         return Work()
     if called(node) in _PRODUCTS:
@@ -69,18 +69,20 @@ def moved(node: fx.Node) -> Work:
 
 
 def sizes_of(node: fx.Node) -> list[int]:
-    """The shape, with symbolic sizes as they are in the example inputs."""
+    """Return the shape, with symbolic sizes replaced by the sizes of the example inputs."""
     return [size.node.hint if isinstance(size, torch.SymInt) else size for size in shape_of(node)]
 
 
 def numbers_in(node: fx.Node) -> float:
-    """How many numbers its value has."""
+    """Return the number of elements of the node's value."""
     return float(torch.Size(sizes_of(node)).numel())
 
 
 def replaced(captured: Mapping[str, fx.Node], nodes: Collection[fx.Node]) -> frozenset[str]:
-    """The names of the captured operations, here by name, that a match on the canonical graph stands for:
-    those that only serve to compute its values from what it reads."""
+    """Return the names of the captured operations that a match on the canonical graph replaces.
+
+    They are the operations that serve only to compute the match's values from its inputs.
+    """
     inside = {node.meta["origin"] for node in nodes if "origin" in node.meta}
     sources = {source for node in nodes for source in node.all_input_nodes} - {*nodes}
     read = {name for source in sources for name in _origins(source)}
@@ -95,7 +97,7 @@ def replaced(captured: Mapping[str, fx.Node], nodes: Collection[fx.Node]) -> fro
 
 
 def _origins(node: fx.Node) -> set[str]:
-    """The names of the captured nodes that a canonical one is, or is made of."""
+    """Return the names of the captured nodes that a canonical node replaces or is computed from."""
     if "origin" in node.meta:
         return {node.meta["origin"]}
     return {name for source in node.all_input_nodes for name in _origins(source)}

@@ -1,1 +1,1 @@
-"""Judges: what a site, or a whole converted model, computes, against what the original computes in fp64."""
+"""Compare a site, or a whole converted model, with the original, both against fp64."""

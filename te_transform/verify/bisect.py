@@ -1,4 +1,4 @@
-"""Find the sites that a failure comes from, by running the others as they were captured."""
+"""Find the sites that cause a failure, by running the others unfused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from te_transform.plan.match import Site
 
 
 def bisect_failures(suspects: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Those of `suspects` that fail alone, else the smallest part that fails together, found by halving."""
+    """Return the `suspects` that fail alone, else the smallest failing half found by bisection."""
     if len(suspects) <= 1:
         return list(suspects)
     middle = len(suspects) // 2
@@ -24,15 +24,17 @@ def bisect_failures(suspects: Sequence[str], fails: Callable[[Sequence[str]], bo
 
 
 def conversions(model: nn.Module) -> list[Runner]:
-    """What was converted in `model`: itself, or modules of it."""
+    """Return the runners of the converted modules in `model`, including itself."""
     found = {id(c): c for c in map(runner_of, model.modules()) if c is not None}
     return list(found.values())
 
 
 @contextlib.contextmanager
 def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None] | None) -> Iterator[None]:
-    """Run all that is fused in each captured graph, and tell `see` of its calls, with their arguments; if it
-    is None, run them as outside of verify()."""
+    """Run every captured graph fused, and call `see` with each called graph and its arguments.
+
+    If `see` is None, run the graphs as outside of verify().
+    """
     before = [(converted, converted.observer) for converted in conversions(model)]
     with unwritten() as writes:
 
@@ -50,10 +52,10 @@ def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None
 
 
 class Called:
-    """The graphs that were called, each with the path of the module that it was called for.
+    """The called graphs, each with the path of the module that called it.
 
-    Of several blocks that share a graph that is the first one, though a backward that repeats them, for a
-    checkpoint, begins with the last.
+    If several blocks share a graph, the path is that of the first block in the model. Call order does not
+    matter: a checkpoint reruns the blocks in the backward, last block first.
     """
 
     def __init__(self, model: nn.Module):
@@ -62,7 +64,7 @@ class Called:
         self.paths: dict[CapturedGraph, str] = {}
 
     def note(self, graph: CapturedGraph, arguments: Sequence[Any]) -> None:
-        """A call."""
+        """Record a call."""
         path = graph.path_in(self.names, arguments)
         first = self.paths.setdefault(graph, path)
         if self.order.get(path, 0) < self.order.get(first, 0):
@@ -70,7 +72,7 @@ class Called:
 
     @property
     def sites(self) -> dict[str, list[tuple[CapturedGraph, Site]]]:
-        """The sites of these graphs by their paths in the model: one for each size and mode."""
+        """The sites of these graphs by path in the model; a path has one site per size and mode."""
         found: dict[str, list[tuple[CapturedGraph, Site]]] = {}
         for graph, path in self.paths.items():
             for site in graph.plan.sites:
@@ -79,7 +81,7 @@ class Called:
 
     @contextlib.contextmanager
     def only(self, paths: Collection[str]) -> Iterator[None]:
-        """Let the sites at these paths run fused, and all others as they were captured."""
+        """Run only the sites at these paths fused, and all others as captured."""
         off: dict[CapturedGraph, set[Site]] = {}
         for path, pairs in self.sites.items():
             for graph, site in pairs:

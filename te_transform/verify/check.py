@@ -1,4 +1,4 @@
-"""Check the sites of a captured graph on the values that they get in a call, and say which are wrong."""
+"""Check the sites of a captured graph on the values of one call, and report the wrong ones."""
 
 from __future__ import annotations
 
@@ -31,18 +31,22 @@ from te_transform.verify.replay import Subject, in_double, widened
 def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
     """Compare each site with the captured operations that it replaces, on the values of one call.
 
-    Forward and gradients, dropout off, against fp64 (see compare.py). The captured graph runs once, without
-    gradients, and each site is checked when its turn comes: needs the memory of one site in fp64, or, where
-    there is less, in its own dtype with random rounding, which is its measure then. A graph on
-    fake tensors, or on the meta device, is not checked. Equal sites differ in values alone, of which the
-    rewriting knows nothing: the first MOST_ALIKE of them stand for all (verify() compares every layer).
+    Forward and gradients are compared against fp64, with dropout off (see compare.py). The captured graph
+    runs once, without gradients, and each site is checked as soon as its values exist. This needs the memory
+    of one site in fp64. With less memory, the reference is the site's own dtype, with random rounding as the
+    measure.
+
+    A graph on fake tensors, or on the meta device, is not checked. Equal sites differ only in values, which
+    do not influence rewriting. Therefore only the first MOST_ALIKE of them are checked (verify() compares
+    every layer).
 
     Args:
-        graph: only read.
-        arguments: of the call; they are left as they are.
+        graph: The graph; it is not changed.
+        arguments: The arguments of the call; they are not changed.
 
     Returns:
-        What is wrong with each wrong site; all sites keep their deviations, or those of an equal site.
+        A description of the failure for each wrong site. All sites store their deviations, or those of an
+        equal site.
     """
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if not graph.plan.sites or any(is_fake(tensor) or tensor.is_meta for tensor in tensors):
@@ -55,17 +59,17 @@ def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, st
     return walk.wrong
 
 
-_LAYER = r"(?:\w+\.)*\d+\."  # what comes before a name in a layer; reasons have no paths
-# Equal sites that are checked, as a model has one of each in every layer. A check takes as long as 20 calls.
+_LAYER = r"(?:\w+\.)*\d+\."  # the path prefix of a layer; reasons contain no paths
+# The number of equal sites to check: a model has one per layer, and a check takes as long as 20 calls.
 MOST_ALIKE = 8
 
 
 @contextmanager
 def _apart(tensors: list[Tensor]) -> Iterator[None]:
-    """Out of sight of whatever is going on around the call.
+    """Isolate the check from the surrounding call.
 
-    Random states and the hooks of parameters see nothing of it, nor does a checkpoint, which notes what is
-    computed.
+    Random states do not change, hooks of parameters do not run, and a checkpoint around the call does not
+    record the check's operations.
     """
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
@@ -80,14 +84,14 @@ def _apart(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _own(argument: Any) -> Any:
-    """The argument, in memory of its own where a forward might write into it."""
+    """Return the argument, cloned if a forward might write to it."""
     written = isinstance(argument, Tensor) and not isinstance(argument, nn.Parameter)
     return argument.clone() if written else argument
 
 
 @dataclass(frozen=True, eq=False)
 class _Pair:
-    """A site and what it replaces, as modules with the same arguments."""
+    """A site and the captured operations that it replaces, as modules with the same arguments."""
 
     site: Site
     fused: fx.GraphModule
@@ -104,28 +108,31 @@ class _Pair:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing is replaced: in plain PyTorch a linear by itself is what was captured."""
+        """True if nothing is replaced: in plain PyTorch, a linear by itself stays the captured one."""
         return all(node.op != "call_module" for node in self.fused.graph.nodes)
 
     @property
     def key(self) -> tuple:
-        """What equal sites have in common: the operations, before and after, and the kinds of inputs.
+        """The key that equal sites share: the operations before and after, and the metadata of the inputs.
 
-        Inputs that are neither parameters nor trained have to be the same: values of masks choose kernels.
+        Inputs that are neither parameters nor trained must be the same nodes, because the values of masks
+        select kernels.
         """
         inputs = ((_kind(n), "" if is_parameter(n) or _is_trained(n) else n.name) for n in self.inputs)
         return structure(self.fused), structure(self.reference), tuple(inputs)
 
     def wrong(self, held: dict[str, Any]) -> str | None:
-        """What is wrong with the site on these values of captured nodes, which are given by name: its worst
-        number, or what running it raised."""
-        # A checkpoint counts what is saved for a backward. A hook that returns a node's own result as it is
-        # makes a cycle of result and node, which is never freed.
+        """Return the failure of the site on these values of captured nodes by name, or None.
+
+        A failure is the largest error relative to the allowed one, or the exception that the site raised.
+        """
+        # These hooks hide saved tensors from a checkpoint, which counts them. They detach, because returning
+        # a node's own result would create a reference cycle of result and node, which is never freed.
         unseen = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
         try:
-            with torch.enable_grad(), unseen:  # not within torch.func.grad(), which takes no hooks
+            with torch.enable_grad(), unseen:  # torch.func.grad() does not support hooks
                 rows = judge(self._contenders(held), self._given(held), large=True)
-        except Exception as error:  # whatever it is, the model runs without this site
+        except Exception as error:  # any error rolls back only this site
             return f"on its recorded inputs it raised {type(error).__name__}: {error}"
         self.site.deviations = tuple(
             Deviation(row.name, row.converted, row.original, row.allowed) for row in rows if row.dtype
@@ -137,7 +144,7 @@ class _Pair:
         return str(replace(worst, name=re.sub(_LAYER, "", worst.name)))
 
     def _given(self, held: dict[str, Any]) -> Inputs:
-        """The site's inputs but for its parameters; those require a gradient that do so in the model."""
+        """Return the site's inputs without parameters; they require gradients as in the model."""
         given = []
         for node in self.inputs:
             if not isinstance(held[node.name], nn.Parameter):
@@ -180,16 +187,16 @@ def _kind(node: fx.Node) -> Any:
 
 
 def _distinct(outputs: tuple[fx.Node, ...]) -> list[str]:
-    """What to call the outputs: by the modules that make them, if that tells them apart."""
+    """Return names of the outputs: module paths if they are distinct, else node names."""
     paths = [path_of(node) for node in outputs] if len(outputs) > 1 else [""]
     return paths if len(set(paths)) == len(paths) else [node.name for node in outputs]
 
 
 class _Walk(fx.Interpreter):
-    """Runs the captured graph and judges each site as soon as the last of its values is computed.
+    """The interpreter that runs the captured graph and judges each site once its last value is computed.
 
-    Nothing is written to between the first of a site's operations and the last, which are all of one region:
-    its inputs are still what they were.
+    All operations of a site lie in one region, without writes between them. Its inputs are therefore
+    unchanged when the site is judged.
     """
 
     def __init__(self, plan: Plan):
@@ -202,7 +209,7 @@ class _Walk(fx.Interpreter):
             try:
                 pair = _Pair.of(plan, site)
             except Exception as error:
-                self.wrong[site] = f"alone it could not be built, {type(error).__name__}: {error}"
+                self.wrong[site] = f"it could not be built on its own, {type(error).__name__}: {error}"
                 continue
             if pair.is_same:
                 continue
@@ -232,7 +239,7 @@ class _Walk(fx.Interpreter):
                 self.wrong |= {site: self.wrong[wrong]} if wrong in self.wrong else {}
 
     def _drop(self, pair: _Pair) -> None:
-        """Let go of the values that no later site reads."""
+        """Free the values that no later site reads."""
         for node in pair.inputs:
             self.waiting[node.name] -= 1
             if not self.waiting[node.name]:

@@ -1,31 +1,36 @@
-"""Judge converted numbers against the original's, both against the original's arithmetic in fp64.
+"""Compare the converted model's numbers with the original's, both against the original in fp64.
 
 A comparison passes if and only if, in L2 norms,
 
     ||converted - reference||  <=  1.2 ||original - reference||  +  one ulp of the scale
 
-one ulp being eps(dtype) * scale. No tolerance is chosen for a model, a dtype or a size: the original's own
-rounding says how exactly this model can be computed, and the ulp is there for what it computes exactly.
+where one ulp is eps(dtype) * scale. There is no tolerance to choose for a model, dtype or size. The
+original's own rounding error shows how exactly this model can be computed. The ulp covers values that the
+original computes exactly.
 
 The scale of an output is its own norm. The scale of a gradient is the largest norm among the gradients of the
-same backward: a gradient is a sum of terms as large as the largest's, and they may cancel. The bias of a key
-projection is the extreme case: its gradient is zero in exact arithmetic (softmax does not see a constant),
-rounding in any other.
+same backward: a gradient sums terms as large as those of the largest gradient, and they may cancel. The
+extreme case is the bias of a key projection. Its gradient is zero in exact arithmetic, because softmax
+ignores a constant, and pure rounding otherwise.
 
-One run of the original can be lucky, where few numbers are compared or a softmax sits on an edge. So before a
-comparison fails, the original is run up to 20 times more with each result off by a random half ulp (Monte
-Carlo arithmetic, Parker 1997), which is what another order of sums does to it, and its largest error counts.
-With normal errors, that of a single number, as a loss is, would be above 1.2 times the largest of six once in
-11 times, and is above that of 21 once in 52.
+One run of the original may have a small error by chance, if few numbers are compared or a softmax is near a
+tie. Before a comparison fails, the original therefore runs up to 20 more times, with each result off by a
+random half ulp. This simulates another order of sums (Monte Carlo arithmetic, Parker 1997). The largest error
+counts. For a single number such as a loss, with normal errors, a correct conversion exceeds the bound as
+follows:
 
-Where the converted model runs in FP8, the original that counts is one whose same products are quantized and
-dequantized as well as FP8 can (emulate.py); its draws have other scales too. A gradient's error in FP8
-differs from draw to draw by 8 to 14% of its mean (one standard deviation) in small Llamas and RoBERTas, where
-one draw in 20 is 1.3 times the mean. The reference stays what it is.
+    runs of the original    exceeds 1.2 times the largest error
+    6                       once in 11 times
+    21                      once in 52 times
 
-Where a single site is too large for fp64, as scores of long sequences are, the original itself is the
-reference, and draws of it take its place: what is converted may be as far from the original as that is from
-itself, rounded otherwise.
+If the converted model runs in FP8, the original's FP8 products are emulated, quantized and dequantized as
+well as FP8 allows (emulate.py). Its draws also vary the scales. In small Llamas and RoBERTas, the FP8 error
+of a gradient varies between draws by 8 to 14% of its mean (one standard deviation); one draw in 20 is 1.3
+times the mean. The reference stays fp64.
+
+If a single site is too large for fp64, such as the scores of long sequences, the original itself is the
+reference and its draws replace the original. The converted values may then differ from the original as much
+as differently rounded runs of the original do.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import dtype_name
 from te_transform.verify.replay import Run, Subject, run
 
-MORE = 1.2  # converted sums run in another order: as good as the original's, not the same
-DRAWS = 20  # of the original, with random rounding
+MORE = 1.2  # sums of the converted model run in another order, with errors of the same size
+DRAWS = 20  # runs of the original with random rounding
 
 Emulation = Callable[[int | None], AbstractContextManager]
 
@@ -59,34 +64,36 @@ class Row:
     original: float = 0.0
     allowed: float = 0.0
     dtype: str = ""
-    reason: str = ""  # why it failed, where that is no matter of size
-    finite: bool = True  # whether any number of the original's could be compared
+    reason: str = ""  # the failure, if it is not a too large error
+    finite: bool = True  # True if the original has finite numbers to compare
 
     @property
     def times(self) -> float:
-        """How many times the allowed error this is; infinity where the error is no matter of size."""
+        """The error divided by the allowed error; infinity if there is a `reason`."""
         return float("inf") if self.reason else self.converted / (self.allowed or self.converted or 1.0)
 
     def __str__(self) -> str:
         if self.reason:
             return f"{self.name} {self.reason}"
         return (
-            f"{self.name} is {self.converted:.1e} off in {self.dtype}, {MORE} times the original's "
+            f"{self.name} has an error of {self.converted:.1e} in {self.dtype}, {MORE} times the original's "
             f"{self.original:.1e} plus one ulp is allowed"
         )
 
 
 class OriginalError(RuntimeError):
-    """The original does not run on these inputs: there is nothing to compare with."""
+    """The original does not run on these inputs, so there is nothing to compare with."""
 
 
 @dataclass(frozen=True)
 class Contenders:
-    """What is compared: the original, the converted one, and the original in fp64.
+    """The three models to compare: the original, the converted model, and the original in fp64.
 
-    `emulation` is entered where the original runs, with the seed of a draw or None. `rehearsals` are runs of
-    the converted one before that which counts; `sizes` is entered where it runs: all that is fused takes
-    calls of any size, unless it says otherwise.
+    Attributes:
+        emulation: A context manager around runs of the original; it takes the seed of a draw, or None.
+        rehearsals: The number of runs of the converted model before the one that is compared.
+        sizes: A context manager around runs of the converted model. The default makes fused ops ignore their
+            size limits.
     """
 
     original: Subject
@@ -98,19 +105,19 @@ class Contenders:
 
 
 def judge(contenders: Contenders, inputs: Inputs, label: str = "", large: bool = False) -> list[Row]:
-    """Run the contenders, and compare: outputs alone, or gradients too where they are enabled.
+    """Run the contenders and compare their outputs, and their gradients if gradients are enabled.
 
-    If the converted one raises, that is one failing row. Where there is no memory for fp64, that raises
-    unless it may be too `large`.
+    If the converted model raises, the result is one failing row. With `large`, the original replaces the fp64
+    reference if memory runs out; without it, this raises.
 
     Raises:
-        OriginalError: the original raised, or the reference did.
+        OriginalError: the original or the reference raised.
     """
     original, emulation = contenders.original, contenders.emulation
     own = _run_original(original, inputs, emulation)
 
     def drawn(seed: int) -> Run:
-        # with gradients enabled, which say what is rounded
+        # random rounding applies to results that require a gradient
         with torch.enable_grad(), emulation(seed):
             found = run(original, inputs, cotangents=own.cotangents, rounding=seed)
         return found if own.gradients else Run(found.outputs, {}, {})
@@ -133,13 +140,13 @@ def judge(contenders: Contenders, inputs: Inputs, label: str = "", large: bool =
 
 
 def _in_fp64(contenders: Contenders, inputs: Inputs, own: Run, large: bool) -> Run | None:
-    """The reference; None where there is no memory for it, and it is known to be large."""
+    """Run the reference; return None if memory runs out and `large` is True."""
     try:
         return _run_original(contenders.reference, inputs, cotangents=own.cotangents, double=True)
     except OriginalError as error:
         if not large or not isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
-    return None  # only now is the memory free that the error's frames held
+    return None  # here, the memory held by the error's frames is free again
 
 
 def _run_original(
@@ -164,9 +171,9 @@ def _run_converted(contenders: Contenders, inputs: Inputs, own: Run) -> Run:
 
 
 def compare(converted: Run, originals: Sequence[Run], reference: Run, inputs: str) -> list[Row]:
-    """A row for every output and every gradient; see the module's docstring for what passes.
+    """Return a row for every output and every gradient; the module docstring says what passes.
 
-    The first of `originals` is the original, the others are draws of it with random rounding.
+    The first of `originals` is the original; the others are its draws with random rounding.
     """
     runs, rows = (converted, *originals, reference), []
     for name in dict.fromkeys([*originals[0].outputs, *converted.outputs]):
@@ -194,17 +201,17 @@ def _row(inputs: str, name: str, tensors: list[Tensor | None], scale: float | No
 
 
 def _unlike(converted: Tensor | None, original: Tensor | None) -> str:
-    """What tells the two apart before any error is measured."""
+    """Return a difference other than rounding, or "": missing tensors, dtypes, shapes, inf and nan."""
     if converted is None or original is None:
         return "is missing" if converted is None else "is not in the original"
     kind, needed = (f"{dtype_name(t.dtype)}{list(t.shape)}" for t in (converted, original))
     if kind != needed:
         return f"is {kind}, the original's is {needed}"
     if not original.is_floating_point():
-        return "" if torch.equal(converted, original) else "differs, the original's has to be met exactly"
+        return "" if torch.equal(converted, original) else "differs, it must equal the original's exactly"
     same = (converted == original) | (converted.isnan() & original.isnan())
     infinite = ~(original.isfinite() & converted.isfinite())
-    return "" if same[infinite].all() else "has inf or nan where the original has others"
+    return "" if same[infinite].all() else "has inf or nan at other positions than the original's"
 
 
 def _norm(tensor: Tensor) -> float:

@@ -1,13 +1,13 @@
-"""FP8 as well as it can be done: a model's products on operands that were quantized and dequantized.
+"""Emulate ideal FP8: matrix products on operands that were quantized and dequantized.
 
-What verify() measures an FP8 model against. Formats, scales and blocks are those of TE's recipes
-(transformer_engine/common/recipe), read from the recipe object; TE itself is not needed. Ideal means:
+verify() compares an FP8 model with this emulation. Formats, scales and blocks are read from the TE recipe
+object (transformer_engine/common/recipe); TE itself is not needed. Ideal means:
 
-    scales      come from the very tensor they scale, where delayed scaling has those of earlier steps;
-    operands    are quantized once, from the tensor as it is, in blocks along the dimension summed over;
-    sums        are fp32, and rounded once.
+    scales      are computed from the tensor they scale; delayed scaling uses those of earlier steps
+    operands    are quantized once, from the original tensor, in blocks along the summed dimension
+    sums        are fp32, and rounded once
 
-A linear that is joined with others is emulated by itself, with scales of its own.
+A linear that is joined with others is emulated separately, with its own scales.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Rounds to what `dtype` holds, with one scale a `block` of rows x columns, None for the whole tensor.
+    """A quantizer to `dtype`, with one scale per `block` of rows x columns, or per tensor if `block` is None.
 
-    The scale is the largest that keeps the block's largest value in range, with `powers` the largest such
-    power of two. With a `generator` it is smaller by a random factor, 2 at most: the errors are as large, and
-    others, as a tensor that is scaled together with its neighbours has them.
+    The scale is the largest that keeps the block's amax in range; with `powers`, the largest such power of
+    two. With a `generator`, the scale is smaller by a random factor of at most 2. The errors then differ but
+    stay as large, as for a tensor that shares its scale with others.
     """
 
     dtype: torch.dtype
@@ -43,9 +43,9 @@ class Quantizer:
     generator: torch.Generator | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, columns], fp32 -> the same, quantized and dequantized; what is beyond range saturates."""
+        """Quantize and dequantize x [rows, columns] in fp32; values out of range saturate."""
         rows, columns = self.block or x.shape
-        padded = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))  # zeros change no largest value
+        padded = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))  # zeros do not change amax
         blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         limit = torch.finfo(self.dtype).max
         scale = self._scale(blocks.abs().amax((1, 3), keepdim=True), limit)
@@ -62,43 +62,43 @@ class Quantizer:
         return scale * torch.exp2(-drawn).to(scale.device)
 
     def turned(self, x: Tensor) -> Tensor:
-        """As for the transpose of x: blocks of columns x rows."""
+        """Quantize x like its transpose, in blocks of columns x rows."""
         return replace(self, block=self.block and self.block[::-1])(x)
 
 
 @dataclass(frozen=True)
 class Formats:
-    """What a recipe does to the operands of a product: its input, its weight, its output's gradient."""
+    """The quantizers of a recipe for the operands of a product: input, weight and output gradient."""
 
     input: Quantizer
     weight: Quantizer
     grad: Quantizer
 
     def at_random(self, seed: int) -> Formats:
-        """The same with random scales."""
+        """Return the same formats with random scales."""
         noise = {"generator": torch.Generator().manual_seed(seed)}
         return Formats(*(replace(q, **noise) for q in (self.input, self.weight, self.grad)))
 
 
 def formats_of(recipe: Any) -> Formats:
-    """The formats of a TE recipe object.
+    """Return the formats of a TE recipe object.
 
     Raises:
-        ValueError: there is no emulation of this recipe.
+        ValueError: this recipe cannot be emulated.
     """
     kinds = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8")
     kind = next((kind for kind in kinds if getattr(recipe, kind)()), None)
     if kind is None or getattr(recipe, "backward_override", None) is not None:
         raise ValueError(
-            f"verify() has no emulation of {type(recipe).__name__} as it is, a recipe of delayed, "
-            "current, block or MXFP8 scaling is needed, its backward_override None"
+            "expected a recipe of delayed, current, block or MXFP8 scaling with backward_override=None for "
+            f"verify(), got {type(recipe).__name__}, which it cannot emulate"
         )
     blocks, powers = (None,) * 3, (kind == "mxfp8",) * 3
     if kind == "float8_block_scaling":
         sides = recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim
         blocks = tuple((128 if side == 2 else 1, 128) for side in sides)
     elif kind == "mxfp8":
-        square = getattr(recipe, "enable_2d_quantization", False)  # which older TE does not have
+        square = getattr(recipe, "enable_2d_quantization", False)  # older TE lacks it
         blocks = (1, 32), (32 if square else 1, 32), (1, 32)
     if kind in ("float8_current_scaling", "float8_block_scaling"):
         roles = recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad
@@ -108,7 +108,7 @@ def formats_of(recipe: Any) -> Formats:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, formats: Formats) -> Tensor:
-    """y = q(x) q(W)^T + b, with dx = q(g) q(W), dW = q(g)^T q(x) and db the sum of g.
+    """Compute y = q(x) q(W)^T + b, with dx = q(g) q(W), dW = q(g)^T q(x) and db = sum(g).
 
     x [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of x; computed in fp32.
     """
@@ -141,7 +141,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def emulated(weights: Iterable[Tensor], formats: Formats) -> AbstractContextManager:
-    """Let every product with one of these weights be computed as a recipe does it, ideally."""
+    """Emulate every product with one of these weights in ideal FP8."""
 
     def multiply(
         parameter: Tensor,
@@ -151,7 +151,7 @@ def emulated(weights: Iterable[Tensor], formats: Formats) -> AbstractContextMana
         bias: Tensor | None,
         compute: Callable[[], Tensor],
     ) -> Tensor:
-        # what TE's kernels do not take runs in its own dtype in the converted model too
+        # dtypes that TE's kernels do not support run unquantized in the converted model too
         if not {x.dtype, weight.dtype} <= dtypes_in_fp8(x) or x.numel() == 0:
             return compute()
         x, bias = as_autocast(x, bias)

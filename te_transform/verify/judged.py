@@ -1,4 +1,4 @@
-"""The arithmetic that runs are judged in: without dropout, in fp64, or with random rounding."""
+"""The arithmetic of compared runs: without dropout, optionally in fp64 or with random rounding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DROPOUTS = {
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
     torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
 }  # fmt: skip
-_DROPOUT_P = {  # where attentions take it
+_DROPOUT_P = {  # position of dropout_p among the arguments
     F.scaled_dot_product_attention: 4,
     F.multi_head_attention_forward: list(inspect.signature(F.multi_head_attention_forward).parameters).index(
         "dropout_p"
@@ -30,15 +30,17 @@ _DROPOUT_P = {  # where attentions take it
 
 
 class Noise:
-    """Random numbers, the same for the same seed and calls, made on the device that they are for: for the
-    outputs of a layer there may be hundreds of millions."""
+    """A source of random numbers, reproducible from the seed and the order of calls.
+
+    The numbers are drawn on the device where they are used: a layer's outputs may need hundreds of millions.
+    """
 
     def __init__(self, seed: int):
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def of(self, draw: Callable[..., Tensor], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Numbers drawn by torch.rand or torch.randn, in the shape of `like`."""
+        """Return numbers drawn by torch.rand or torch.randn, in the shape of `like`."""
         device = like.device
         if device not in self.generators:
             self.generators[device] = torch.Generator(device).manual_seed(self.seed)
@@ -46,8 +48,10 @@ class Noise:
 
 
 class _RoundedAtRandom(torch.autograd.Function):
-    """A result put off by a random half ulp at most, and its gradient by the same: drawn again, rather than
-    kept for the backward of each of all results."""
+    """The perturbation of a result, and of its gradient, by at most a random half ulp.
+
+    The backward draws the same noise again, which saves the memory of keeping it for every result.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, seed: int) -> Tensor:
@@ -63,15 +67,15 @@ def _rounded_at_random(x: Tensor, seed: int) -> Tensor:
     dtype = torch.finfo(x.dtype)
     noise = Noise(seed).of(torch.rand, x, torch.float64 if x.itemsize > 2 else torch.float32)
     noisy = noise.sub_(0.5).mul_(dtype.eps).add_(1).mul_(x).to(x.dtype)
-    # a masked score is all mask, no rounding shows
+    # keep masked scores exact: they consist only of the mask
     return torch.where(x.abs() < dtype.max / 2, noisy, x)
 
 
 class Judged(GraphMode):
-    """Dropout does nothing, in training mode too, and no module is touched for it: two runs can be compared.
+    """The function mode that makes two runs comparable: it disables dropout without changing any module.
 
-    With `double`, a forward that asks for a narrower dtype (a norm's float()) gets fp64, rounding to no less.
-    With a seed for `rounding`, results are rounded at random.
+    With `double`, casts to a narrower dtype (a norm's float()) become casts to fp64. With a seed for
+    `rounding`, results are rounded at random.
     """
 
     def __init__(self, double: bool = False, rounding: int | None = None):
@@ -97,22 +101,22 @@ class Judged(GraphMode):
         if type(out) in (tuple, list):
             return type(out)(self._rounded(item, given) for item in out)
         if type(out) is not Tensor or not out.is_floating_point() or not out.requires_grad:
-            return out  # positions and masks: an index made of one may not jump
+            return out  # positions and masks: rounding must not change an index
         storage = out.untyped_storage()._cdata
         if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == storage for t in given):
-            return out  # a view, nothing was computed
+            return out  # a view
         return _RoundedAtRandom.apply(out, self.seeds.getrandbits(62))
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """torch's grouped_mm of rows [rows, in] by experts [experts, in, out], which it has in no fp64."""
+    """Compute grouped_mm of rows [rows, in] by experts [experts, in, out]; torch's does not support fp64."""
     ends = offs.tolist()
     products = [x[start:stop] @ expert for start, stop, expert in zip([0, *ends], ends, weight, strict=False)]
     rest = x.new_zeros(x.shape[0] - ends[-1], weight.shape[-1])
     return torch.cat([*products, rest])
 
 
-# Scores that attention computes at once in fp64: 2 GiB, of which it holds several.
+# The most scores that attention computes at once in fp64: 2 GiB, and several such tensors exist.
 MOST_SCORES = 2**28
 
 
@@ -125,8 +129,10 @@ def _attention(
     enable_gqa: bool = False,
     **options: Any,
 ) -> Tensor:
-    """PyTorch's attention, head by head where its scores [batch, heads, length, length] are many: it has no
-    fused kernel for fp64 and computes all of them at once."""
+    """Compute PyTorch's attention, head by head if there are many scores [batch, heads, length, length].
+
+    PyTorch has no fused kernel for fp64, and would compute all scores at once.
+    """
     attend = partial(F.scaled_dot_product_attention, enable_gqa=enable_gqa, **options)
     scores = (*query.shape[:-1], key.shape[-2])
     uneven = query.shape[1] % key.shape[1] if enable_gqa else query.shape[1] != key.shape[1]
@@ -143,7 +149,7 @@ _DOUBLE = {
     Tensor.float: Tensor.double,
     Tensor.half: Tensor.double,
     Tensor.bfloat16: Tensor.double,
-    torch._grouped_mm: _grouped_mm,  # what F.grouped_mm calls
+    torch._grouped_mm: _grouped_mm,  # F.grouped_mm calls it
 }
 
 

@@ -1,4 +1,4 @@
-"""What verify() has to know of a model that runs in FP8."""
+"""The recipes of a converted model, and the emulation of its FP8 products, for verify()."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from te_transform.verify.emulate import Formats, emulated, formats_of
 
 
 class Recipes:
-    """The recipes of a converted model, and the weights that it multiplies in them.
+    """The recipes of a converted model, and the weights of its products in these recipes.
 
     Raises:
-        ValueError: there is no emulation of a recipe.
+        ValueError: a recipe cannot be emulated.
     """
 
     def __init__(self, converted: nn.Module):
@@ -38,7 +38,7 @@ class Recipes:
         return any(recipe.delayed() for recipe in self.held.values())
 
     def learn(self) -> contextlib.AbstractContextManager:
-        """Note the weights of the products that run in FP8 in the calls made meanwhile."""
+        """Record the weights of the products that run in FP8 during this context."""
         return watched(self.converted, self._note)
 
     def _note(self, graph: CapturedGraph, arguments: Sequence[Any]) -> None:
@@ -51,9 +51,9 @@ class Recipes:
 
     @contextlib.contextmanager
     def emulation(self, model: nn.Module, seed: int | None) -> Iterator[None]:
-        """Let `model`, which runs its own forward, multiply those weights as the recipes do, ideally.
+        """Emulate the recorded FP8 products in `model`, which runs its original forward.
 
-        With a `seed`, with random scales, for other errors of the same size.
+        A `seed` makes the scales random, for other errors of the same size.
         """
         with contextlib.ExitStack() as stack:
             for key, formats in self.formats.items():
@@ -63,7 +63,7 @@ class Recipes:
 
     @contextlib.contextmanager
     def fresh_scales(self) -> Iterator[None]:
-        """Let delayed scaling begin anew, and put its scales back."""
+        """Reset the scales of delayed scaling, and restore them afterwards."""
         if not self.delayed:
             yield
             return

@@ -1,4 +1,4 @@
-"""Run a callable forward and backward, or in fp64, so that numbers can be compared; leave no trace."""
+"""Run a callable forward and backward for a comparison, optionally in fp64, without side effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Context = Callable[[], contextlib.AbstractContextManager]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is run: a callable, its parameters by name, and what both the forward and the backward run in."""
+    """The callable to run, its parameters by name, and a context for both forward and backward."""
 
     call: Callable[..., Any]
     parameters: Callable[[], Iterable[tuple[str, Tensor]]]
@@ -31,7 +31,7 @@ class Subject:
 
     @classmethod
     def of(cls, model: nn.Module, within: Context = contextlib.nullcontext) -> Subject:
-        """A model, each run of which begins with the same buffers."""
+        """Return the subject of a model; each run begins with the same buffers."""
 
         @contextlib.contextmanager
         def within_the_same() -> Iterator[None]:
@@ -43,7 +43,7 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a forward and a backward of sum(output * cotangent) gave, by name."""
+    """The outputs and gradients, by name, of a forward and the backward of sum(output * cotangent)."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -58,14 +58,15 @@ def run(
     double: bool = False,
     rounding: int | None = None,
 ) -> Run:
-    """Run `subject` forward and, where gradients are enabled, backward, with its dropouts off.
+    """Run `subject` forward and, if gradients are enabled, backward, with dropout off.
 
     Args:
-        subject: its parameters get gradients, frozen ones are passed over.
-        inputs: the arguments; those floating tensors that require a gradient get one.
-        cotangents: those of the run that this one will be compared to, None for the first.
-        double: run in fp64, whatever dtypes the forward asks for; what `subject` reads has to be in fp64.
-        rounding: a seed; every result that a gradient flows through is put off by a random half ulp at most.
+        subject: The callable to run. Its parameters get gradients, except frozen ones.
+        inputs: The arguments. Floating-point tensors that require a gradient get one.
+        cotangents: The cotangents of the run to compare with; None for the first run.
+        double: True to run in fp64, regardless of casts in the forward. The tensors that `subject` reads must
+            be in fp64.
+        rounding: A seed to perturb every result that requires a gradient by at most a random half ulp.
     """
     args, kwargs, leaves = _given(inputs, double)
     mode = Judged(double, rounding)
@@ -74,16 +75,16 @@ def run(
         with mode:
             outputs = dict(_named(subject.call(*args, **kwargs)))
         cotangents = _cotangents(outputs) if cotangents is None else cotangents
-        with mode:  # checkpoints run their forward again in there
+        with mode:  # the backward of checkpoints reruns their forward
             gradients = _gradients(outputs, cotangents, trained | leaves) if torch.is_grad_enabled() else {}
     return Run({name: out.detach() for name, out in outputs.items()}, gradients, dict(cotangents))
 
 
 @contextlib.contextmanager
 def in_double(model: nn.Module) -> Iterator[None]:
-    """Let `model` compute in fp64, with copies of its parameters and buffers in the place of its own.
+    """Run `model` in fp64, by replacing its parameters and buffers with copies in fp64.
 
-    The model itself runs, not a copy of it, which might reach for the original's parameters.
+    A copy of the model would not do, because it might refer to parameters of the original.
     """
     copies: dict[int, Tensor] = {}
     held = [
@@ -104,7 +105,7 @@ def in_double(model: nn.Module) -> Iterator[None]:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A copy in fp64, of a parameter another parameter, with its hooks."""
+    """Return a copy in fp64; a parameter stays a parameter, with its hooks."""
     wide = exact(tensor.detach()).to(torch.float64, copy=True)
     if not isinstance(tensor, nn.Parameter):
         return wide
@@ -115,7 +116,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[str, Tensor]]:
-    """The arguments in tensors of their own, and the leaves among them that want a gradient, by name."""
+    """Return copies of the arguments, and the leaves that require a gradient, by name."""
     copies: dict[int, Tensor] = {}
     leaves: dict[str, Tensor] = {}
 
@@ -128,7 +129,7 @@ def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[st
             if tensor.requires_grad:
                 keys = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
                 leaves[f"input {'.'.join(keys)}"] = leaf.requires_grad_()
-            copies[id(tensor)] = leaf.clone()  # no leaf, so that a forward may write into it
+            copies[id(tensor)] = leaf.clone()  # not a leaf: a forward may write to it
         return copies[id(tensor)]
 
     args, kwargs = tree_map_with_path(own, (inputs.args, inputs.kwargs))
@@ -136,7 +137,7 @@ def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[st
 
 
 def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an output, named by the way to them; key-value caches are passed over."""
+    """Yield the tensors of an output, named by their paths in it; key-value caches are skipped."""
     if isinstance(value, Tensor):
         yield name, value
         return
@@ -165,7 +166,8 @@ def _gradients(
     used = [name for name, out in outputs.items() if out.requires_grad and name in cotangents]
     if not used or not sources:
         return {}
-    # what torch.autograd.grad calls; that function itself would be handed to the mode, and run outside of it
+    # torch.autograd.grad calls this; torch.autograd.grad itself would be intercepted by the function mode,
+    # and its backward would run outside of the mode
     given = torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs[name] for name in used),
         tuple(cotangents[name].to(outputs[name]) for name in used),
@@ -181,10 +183,10 @@ def _gradients(
 
 @contextlib.contextmanager
 def _default_dtype(double: bool) -> Iterator[None]:
-    """The dtype of tensors that a forward makes without naming one.
+    """Set the default dtype to fp64 if `double`.
 
-    All threads have one default. Dynamo puts back, after each compilation, the one that it found: nobody
-    compiles in another thread while it is fp64.
+    The default is shared by all threads, and dynamo restores the default that it found after each
+    compilation. The compile lock keeps other threads from compiling while the default is fp64.
     """
     if not double:
         yield

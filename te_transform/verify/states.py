@@ -13,12 +13,12 @@ from te_transform.graph.state_snapshot import same_bits
 from te_transform.verify.compare import Row
 
 STATE = "state_dict"
-_NAMES = 5  # listed of those that differ
+_NAMES = 5  # the most differing names to list
 _E4M3 = 2**-4  # the largest relative error of rounding to it
 
 
 def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
-    """A row for each difference, and one that counts."""
+    """Yield a row for each difference, and one with the number of entries."""
     own, theirs, held = model.state_dict(), converted.state_dict(), _held(converted) - _held(model)
     if list(own) != list(theirs):
         changed = sorted(own.keys() ^ theirs.keys())
@@ -33,30 +33,30 @@ def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
 
 
 def _held(model: nn.Module) -> set[str]:
-    """The names of the parameters that are held in FP8 alone, which a state dict has as plain tensors."""
+    """Return the names of FP8-only parameters, which a state dict holds as plain tensors."""
     return {name for name, p in model.named_parameters(remove_duplicate=False) if is_quantized(p)}
 
 
 def _rounded(name: str, own: Tensor, theirs: Tensor) -> Row:
-    """A weight that is held in FP8 alone may be off by the rounding of E4M3, 3 bits of mantissa."""
+    """Compare an FP8-only weight; the rounding of E4M3 (3 bits of mantissa) is allowed."""
     error = float((theirs.double() - own.double()).norm() / own.double().norm().clamp(min=1e-300))
     return Row(STATE, name, error <= _E4M3, error, allowed=_E4M3, dtype="FP8")
 
 
 def _difference(own: Any, theirs: Any) -> str:
-    """Return why two entries are not the same; another dtype of the same weights is no other weight."""
+    """Return why two entries differ; the text distinguishes a cast of the same weights from other weights."""
     are_tensors = isinstance(own, Tensor) and isinstance(theirs, Tensor)
     if are_tensors and own.shape != theirs.shape:
         return f"is {list(theirs.shape)}, the original's is {list(own.shape)}: compare models of one size"
     if are_tensors and own.dtype != theirs.dtype:
         is_cast = same_bits(own.to(theirs.dtype), theirs) or same_bits(own, theirs.to(own.dtype))
         dtypes = f"is {dtype_name(theirs.dtype)}, the original's is {dtype_name(own.dtype)}"
-        return f"{dtypes}{'' if is_cast else ', of other numbers'}: cast both models to one dtype"
-    return "holds other values than the original's: load it there if it was trained since"
+        return f"{dtypes}{'' if is_cast else ', with other values'}: cast both models to one dtype"
+    return "has other values than the original's: load it into the original if it was trained since"
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two entries of state dicts are the same; some modules put other things than tensors there."""
+    """Return True if two entries of state dicts are equal; some modules store objects other than tensors."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return same_bits(one, other)
     return one is other or bool(one == other)

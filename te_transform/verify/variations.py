@@ -1,4 +1,4 @@
-"""Inputs made from example inputs: fresh values, other sizes, left padding."""
+"""Derive inputs from example inputs: fresh values, other sizes, left padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE = "example inputs"
 
 @dataclass(frozen=True)
 class Variation:
-    """A set of inputs; `apart` are those to take where the model does not take this one."""
+    """A set of inputs; `apart` holds alternatives for a model that rejects this set."""
 
     label: str
     inputs: Inputs
@@ -27,7 +27,7 @@ class Variation:
 
 @dataclass(frozen=True)
 class _Size:
-    """A size that is to be another, in some dimensions."""
+    """A change of one size, in some dimensions."""
 
     found: int
     wanted: int
@@ -38,10 +38,10 @@ class _Size:
 
 
 def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[Variation]:
-    """Each sample, then the first with fresh values, another batch and length, left-padded.
+    """Yield each sample, then the first with fresh values, with another batch and length, and left-padded.
 
-    A size is known by the value that it has in the example. Whether the model runs at others, it has to say.
-    Both change at once, which is one capture; apart only where the model does not take that.
+    Dimensions are identified by the value of their size in the example. The model may reject other sizes.
+    Both sizes change at once, which needs only one capture; they change separately if the model rejects that.
     """
     for number, sample in enumerate(samples, 1):
         yield Variation(EXAMPLE + (f" {number}" if len(samples) > 1 else ""), sample)
@@ -65,19 +65,22 @@ def _parameters(model: nn.Module) -> set[str]:
 
 
 def _left_padded(ids: Tensor) -> Tensor:
-    """[batch, length] of 0 and 1, 0 where there is padding: a third of the first row, less in each below."""
+    """Return a mask [batch, length], 0 for padding and 1 elsewhere.
+
+    A third of the first row is padding, and less in each row below.
+    """
     batch, length = ids.shape
     missing = torch.arange(batch, 0, -1, dtype=torch.int64, device=ids.device) * length // (3 * batch)
     return (torch.arange(length, dtype=torch.int64, device=ids.device) >= missing[:, None]).long()
 
 
 def _sizes(inputs: Inputs) -> tuple[int | None, int | None]:
-    """The batch, the first size of the first tensor, and the length, its next one or that of ids."""
+    """Return batch size and length: the first two sizes of the first tensor; ids come first for the length."""
     tensors = [t for t in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
     if not tensors:
         return None, None
     ids = [t for t in tensors if t.dim() > 1 and not t.is_floating_point() and not _is_mask(t)]
-    tokens = [t for t in (*ids, tensors[0]) if t.dim() in (2, 3)]  # more are an image's
+    tokens = [t for t in (*ids, tensors[0]) if t.dim() in (2, 3)]  # more dimensions: an image
     return tensors[0].shape[0], tokens[0].shape[1] if tokens else None
 
 
@@ -87,13 +90,13 @@ def _other_sizes(inputs: Inputs) -> list[_Size]:
     if batch is not None:
         found.append(_Size(batch, batch + 1, slice(0, 1) if same else slice(None)))
     if length is not None:
-        other = length - max(1, length // 3) if length > 1 else 2  # shorter: every model has a longest
+        other = length - max(1, length // 3) if length > 1 else 2  # shorter, because models limit the length
         found.append(_Size(length, other, slice(1, None) if same else slice(None)))
     return found
 
 
 def _varied(inputs: Inputs, generator: torch.Generator, sizes: Sequence[_Size] = ()) -> Inputs:
-    """Fresh values, in tensors of other sizes."""
+    """Return inputs with fresh values and other sizes."""
     made: dict[int, Tensor] = {}  # one tensor passed twice stays one tensor
 
     def varied(tensor: Tensor) -> Tensor:
@@ -117,18 +120,17 @@ def _varied(inputs: Inputs, generator: torch.Generator, sizes: Sequence[_Size] =
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """At most two different values: they mean something where they are."""
+    """Return True for at most two distinct values: their positions have a meaning."""
     return tensor.dtype is torch.bool or tensor.unique().numel() <= 2
 
 
 def only_hides(tensor: Tensor) -> bool:
-    """Whether a floating tensor is a mask that is added to scores: of zeros, and of numbers so low that they
-    hide."""
+    """Return True if a floating-point tensor is an additive mask: zeros, and values so low that they hide."""
     return tensor.numel() > 0 and bool(((tensor == 0) | (tensor <= HIDES)).all())
 
 
 def _fresh(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Other values of the same kind: normal ones of the same mean and scale, or integers that are there."""
+    """Return new values: normal ones of the same mean and scale, or integers drawn from the tensor."""
     if tensor.is_floating_point():
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu").to(tensor)
         return noise * tensor.std() + tensor.mean()

@@ -1,4 +1,4 @@
-"""What verify() found, to read."""
+"""The result of verify(), and how it prints."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from te_transform.verify.compare import Row
 from te_transform.verify.states import STATE
 
 _WIDTH = 110  # columns of str(verification)
-_WORST = 5  # gradients shown of each set of inputs, and entries of state dicts
+_WORST = 5  # the number of gradients shown per set of inputs, and of state dict entries
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What verify() found; true if all is as it was.
+    """The result of verify(); true if all comparisons passed.
 
-    `rows` holds every comparison, `guilty` the paths of the sites that a difference comes from, `skipped` a
-    sentence for each set of inputs that the original model does not take, `recipes` the recipes of a model in
-    FP8: the original that its errors are compared with is then emulated, see emulate.py.
+    Attributes:
+        model: The class name of the model.
+        rows: Every comparison.
+        guilty: The paths of the sites that cause a failure.
+        skipped: A sentence for each set of inputs that the original model rejects.
+        recipes: The recipes of a model in FP8. Its errors are compared with those of an emulation, see
+            emulate.py.
     """
 
     model: str
@@ -58,11 +62,10 @@ class Verification:
         notes += [f"skipped: {sentence}" for sentence in self.skipped]
         nothing = Counter(row.inputs for row in self.rows if not row.finite)
         notes += [
-            f"note: {inputs}: {count} tensors of the original have no finite number, nothing in them is "
-            "compared"
+            f"note: {inputs}: {count} tensors of the original have no finite number, and were not compared"
             for inputs, count in nothing.items()
         ]
-        notes += [f"note: 'original' is emulated, as exact as FP8 can be in {name}" for name in self.recipes]
+        notes += [f"note: 'original' is emulated, as exact as FP8 allows in {name}" for name in self.recipes]
         return Group(Text(self.title, style="bold"), table, *map(Text, notes))
 
     def __str__(self) -> str:
@@ -76,7 +79,7 @@ class Verification:
 
 
 def _lines(inputs: str, rows: list[Row]) -> Iterator[tuple[str, ...]]:
-    """A line for each output, for the worst gradients and whatever else failed, and one that counts."""
+    """Yield a line for each output, for the worst gradients, and for the number of passed comparisons."""
     gradients = sorted((row for row in rows if row.name.startswith("gradient")), key=lambda row: -row.times)
     others = [row for row in rows if not row.name.startswith("gradient")]
     if inputs == STATE:

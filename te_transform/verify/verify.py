@@ -1,4 +1,4 @@
-"""Compare a converted model with its original, and say what differs because of what."""
+"""The front door verify(): compare a converted model with its original, and find the guilty sites."""
 
 from __future__ import annotations
 
@@ -33,26 +33,31 @@ from te_transform.verify.verification import Verification
 @suggests
 @one_at_a_time
 def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -> Verification:
-    """Compare `converted` with `model`, forward and each gradient, against the original's arithmetic in fp64.
+    """Compare `converted` with `model`, forward and each gradient, against the original in fp64.
 
-    In training mode, in evaluation mode and without gradients, dropout off; on the example inputs, fresh
-    random values, another batch size and length, and a left-padded batch where the model takes an
-    attention_mask. All that is fused runs so, at any size; on the example inputs in training also as outside
-    of verify(), where few tokens run as they were captured. compare.py says what passes; a model in FP8 is
-    measured by how exact FP8 can be. The state dicts have to agree bitwise: if they differ, nothing runs, and
-    the result names the entries. After a failure, subsets of the
-    sites are run to find those that cause it. What torch.compile and CUDA graphs make of the model is not
-    looked at. Needs the memory of `model` in fp64 and of its gradients.
+    The models run in training mode, in evaluation mode and without gradients, with dropout off. Inputs are
+    the example inputs, fresh random values, another batch size and length, and a left-padded batch if the
+    model has an attention_mask.
+
+    All sites run fused at any size. On the example inputs in training mode, the model also runs as outside of
+    verify(), where calls with few tokens run unfused. Effects of torch.compile and CUDA graphs are not
+    compared.
+
+    compare.py says what passes. A model in FP8 is compared with an ideal emulation of FP8. The state dicts
+    must agree bitwise: if they differ, nothing runs, and the result names the entries. After a failure,
+    subsets of the sites run to find the guilty ones.
+
+    verify() needs the memory of `model` in fp64 and of its gradients.
 
     Args:
-        model: the original, or the converted model itself if it was converted in place; left as it is.
-        converted: what te_transform.convert() returned.
-        example_inputs: as convert() takes them.
+        model: The original, or the converted model itself if it was converted in place. It stays unchanged.
+        converted: The model returned by te_transform.convert().
+        example_inputs: Inputs as for convert().
 
     Raises:
-        ValueError: these two cannot be compared, the original does not run on the example inputs, or there is
-            no emulation of the converted model's recipe.
-        te_transform.InputError: there are no inputs and none can be invented.
+        ValueError: the two models cannot be compared, the original does not run on the example inputs, or the
+            recipe of the converted model cannot be emulated.
+        te_transform.InputError: there are no inputs, and none can be generated.
     """
     _check(model, converted)
     duel = _Duel(model, converted, Recipes(converted))
@@ -77,30 +82,30 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
 def _check(model: nn.Module, converted: nn.Module) -> None:
     if not isinstance(converted, nn.Module) or not conversions(converted):
         raise ValueError(
-            f"the second model is a {type(converted).__name__} that te_transform.convert() did not return, a "
-            "converted model is needed: verify(model, te_transform.convert(model))"
+            f"expected a converted model as the second model, got a {type(converted).__name__} that "
+            "te_transform.convert() did not return; call verify(model, te_transform.convert(model))"
         )
     for which, each in (("first", model), ("second", converted)):
         if hasattr(each, "module") and (wrapper := wrapped_by(each)):
             raise ValueError(
-                f"the {which} model is wrapped by {wrapper}, the plain one is needed: pass its .module"
+                f"expected a plain model as the {which} model, got one wrapped by {wrapper}; pass its .module"
             )
-    if not isinstance(converted, type(model)):  # whose class is a subclass, of the same name
+    if not isinstance(converted, type(model)):  # a converted class is a subclass with the same name
         raise ValueError(
-            f"the first model is a {type(model).__name__}, the second was a {type(converted).__name__}, the "
-            "same class is needed: pass the model that was converted"
+            f"expected two models of the same class, got a {type(model).__name__} and a converted "
+            f"{type(converted).__name__}; pass the model that was converted"
         )
     for which, each in (("first", model), ("second", converted)):
         if any(parameter.is_meta for parameter in each.parameters()):
             raise ValueError(
-                f"the {which} model has parameters on the meta device, numbers to compare are needed: move "
-                "it by to_empty(device=...) and load its weights first, or take off the hooks that load them"
+                f"expected weights to compare, got parameters on the meta device in the {which} model; move "
+                "it by to_empty(device=...) and load its weights first, or remove the hooks that load them"
             )
     first, second = (any(isinstance(p, DTensor) for p in each.parameters()) for each in (model, converted))
     if first != second:
         raise ValueError(
-            f"the {'first' if first else 'second'} model is divided among ranks and the other is whole, two "
-            "whole ones are needed: verify() before parallelize() or fully_shard()"
+            f"expected two whole models, got a {'first' if first else 'second'} model divided among ranks; "
+            "call verify() before parallelize() or fully_shard()"
         )
 
 
@@ -117,7 +122,7 @@ class _Case:
     inputs: Inputs
     training: bool
     gradients: bool
-    by_size: bool = False  # whether what runs is chosen by the size of the call, as outside of verify()
+    by_size: bool = False  # True to apply size limits, as outside of verify()
 
     def __str__(self) -> str:
         words = [self.label, "training" if self.training else "evaluation"]
@@ -136,8 +141,10 @@ def _cases(label: str, inputs: Inputs, by_size: bool) -> Iterator[_Case]:
 
 
 def _trained(inputs: Inputs) -> Inputs:
-    """The inputs with every floating tensor requiring a gradient, but for masks, which calls have without:
-    what is captured for one that has a gradient is not what runs."""
+    """Return the inputs with every floating-point tensor requiring a gradient, except masks.
+
+    Masks have no gradient in normal calls, and a mask with a gradient would be captured differently.
+    """
 
     def trained(tensor: Tensor) -> Tensor:
         is_trained = tensor.is_floating_point() and not only_hides(tensor)
@@ -159,12 +166,12 @@ class _Duel:
 
     @property
     def by_size(self) -> bool:
-        """Whether calls may run otherwise than with all sites fused, which is looked at besides."""
+        """True if size limits may leave sites unfused; this case is then compared as well."""
         options = [each.options for each in conversions(self.converted)]
         return not (ignore_size_limits or any(each.compile or each.graphs for each in options))
 
     def learn(self, samples: list[Inputs]) -> None:
-        """See which products run in FP8."""
+        """Find out which products run in FP8."""
         for training in (True, False) if self.recipes.held else ():
             self.converted.train(training)
             args, kwargs = samples[0].clone()
@@ -176,7 +183,7 @@ class _Duel:
                 self.converted(*args, **kwargs)
 
     def rows(self, case: _Case) -> list[Row]:
-        """The comparisons of one case."""
+        """Return the comparisons of one case."""
         self.model.train(case.training)
         self.converted.train(case.training)
         with torch.set_grad_enabled(case.gradients), self.recipes.fresh_scales():
@@ -185,13 +192,13 @@ class _Duel:
             except OriginalError:
                 if not case.gradients:
                     raise
-                # a forward may set requires_grad of views of its input, as wav2vec2's does in training, which
-                # PyTorch refuses where the input has a gradient itself
+                # a forward may set requires_grad on views of its input, as wav2vec2 does in training; PyTorch
+                # refuses this if the input itself requires a gradient
                 detached = tree_map_only(Tensor, Tensor.detach, (case.inputs.args, case.inputs.kwargs))
                 return judge(self._contenders(case), Inputs(*detached), str(case))
 
     def guilty(self, failing: list[_Case], called: Called) -> list[str]:
-        """The paths of those of the `called` sites without which these cases do not fail."""
+        """Return the paths of the `called` sites that make these cases fail."""
         found: list[str] = []
         for case in failing:
 
@@ -200,7 +207,7 @@ class _Duel:
                     return _failed(self.rows(case))
 
             others = [path for path in called.sites if path not in found]
-            # where it fails without any site, it is the parameters
+            # a case that fails without any site has wrong parameters
             if (not found or fails(others)) and not fails(()):
                 found += bisect_failures(others, fails)
         return found
@@ -224,7 +231,7 @@ class _Duel:
 
 
 def _all_rows(sets: list[Variation], duel: _Duel) -> _Rows:
-    """Every row, the cases that have a failing one, and which sets the original did not take."""
+    """Return all rows, the failing cases, and the sets of inputs that the original rejects."""
     return _together([_rows_of(each, duel) for each in progress(sets, "verifying")])
 
 
@@ -238,7 +245,7 @@ def _rows_of(each: Variation, duel: _Duel) -> _Rows:
     except OriginalError as error:
         if each.label.startswith(EXAMPLE):
             raise ValueError(
-                f"the original does not run on the example inputs ({each.inputs}), it raised {error}"
+                f"expected example inputs on which the original runs, got {each.inputs}; it raised {error}"
             ) from error
         skipped = [] if each.apart else [f"{each.label}, the original raised {error}"]
         apart = [_rows_of(one, duel) for one in each.apart]
