@@ -63,10 +63,7 @@ def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any
         if its[what] != found[0][what]
     ]
     if differ:
-        raise RanksError(
-            "expected all ranks to convert the same model in the same way, got differences: "
-            f"{'; '.join(differ)}"
-        )
+        raise RanksError(f"{'; '.join(differ)}: convert the same model in the same way on all ranks")
 
 
 def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str]:

@@ -108,9 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     planned = commands.add_parser("inspect", help="report what would be fused, and why not the rest")
     _add_model(planned, length=2048)
     _add_output(planned)
-    planned.add_argument(
-        "--expect", **_SEVERAL, metavar="RULE=N", help="fail unless RULE fuses N sites"
-    )
+    planned.add_argument("--expect", **_SEVERAL, metavar="RULE=N", help="fail unless RULE fuses N sites")
     planned.add_argument(
         "--times", action="store_true", help="predict the time of a call on an H100 in each execution mode"
     )

@@ -66,9 +66,7 @@ def inputs_of(told: Sequence[str], device: torch.device) -> Inputs:
     tensors = [_tensor(shape, device) for _, _, shape in named]
     names = [name for name, _, _ in named]
     if any(equals and not name for name, equals, _ in named):
-        raise LoadError(
-            f"expected a name before each =, such as ids=2x16:int64:1000, got {', '.join(told)}"
-        )
+        raise LoadError(f"expected a name before each =, such as ids=2x16:int64:1000, got {', '.join(told)}")
     if any(names) and not all(names):
         raise LoadError("expected names for all inputs or for none, got names for some; name all or none")
     if any(names) and (twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]):

@@ -34,8 +34,7 @@ def report(converted: nn.Module) -> Report:
         inside = next((path for path, part in parts if runner_of(part) is not None), None)
         raise ModelError(
             f"expected a model returned by te_transform.convert(), got a {type(converted).__name__} without "
-            "report"
-            + (f"; pass its .{inside}" if inside else "")
+            "report" + (f"; pass its .{inside}" if inside else "")
         )
     material = found.material
     if material.next_call:

@@ -90,64 +90,72 @@ def compile_forward(model: nn.Module) -> None:
 MODELS = {
     "None": (
         not_a_model(None),
-        "() was given a NoneType, a torch.nn.Module is needed: pass the model itself",
+        "(), got a NoneType; pass the model itself",
     ),
-    "a class": (not_a_model(nn.Linear), "() was given a type, a torch.nn.Module is needed"),
+    "a class": (not_a_model(nn.Linear), "(), got a type; pass the model itself"),
     "a state dict": (
         lambda: tiny().state_dict(),
-        "() was given a OrderedDict, a torch.nn.Module is needed",
+        "(), got a OrderedDict; pass the model itself",
     ),
     "no parameters": (
         nn.ReLU,
-        "ReLU has no parameters, there is nothing to convert: pass a model with weights",
+        "expected a model with parameters, got a ReLU without; pass a model with weights",
     ),
     "scripted": (
         lambda: torch.jit.script(tiny()),
-        "RecursiveScriptModule is a ScriptModule, a Python module is needed: convert before torch.jit.script",
+        "expected a Python module, got a ScriptModule: RecursiveScriptModule; convert before "
+        "torch.jit.script",
     ),
     "traced": (
         lambda: torch.jit.trace(tiny(), X),
-        "TopLevelTracedModule is a ScriptModule, a Python module is needed",
+        "expected a Python module, got a ScriptModule: TopLevelTracedModule",
     ),
     "scripted part": (
         scripted_part,
-        "its part 1 (RecursiveScriptModule) is a ScriptModule, a Python module is needed",
+        "expected a Python module, got a ScriptModule: its part 1 (RecursiveScriptModule)",
     ),
     "lazy": (
         lazy,
-        "Sequential has lazy tensors without a shape, real ones are needed: run it once on real inputs",
+        "expected tensors with shapes, got a Sequential with lazy ones; run it once on real inputs",
     ),
-    "lazy buffers": (lazy_buffers, "Sequential has lazy tensors without a shape"),
-    "no forward": (lambda: nn.ModuleList([tiny()]), "ModuleList has no forward, it cannot be called"),
+    "lazy buffers": (lazy_buffers, "expected tensors with shapes, got a Sequential with lazy ones"),
+    "no forward": (
+        lambda: nn.ModuleList([tiny()]),
+        "expected a model with a forward, got a ModuleList without",
+    ),
     "converted": (
         lambda: te_transform.convert(tiny(), X, verify=False),
-        "Tiny is converted already, an original model is needed: te_transform.revert() it first",
+        "expected an original model, got a converted Tiny; call te_transform.revert() first",
     ),
     "part converted": (
         lambda: nn.Sequential(te_transform.convert(tiny(), X, verify=False)),
-        "Sequential is converted already, an original model is needed",
+        "expected an original model, got a converted Sequential",
     ),
     "torch.compile": (
         lambda: torch.compile(tiny()),
-        "OptimizedModule is a compiled module, the plain one is needed: convert its _orig_mod, with "
+        "expected a plain module, got a compiled one: OptimizedModule; convert its _orig_mod, with "
         "compile=True",
     ),
     "torch.compile of a part": (
         lambda: nn.Sequential(torch.compile(tiny())),
-        "its part 0 (OptimizedModule) is a compiled module, the plain one is needed",
+        "expected a plain module, got a compiled one: its part 0 (OptimizedModule)",
     ),
     "compile()": (
         with_part(lambda model: model.compile()),
-        "Tiny is compiled, the plain module is needed: leave that out, and convert it with compile=True",
+        "expected an uncompiled module, got a compiled one: Tiny; do not compile it, and convert it with "
+        "compile=True",
     ),
     "compile() of a part": (
         with_part(compile_block),
-        "its part blocks.0 (Block) is compiled, the plain module is needed",
+        "expected an uncompiled module, got a compiled one: its part blocks.0 (Block)",
     ),
-    "torch.compile of forward": (with_part(compile_forward), "Tiny is compiled, the plain module is needed"),
+    "torch.compile of forward": (
+        with_part(compile_forward),
+        "expected an uncompiled module, got a compiled one: Tiny",
+    ),
     "DataParallel": (
         lambda: nn.DataParallel(tiny()),
-        "the model is wrapped by DataParallel, the plain model is needed: convert first, then wrap",
+        "expected the plain model, got a model wrapped by DataParallel; convert first, then wrap",
     ),
 }
 
@@ -181,7 +189,7 @@ def test_what_is_no_model_is_named_by_the_other_functions(name: str, what: objec
     with pytest.raises(ModelError) as raised:
         OTHERS[name](what)
     assert str(raised.value) == (
-        f"{name}() was given a {type(what).__name__}, a torch.nn.Module is needed: pass the model itself"
+        f"expected a torch.nn.Module for {name}(), got a {type(what).__name__}; pass the model itself"
     )
 
 
@@ -215,9 +223,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
 def test_a_wrapped_model_is_named(wrap: Callable, process_group: None):
     model = wrap(tiny())
-    sentence = (
-        f"the model is wrapped by {WRAPPERS[wrap]}, the plain model is needed: convert first, then wrap"
-    )
+    sentence = f"expected the plain model, got a model wrapped by {WRAPPERS[wrap]}; convert first, then wrap"
     with pytest.raises(ModelError) as raised:
         te_transform.convert(model, X)
     assert str(raised.value) == sentence
@@ -226,18 +232,28 @@ def test_a_wrapped_model_is_named(wrap: Callable, process_group: None):
 def test_a_converted_model_that_is_wrapped_is_named(process_group: None):
     model, converted = tiny(), te_transform.convert(tiny(), X)
     wrapped = ddp(converted)
-    with pytest.raises(ValueError, match=r"the second model is wrapped by Dist.*needed: pass its \.module"):
+    with pytest.raises(
+        ValueError, match=r"as the second model, got one wrapped by Dist.*; pass its \.module"
+    ):
         te_transform.verify(model, wrapped, X)
-    with pytest.raises(ModelError, match=r"convert\(\) returns a model that has one: pass its \.module"):
+    with pytest.raises(ModelError, match=r"returned by te_transform\.convert\(\), got .*; pass its \.module"):
         te_transform.report(wrapped)
-    with pytest.raises(te_transform.RanksError, match="the group is a str, a process group or None"):
+    with pytest.raises(
+        te_transform.RanksError, match=r"expected a process group or None \(for all\) for group, got a str"
+    ):
         te_transform.check_ranks(converted, group="gloo")
     te_transform.check_ranks(converted, group=torch.distributed.group.WORLD)
 
 
 def test_a_model_that_cannot_be_copied_asks_for_inplace():
     model = with_part(lambda model: weight_norm(model.head) and None)()
-    with untouched(model), pytest.raises(ModelError, match=r"^Tiny cannot be copied .*: pass inplace=True$"):
+    with (
+        untouched(model),
+        pytest.raises(
+            ModelError,
+            match=r"^expected a model that can be copied, .* got a Tiny that cannot .*; pass inplace=True$",
+        ),
+    ):
         te_transform.convert(model, X)
     assert te_transform.convert(model, X, inplace=True) is model
     te_transform.report(model).expect(layernorm_mlp=1)
@@ -491,60 +507,69 @@ def test_inventing_inputs_draws_no_random_numbers():
 # What is given as options
 
 OPTIONS = {
-    "backend": ({"backend": "foo"}, OptionError, "backend is 'foo', 'auto', 'te' or 'torch' is needed"),
-    "no backend": ({"backend": None}, OptionError, "backend is None, 'auto', 'te' or 'torch' is needed"),
+    "backend": ({"backend": "foo"}, OptionError, "expected backend='auto', 'te' or 'torch', got 'foo'"),
+    "no backend": ({"backend": None}, OptionError, "expected backend='auto', 'te' or 'torch', got None"),
     "recipe": (
         {"recipe": "fp8"},
         OptionError,
-        "recipe is 'fp8', None, a TE recipe or one of fp8-delayed, fp8-current, fp8-block, mxfp8 is needed",
+        "expected None, a TE recipe or one of fp8-delayed, fp8-current, fp8-block, mxfp8 for recipe, got "
+        "'fp8'",
     ),
     "recipe on torch": (
         {"recipe": "fp8-delayed", "backend": "torch"},
         OptionError,
-        "recipe is 'fp8-delayed', it needs backend='te' and this is backend 'torch', as asked; ",
+        "expected backend='te' for recipe='fp8-delayed', got backend 'torch', as asked; ",
     ),
     "skip": (
         {"skip": 3},
         OptionError,
-        "skip is 3, module paths or globs such as 'model.layers.0*' are needed",
+        "expected module paths or globs such as 'model.layers.0*' for skip, got 3",
     ),
     "skip of nothing": (
         {"skip": ["no.such.module"]},
         OptionError,
-        "skip has 'no.such.module', which names no module of",
+        "in skip, got 'no.such.module', which names no module of",
     ),
-    "skip of numbers": ({"skip": ["a", 3]}, OptionError, "skip has 3, module paths or globs such as"),
-    "an empty skip": ({"skip": ""}, OptionError, "skip has '', module paths or globs such as"),
+    "skip of numbers": (
+        {"skip": ["a", 3]},
+        OptionError,
+        "module paths or globs such as 'model.layers.0*' in skip, got 3",
+    ),
+    "an empty skip": (
+        {"skip": ""},
+        OptionError,
+        "module paths or globs such as 'model.layers.0*' in skip, got ''",
+    ),
     "compile": (
         {"compile": "fast"},
         OptionError,
-        "compile is 'fast', a bool or one of default, reduce-overhead, max-autotune, "
-        "max-autotune-no-cudagraphs, auto is needed",
+        "expected a bool or one of default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs, auto "
+        "for compile, got 'fast'",
     ),
-    "compile number": ({"compile": 1}, OptionError, "compile is 1, a bool or one of default"),
+    "compile number": ({"compile": 1}, OptionError, "auto for compile, got 1"),
     "passes": (
         {"passes": 3},
         OptionError,
-        "passes is 3, a tuple of te_transform.Rule objects is needed, as PIPELINE is",
+        "expected a tuple of te_transform.Rule objects for passes, such as PIPELINE, got 3",
     ),
     "a name as passes": (
         {"passes": "linear"},
         OptionError,
-        "passes is 'linear', a tuple of te_transform.Rule objects",
+        "a tuple of te_transform.Rule objects for passes, such as PIPELINE, got 'linear'",
     ),
     "a non-rule": (
         {"passes": ["linear"]},
         OptionError,
-        "passes has 'linear', te_transform.Rule objects are needed",
+        "as in te_transform.PIPELINE, got 'linear'",
     ),
     "a rule's module": (
         {"passes": [te_transform.passes.linear]},
         OptionError,
-        "te_transform.Rule objects are needed, as in te_transform.PIPELINE",
+        "expected te_transform.Rule objects in passes, as in te_transform.PIPELINE, got ",
     ),
-    "approximate": ({"approximate": "yes"}, OptionError, "approximate is 'yes', True or False is needed"),
-    "verify": ({"verify": 1e-3}, OptionError, "verify is 0.001, True or False is needed"),
-    "inplace": ({"inplace": None}, OptionError, "inplace is None, True or False is needed"),
+    "approximate": ({"approximate": "yes"}, OptionError, "expected True or False for approximate, got 'yes'"),
+    "verify": ({"verify": 1e-3}, OptionError, "expected True or False for verify, got 0.001"),
+    "inplace": ({"inplace": None}, OptionError, "expected True or False for inplace, got None"),
 }
 
 
@@ -563,7 +588,7 @@ def test_a_misspelled_option_is_named():
     known = "backend, passes, recipe, skip, approximate, pad_vocabulary, chunked_loss, compile, graphs"
     with pytest.raises(OptionError) as raised:
         te_transform.inspect(tiny(), X, recpie="fp8-delayed")
-    needed = f"there is no option 'recpie', one of {known}, inplace, verify is needed"
+    needed = f"expected one of the options {known}, inplace, verify, got 'recpie'"
     assert str(raised.value) == f"{needed}; did you mean 'recipe'?"
 
 
@@ -631,17 +656,15 @@ def test_what_is_no_tensor_is_told_how_to_become_one():
 
 
 def test_trace_of_a_compiled_model_or_in_no_mode_is_refused():
-    with pytest.raises(
-        ModelError, match="is a compiled module, the plain one is needed: trace its _orig_mod"
-    ):
+    with pytest.raises(ModelError, match="expected a plain module, got a compiled .*; trace its _orig_mod"):
         te_transform.trace(torch.compile(tiny()), X)
-    with pytest.raises(OptionError, match="train is 'no', True or False is needed"):
+    with pytest.raises(OptionError, match="expected True or False for train, got 'no'"):
         te_transform.trace(tiny(), X, train="no")
 
 
 def test_the_report_of_a_wrapper_is_that_of_its_part():
     converted = te_transform.convert(tiny(), X, verify=False)
-    with pytest.raises(ModelError, match=r"Sequential has no report.* pass its \.0"):
+    with pytest.raises(ModelError, match=r"got a Sequential without report; pass its \.0"):
         te_transform.report(nn.Sequential(converted))
     with pytest.raises(TypeError, match="expected an integer for linear, got '1'; pass the number of sites"):
         te_transform.report(converted).expect(linear="1")
@@ -652,20 +675,27 @@ def test_rules_that_are_none_are_refused_and_those_that_ask_too_much_are_named()
     assert linear.name == "linear"
     wrong = {"name": "", "pattern": None, "refuse": None, "build": None, "reads": "x", "hands_out": "x"}
     for field, value in wrong.items():
-        with pytest.raises(OptionError, match=f"{field}.* of the rule .* needed"):
+        with pytest.raises(OptionError, match=f"expected .* for {field} of the rule .*, got "):
             te_transform.convert(tiny(), X, passes=(replace(linear, **{field: value}),))
     for refuse, told in {
-        lambda lin: (): "asks for 'lin', a role of its pattern or an option is needed",
-        lambda: "no": "returned 'no', an iterator of reasons is needed",
-        lambda: [3]: "yielded 3, a sentence is needed",
-        lambda: 1 / 0: "raised ZeroDivisionError: division by zero, reasons are needed",
-        lambda: (1 / 0 for _ in "x"): "raised ZeroDivisionError: division by zero, reasons are needed",
+        lambda lin: (): "got 'lin'; give a default to roles that only some alternatives have",
+        lambda: "no": "expected an iterator of reasons from refuse() of the rule 'linear', got 'no'",
+        lambda: [3]: "expected sentences from refuse() of the rule 'linear', got 3",
+        lambda: (
+            1 / 0
+        ): "expected reasons from refuse() of the rule 'linear', got ZeroDivisionError: division by zero",
+        lambda: (
+            1 / 0 for _ in "x"
+        ): "expected reasons from refuse() of the rule 'linear', got ZeroDivisionError: division by zero",
     }.items():
         assert_told(replace(linear, refuse=refuse), told)
     assert_told(
-        replace(linear, build=lambda: 3), "build() of the rule 'linear' returned 3, a FusedOp is needed"
+        replace(linear, build=lambda: 3), "expected a FusedOp from build() of the rule 'linear', got 3"
     )
-    assert_told(replace(linear, build=lambda: 1 / 0), "raised ZeroDivisionError: division by zero, a FusedOp")
+    assert_told(
+        replace(linear, build=lambda: 1 / 0),
+        "expected a FusedOp from build() of the rule 'linear', got ZeroDivisionError: division by zero",
+    )
 
 
 def assert_told(rule: te_transform.Rule, told: str) -> None:
@@ -680,23 +710,23 @@ def test_what_a_rule_names_is_in_its_pattern():
         (
             "reads",
             ("lin.weight",),
-        ): "reads of the rule 'linear' has 'lin', a role of its pattern is needed, one",
+        ): "in reads of the rule 'linear', got 'lin'",
         (
             "reads",
             ("linear.wieght",),
-        ): "has 'linear.wieght', an argument of 'linear' is needed, one of x, weight",
+        ): "arguments of 'linear' (x, weight, bias) in reads of the rule 'linear', got 'linear.wieght'",
         (
             "hands_out",
             ("loss",),
-        ): "hands_out of the rule 'linear' has 'loss', a role of its pattern is needed",
+        ): "in hands_out of the rule 'linear', got 'loss'",
         (
             "pattern",
             Call(nn.Linear, role="linear"),
-        ): "has <class 'torch.nn.modules.linear.Linear'>, a function",
+        ): "in the pattern of the rule 'linear', got <class 'torch.nn.modules.linear.Linear'>",
         (
             "pattern",
             OneOf(Call("linear", role="linear")),
-        ): "pattern of the rule 'linear' has 'linear', a function",
+        ): "in the pattern of the rule 'linear', got 'linear'",
     }.items():
         with pytest.raises(OptionError, match=re.escape(told)):
             te_transform.convert(tiny(), X, passes=(replace(linear, **dict([changes])),))

@@ -684,7 +684,7 @@ def test_reverted_is_what_it_was() -> None:
     te_transform.revert(converted)
     assert [type(module) for module in model.modules()] == kinds
     assert [vars(module).keys() for module in model.modules()] == attributes
-    with pytest.raises(te_transform.ModelError, match="Tiny has no report"):
+    with pytest.raises(te_transform.ModelError, match="got a Tiny without report"):
         te_transform.report(model)
 
 

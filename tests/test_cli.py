@@ -221,7 +221,10 @@ def test_a_page_that_this_user_may_not_write_is_said_first(
     monkeypatch.setattr("te_transform.cli.os.access", lambda path, mode: False)
     with pytest.raises(SystemExit, match="2"):
         main(["inspect", "nothing", "--html", "page.html"])
-    assert "'page.html' is not to be written by this user" in capsys.readouterr().err
+    assert (
+        "expected a writable file, got 'page.html', which cannot be written by this user"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["models_of_mine:two", "models_of_mine:made.model", "models_of_mine:Counts"])
@@ -357,11 +360,11 @@ def test_a_row_has_no_more_tokens_than_a_decoder_or_the_text_beside_images_has_p
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     assert main(["inspect", whisper(folder), "--length", "13"]) == 2
-    assert "the configuration allows 12 (max_target_positions)" in capsys.readouterr().err
+    assert "expected --length of at most 12 (max_target_positions)" in capsys.readouterr().err
     text = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "max_position_embeddings": 12}
     llava = {"text_config": text, "architectures": ["LlavaForConditionalGeneration"]}
     assert main(["inspect", saved(folder, "Llava", **llava), "--length", "13"]) == 2
-    assert "the configuration allows 12 (max_position_embeddings)" in capsys.readouterr().err
+    assert "expected --length of at most 12 (max_position_embeddings)" in capsys.readouterr().err
 
 
 def test_layers_of_a_config_whose_kinds_of_layers_follow_from_their_number(folder: Path) -> None:
@@ -416,7 +419,9 @@ def test_weights_of_torch_save_are_read_if_they_are_tensors_alone(folder: Path) 
     torch.save(weights, folder / "llama/pytorch_model.bin")
     assert all((parameter == 0.5).all() for parameter in load("llama").parameters())
     torch.save({"model.norm.weight": Harm()}, folder / "llama/pytorch_model.bin")
-    with pytest.raises(LoadError, match="more than tensors, to read them would run code: safetensors are"):
+    with pytest.raises(
+        LoadError, match="got a pickle of more than tensors, which would run code; save safetensors"
+    ):
         load("llama")
     assert not (folder / "harm").exists()
 
@@ -445,16 +450,15 @@ def test_says_that_weights_are_quantized(capsys: pytest.CaptureFixture[str], fol
     assert main(["inspect", "llama", "--layers", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     (note,) = (note for note in told["notes"] if "quantized" in note)
-    assert note.startswith("the config says that the weights are quantized (fp8), the plan is that of the ")
-    assert note.endswith("with its weights in float32: dequantize them before the conversion")
+    assert note.startswith(
+        "the config says that the weights are quantized (fp8), the plan is for weights in float32: "
+    )
+    assert note.endswith("dequantize the weights before the conversion")
     (folder / "llama/model.safetensors").write_bytes(b"")
     assert main(["inspect", "llama", "--layers", "1"]) == 0, "it reads no weights"
     for command in ("verify", "tune"):
         assert main([command, "llama"]) == 2
-        assert (
-            "llama has weights that are quantized (fp8), floating point ones are needed"
-            in capsys.readouterr().err
-        )
+        assert "llama, got quantized ones (fp8); save the dequantized model" in capsys.readouterr().err
 
 
 LIGHT = (["--help"], ["inspect", "--help"], ["explain"], ["explain", "attention"], ["models", "bert"], [])
@@ -492,9 +496,9 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nSaves " in told
     needs = told.partition("\nneeds\n")[2].partition("\n\n")[0]
     assert ("backend='te'" in needs) == (rule in ("rotary", "cross_entropy"))
-    assert ("others may read norm too" in needs) == rule.startswith("layernorm")
+    assert ("other operations may also read norm" in needs) == rule.startswith("layernorm")
     assert (f"- {rule}=True" in needs) == (rule in ("chunked_loss", "pad_vocabulary"))
-    assert "- the output of the ... is also read by ..., the fused module keeps it inside: " in told
+    assert "- the output of the ... is also read by ..., the fused module does not return it: " in told
     before, _, after = told.partition("\nbefore\n")[2].partition("\nafter\n")
     assert before != after
     assert f"{'columns' if rule == 'merge_siblings' else rule}(" in after
@@ -502,7 +506,7 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert "softmax(" in before
         assert "softmax(" not in after
         assert "- the attention adds a learned bias to its scores, " in told
-        assert "- the model writes to a tensor in the middle of the attention, the fused one is " in told
+        assert "- the model writes to a tensor in the middle of the attention, fused attention is " in told
     if rule == "layernorm_mlp":
         assert "Saves the normalized tensor's round trip" in told
         assert "- only one of the two linears has a bias, but LayerNormMLP has two biases or none: " in told
@@ -529,14 +533,14 @@ def test_explain_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str], folder: 
     assert main(["explain", "rules_of_mine:MINE"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("mine: Replace each linear that no other rule fused")
-    assert "- linear.x, linear.weight, linear.bias, as far as the model has them" in told
+    assert "- linear.x, linear.weight, linear.bias, if the model has them" in told
     assert "\nbefore\n" not in told, "there is no example"
 
 
 RULE_MISTAKES = {
-    "x": "there is no rule 'x': one of merge_siblings, rotary,",
+    "x": "expected a rule, one of merge_siblings, rotary,",
     "nowhere:RULE": "'nowhere:RULE' cannot be imported (ModuleNotFoundError",
-    "math:pi": "'math:pi' is a float, a te_transform.Rule is needed",
+    "math:pi": "expected a te_transform.Rule at 'math:pi', got a float",
     "rules_of_mine:OTHER": "the example of the rule 'other' failed (ModelError: ReLU has no parameters",
     "rules_of_mine:NO_MATCH": "the example of the rule 'no_match' stays as it is (nothing in it",
 }
@@ -562,7 +566,9 @@ def test_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "GPT-2 eager"]) == 0
     assert "gpt2_eager" in capsys.readouterr().out
     assert main(["models", "gpt17"]) == 2
-    assert capsys.readouterr().err.startswith("te-transform: no model of 'gpt17' was tried")
+    assert capsys.readouterr().err.startswith(
+        "te-transform: expected part of a tested model's name, got 'gpt17'"
+    )
 
 
 def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -575,120 +581,151 @@ def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no such file": (
         lambda folder: ["nothing"],
-        "there is no file or folder 'nothing', and nothing is downloaded:",
+        "got 'nothing', which is no file or folder; nothing is downloaded",
     ),
     "no such module": (lambda folder: ["nowhere:two"], "'nowhere:two' cannot be imported"),
     "no such factory": (lambda folder: ["models_of_mine:three"], "has no attribute 'three'"),
-    "no model": (lambda folder: ["models_of_mine:number"], "gave a int, a torch.nn.Module is needed"),
-    "no function": (lambda folder: ["math:pi"], "'math:pi' gave a float, a torch.nn.Module is needed"),
-    "a file of Python": (lambda folder: ["models_of_mine.py:two"], "needed, the module as import names it"),
+    "no model": (
+        lambda folder: ["models_of_mine:number"],
+        "expected a torch.nn.Module from 'models_of_mine:number', got a int",
+    ),
+    "no function": (lambda folder: ["math:pi"], "expected a torch.nn.Module from 'math:pi', got a float"),
+    "a file of Python": (
+        lambda folder: ["models_of_mine.py:two"],
+        "; name the module as in an import statement",
+    ),
     "a factory that fails": (lambda folder: ["models_of_mine:fails"], "RuntimeError: no weights here"),
     "the line of a factory that fails": (
         lambda folder: ["models_of_mine:fails"],
-        "'models_of_mine:fails' failed (RuntimeError: no weights here) at models_of_mine.py:51, a factory ",
+        "without arguments, got an error from 'models_of_mine:fails' (RuntimeError: no weights here) at "
+        "models_of_mine.py:51",
     ),
     "the line of a module that fails": (
         lambda folder: [python(folder, "failing", "x = 1\nraise ValueError('no')")],
-        "cannot be imported (ValueError: no) at failing.py:2: package.module:factory is needed",
+        "(ValueError: no) at failing.py:2; name the module as in an import statement",
     ),
     "the line of a mistake in a module": (
         lambda folder: [python(folder, "mistaken", "x = 1\nx = = 2")],
-        "mistaken.py:2: package.module:factory is needed",
+        "mistaken.py:2; name the module as in an import statement",
     ),
     "the line that calls a library": (
         lambda folder: [python(folder, "calling", "import json\n\ndef two():\n    return json.loads('{')")],
-        "at calling.py:4, a factory",
+        "at calling.py:4",
     ),
     "a factory of arguments": (
         lambda folder: ["models_of_mine:of_width"],
-        "a factory that can be called without arguments is needed",
+        "expected a factory that can be called without arguments, got an error from ",
     ),
     "a model and its inputs": (
         lambda folder: ["models_of_mine:with_inputs"],
-        "gave a tuple, a torch.nn.Module is needed: inputs are told by --input",
+        "got a tuple; pass inputs by --input",
     ),
     "more layers than there are": (
         lambda folder: ["llama", "--layers", "13"],
-        "the config has 12 layers, 13 are asked for",
+        "expected at most 12 layers, as in the config, got 13",
     ),
     "a class that is no model": (
         lambda folder: [written(folder, architectures=["LlamaConfig"])],
-        "the config names LlamaConfig under architectures, the class of a model is needed there",
+        "expected a model class under architectures in the config, got LlamaConfig",
     ),
     "code for a kind that transformers has": (
         lambda folder: [written(folder, auto_map={"AutoModel": "a.B"})],
-        "or give a config without auto_map: transformers has llama itself",
+        "or pass a config without auto_map: transformers itself supports llama",
     ),
     "an input of four parts": (
         lambda folder: ["models_of_mine:two", "--input", "2x4x16:float32:2:2"],
-        "an input is '2x4x16:float32:2:2'",
+        "expected an input such as 2x16:int64:1000, got '2x4x16:float32:2:2'",
     ),
-    "an empty name": (lambda folder: ["llama", "--input", "=2x4:int64:9"], "a name is needed before each ="),
+    "an empty name": (lambda folder: ["llama", "--input", "=2x4:int64:9"], "expected a name before each ="),
     "a name twice": (
         lambda folder: ["llama", "--input", "x=2", "--input", "x=3"],
-        "there are several inputs of the name x",
+        "expected one input per name, got several for x",
     ),
     "sizes twice": (
         lambda folder: ["models_of_mine:two", "--input", "2x4x16", "--batch", "3"],
-        "--batch and --length are the sizes of inputs that are invented",
+        "--batch and --length, which are the sizes of generated inputs",
     ),
     "two numbers of a rule": (
         lambda folder: ["llama", "--expect", "linear=1", "--expect", "linear=2"],
-        "--expect has linear=1 and linear=2, one number of a rule is needed",
+        "expected one number per rule for --expect, got linear=1 and linear=2",
     ),
     "a factory's layers": (lambda folder: ["models_of_mine:two", "--layers", "1"], "are for configs"),
-    "no config": (lambda folder: [str(folder)], "has no config.json, a folder with one, a config file, "),
-    "no JSON": (lambda folder: [str(folder / "models_of_mine.py")], "a config is needed: code is named"),
-    "no such kind": (lambda folder: [written(folder, model_type="none")], " builds a model of is needed"),
+    "no config": (lambda folder: [str(folder)], " without a config.json"),
+    "no JSON": (
+        lambda folder: [str(folder / "models_of_mine.py")],
+        "; to pass code, use package.module:factory",
+    ),
+    "no such kind": (lambda folder: [written(folder, model_type="none")], " can build a model, got "),
     "code": (lambda folder: [written(folder, auto_map={"AutoModel": "a.B"})], "pass --trust-remote-code"),
-    "code of no names": (lambda folder: [written(folder, auto_map=5)], "names Python code of its own (5)"),
+    "code of no names": (lambda folder: [written(folder, auto_map=5)], "which names Python code (5)"),
     "a shape beyond memory": (
         lambda folder: ["models_of_mine:two", "--input", f"{10**9}x{10**10}"],
-        "cannot be made (RuntimeError: Storage size calculation overflowed",
+        "(RuntimeError: Storage size calculation overflowed",
     ),
     "no number that there is": (
         lambda folder: ["models_of_mine:two", "--input", f"{10**30}x16"],
-        "smaller one is needed",
+        "pass a smaller one",
     ),
     "a batch beyond memory": (
         lambda folder: ["llama", "--batch", str(10**18)],
-        f"--batch {10**18} and --length 32 make no inputs (",
+        f"--batch {10**18} and --length 32 (",
     ),
     "no such recipe": (lambda folder: ["llama", "--recipe", "fp7"], "recipe is 'fp7'"),
     "no such rule": (lambda folder: ["llama", "--expect", "mlp=2"], "--expect has 'mlp=2'"),
-    "no shape": (lambda folder: ["models_of_mine:two", "--input", "2xall"], "an input is '2xall'"),
+    "no shape": (
+        lambda folder: ["models_of_mine:two", "--input", "2xall"],
+        "such as 2x16:int64:1000, got '2xall'",
+    ),
     "half of the names": (lambda folder: ["llama", "--input", "x=2", "--input", "3"], "name all or none"),
     "no package": (lambda folder: [":two"], "there is no file or folder ':two'"),
-    "a factory that exits": (lambda folder: ["models_of_mine:exits"], "failed (SystemExit: 3)"),
-    "no object": (lambda folder: [listed(folder)], "has a list, the object of a config is needed"),
-    "no such class": (lambda folder: [written(folder, architectures=["Odd"])], "names the class Odd, which"),
-    "no size": (lambda folder: ["models_of_mine:two", "--input", "0x16"], "an input is '0x16'"),
-    "no such input": (lambda folder: ["models_of_mine:two", "--input", "2x4x7"], "told by --input"),
+    "a factory that exits": (
+        lambda folder: ["models_of_mine:exits"],
+        "without arguments, got an error from 'models_of_mine:exits' (SystemExit: 3)",
+    ),
+    "no object": (lambda folder: [listed(folder)], ", got a list"),
+    "no such class": (
+        lambda folder: [written(folder, architectures=["Odd"])],
+        ", got Odd; name another class",
+    ),
+    "no size": (
+        lambda folder: ["models_of_mine:two", "--input", "0x16"],
+        "such as 2x16:int64:1000, got '0x16'",
+    ),
+    "no such input": (
+        lambda folder: ["models_of_mine:two", "--input", "2x4x7"],
+        "pass example inputs by --input",
+    ),
     "no page": (
         lambda folder: ["models_of_mine:two", "--input", "2x4x16", "--html", "/proc/page.html"],
-        "--html has /proc/page.html, which cannot be written",
+        "expected a writable file for --html, got /proc/page.html (",
     ),
     "too long": (
         lambda folder: ["llama", "--length", "33"],
-        "--length is 33, the configuration allows 32 (max_position_embeddings): pass at most that",
+        "expected --length of at most 32 (max_position_embeddings), got 33; pass a smaller one",
     ),
     "no Python": (lambda folder: [python(folder, "no_python", "def two(:")], "(SyntaxError: invalid syntax"),
     "a module that exits": (lambda folder: [python(folder, "exiting", "exit(3)")], "(SystemExit: 3)"),
-    "a path of a module": (lambda folder: ["./models_of_mine:two"], "cannot be imported (TypeError: "),
-    "a scripted model": (lambda folder: ["models_of_mine:scripted"], "is a ScriptModule, a Python module is"),
+    "a path of a module": (
+        lambda folder: ["./models_of_mine:two"],
+        "got './models_of_mine:two' (TypeError: ",
+    ),
+    "a scripted model": (
+        lambda folder: ["models_of_mine:scripted"],
+        "expected a Python module, got a ScriptModule",
+    ),
     "no one number of layers": (
         lambda folder: [
             saved(folder, "ProphetNet", architectures=["ProphetNetForCausalLM"]),
             "--layers",
             "1",
         ],
-        "a ProphetNetConfig has no one number of layers to set",
+        "expected a config with one number of layers, got a ProphetNetConfig",
     ),
     "no decimal number": (
         lambda folder: ["llama", "--expect", "linear=\N{SUPERSCRIPT TWO}"],
-        "RULE=N is needed",
+        "expected RULE=N for --expect",
     ),
-    "no number": (lambda folder: ["llama", "--expect", "linear=all"], "--expect has 'linear=all'"),
+    "no number": (lambda folder: ["llama", "--expect", "linear=all"], ", got 'linear=all'"),
 }
 
 

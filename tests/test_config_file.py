@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "code of a part": (
         inside(LLAVA, auto_map={"AutoModel": "other/repository--code.Class"}),
-        "names Python code of its own (AutoModel), which would be run: pass --trust-remote-code",
+        "which names Python code (AutoModel); pass --trust-remote-code",
     ),
     "a function as a dtype": (LLAMA | {"torch_dtype": "compile"}, "expected the name of a torch.dtype"),
     "a path as a dtype": (LLAMA | {"dtype": "os.system"}, "for dtype in"),
@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "expected numbers alone for model_args",
     ),
     "a path of a class": (LLAMA | {"architectures": ["a/b"]}, "without path or repository for architectures"),
-    "a class of a module": (LLAMA | {"architectures": ["os"]}, "names the class os, which transformers"),
+    "a class of a module": (LLAMA | {"architectures": ["os"]}, ", got os; name another class"),
 }
 
 
@@ -161,7 +161,7 @@ def test_what_no_config_of_its_class_has_is_not_read(name: str, tmp_path: Path) 
     assert model.config.name_or_path == where
     (note,) = read_config(tmp_path / "config.json").notes()
     assert note == (
-        f"config.json has entries that are not read, because they could name code or files ({name}): pass "
+        f"config.json has entries that were skipped, because they could name code or files ({name}): pass "
         "--trust-remote-code to read them"
     )
 
@@ -256,11 +256,11 @@ def test_entries_that_are_not_read_are_a_note(tmp_path: Path, capsys: pytest.Cap
     )
     assert main(["inspect", where, "--json"]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert any("are not read, because they could name code or files (kernels)" in note for note in notes)
+    assert any("were skipped, because they could name code or files (kernels)" in note for note in notes)
     assert any("the weights are quantized (x/y)" in note for note in notes)
 
 
 def test_a_config_of_endless_depth_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a":' * 100_000)
-    with pytest.raises(LoadError, match=r"config.json is no JSON \(maximum recursion depth"):
+    with pytest.raises(LoadError, match=r"config.json, got no JSON \(maximum recursion depth"):
         load(str(tmp_path), on_meta=True)

@@ -149,7 +149,7 @@ SAID = {
     "plan": r"rank 1 has the plan \d+ fused sites \(\w+\), rank 0 has \d+ fused sites",
     "recipe": r"rank 1 has the recipe fp8-current \(\w+\), rank 0 has fp8-delayed \(",
     "options": r"^rank 1 has the options backend=te .*approximate=True .*, rank 0 has .*approximate=False ",
-    "mesh": r"^rank 1 has the mesh \[0, 1\] \('replicas',\), rank 0 has \[0, 1\] \('shards',\): all have to ",
+    "mesh": r"^rank 1 has the mesh \[0, 1\] \('replicas',\), rank 0 has \[0, 1\] \('shards',\): convert ",
     "version": r"rank 1 has the version of te_transform 0.0.1, rank 0 has \d",
     "nothing": r"^$",
 }

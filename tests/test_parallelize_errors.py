@@ -85,7 +85,7 @@ def test_nothing_is_left_to_divide(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"skip": "layer.0"}, "skip has 'layer.0', which names no module of QuickstartModel"),
+        ({"skip": "layer.0"}, "in skip, got 'layer.0', which names no module of QuickstartModel"),
         ({"skip": 3}, "skip is 3, module paths or globs"),
         ({"skip": [3]}, "skip has 3, module paths or globs"),
         ({"sequence_parallel": "yes"}, "sequence_parallel is 'yes', True or False is needed"),
@@ -158,9 +158,11 @@ def test_a_model_that_is_divided(process_group: None) -> None:
     te_transform.parallelize(model, mesh(1), x)
     assert torch.allclose(model(x), expected, atol=1e-5)
     unchanged(model, model, mesh(1), x, match="is divided among 1 ranks already, a whole one is needed")
-    with pytest.raises(te_transform.ModelError, match="is divided among ranks, a whole model is needed: tr"):
+    with pytest.raises(
+        te_transform.ModelError, match="expected a whole model, got .* divided among ranks; call tr"
+    ):
         te_transform.trace(model, x)
-    said = "the second model is divided among ranks and the other is whole"
+    said = "expected two whole models, got a second model divided among ranks"
     with pytest.raises(ValueError, match=said):
         te_transform.verify(original(), model, x)
     with pytest.raises(ParallelError, match="cannot be copied"):

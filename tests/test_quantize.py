@@ -343,7 +343,7 @@ def test_says_why_the_rest_stays(te: ModuleType) -> None:
         "its product does not run in FP8, the report of the conversion says why"
     )
     assert found.left_out["norm.weight"] == "no fused product reads it"
-    assert found.left_out["stored"] == "it is stored transposed, TE's kernels read rows of outputs"
+    assert found.left_out["stored"] == "it is stored transposed, TE's kernels need [out, in]"
     assert not te_transform.quantize_weights(fused).left_out.keys() & {*found.names}
 
 
@@ -365,7 +365,9 @@ def test_a_weight_that_another_module_has_too_stays(te: ModuleType) -> None:
     fused = converted(model)
     answer(fused)
     found = te_transform.quantize_weights(fused)
-    assert found.left_out["o.weight"] == ("another module has it too, which would keep it as it is: untie it")
+    assert found.left_out["o.weight"] == (
+        "it is tied to another module, which would keep the original: untie it"
+    )
 
 
 def test_a_weight_that_is_not_on_the_gpu_stays(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,8 +377,7 @@ def test_a_weight_that_is_not_on_the_gpu_stays(te: ModuleType, monkeypatch: pyte
     found = te_transform.quantize_weights(fused)
     assert not found.names
     assert (
-        found.left_out["o.weight"]
-        == "it is not on the GPU, TE has no kernel for it there: move the model first"
+        found.left_out["o.weight"] == "it is not on the GPU, TE has kernels only there: move the model first"
     )
 
 
@@ -385,7 +386,7 @@ def test_recipes_with_a_scale_for_each_block_keep_their_weights(te: ModuleType) 
     answer(fused)
     found = te_transform.quantize_weights(fused)
     assert not found.names
-    assert "has a scale for each block" in found.left_out["o.weight"]
+    assert "has a scale per block" in found.left_out["o.weight"]
 
 
 def test_state_dicts_have_the_rounded_values_and_load(te: ModuleType) -> None:
@@ -466,7 +467,10 @@ def test_plain_parameters_come_back(te: ModuleType) -> None:
 
 def test_needs_a_model_in_which_something_ran_in_fp8(te: ModuleType) -> None:
     for model in (net(), copy.deepcopy(converted(net()))):
-        with pytest.raises(te_transform.QuantizationError, match="no product of this Net has run in FP8"):
+        with pytest.raises(
+            te_transform.QuantizationError,
+            match="expected a model with products that have run in FP8, got a Net without",
+        ):
             te_transform.quantize_weights(model)
 
 

@@ -864,14 +864,14 @@ def test_accumulate_runs_without_them(te: ModuleType, counts: Counter) -> None:
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_two_ways_to_cuda_graphs_are_an_error(mode: str) -> None:
-    with pytest.raises(OptionError, match="makes CUDA graphs by itself: pass compile=True"):
+    with pytest.raises(OptionError, match="makes CUDA graphs by itself, got graphs=True; pass compile=True"):
         te_transform.convert(seeded(Block), X, graphs=True, compile=mode)
 
 
 def test_without_a_gpu_the_option_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "cuda_graphs", limits.cuda_graphs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(OptionError, match="this machine has none: leave graphs=False"):
+    with pytest.raises(OptionError, match="got a machine without one; leave graphs=False"):
         te_transform.convert(seeded(Block), X, graphs=True)
     assert te_transform.inspect(seeded(Block), X, graphs=True).fused
 

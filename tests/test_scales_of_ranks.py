@@ -254,7 +254,9 @@ def test_scales_of_another_model_are_refused(te: ModuleType) -> None:
         te_transform.PrecisionError, match=r"scales of blocks.0.o.weight are {'scale': \[3\]}, "
     ):
         te_transform.load_scaling_state(model, wrong)
-    with pytest.raises(te_transform.PrecisionError, match=r"scales of other.weight are .*, none are needed"):
+    with pytest.raises(
+        te_transform.PrecisionError, match=r"expected none for the scales of other.weight, got .*;"
+    ):
         te_transform.load_scaling_state(model, {**saved, "other.weight": saved["blocks.0.o.weight"]})
     for none in (None, [saved]):
         with pytest.raises(
@@ -268,15 +270,17 @@ def test_scales_of_another_model_are_refused(te: ModuleType) -> None:
     del saved["blocks.0.o.weight"]
     with pytest.raises(te_transform.PrecisionError, match=r"scales of blocks.0.o.weight are missing, "):
         te_transform.load_scaling_state(model, saved)
-    with pytest.raises(te_transform.ModelError, match="Linear holds no converted model, one is needed"):
+    with pytest.raises(
+        te_transform.ModelError, match="expected a converted model for .*, got a Linear without"
+    ):
         te_transform.scaling_state(nn.Linear(2, 2))
 
 
 def test_ranks_are_checked_in_a_process_group(te: ModuleType) -> None:
     model, _ = begun()
-    with pytest.raises(te_transform.RanksError, match="no process group is there, one is needed: call torch"):
+    with pytest.raises(te_transform.RanksError, match="expected a process group, got none; call torch"):
         te_transform.check_ranks(model)
-    with pytest.raises(te_transform.RanksError, match="the mesh is a str, a DeviceMesh is needed"):
+    with pytest.raises(te_transform.RanksError, match="expected a DeviceMesh for mesh, got a str"):
         te_transform.check_ranks(model, "tp")
-    with pytest.raises(te_transform.ModelError, match="Net has no report"):
+    with pytest.raises(te_transform.ModelError, match="got a Net without report"):
         te_transform.check_ranks(ranks.net())

@@ -103,13 +103,13 @@ BIAS = (
     "freeze the bias if training allows"
 )
 HANDED_OUT = (
-    "the attention's scores or probabilities are also read by mean, fused attention keeps them inside: let "
-    "nothing else read them, as with need_weights=False or output_attentions=False"
+    "the attention's scores or probabilities are also read by mean, fused attention does not return them: "
+    "let nothing else read them, for example with need_weights=False or output_attentions=False"
 )
 
 MERGED = (
-    "the first linear is one product with others that read the same norm, LayerNormMLP needs one of its own: "
-    "give the MLP a norm of its own, where training allows"
+    "the first linear is merged with others that read the same norm, LayerNormMLP needs a linear of its own: "
+    "give the MLP its own norm, if you can retrain"
 )
 REFUSED = {
     "t5": {
@@ -281,13 +281,13 @@ def test_auto_is_chosen_anew_where_a_model_is_captured_anew(
 
 def odd(rows: int, columns: int, multiple: int = 16) -> str:
     enough = " x ".join(str(math.ceil(size / multiple) * multiple) for size in (rows, columns))
-    needed = f"FP8 kernels need multiples of {multiple}: make it {enough}, where training allows"
+    needed = f"FP8 kernels need multiples of {multiple}: make it {enough}, if you can retrain"
     return f"the weight is {rows} x {columns}, {needed}"
 
 
 HEAD = (
-    "it makes the model's output, FP8 would round that itself and not what is summed up later: "
-    "name it in a te_transform.PrecisionPlan to have it there"
+    "it computes the model's output, FP8 would round the output itself rather than terms of a later sum: "
+    "name it in a te_transform.PrecisionPlan to run it in FP8"
 )
 HEADS = {
     "bert": "cls.predictions.decoder",
@@ -373,7 +373,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 def test_the_file_is_as_short_as_it_can_be(tmp_path: Path) -> None:
     PrecisionPlan("mxfp8", {"a.0": None, "lm_head": "it is odd"}).write(tmp_path / "plan.toml")
     assert (tmp_path / "plan.toml").read_text() == (
-        '# Which fused modules run in the recipe\'s precision: "fp8" does, any other text says why not.\n'
+        '# "fp8": the fused module runs in the recipe\'s precision. Any other text says why not.\n'
         'recipe = "mxfp8"\n\n[sites]\n"a.0" = "fp8"\n"lm_head" = "it is odd"\n'
     )
 
@@ -437,16 +437,16 @@ def test_no_plan_puts_a_shape_into_fp8_that_has_no_kernel() -> None:
 
 
 BAD_FILES = {
-    "no TOML": (b"recipe: fp8-delayed", "is no TOML ("),
-    "no text": (b"\xff\xfe\x00", "is no TOML ("),
-    "an empty file": (b"", 'needs a line recipe = "fp8-delayed" and a table [sites]'),
-    "no recipe": (b'[sites]\nlm_head = "fp8"', "needs a line recipe"),
-    "a number as recipe": (b"recipe = 8", "needs a line recipe"),
-    "a number as reason": (b'recipe = "mxfp8"\n[sites]\nlm_head = 8', "needs a line recipe"),
-    "a bare path": (b'recipe = "mxfp8"\n[sites]\nlm.head = "fp8"', "needs a line recipe"),
-    "a list of sites": (b'recipe = "mxfp8"\nsites = ["lm_head"]', "needs a line recipe"),
-    "a number for small calls": (b'recipe = "mxfp8"\nsmall_calls = 1\n[sites]', "needs a line recipe"),
-    "a misspelt table": (b'recipe = "mxfp8"\n[site]\nlm_head = "fp8"', "needs a line recipe"),
+    "no TOML": (b"recipe: fp8-delayed", "plan.toml, got an error ("),
+    "no text": (b"\xff\xfe\x00", "plan.toml, got an error ("),
+    "an empty file": (b"", 'a line recipe = "fp8-delayed", a table [sites]'),
+    "no recipe": (b'[sites]\nlm_head = "fp8"', " a line recipe"),
+    "a number as recipe": (b"recipe = 8", " a line recipe"),
+    "a number as reason": (b'recipe = "mxfp8"\n[sites]\nlm_head = 8', " a line recipe"),
+    "a bare path": (b'recipe = "mxfp8"\n[sites]\nlm.head = "fp8"', " a line recipe"),
+    "a list of sites": (b'recipe = "mxfp8"\nsites = ["lm_head"]', " a line recipe"),
+    "a number for small calls": (b'recipe = "mxfp8"\nsmall_calls = 1\n[sites]', " a line recipe"),
+    "a misspelt table": (b'recipe = "mxfp8"\n[site]\nlm_head = "fp8"', " a line recipe"),
 }
 
 
@@ -471,40 +471,40 @@ def test_a_file_with_an_unknown_recipe_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["no-such-plan.toml", None])
 def test_no_file(path: str | None) -> None:
     with pytest.raises(
-        PrecisionError, match=r"cannot be read \(.+\), a file that write\(\) made is needed"
+        PrecisionError, match=r"expected a file that write\(\) made, got .+, which cannot be read \(.+\)"
     ) as raised:
         PrecisionPlan.read(path)
     assert str(raised.value).startswith(f"{path} ")
 
 
 def test_a_recipe_object_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(
-        PrecisionError, match=r"the recipe is a object, a file needs one of convert\(\)'s names"
-    ):
+    with pytest.raises(PrecisionError, match=r"expected one of convert\(\)'s recipe names, .*, got a object"):
         PrecisionPlan(object()).write(tmp_path / "plan.toml")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_site_is_in_or_has_a_reason() -> None:
-    with pytest.raises(PrecisionError, match="'lm_head' has True, None, \"fp8\" or a reason is needed"):
+    with pytest.raises(PrecisionError, match="expected None, \"fp8\" or a reason for 'lm_head', got True"):
         PrecisionPlan("mxfp8", {"lm_head": True})
-    with pytest.raises(PrecisionError, match="sites is a list, a dict from a site's name to None"):
-        PrecisionPlan("fp8-delayed", ["lm_head"])
-    with pytest.raises(PrecisionError, match="small_calls is 1, True or False is needed"):
-        PrecisionPlan("mxfp8", small_calls=1)
     with pytest.raises(
-        PrecisionError, match="sites has 0, the path of a module is needed, such as 'lm_head'"
+        PrecisionError, match="expected a dict from the path of a site to None, .* for sites, got a list"
     ):
+        PrecisionPlan("fp8-delayed", ["lm_head"])
+    with pytest.raises(PrecisionError, match="expected True or False for small_calls, got 1"):
+        PrecisionPlan("mxfp8", small_calls=1)
+    with pytest.raises(PrecisionError, match="expected module paths such as 'lm_head' in sites, got 0"):
         PrecisionPlan("mxfp8", {0: "fp8"})
     for misspelt in ("FP8", "fp8-delayed", " fp8"):  # taken for a reason they would keep the site out
-        with pytest.raises(PrecisionError, match=f"'lm_head' has {misspelt!r}, None, \"fp8\" or a reason"):
+        with pytest.raises(
+            PrecisionError, match=f"None, \"fp8\" or a reason for 'lm_head', got {misspelt!r}"
+        ):
             PrecisionPlan("fp8-delayed", {"lm_head": misspelt})
 
 
 def test_a_plan_has_a_recipe_that_there_is() -> None:
     with pytest.raises(PrecisionError) as raised:
         PrecisionPlan("mxfp4")
-    assert str(raised.value) == f"the recipe is 'mxfp4', a TE recipe or one of {NAMES} is needed"
+    assert str(raised.value) == f"expected a TE recipe or one of {NAMES} for recipe, got 'mxfp4'"
 
 
 # Mistakes are named before anything happens
@@ -512,20 +512,23 @@ def test_a_plan_has_a_recipe_that_there_is() -> None:
 
 NAMES = "fp8-delayed, fp8-current, fp8-block, mxfp8"
 MISTAKES = {
-    "no such recipe": ({"recipe": "fp8"}, f"recipe is 'fp8', None, a TE recipe or one of {NAMES} is needed"),
+    "no such recipe": (
+        {"recipe": "fp8"},
+        f"expected None, a TE recipe or one of {NAMES} for recipe, got 'fp8'",
+    ),
     "no recipe in a plan": (
         {"recipe": PrecisionPlan(None, {"linear": "fp8"})},
-        "recipe is a PrecisionPlan without a recipe, one is needed",
+        "expected a PrecisionPlan with a recipe, got one without",
     ),
     "no recipe at all": ({"recipe": 3}, "recipe is 3, a int is no TE recipe"),
     "True as recipe": ({"recipe": True}, "recipe is True, a bool is no TE recipe"),
     "on torch": (
         {"recipe": "mxfp8", "backend": "torch"},
-        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked; ",
+        "expected backend='te' for recipe='mxfp8', got backend 'torch', as asked; ",
     ),
     "a plan on torch": (
         {"recipe": PrecisionPlan("mxfp8"), "backend": "torch"},
-        "recipe is 'mxfp8', it needs backend='te' and this is backend 'torch', as asked; ",
+        "expected backend='te' for recipe='mxfp8', got backend 'torch', as asked; ",
     ),
 }
 
@@ -555,10 +558,16 @@ def test_mistakes_are_named_before_the_model_is_run(
 
 def test_a_recipe_where_auto_is_torch() -> None:
     model = Untouchable()
-    why = f"this is backend 'torch', because {NO_GPU}"
-    with untouched(model), pytest.raises(OptionError, match=f"{why}.*; else leave recipe=None"):
+    why = f"got backend 'torch', because {NO_GPU}"
+    with (
+        untouched(model),
+        pytest.raises(OptionError, match=f"{why}.*; pass backend='te' or leave recipe=None"),
+    ):
         te_transform.convert(model, X, recipe="fp8-delayed")
-    with untouched(model), pytest.raises(OptionError, match=f"{why}.*; pass backend='te', which is planned"):
+    with (
+        untouched(model),
+        pytest.raises(OptionError, match=f"{why}.*; pass backend='te', which can be planned"),
+    ):
         te_transform.inspect(model, X, recipe="fp8-delayed")
 
 
@@ -568,7 +577,7 @@ def test_paths_where_no_product_is_fused(inplace: bool, monkeypatch: pytest.Monk
     model = seeded(Attends)
     unknown = {"norm": "fp8", "attention.k_proj": "why not", "attention.out_proj": "known"}
     asked = PrecisionPlan("fp8-delayed", unknown)
-    sentence = "names attention.k_proj, norm, where no product is fused: te_transform.inspect"
+    sentence = "got attention.k_proj, norm; te_transform.inspect"
     with untouched(model), pytest.raises(PrecisionError, match=sentence):
         te_transform.convert(model, OF_ATTENDS, backend="te", recipe=asked, inplace=inplace)
     with untouched(model), pytest.raises(PrecisionError, match=sentence):

@@ -177,8 +177,8 @@ class Looks(nn.Module):
 def test_what_is_captured_in_pieces_has_no_one_trace() -> None:
     model = Looks()
     sentence = (
-        "dynamo captures the forward of Looks in 2 pieces, one is needed: te_transform.inspect() has the "
-        "reasons, in its breaks"
+        "expected one graph for the forward of Looks, got 2 from dynamo; te_transform.inspect() lists the "
+        "reasons in its breaks"
     )
     with untouched(model), pytest.raises(TraceError) as raised:
         te_transform.trace(model, torch.ones(2, 4))

@@ -12,7 +12,7 @@ from typing import Any
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
 _IN = "fp8"
 _HEADER = """\
-# "fp8": the fused module runs in the recipe's precision. Any other text: the reason why it does not.
+# "fp8": the fused module runs in the recipe's precision. Any other text says why not.
 """
 
 

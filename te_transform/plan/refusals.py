@@ -147,8 +147,8 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
             others = [user for user in others if user.op != "output"]
         if node in sharing and node.meta.get("written") and others:
             yield (
-                f"the output of the {called(node)} is written in place, autograd must see that write and "
-                "would not see it inside the fused module: write to a new tensor instead"
+                f"the output of the {called(node)} is written in place, autograd raises if a product has "
+                "saved it but would not notice it in the fused module: write to a new tensor instead"
             )
             continue
         if node in sharing:  # the fused op returns only once all of its inputs exist

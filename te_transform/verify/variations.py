@@ -75,7 +75,7 @@ def _left_padded(ids: Tensor) -> Tensor:
 
 
 def _sizes(inputs: Inputs) -> tuple[int | None, int | None]:
-    """Return batch size and length: the first two sizes of the first tensor; ids come first for the length."""
+    """Return batch size and length: the first two sizes of the first tensor, or the length of ids."""
     tensors = [t for t in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
     if not tensors:
         return None, None

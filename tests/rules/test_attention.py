@@ -230,41 +230,41 @@ def barely_filled(model, q, k, v):
 
 
 BETWEEN = (
-    "the attention has {} between its two products, fused attention has a scale, a mask that is added or "
-    "filled in, a softmax and a dropout there: no kernel has more"
+    "the attention has {} between its two products, fused attention has only a scale, a mask that is added "
+    "or filled in, a softmax and a dropout: no kernel supports more"
 )
 REFUSES = {
     "weights that are read": (
         weights_read,
-        "the attention's scores or probabilities are also read by sum, fused attention keeps them inside: "
-        "let nothing else read them, as with need_weights=False or output_attentions=False",
+        "the attention's scores or probabilities are also read by sum, fused attention does not return them: "
+        "let nothing else read them, for example with need_weights=False or output_attentions=False",
     ),
     "a scale for each head": (
         scaled_by_a_tensor,
-        "the attention's scores are multiplied by a tensor, fused attention's scale is a number: "
-        "multiply the queries by it, or add it if it is a mask",
+        "the attention's scores are multiplied by a tensor, fused attention needs a number as its scale: "
+        "multiply the queries by the tensor, or add the tensor if it is a mask",
     ),
     "a least score": (held, BETWEEN.format("max")),
     "a sink": (with_a_sink, BETWEEN.format("cat, columns")),
     "a softmax over heads": (
         over_heads,
-        "the attention's softmax goes over another dimension than the keys, fused attention's goes over "
-        "these: no kernel has another",
+        "the attention's softmax is over another dimension than the keys, fused attention needs it over the "
+        "keys: no kernel supports another dimension",
     ),
     "scores that are written": (
         written_in_between,
-        "the model writes to a tensor in the middle of the attention, the fused one is computed at once: "
-        "make a new tensor there",
+        "the model writes to a tensor in the middle of the attention, fused attention is one call: make a "
+        "new tensor there",
     ),
     "a mask that is filled": (
         filled_in_between,
-        "the model fills another tensor in the middle of the attention, as a mask that it makes there, the "
-        "fused one is computed at once: fill it before",
+        "the model fills another tensor, such as a mask, in the middle of the attention, fused attention is "
+        "one call: fill the tensor before the attention",
     ),
     "a fill that hides nothing": (
         barely_filled,
-        "the attention's shapes, dtypes or mask are not those of scaled_dot_product_attention: give it "
-        "[batch, heads, length, width] of one dtype and a mask that is added, or filled with -1e4 or less",
+        "the attention has other shapes, dtypes or masks than scaled_dot_product_attention: use [batch, "
+        "heads, length, width] of one dtype, and a mask that is added, or filled with -1e4 or less",
     ),
 }
 
@@ -310,8 +310,8 @@ class Asked(nn.Module):
 
 FROZEN = {"mask": lambda: nn.Parameter(torch.zeros(LONGEST, LONGEST), requires_grad=False)}
 FOLLOWED = {  # what the sentences advise
-    "multiply the queries by it": attends(scaled_before, mask=buffer(LOWER)),
-    "fill it before": attends(filled_before),
+    "multiply the queries by the tensor": attends(scaled_before, mask=buffer(LOWER)),
+    "fill the tensor before the attention": attends(filled_before),
     "make a new tensor there": attends(made_anew),
     "give it a mask that is filled with -1e4": attends(filled, mask=buffer(LOWER)),
     "let nothing else read them": lambda: Asked(need_weights=False),

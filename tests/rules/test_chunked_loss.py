@@ -207,12 +207,12 @@ def test_is_off_unless_it_is_asked_for_and_then_says_what_reads_the_logits() -> 
     assert reasons(sites(of(read)), "chunked_loss") == set()
     assert sites(of(with_logits)).counts["chunked_loss"] == 0
     assert reasons(sites(of(read), chunked_loss=True), "chunked_loss") == {
-        "the output of the linear is also read by logsumexp, the fused module keeps it inside: let "
-        "nothing else read it, where the mathematics allows"
+        "the output of the linear is also read by logsumexp, the fused module does not return it: let "
+        "nothing else read it, if the math allows"
     }
 
 
 @pytest.mark.parametrize("how", [{"compile": True}, {"compile": "auto"}])
 def test_not_next_to_a_compiler(how: dict[str, Any]) -> None:
-    with pytest.raises(te_transform.OptionError, match="chunked_loss is True, which runs uncompiled"):
+    with pytest.raises(te_transform.OptionError, match="with chunked_loss=True, which runs uncompiled"):
         te_transform.inspect(seeded(of(summed)), X, chunked_loss=True, **how)

@@ -491,7 +491,7 @@ def between(write: Callable[[nn.Module, Tensor], Any]) -> Callable[[], nn.Module
 
 
 CUT = (
-    "the model calls {} between these operations, a write or a change of the gradient mode or autocast, the "
+    "the model calls {} between these operations (a write, or a change of gradient mode or autocast), the "
     "fused module runs all of them at once: call it before or after them"
 )
 REFUSES |= {

@@ -254,8 +254,8 @@ LEAVE_CASTS = (
     "both: remove the casts"
 )
 MERGED = (
-    "the first linear is one product with others that read the same norm, LayerNormMLP needs one of its own: "
-    "give the MLP a norm of its own, where training allows"
+    "the first linear is merged with others that read the same norm, LayerNormMLP needs a linear of its own: "
+    "give the MLP its own norm, if you can retrain"
 )
 OTHERWISE = (
     "the first linear's outputs go through silu, mul before the second linear, but LayerNormMLP has one "
@@ -325,7 +325,7 @@ def two_linears(model: nn.Module, x: Tensor) -> Tensor:
 
 FOLLOWED = {  # what the sentences advise
     "remove the casts": mlp(F.silu),
-    "give the MLP a norm of its own": written(
+    "give the MLP its own norm": written(
         with_two_norms,
         norm=rms_norm,
         other=rms_norm,
@@ -383,8 +383,8 @@ def test_a_result_that_is_read_elsewhere_is_refused() -> None:
 
     make = written(forward, norm=LAYER_NORM, fc1=linear(H, FFN), fc2=linear(FFN, H))
     sentence = (
-        "the output of the relu is also read by the model's output, the fused module keeps it inside: let "
-        "nothing else read it, where the mathematics allows"
+        "the output of the relu is also read by the model's output, the fused module does not return it: let "
+        "nothing else read it, if the math allows"
     )
     assert reasons(sites(make), "layernorm_mlp") == {sentence}
 

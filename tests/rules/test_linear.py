@@ -161,16 +161,17 @@ REFUSES = {
     ),
     "a bias for all rows": (
         written(lambda m, x: F.linear(x, m.inner.weight, m.inner.bias[:1]), inner=linear()),
-        "the linear's bias is [1], one number for each of 16 rows is needed: add it after the product",
+        "the linear's bias is [1], one element per row (16) is needed: add it after the product",
     ),
     "a buffer": (
         with_buffer,
         "the linear's weight is a buffer, a parameter is needed: store it as an "
-        "nn.Parameter, with requires_grad=False where it is not trained",
+        "nn.Parameter, with requires_grad=False if it is not trained",
     ),
     "complex numbers": (
         complex_numbers,
-        "the linear's weight is complex64, a floating point parameter is needed: no kernel takes others",
+        "the linear's weight is complex64, a floating point parameter is needed: no kernel supports another "
+        "dtype",
     ),
 }
 
@@ -209,7 +210,7 @@ def test_refuses_integers() -> None:
     model.weight = nn.Parameter(torch.randint(-3, 3, (H, H)), requires_grad=False)
     report = te_transform.inspect(nn.Sequential(linear()(), Casting(), model), X)
     assert reasons(report, "linear") == {
-        "the linear's weight is int64, a floating point parameter is needed: no kernel takes others"
+        "the linear's weight is int64, a floating point parameter is needed: no kernel supports another dtype"
     }
 
 

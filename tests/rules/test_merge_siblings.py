@@ -215,7 +215,7 @@ REFUSES = {
     "a buffer": (
         a_buffer,
         "the linear's weight is a buffer, a parameter is needed: store it as an "
-        "nn.Parameter, with requires_grad=False where it is not trained",
+        "nn.Parameter, with requires_grad=False if it is not trained",
     ),
 }
 

@@ -211,8 +211,8 @@ def test_several_dtypes() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = reasons(sites(make), "layernorm_linear")
     assert found == {
-        "the parameters are of several dtypes (linear bfloat16, layer_norm float32), a fused module has one: "
-        "store them in one, as model.to(torch.bfloat16) does"
+        "the parameters have several dtypes (linear bfloat16, layer_norm float32), a fused module needs one "
+        "dtype: store them in one, as model.to(torch.bfloat16) does"
     }
 
 
@@ -221,7 +221,7 @@ def test_a_weight_that_is_no_plain_tensor() -> None:
     weight = model[1].weight.detach()
     model[1].weight = nn.Parameter(TwoTensor(weight, weight.clone()))
     for report in (te_transform.inspect(model, X), te_transform.report(te_transform.convert(model, X))):
-        sentence = "the linear's weight is a TwoTensor, a plain tensor is needed: load the model with those"
+        sentence = "the linear's weight is a TwoTensor, a plain tensor is needed: load plain tensors instead"
         assert reasons(report, "layernorm_linear") == reasons(report, "linear") == {sentence}
         assert report.counts == {"linear": 1}
 
@@ -272,8 +272,8 @@ def test_most_of_a_pattern_says_what_stood_in_its_way() -> None:
         fc2=tables.linear(FFN, H),
     )
     assert reasons(sites(make), "layernorm_mlp") == {
-        "the mul reads tanh, the rule has a part of a linear's columns there: compute it so, where the "
-        "mathematics allows"
+        "the mul reads tanh, the rule has a part of a linear's columns there: write it like that, if the "
+        "math allows"
     }
 
 
@@ -296,8 +296,8 @@ def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
 
     linears = {"fused": tables.linear(H, H + 2 * FFN), "down": tables.linear(FFN, H)}
     why = (
-        "the columns of the linear are read otherwise than as a gate and what is beside it, a linear of "
-        "these alone is needed: give the MLP one, and a norm of its own, where training allows"
+        "the columns of the linear are read by more than a gate and its product, a linear with only these "
+        "columns is needed: give the MLP its own linear and norm, if you can retrain"
     )
     found = reasons(sites(written(parallel, norm=lambda: nn.LayerNorm(H), **linears)), "layernorm_mlp")
     assert why in found
@@ -321,6 +321,5 @@ def test_a_value_that_is_not_the_one_found_before_is_named() -> None:
     )
     (why,) = reasons(sites(make, passes=[rule]), "twice")
     assert why == (
-        "the tanh reads neg, the rule has one value for the x there: compute it so, where the mathematics "
-        "allows"
+        "the tanh reads neg, the rule has one value for the x there: write it like that, if the math allows"
     )
