@@ -38,7 +38,7 @@ def refuse(
     if (called or is_trained) and _is_learned(attention.node.args[3]):
         yield (
             "the attention adds a learned bias to its scores, but TE's fast cores compute no gradient for "
-            "it: freeze the bias if training allows"
+            "it: freeze the bias, if you can retrain"
         )
 
 

@@ -33,7 +33,7 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
     if not all(map(is_parameter, biases)):
         yield (
             "the linear's bias is computed at every call, but it must be a parameter: compute it once and "
-            "store it if training allows"
+            "store it, if you can retrain"
         )
     weights = [linear.node.args[1] for linear in linears]
     if any(weight.target is not torch.t and reshaped(weight) is not weight for weight in weights):

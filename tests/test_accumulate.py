@@ -214,7 +214,7 @@ def test_what_is_wrong_is_said(model: nn.Module) -> None:
             te_transform.accumulate(model, steps=1, dtype=dtype).__enter__()
     with te_transform.accumulate(model, steps=1):
         train(model, X[:1])
-        with pytest.raises(te_transform.AccumulationError, match=r"forward pass 2 of accumulate\(steps=1\)"):
+        with pytest.raises(te_transform.AccumulationError, match=r"in accumulate\(steps=1\), got 2;"):
             model(X[1])
         with pytest.raises(
             te_transform.AccumulationError, match=r"one accumulate\(\) of this model at a time"

@@ -133,8 +133,7 @@ MODELS = {
     ),
     "torch.compile": (
         lambda: torch.compile(tiny()),
-        "expected a plain module, got a compiled one: OptimizedModule; convert its _orig_mod, with "
-        "compile=True",
+        "expected a plain module, got a compiled one: OptimizedModule; convert _orig_mod with compile=True",
     ),
     "torch.compile of a part": (
         lambda: nn.Sequential(torch.compile(tiny())),

@@ -150,7 +150,10 @@ HEAD_ALONE = ALL | {"layernorm_linear": 1, "linear": 2}
 HEAD_LEFT = ALL | {"layernorm_linear": 1}
 APART = {"layernorm_mlp": 1, "layernorm_linear": 2, "linear": 3}
 
-COMPUTED = "the linear's weight is computed at every call, a parameter is needed: compute it once and store it, if you can retrain"
+COMPUTED = (
+    "the linear's weight is computed at every call, a parameter is needed: compute it once and store it, "
+    "if you can retrain"
+)
 SAME = (
     "some of the linears have the same weight, but a merged linear has each row once: compute their product "
     "once"

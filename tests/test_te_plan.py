@@ -100,7 +100,7 @@ COUNTS = {
 DROPPED = "a dropout of 0.1 precedes the second linear, but LayerNormMLP has no dropout there: set it to 0"
 BIAS = (
     "the attention adds a learned bias to its scores, but TE's fast cores compute no gradient for it: "
-    "freeze the bias if training allows"
+    "freeze the bias, if you can retrain"
 )
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by mean, fused attention does not return them: "

@@ -32,8 +32,7 @@ def check_model(model: Any, function: str) -> None:
             )
         if is_compiled(module):
             raise ModelError(
-                f"expected a plain module, got a compiled one: {where}; convert its _orig_mod, with "
-                "compile=True"
+                f"expected a plain module, got a compiled one: {where}; convert _orig_mod with compile=True"
             )
         if module._compiled_call_impl is not None or _is_compiled(module.forward):
             raise ModelError(

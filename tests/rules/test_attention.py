@@ -144,7 +144,7 @@ def test_a_bias_is_left_to_pytorch_where_the_fast_cores_have_none() -> None:
     fused(make).expect(attention=1)
     assert reasons(sites(make, backend="te"), "attention") == {
         "the attention adds a learned bias to its scores, but TE's fast cores compute no gradient for it: "
-        "freeze the bias if training allows"
+        "freeze the bias, if you can retrain"
     }
 
 
@@ -171,7 +171,7 @@ def test_a_bias_that_nobody_learns_is_fused() -> None:
     learned = attends(alibi, mask=lambda: nn.Parameter(mask()))
     assert reasons(sites(learned, backend="te"), "attention") == {
         "the attention adds a learned bias to its scores, but TE's fast cores compute no gradient for it: "
-        "freeze the bias if training allows"
+        "freeze the bias, if you can retrain"
     }
 
 

@@ -129,7 +129,7 @@ REFUSES = {
     "computed": (
         written(lambda m, x: F.linear(x, m.inner.weight * 2), inner=linear()),
         "the linear's weight is computed at every call, a parameter is needed: compute it once "
-        "and store it, where training allows",
+        "and store it, if you can retrain",
     ),
     "rows of a parameter": (
         written(lambda m, x: F.linear(x, m.inner.weight.chunk(2)[1]), inner=linear()),
@@ -153,7 +153,7 @@ REFUSES = {
     "int8": (
         Int8,
         "the linear's weight is computed at every call, a parameter is needed: compute it once and store "
-        "it, where training allows",
+        "it, if you can retrain",
     ),
     "cast": (
         written(lambda m, x: F.linear(x.double(), m.inner.weight.double()), inner=linear(bias=False)),

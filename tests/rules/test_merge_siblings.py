@@ -196,7 +196,7 @@ REFUSES = {
     "computed": (
         written(scaled, q=linear(bias=False), k=linear(bias=False)),
         "the linear's weight is computed at every call, a parameter is needed: compute it once and store "
-        "it, where training allows",
+        "it, if you can retrain",
     ),
     "a key without a bias and with odd rows": (
         written(next_to_each_other, q=linear(), k=linear(H, 4, bias=False)),
@@ -206,7 +206,7 @@ REFUSES = {
     "biases that are computed": (
         written(biases_by_exp, q=linear(), k=linear()),
         "the linear's bias is computed at every call, but it must be a parameter: compute it once and "
-        "store it if training allows",
+        "store it, if you can retrain",
     ),
     "one without rows": (
         written(next_to_each_other, q=linear(H, 0), k=linear()),

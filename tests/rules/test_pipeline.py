@@ -185,7 +185,9 @@ def test_a_rule_that_fails_leaves_the_model_as_it_was_and_is_noted() -> None:
 
     report = fused(scaling(2.0), passes=(replace(OWN, refuse=fails), *PIPELINE))
     assert report.counts == {}
-    said = "raised ArithmeticError: a mistake in a rule, reasons are needed"
+    said = (
+        "expected reasons from refuse() of the rule 'scaled_linear', got ArithmeticError: a mistake in a rule"
+    )
     assert f"RuleError: refuse() of the rule 'scaled_linear' {said}" in report.notes
 
 
