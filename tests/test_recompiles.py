@@ -82,7 +82,9 @@ def test_a_value_of_the_class_that_changes_is_captured_three_times() -> None:
     assert any("type(self).scale" in why for why in reasons)
 
 
-@pytest.mark.parametrize("grow", [list, tuple, lambda numbers: dict.fromkeys(numbers, 1.0)], ids=["list", "tuple", "dict"])
+@pytest.mark.parametrize(
+    "grow", [list, tuple, lambda numbers: dict.fromkeys(numbers, 1.0)], ids=["list", "tuple", "dict"]
+)
 def test_an_argument_that_grows_is_captured_three_times(grow: Callable[[range], Any]) -> None:
     class Takes(Tiny):
         def forward(self, x: Tensor, given: Any = ()) -> Tensor:

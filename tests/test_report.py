@@ -499,7 +499,7 @@ def test_says_where_dynamo_broke_the_forward() -> None:
     assert second.startswith(
         f'test_report.py:{line} has "scale = y.sum().item()", which dynamo cannot capture'
     )
-    step = "keep the value a tensor, or compute it before the forward and pass it as a Python number"
+    step = "keep the value a tensor, or compute it before the forward and pass a Python number"
     assert second.endswith(f"): your own code runs there; {step}")
 
 

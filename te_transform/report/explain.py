@@ -29,7 +29,7 @@ _ADVICE = {
     "hidden_states.requires_grad": "call freeze_feature_encoder() if the convolutions are not trained",
     "assert ": "python -O removes asserts, which leaves one graph",
     "Data-dependent": "select between tensors with torch.where(), or pass the condition as a Python bool",
-    "Tensor.item()": "keep the value a tensor, or compute it before the forward and pass it as a Python number",
+    "Tensor.item()": "keep the value a tensor, or compute it before the forward and pass a Python number",
     "python_type()": (
         "compute the assigned value before the conversion, or keep it in a local variable: dynamo does not "
         "know the attributes of a tensor that the forward creates"

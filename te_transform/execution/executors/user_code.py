@@ -21,7 +21,8 @@ _GRAPHS = "captured graphs may run the call"
 
 _NO_STRIDES = (
     "a nested tensor of layout torch.strided has no sizes to guard, its calls run the user's own code; "
-    "pass a padded tensor and a padding mask (src_key_padding_mask of nn.TransformerEncoder), or layout=torch.jagged"
+    "pass a padded tensor and a padding mask (src_key_padding_mask of nn.TransformerEncoder), or "
+    "layout=torch.jagged"
 )
 
 _OVERRIDES = (
@@ -74,7 +75,7 @@ class UserCode:
         return mode_of(call.module) in policy.checkpointed_modes
 
     def _has_no_strides(self, tensors: Iterable[Tensor]) -> bool:
-        """Return True if strided nested tensors are given, for whose sizes dynamo's guards end the process."""
+        """Return True if strided nested tensors are given: asking their sizes ends the process."""
         found = any(value.is_nested and value.layout is torch.strided for value in tensors)
         if found:
             self.material.tell(_NO_STRIDES)
