@@ -1,4 +1,4 @@
-"""What was recorded of one kind of call, and autograd's way through it."""
+"""The recording of a call, and its autograd Function."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Function:
         return [*self.writes, *self.states]
 
     def agreed(self, why: str | None) -> str | None:
-        """Why calls cannot be replayed, on this rank or on another."""
+        """Return why calls cannot be replayed, on this rank or on another."""
         return why if self.ranks is None else self.ranks.agreed(why)
 
 
@@ -84,15 +84,15 @@ class CallSignature:
     waiting: Callable[[], Any] | None = None  # a weak reference to the last forward that has had no backward
 
     def knows_gradients(self) -> bool:
-        """Whether a backward has shown which outputs get gradients, if there is one."""
+        """Return True if the outputs with gradients are known, or nothing is trained."""
         return not self.trained or bool(self.wanted)
 
     def is_waiting(self) -> bool:
-        """Whether a replay would overwrite what the backward of the one before still reads."""
+        """Return True if a replay would overwrite what a pending backward reads."""
         return self.waiting is not None and self.waiting() is not None
 
     def warmed_up(self, run: Run, arguments: Sequence[Any]) -> Sequence[Any]:
-        """A call that runs as it is, and shows which of its outputs get gradients."""
+        """Run the function, and note which of its outputs get gradients."""
         self.calls += 1
         before = _versions(arguments)
         outputs = run(*arguments)
@@ -109,14 +109,14 @@ class CallSignature:
             self.wanted.add(place)
 
     def record_for(self, wanted: set[int], note: Callable[[str], None]) -> None:
-        """Let the next call be recorded for other outputs with a gradient, unless they change too often."""
+        """Record the next call for other outputs with gradients, unless the set keeps changing."""
         self.wanted, self.graphs, self.changes = wanted, None, self.changes + 1
         if self.changes > MOST_CHANGES:
             self.refused = True
             note("a graph runs without CUDA graphs, its outputs get gradients now here, now there")
 
     def replayed(self, function: Function, arguments: Sequence[Any]) -> Sequence[Any]:
-        """A call by replay."""
+        """Replay a call."""
         graphs = self.graphs
         if not self.trained:
             return graphs.outputs.assemble(graphs.forward(arguments), arguments)
@@ -130,13 +130,13 @@ def _versions(arguments: Sequence[Any]) -> dict[int, int]:
 
 
 class GraphRecording:
-    """What was recorded of one call, and how others are computed by it.
+    """The recording of one call, which computes other calls with the same signature.
 
     Args:
-        function: whose call it was.
-        kind: of call.
-        arguments: of the call; those that do not stay are copies, which others are copied to.
-        outputs: what the function returns of these.
+        function: that was recorded.
+        kind: the signature of the call.
+        arguments: of the call. Arguments that are not static are copies, the destinations of later calls.
+        outputs: of the function for these arguments.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Replay(torch.autograd.Function):
 
 
 def _noted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
-    """What tells whether they are written to, or laid elsewhere, before the backward."""
+    """Note version and address of tensors, to detect writes and moves before the backward."""
     return [(tensor, version, tensor.data_ptr()) for tensor, version in versions(tensors)]
 
 
@@ -253,9 +253,10 @@ def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:
 
 
 def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The gradients of a call that was replayed, by calling the function itself, in the autocast and with the
-    random numbers of then: for a second backward, one that is itself differentiated, and outputs that never
-    had a gradient."""
+    """Compute gradients of a replayed call by a rerun of the function, with its autocast and random state.
+
+    Reruns serve a second backward, a backward that is differentiated, and outputs without recorded gradients.
+    """
     _check_unchanged(ctx.read)
     recorded, writes = torch.is_grad_enabled(), ctx.function.writes
     with as_it_was(ctx.arguments, writes), torch.enable_grad():

@@ -53,12 +53,12 @@ ScatteredGroups = list[
 
 
 def lower(plan: Plan, scattered: ScatteredGroups, without: Collection[Site] = ()) -> fx.GraphModule:
-    """The graph that runs.
+    """Return the captured graph with its sites fused.
 
     Args:
         plan: its captured graph is copied.
-        scattered: where groups are noted that a call finds scattered, see Join.
-        without: sites that run as they were captured.
+        scattered: receives groups of parameters that a call finds scattered, see Join.
+        without: sites that run as captured.
     """
     lowering = _Lowering(plan, scattered)
     for site in _in_order(plan, without):
@@ -69,11 +69,11 @@ def lower(plan: Plan, scattered: ScatteredGroups, without: Collection[Site] = ()
 def lower_unfused(
     plan: Plan, scattered: ScatteredGroups, without: Collection[Site] = (), rotations: bool = False
 ) -> fx.GraphModule:
-    """The graph with its products as they were captured.
+    """Return the captured graph with unfused products.
 
-    Attention and what else gains in plain PyTorch is fused, and so are the norms and activations of these
-    products where they were captured as several operations each; rotary embeddings if `rotations` says so,
-    whose kernel is for calls of many tokens.
+    Attention is fused, and so are ops that gain in plain PyTorch, and norms and activations that were
+    captured as several operations. Rotary embeddings are fused if `rotations` is True: their kernel is for
+    many tokens.
     """
     lowering = _Lowering(plan, scattered)
     for site in _in_order(plan, without):
@@ -85,8 +85,7 @@ def lower_unfused(
 
 
 def is_as_captured(plan: Plan, without: Collection[Site] = ()) -> bool:
-    """Whether lower_unfused() leaves each operation as it was captured, but for masks, where no kernel takes
-    the call."""
+    """Return True if lower_unfused() changes no operation except masks, without kernels."""
     return not any(map(partial(_is_rewritten, plan), _in_order(plan, without)))
 
 
@@ -99,13 +98,13 @@ def _is_rewritten(plan: Plan, site: Site) -> bool:
 
 
 def _parts(plan: Plan, names: Collection[str]) -> Iterator[fx.Node]:
-    """The norms and activations among the captured nodes of these names."""
+    """Return the norms and activations among the captured nodes with these names."""
     found = (node for node in plan.before.nodes if node.target in _SINGLE)
     return (node for node in found if node.meta.get("origin") in names)
 
 
 def _names_in(plan: Plan, site: Site) -> set[str]:
-    """The names of the captured nodes that a site replaces."""
+    """Return the names of the captured nodes that a site replaces."""
     inside, _ = edit.needed(*_ends(plan, site))
     return {node.name for node in inside}
 
@@ -121,32 +120,35 @@ def _changes_nothing(site: Site) -> bool:
 
 
 def reference(plan: Plan, site: Site) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
-    """What a site replaces: the captured operations between its inputs and its outputs.
+    """Extract the captured operations that a site replaces.
 
     Returns:
         A module of these operations, which returns a tuple of the site's outputs, and the captured nodes that
-        are its arguments: the site's inputs, and what the operations read besides, for its dtype or shape.
+        are its arguments: the site's inputs, and nodes that are read only for their dtype or shape.
     """
     outputs, inputs = _ends(plan, site)
     return edit.extract(plan.captured, outputs, inputs | edit.read_aside(outputs, inputs))
 
 
 def _ends(plan: Plan, site: Site) -> tuple[list[fx.Node], set[fx.Node]]:
-    """The captured nodes that the site's outputs are, and those of its inputs."""
+    """Return the captured nodes of the site's outputs and of its inputs."""
     captured = {node.name: node for node in plan.captured.graph.nodes}
     outputs = [captured[node.meta["origin"]] for node in site.outputs]
     return outputs, {captured[name] for name in _inputs(site)}
 
 
 def _is_asked_for(site: Site, mask: Tensor) -> bool:
-    """Whether it pays to know what this mask is. A bias that differs from head to head is none of those that
-    kernels know of: written out, its gradients are right in kernels where every query sees a key."""
+    """Return True if it pays to classify the mask at run time.
+
+    A bias per head is never causal, a window or padding. Its gradients in kernels are right if every query
+    sees a key.
+    """
     is_trained = value(site.node.args[0]).requires_grad
     return not is_bias(mask) or (is_trained and site.fused.written_out)
 
 
 def _inputs(site: Site) -> set[str]:
-    """The names of the captured nodes that the arguments of a site are, or are made of."""
+    """Return the names of the captured nodes that the arguments of a site derive from."""
     found, waiting = set(), list(site.node.all_input_nodes)
     while waiting:
         node = waiting.pop()
@@ -258,8 +260,7 @@ class _Lowering:
         edit.erase_cascade(self.graph, outputs.values(), _names_in(self.plan, site), staying=self.added)
 
     def _place_of(self, site: Site, outputs: Collection[fx.Node]) -> fx.Node:
-        """The first of the outputs; the last of them where something that the op reads comes after the
-        first."""
+        """Return the first output, or the last output if an input of the site comes after the first."""
         read = [self.stands[name] for name in _inputs(site)]
         first = min(outputs)
         return first if all(node < first for node in read) else max(outputs)
@@ -279,7 +280,7 @@ class _Lowering:
             edit.erase_cascade(self.graph, [old], inside)
 
     def finished(self) -> fx.GraphModule:
-        """The graph as a module, ready to run."""
+        """Return the graph as a compiled module."""
         edit.erase_cascade(self.graph, self.added, set())
         self.graph.lint()
         self.module.recompile()
@@ -288,7 +289,7 @@ class _Lowering:
         return self.module
 
     def _split(self, site: Site, at: fx.Node, made: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Each of the columns of a merged product."""
+        """Split the columns of a merged product."""
         sizes = [shape_of(weight)[0] for weight in site.weights[0]]
         joined = [self._node(arg, at, made) for arg in site.node.all_input_nodes if arg.target is ops.join]
         whole = self._node(site.result, at, made, new=True)
@@ -305,8 +306,7 @@ class _Lowering:
         }
 
     def _own(self, old: fx.Node, columns: fx.Node, at: fx.Node) -> fx.Node:
-        """The columns in the place of what a linear returned, as a tensor of their own where somebody could
-        tell."""
+        """Return the columns of a linear, as a tensor of their own if somebody could tell."""
         if not shows_layout(old) and old.name not in self.written:
             edit.take_any_layout(old)
             return columns
@@ -317,7 +317,7 @@ class _Lowering:
         return edit.insert_call(self.graph, at, torch.clone, (x,), own, like=x)
 
     def _inner(self, args: Any, at: fx.Node, made: dict[fx.Node, fx.Node]) -> Any:
-        """The arguments of a canonical call as nodes of the graph that runs, in front of `at`."""
+        """Return the arguments of a canonical call as nodes of the new graph, before `at`."""
         return fx.node.map_aggregate(
             args, lambda arg: self._node(arg, at, made) if isinstance(arg, fx.Node) else arg
         )
@@ -331,7 +331,7 @@ class _Lowering:
         return made[node]
 
     def _copied(self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The same call in the graph that runs."""
+        """Copy a canonical call into the new graph."""
         args, kwargs = self._inner(node.args, at, made), self._inner(dict(node.kwargs), at, made)
         if node.target is not ops.join:
             # All layers have the same mask, which is made, and looked at, once; floating ones in each mode.
@@ -349,15 +349,14 @@ class _Lowering:
         return edit.insert_call(self.graph, at, name, args, like=node)
 
     def _reads_written(self, args: tuple) -> bool:
-        """Whether a call has an argument that may be written to before it is made again."""
+        """Return True if an argument of the call may be written to before the call is made again."""
         return any(arg.name in self.written for arg in args if isinstance(arg, fx.Node))
 
     def _with_mask(self, site: Site, args: tuple, at: fx.Node) -> tuple:
-        """The arguments of attention with its mask found out at run time, where that is possible.
+        """Return the arguments of attention, with the mask classified at run time if possible.
 
-        A mask of finite numbers leaves a row that it hides everywhere uniform, for which the canonical form
-        has the query zeroed: that is left to the op, which need not do it where the mask turns out to be
-        causal or to hide nothing, without such rows.
+        A row that a mask of finite numbers hides everywhere stays uniform. The canonical form zeroes the
+        query of such a row. The op does that instead, and can skip it if the mask is causal or hides nothing.
         """
         query, mask, sinks = args[0], args[3], args[8]
         hidden = None

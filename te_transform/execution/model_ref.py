@@ -39,7 +39,7 @@ class ModelRef:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP shards its parameters."""
+        """True if FSDP shards the parameters."""
         return any(map(is_sharded, (self.model, self.first_block)))
 
     def modules(self) -> Iterator[nn.Module]:

@@ -1,11 +1,11 @@
-"""What dynamo captures of a converted model as one forward, and which of its calls run the user's own code.
+"""The capture policy: one forward or many, and the calls that run the user's own code.
 
 A capture begins whole. It is cut into blocks where a graph of the whole model would be wrong or slow:
 
     WHOLE -> BLOCKS, BLOCKS_AND_HEAD    FSDP shards a block, or an activation checkpoint is in a graph
     BLOCKS_AND_HEAD -> BLOCKS           an activation checkpoint is in a graph around the blocks
 
-BLOCKS_AND_HEAD is for models whose parts call the blocks: a head and its loss are captured around them.
+BLOCKS_AND_HEAD is for models whose parts call the blocks: head and loss are captured as a graph of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NESTED = (
 
 
 class Cut(Enum):
-    """What dynamo captures as one forward."""
+    """The units that dynamo captures as one forward."""
 
     WHOLE = auto()
     BLOCKS = auto()
@@ -67,7 +67,7 @@ class CapturePolicy:
 
     @property
     def by_block(self) -> bool:
-        """Whether blocks are captured one by one."""
+        """True if blocks are captured one by one."""
         return self.cut is not Cut.WHOLE
 
     def cut_into_blocks(self, model: nn.Module) -> None:

@@ -398,7 +398,7 @@ class _OnStandIns(Exception):
 
 
 def attach(model: nn.Module, runner: Runner) -> None:
-    """Let `model`, its parts, or its blocks, run their captured forward."""
+    """Make `model` and its parts run their captured forward."""
     swap_class(model, ModuleRole(runner, Role.MODEL))
     for part in parts(model):
         with suppress(ModelError):  # it runs as it is where it is called by itself

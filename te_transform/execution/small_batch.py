@@ -1,8 +1,7 @@
-"""Which calls of a captured graph have so few tokens that the CPU sets the pace.
+"""The size rule: calls with few tokens run as captured, because the CPU sets the pace.
 
-Fused products gain nothing there, neither in TE's kernels nor in plain PyTorch: each asks first what it may
-do. A graph without gated MLPs gains nothing at any size, except in a recipe and where CUDA graphs launch the
-kernels.
+Fused products gain nothing there, neither in TE's kernels nor in plain PyTorch, and each fused op checks its
+conditions first. A graph without gated MLPs gains nothing at any size, except in a recipe and in CUDA graphs.
 """
 
 from __future__ import annotations

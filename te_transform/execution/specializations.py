@@ -44,13 +44,13 @@ class FirstCall(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What runs a call.
+    """A prepared function for a call.
 
     Attributes:
         prepared: computes the outputs from the call's arguments and `known.tensors`.
-        known: what was computed before.
-        in_fp8: whether products run in FP8.
-        reads_values: whether `known` depends on more than the sizes of the arguments.
+        known: the precomputed values.
+        in_fp8: True if products run in FP8.
+        reads_values: True if `known` depends on more than the sizes of the arguments.
     """
 
     prepared: Prepared
@@ -121,7 +121,7 @@ class Specializations:
 
     @property
     def products(self) -> dict[Site, int]:
-        """Those that may run in FP8, each with the place of its first parameter."""
+        """The products that may run in FP8, each with the index of its first parameter."""
         return self.weights if self.options.recipe is not None else {}
 
     def tell(self, why: str) -> str:

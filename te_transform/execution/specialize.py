@@ -42,17 +42,17 @@ class States:
         self.written = [place for place, held in enumerate(self.tensors) if held.data_ptr() not in kept]
 
     def are(self, states: dict[fx.Node, fp8.State]) -> bool:
-        """Whether they are these very objects, of the same calls."""
+        """Return True if the states are these very objects, of the same calls."""
         return len(states) == len(self.states) and all(map(is_, states.values(), self.states.values()))
 
 
 class Precomputed:
-    """What is known of a call before the compiled graph runs.
+    """The values that are computed before the compiled graph runs.
 
     Args:
-        values: of the nodes that are computed before.
-        staying: those of them whose tensors stay where they are from call to call.
-        states: of the calls of products in FP8.
+        values: by node.
+        staying: nodes whose tensors keep their addresses from call to call.
+        states: of the FP8 products.
     """
 
     def __init__(self, values: dict[fx.Node, Any], staying: Collection[fx.Node], states: States):
@@ -68,8 +68,10 @@ class Precomputed:
         self.key = (answers, states.pattern)
 
     def stay_as(self, arguments: Iterable[Any]) -> list[bool]:
-        """As `stays`, where ranks have to find the same: what is computed stays where it is these arguments'
-        own memory, and not a copy that each call makes anew."""
+        """Return `stays`, alike on all ranks.
+
+        A precomputed tensor stays if it is memory of these arguments, and not a copy that each call makes.
+        """
         own = {*addresses([argument for argument in arguments if isinstance(argument, Tensor)])}
         where = [*addresses(self.tensors[: self.computed])]
         is_own = [place in own for place in where] + [True] * (len(self.tensors) - self.computed)
@@ -158,7 +160,7 @@ class Specialized:
         return self.graph.get_submodule(node.target) if node.op == "call_module" else None
 
     def look(self, arguments: Sequence[Any]) -> Precomputed | None:
-        """What is known of a call; None where it has to run uncompiled."""
+        """Return the precomputed values of a call, or None if it must run uncompiled."""
         values = self.before.values(arguments)
         states = {}
         for site, node in self.products.items():
@@ -174,7 +176,7 @@ class Specialized:
         return Precomputed(values, self.staying, known)
 
     def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
-        """Those of the products whose last call did, with the weights of a call."""
+        """Return the products whose last call ran in FP8, with the weights of a call."""
         values = self.before.values(arguments)
         return frozenset(
             site
@@ -183,7 +185,7 @@ class Specialized:
         )
 
     def with_known(self, known: Precomputed) -> fx.GraphModule:
-        """The graph to compile, whose arguments are those of the captured one and `known.tensors`."""
+        """Return the graph to compile. Its arguments are those of the captured graph and `known.tensors`."""
         states = {node: {"state": state} for node, state in known.states.items()}
         return edit.with_known(self.graph, known.values, self.staying, states)
 
@@ -194,6 +196,6 @@ class Specialized:
 
 
 def _is_trained(site: Site, call: fx.Node) -> bool:
-    """Whether the product has a backward where gradients are recorded."""
+    """Return True if the product has a backward when gradients are recorded."""
     nodes = (call.args[0], *(node for weight in site.weights for node in weight))
     return any(value(node).requires_grad for node in nodes)

@@ -1,9 +1,8 @@
-"""How values lie on the ranks of a tensor-parallel group, and the calls that bring them from one placement to
-another, on PyTorch's functional collectives.
+"""Placements of values on the ranks of a tensor-parallel group, and the functional collectives between them.
 
-A value is whole, the same on each rank; or a shard of it along one dimension is on each; or each rank has a
-term of its sum. Gradients go the same ways backwards. Of a whole value each rank has the whole gradient, but
-where it is `entered`, as what a column-parallel linear reads is: there each rank has a term of the gradient.
+A value is whole (equal on all ranks), sharded along one dimension, or a sum of one term per rank. The
+gradient of a whole value is whole. The gradient of an `entered` value, such as the input of a column-parallel
+linear, is a sum of terms.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _OPS = torch.ops._c10d_functional
 
 
 class Recording(Protocol):
-    """What holds CUDA graphs."""
+    """An object that holds CUDA graphs."""
 
     def free(self) -> None:
         """Free them; nothing is replayed any more."""
@@ -77,11 +76,11 @@ class Shards:
 
     @property
     def size(self) -> int:
-        """Of the whole dimension."""
+        """The size of the whole dimension."""
         return sum(self.parts)
 
     def bounds(self, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """Where a rank's share of each part begins and ends in the whole dimension."""
+        """Return start and end of a rank's share of each part in the whole dimension."""
         starts, found = accumulate(self.parts, initial=0), []
         number = rank // self.copies
         for start, part in zip(starts, self.parts, strict=False):
@@ -91,23 +90,23 @@ class Shards:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the ranks' shares, one after the other, are the whole."""
+        """True if the concatenated shares of the ranks are the whole."""
         return len(self.parts) == 1 and self.copies == 1
 
     def shares(self, ranks: int) -> int:
-        """How many different shares so many ranks have."""
+        """Return the number of different shares for a number of ranks."""
         return ranks // self.copies
 
     def length(self, rank: int, ranks: int) -> int:
-        """How much of the dimension a rank has."""
+        """Return the length of a rank's share of the dimension."""
         return sum(stop - start for start, stop in self.bounds(rank, ranks))
 
     def is_even(self, ranks: int) -> bool:
-        """Whether the ranks divide each part."""
+        """Return True if the ranks divide each part evenly."""
         return all(part % self.shares(ranks) == 0 for part in self.parts)
 
     def on(self, dim: int) -> Shards:
-        """The same shares of another dimension."""
+        """Return the same shares of another dimension."""
         return replace(self, dim=dim)
 
 
@@ -119,7 +118,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.mesh.size()
 
     @property
@@ -133,7 +132,7 @@ class Ranks:
         return self.mesh.get_group().group_name
 
     def shape(self, whole: torch.Size, shards: Shards | None) -> tuple[int, ...]:
-        """Of what this rank has of a tensor."""
+        """Return the shape of this rank's shard of a tensor."""
         if shards is None:
             return tuple(whole)
         local = list(whole)
@@ -141,18 +140,18 @@ class Ranks:
         return tuple(local)
 
     def summed(self, x: Tensor, op: str = "sum") -> Tensor:
-        """The sum, or the maximum, of all ranks' `x`."""
+        """Return the sum, or the maximum, of `x` over all ranks."""
         # a compiler reduces in place, and has read what a kernel of its own wrote there before (PyTorch 2.13)
         reduced = torch.ops.te_transform.all_reduce if compiling.get() else _all_reduced
         return reduced(x.contiguous(), op, self.group)
 
     def any(self, holds: bool) -> bool:
-        """Whether something holds on one of the ranks; waits for all of them."""
+        """Return True if a condition holds on any rank. Synchronizes all ranks."""
         told = torch.tensor([holds], dtype=torch.int32, device=self.mesh.device_type)
         return bool(_all_reduced(told, "max", self.group).item())
 
     def agreed(self, why: str | None) -> str | None:
-        """Why something cannot be done, on this rank or on another one; waits for all of them."""
+        """Return why an action is impossible on this rank or another. Synchronizes all ranks."""
         refused = self.any(why is not None)
         return why or ("another rank cannot" if refused else None)
 
@@ -167,18 +166,18 @@ class Ranks:
         _RECORDINGS[recording] = self.group
 
     def joined(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' `x` behind each other."""
+        """Concatenate `x` of all ranks."""
         blocks = _OPS.all_gather_into_tensor(x.contiguous(), self.count, self.group)
         whole = _OPS.wait_tensor(blocks)
         return whole if dim == 0 else torch.cat(whole.chunk(self.count), dim)
 
     def summed_block(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's one of equal blocks of the sum of all ranks' `x`."""
+        """Return this rank's block of the sum of `x` over all ranks (reduce-scatter)."""
         blocks = x.contiguous() if dim == 0 else torch.cat(x.chunk(self.count, dim))
         return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(blocks, "sum", self.count, self.group))
 
     def gathered(self, x: Tensor, shards: Shards, summed: bool = False) -> Tensor:
-        """The whole tensor of all ranks' shards of it; of copies the first, or their sum."""
+        """Gather the whole tensor from the shards; of copies the first, or their sum."""
         dim = x.dim() + shards.dim
         if shards.is_plain and shards.is_even(self.count):
             return self.joined(x, dim)
@@ -198,29 +197,29 @@ class Ranks:
         yield from block[: sum(lengths)].split(lengths)
 
     def share(self, x: Tensor, shards: Shards) -> Tensor:
-        """This rank's shard of a whole tensor."""
+        """Return this rank's shard of a whole tensor."""
         dim = x.dim() + shards.dim
         bounds = shards.bounds(self.own, self.count)
         pieces = [x.narrow(dim, start, stop - start) for start, stop in bounds]
         return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].contiguous()
 
     def lead_share(self, x: Tensor, shards: Shards) -> Tensor:
-        """This rank's shard of a whole tensor, zeros where an earlier rank has a copy of it."""
+        """Return this rank's shard of a whole tensor, with zeros where an earlier rank has a copy."""
         share = self.share(x, shards)
         return share if self.own % shards.copies == 0 else torch.zeros_like(share)
 
     def summed_share(self, x: Tensor, shards: Shards) -> Tensor:
-        """This rank's shard of the sum of all ranks' `x`; as lead_share() has it."""
+        """Return this rank's shard of the sum of `x` over all ranks, with the zeros of lead_share()."""
         if shards.is_plain and shards.is_even(self.count):
             return self.summed_block(x, x.dim() + shards.dim)
         return self.lead_share(self.summed(x), shards)
 
     def picked(self, x: Tensor, shards: Shards) -> Tensor:
-        """This rank's part of a share that it has in common with others."""
+        """Return this rank's part of a share that several ranks have."""
         return x.chunk(shards.copies, shards.dim)[self.own % shards.copies].contiguous()
 
     def put_back(self, x: Tensor, shards: Shards) -> Tensor:
-        """A share of which this rank has its own part, and zeros in the others'."""
+        """Return a share with this rank's part, and zeros in the parts of other ranks."""
         parts = [torch.zeros_like(x)] * shards.copies
         parts[self.own % shards.copies] = x
         return torch.cat(parts, shards.dim)
@@ -252,7 +251,7 @@ class Redistribution(Enum):
     LEAD = ("lead", "same")  # a whole value to terms of it, of which all but the first rank's are zeros
 
     def backwards(self) -> Redistribution:
-        """The way that the gradient goes, as a way of its own."""
+        """The redistribution of the gradient."""
         return Redistribution((self.value[1], self.value[0]))
 
 
@@ -299,7 +298,7 @@ class Move(GraphOp):
         self.way, self.ranks, self.shards = way, ranks, shards
 
     def forward(self, x: Tensor) -> Tensor:
-        """The value in its new placement."""
+        """Return the value in its new placement."""
         return moved(x, self.way, self.ranks, self.shards)
 
 
@@ -325,7 +324,7 @@ class ShardedEmbedding(GraphOp):
 
 
 def _own_rows(ids: Tensor, shards: Shards, ranks: Ranks, what: str) -> tuple[Tensor, Tensor]:
-    """The ids as numbers of this rank's rows, the first for those of other ranks; and which are of others."""
+    """Return the ids as indices of this rank's rows, and True for ids of other ranks, whose index is 0."""
     is_known = ((ids >= 0) & (ids < shards.size)).all()
     check_index(is_known, f"{what}s from 0 to {shards.size - 1} are needed, there is another")
     start, stop = shards.bounds(ranks.own, ranks.count)[0]

@@ -47,11 +47,10 @@ class Divided:
     version: int = 0  # of the DTensor, at the last call
 
     def stand_in_for(self, held: DTensor) -> nn.Parameter:
-        """A parameter of the size of the whole one, without its memory; who reads it reads that it is no
-        number.
+        """Return a parameter of the whole size without memory, filled with NaN.
 
-        Products by groups look at the strides of a matrix already when dynamo captures them: of a stack of
-        matrices one is there.
+        Grouped products read strides of a matrix during capture, so a stack of matrices has memory for one
+        matrix.
         """
         made, self.held = self.stand_in, held
         if made is None or (made.dtype, made.device) != (held.dtype, held.device):
@@ -71,8 +70,7 @@ class Divided:
         return made
 
     def share(self, ranks: Ranks, move: Move | None) -> Tensor:
-        """What this rank computes with, in the placement that `move` brings it to; gradients find their way
-        to the DTensor."""
+        """Return this rank's share, redistributed by `move`. Gradients reach the DTensor."""
         if self.shards is None or self.shards.is_plain:
             share = self.held.to_local()
         else:
@@ -83,7 +81,7 @@ class Divided:
         return self._standing(share if move is None else move(share))
 
     def whole(self) -> Tensor:
-        """All of it, gathered."""
+        """Return the whole tensor, gathered."""
         return self._standing(self.held.full_tensor())
 
     def _standing(self, tensor: Tensor) -> Tensor:
@@ -93,13 +91,13 @@ class Divided:
 
 @dataclass(eq=False)
 class Parallel:
-    """What a converted model carries once it is divided.
+    """The division of a converted model.
 
     Args:
         ranks: the group.
-        sequence: whether residuals and norms are sharded too.
+        sequence: True if residuals and norms are sharded too.
         places: of the model, for the report.
-        divided: where parameters are held, by their modules and the names there; tied ones are one.
+        divided: the parameters by module and name; tied parameters share one entry.
     """
 
     ranks: Ranks
@@ -214,12 +212,12 @@ class Parallel:
     def graph(
         self, captured: fx.GraphModule, fuse: Callable[[fx.GraphModule], Callable[..., Any]]
     ) -> Callable[..., Any]:
-        """What dynamo calls in the place of a captured graph."""
+        """Return the callable that replaces a captured graph."""
         return _Divided(self, captured, fuse)
 
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a parameter, and its name there."""
+    """Return the module that holds a parameter, and the name of the parameter there."""
     path, _, own = name.rpartition(".")
     return model.get_submodule(path), own
 

@@ -1,8 +1,8 @@
-"""Which parameters are divided among the ranks of a tensor-parallel group, and why not more.
+"""Find the parameters that the ranks of a tensor-parallel group divide, and the reasons against others.
 
-Linears that read one value are divided by their columns (the rows of the weight), and what they make is
-followed through the canonical graph to the linears that read it, which are divided by their rows: between the
-two each rank computes with its own columns or heads, and only what the last ones make is summed up.
+Linears that read one value are divided by columns (rows of the weight). Their results are followed through
+the canonical graph to the linears that read them, which are divided by rows. In between, each rank computes
+its own columns or heads, and only the results of the last linears are summed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _LayingOut:
         self.tried: set[fx.Node] = set()  # linears of regions that were refused
 
     def stored(self, weight: fx.Node) -> fx.Node | None:
-        """The parameter that is the weight of a linear, or that is its transpose."""
+        """Return the parameter behind a linear's weight, or behind its transpose."""
         source = weight.args[0] if weight.target is torch.t else weight
         return source if is_parameter(source) else None
 
@@ -116,7 +116,7 @@ class _LayingOut:
         self.layout.places.append(Place("attention", path, (heads or refused.reason,), bool(heads)))
 
     def _closed(self, seeds: set[fx.Node], pieces: int, copies: int) -> _Region:
-        """The region that begins with these linears, and with others whose results it needs in shards."""
+        """Return the region of these linears and of other linears whose shards it needs."""
         while True:
             try:
                 return self._region({node: self._parts(node, pieces, copies) for node in seeds})
@@ -196,11 +196,11 @@ class _LayingOut:
             raise Refusal(f"a linear is skipped by skip={glob!r}: leave it out of skip= to have it divided")
 
     def _skipped(self, linear: fx.Node) -> str | None:
-        """The glob by which the linear, or a module that holds it, is skipped."""
+        """Return the glob that skips the linear or a module that holds it."""
         return skipped_by(path_of(linear), self.skip)
 
     def _makers(self, value: fx.Node) -> Iterator[fx.Node]:
-        """The linears that are not divided yet and whose results lead to `value` without another linear."""
+        """Return undivided linears whose results lead to `value` without another linear."""
         waiting, seen = [value], set()
         while waiting:
             node = waiting.pop()
@@ -213,11 +213,11 @@ class _LayingOut:
                 yield node
 
     def _attention(self, linear: fx.Node) -> fx.Node | None:
-        """The attention that reads what a linear makes, without another linear between."""
+        """Return the attention that reads a linear's result without another linear in between."""
         return next((node for node in _reached(linear) if node.target is ops.sdpa), None)
 
     def _readers(self, attention: fx.Node) -> set[fx.Node]:
-        """The linears that read what an attention makes."""
+        """Return the linears that read an attention's output."""
         return {node for node in _reached(attention) if node.target is ops.linear}
 
     def _indivisible_heads(self, attention: fx.Node) -> str:
@@ -232,7 +232,7 @@ class _LayingOut:
         return ""
 
     def _parts(self, linear: fx.Node, pieces: int, copies: int) -> Shards:
-        """The parts of what the linear makes: those that columns are cut into, or equal ones."""
+        """Return the parts of a linear's output: its column slices, or equal parts."""
         size = shape_of(linear)[-1]
         cuts = sorted({0, size, *self._cuts(linear)})
         if len(cuts) > 2:
@@ -242,7 +242,7 @@ class _LayingOut:
         return Shards(-1, (size // pieces,) * pieces, copies if self._makes_keys(linear) else 1)
 
     def _makes_keys(self, linear: fx.Node) -> bool:
-        """Whether it makes keys or values of attention, and no queries."""
+        """Return True if the linear makes keys or values of attention, and no queries."""
         attention = self._attention(linear)
         if attention is None:
             return False
@@ -295,7 +295,7 @@ class _LayingOut:
 
 
 def _reached(node: fx.Node) -> Iterator[fx.Node]:
-    """What a value leads to, up to the next linears."""
+    """Return the nodes that depend on a value, up to the next linears."""
     waiting, seen = [*node.users], set()
     while waiting:
         node = waiting.pop()

@@ -178,8 +178,7 @@ class _Found:
 
 
 def _laid_out(model: nn.Module, sample: Inputs, ranks: Ranks, skip: tuple[str, ...]) -> _Found:
-    """What the ranks divide of the forward, which is captured on tensors without memory if that is
-    possible."""
+    """Find what the ranks divide of the forward, on tensors without memory if possible."""
     for tensors in ways_to_call(model):
         found = _Found()
         try:
@@ -238,11 +237,12 @@ def _check_found(model: nn.Module, found: _Found, ranks: Ranks) -> None:
 def _keeping_scales(
     model: nn.Module, precision: Precision | None, ranks: Ranks
 ) -> Iterator[Callable[[], None]]:
-    """Let the divided model begin with the scales that the first rank's whole one has, whatever runs
-    meanwhile; they hold for shards of a tensor too. Where the body raises, each rank's own stay.
+    """Start the divided model with the scales of the first rank's whole model.
+
+    Scales of a tensor hold for its shards too. If the body raises, each rank keeps its own scales.
 
     Yields:
-        A function that gives them to the model as it is then: shards that have none yet quantize by one.
+        A function that loads the scales. Shards without scales quantize by 1 until then.
     """
     if precision is None or not precision.is_delayed:
         yield lambda: None
@@ -259,7 +259,7 @@ def _keeping_scales(
 
 
 def _outputs(model: nn.Module, sample: Inputs, ranks: Ranks) -> list[Tensor]:
-    """The floating outputs of an evaluation on the first rank's sample; none on the meta device."""
+    """Return the floating outputs in evaluation on the first rank's sample; none on the meta device."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return []
 

@@ -47,16 +47,16 @@ class ShardedGraph:
 def on_shards(
     captured: fx.GraphModule, shards: Mapping[str, Shards], ranks: Ranks, sequence: bool
 ) -> ShardedGraph:
-    """The graph on one of the ranks.
+    """Return the graph of one rank.
 
     Args:
-        captured: the graph, of whole values.
-        shards: of those placeholders, by their names, that are sharded.
+        captured: the graph of whole values.
+        shards: of the sharded placeholders, by name.
         ranks: the group, seen from this process.
-        sequence: whether what residuals are added to, and norms read, is sharded as well, by tokens.
+        sequence: True to shard residual streams and norms by tokens too.
 
     Raises:
-        Unshardable: it writes in place to what would be sharded.
+        Unshardable: the graph writes in place to a sharded value.
     """
     return _Sharding(captured, shards, ranks, sequence).made()
 
@@ -116,7 +116,7 @@ class _Sharding:
             edit.read_shards(node, args)
 
     def _put_whole(self, node: fx.Node) -> None:
-        """A call on whole values."""
+        """Insert a call on whole values."""
         for argument in node.all_input_nodes:
             if argument in self.plan.shards:
                 edit.read_instead(node, argument, self._move(argument, Redistribution.GATHER, node))
@@ -126,7 +126,7 @@ class _Sharding:
             self.made_graph.common_random = True
 
     def _argument(self, node: fx.Node, argument: fx.Node, found: Step) -> fx.Node:
-        """What the node reads in the place of an argument."""
+        """Return the node that replaces an argument."""
         named, is_sharded = self.origin.get(argument, argument), argument in self.plan.shards
         if named in found.lead:
             whole = self._move(argument, Redistribution.GATHER, node) if is_sharded else argument
@@ -162,8 +162,7 @@ class _Sharding:
         return self.moved[key]
 
     def _sum(self, node: fx.Node) -> None:
-        """The sum of the ranks' terms, in the place of what each of them computes: whole, or sharded by
-        tokens."""
+        """Sum the ranks' terms into a whole value, or into a value sharded by tokens."""
         shards = self.plan.shards.pop(node, None)
         way = Redistribution.SUM if shards is None else Redistribution.SUM_SHARE
         name = self._name(way, shards, Move(way, self.ranks, shards))
@@ -173,7 +172,7 @@ class _Sharding:
         self._note_shape(total)
 
     def _stand_in(self, node: fx.Node, name: str) -> fx.Node:
-        """A call on what a node computes, whose result all that read the node read instead."""
+        """Insert a call on a node's result, and redirect the node's readers to the call."""
         made = edit.insert_call(self.graph, node.next, name, (node,), like=node)
         edit.replace_uses(node, made)
         self.origin[made], self.plan.shapes[made] = node, self.plan.shapes[node]
@@ -182,7 +181,7 @@ class _Sharding:
         return made
 
     def _draw_apart(self, node: fx.Node) -> None:
-        """Let the ranks draw random numbers of their own for their shards."""
+        """Draw different random numbers on each rank for its shards."""
         own, first = OwnRandom(self.ranks), node.args[0]
         begin = edit.insert_call(self.graph, node, self._named("own_random", node, own), (first,), like=first)
         edit.read_instead(node, first, begin)
@@ -190,7 +189,7 @@ class _Sharding:
         self.plan.shards[end] = self.plan.shards[node]
 
     def _name(self, way: Redistribution, shards: Shards | None, op: nn.Module) -> str:
-        """The name of a move, the same for equal ones: equal layers are then equal graphs."""
+        """Return the name of a move. Equal moves share a name, so equal layers are equal graphs."""
         at = "" if shards is None else "_".join(map(str, ("", -shards.dim, *shards.parts)))
         at += "" if shards is None or shards.copies == 1 else f"_for_{shards.copies}"
         name = f"ranks_{way.name.lower()}{at}"
@@ -222,14 +221,14 @@ class _Sharding:
             node.meta[MADE_ANEW] = self._is_made_anew(node)
 
     def _is_made_anew(self, parameter: fx.Node) -> bool:
-        """Whether what the graph is given of a parameter is computed in each call."""
+        """Return True if a parameter's argument is computed in each call."""
         shards, move = self.plan.shards.get(parameter), self.made_graph.moves.get(parameter.name)
         is_part = shards is None or shards.is_plain
         return not is_part or (move is not None and move.way is not Redistribution.ENTER)
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the node of a canonical graph draws random numbers."""
+    """Return True if a canonical node draws random numbers."""
     if node.target is ops.dropout:
         return node.args[1] != 0 and node.args[2] is not False
     if node.target is ops.sdpa:

@@ -1,7 +1,6 @@
-"""How each operation of the canonical graph is computed on shards, if it can be.
+"""Sharding rules for the operations of the canonical graph.
 
-Dimensions are counted from the end, as the canonical graph counts them. What has no rule here is computed on
-whole values, which are gathered for it: that is never wrong.
+Dimensions count from the end, as in the canonical graph. An operation without a rule reads gathered values.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _LARGE = 1_000_003  # a prime that is no size of a tensor
 
 
 class Refusal(Exception):
-    """Why an operation cannot be computed on shards: what the model has, a comma, what is needed.
+    """The reason why an operation cannot be computed on shards.
 
     Args:
-        reason: that sentence.
-        indivisible: whether a mesh of another size would do.
-        whole: the values that would have to be sharded as well.
+        reason: the sentence.
+        indivisible: True if a mesh of another size would do.
+        whole: values that would have to be sharded too.
     """
 
     def __init__(self, reason: str, *, indivisible: bool = False, whole: tuple[fx.Node, ...] = ()):
@@ -64,11 +63,10 @@ Rule = Callable[[fx.Node, Held, int], Step]
 
 
 def step(node: fx.Node, held: Held, ranks: int) -> Step | None:
-    """How the node is computed where these values are sharded over so many ranks; None: none of them is
-    read.
+    """Return how a node is computed on shards, or None if it reads no sharded value.
 
     Raises:
-        Refusal: it cannot be.
+        Refusal: the node cannot be computed on shards.
     """
     sharded = [argument for argument in node.all_input_nodes if argument in held]
     if not sharded:
@@ -133,7 +131,7 @@ def _size(node: fx.Node, dim: int) -> int:
 
 
 def _over_last(node: fx.Node, held: Held, ranks: int) -> Step:
-    """What reads all of the last dimension of its first argument, and else one row at a time."""
+    """Apply the rule of operations that read the whole last dimension, row by row."""
     x = node.args[0]
     if x not in held:
         raise Refusal(f"{_the(node)} reads a sharded weight, a whole one is needed")
@@ -181,7 +179,7 @@ def _sdpa(node: fx.Node, held: Held, ranks: int) -> Step:
 
 
 def _product(node: fx.Node, held: Held, ranks: int) -> Step:
-    """A matrix product that is sharded by its batches."""
+    """Apply the rule of a matrix product that is sharded by batches."""
     given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
     if any(held[arg].dim > -3 for arg in given if arg in held):
         raise Refusal(f"{_the(node)} reads rows or columns, batches that are sharded are needed")
@@ -195,7 +193,7 @@ def _reshape(node: fx.Node, held: Held, ranks: int) -> Step:
 
 
 def _reshaped(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, ranks: int) -> Shards:
-    """The shards of a tensor of the shape `after`, that was one of the shape `before`."""
+    """Return the shards of a tensor after a reshape from `before` to `after`."""
     is_empty = [size == 0 for size in after]
     before, after = _without_zeros(before, after)
     at = len(before) + shards.dim
@@ -246,7 +244,7 @@ def _without_zeros(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
 
 
 def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """The dimensions of two shapes of one tensor that hold the same numbers, in order."""
+    """Yield the groups of dimensions of two shapes that hold the same elements, in order."""
     i = j = 0
     while i < len(before) or j < len(after):
         old, new, a, b = [], [], 1, 1

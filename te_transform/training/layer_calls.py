@@ -80,7 +80,7 @@ class LayerCalls:
             block._compiled_call_impl = partial(self._call_block, block)
 
     def detach(self, model: nn.Module) -> None:
-        """Let blocks of the model be called as before."""
+        """Restore the blocks' own calls."""
         for block in model.modules():
             own = vars(block).get("_compiled_call_impl")
             if getattr(own, "func", None) == self._call_block:

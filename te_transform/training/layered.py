@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class LayerPolicy(Protocol):
-    """What decides on the layers of a converted model in its training calls."""
+    """The policy that decides on the layers of training calls."""
 
     def is_on(self) -> bool:
         """Return True if a layer may be left out, or scaled, in this step."""
@@ -39,12 +39,12 @@ class LayerPolicy(Protocol):
 
 @dataclass(frozen=True)
 class LayersNow:
-    """What decides on the layers in a call.
+    """The policy and the names for one call.
 
     Attributes:
-        policy: that decides.
-        path: of the module that is called.
-        names: of the model's parameters by their ids.
+        policy: decides.
+        path: of the called module.
+        names: the model's parameter names by id.
     """
 
     policy: LayerPolicy

@@ -115,16 +115,16 @@ class OneBitCallback(TrainerCallback):
             self._registered = model
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let all ranks share weights and errors, if they are about to be saved or evaluated."""
+        """Share weights and errors among ranks before a save or an evaluation."""
         if control.should_save or control.should_evaluate:
             self._optimizer().synchronize()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let all ranks share weights and errors, as after a step."""
+        """Share weights and errors among ranks, as after a step."""
         self.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let all ranks share weights and errors, for a model to be saved after train()."""
+        """Share weights and errors among ranks, so that the model can be saved after train()."""
         self._optimizer().synchronize()
 
     def _optimizer(self) -> OneBitOptimizer:

@@ -245,7 +245,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Let all ranks share their errors, for a state_dict() that is whole on every rank; a collective.
+        """Share the errors of all ranks, so that state_dict() is complete on every rank. Collective.
 
         Worker errors are replaced by their mean over ranks, which loses no correction that is still to be
         sent. Until the next step each rank's state has the server errors of all.
