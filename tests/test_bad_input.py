@@ -655,7 +655,7 @@ def test_what_is_no_tensor_is_told_how_to_become_one():
 
 
 def test_trace_of_a_compiled_model_or_in_no_mode_is_refused():
-    with pytest.raises(ModelError, match="expected a plain module, got a compiled .*; trace its _orig_mod"):
+    with pytest.raises(ModelError, match=r"expected a plain module, got a compiled .*; trace its _orig_mod"):
         te_transform.trace(torch.compile(tiny()), X)
     with pytest.raises(OptionError, match="expected True or False for train, got 'no'"):
         te_transform.trace(tiny(), X, train="no")

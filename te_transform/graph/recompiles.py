@@ -27,7 +27,7 @@ _HOOKS = re.compile(r"_hooks\b")
 _ABSENT = re.compile(r"___dict_contains\('(\w+)', (\w+)\.__dict__\)")
 # an attribute or an item of a variable or of its class, but no function
 _PATH = re.compile(r"(?:type\([^()\s]+\)|[A-Za-z_]\w*)(?:\.\w+|\[[^]]+\])+(?![\w(])")
-_ARGUMENT = re.compile(r"\b[A-Za-z_]\w*(?=\)* ==)")
+_ARGUMENT = re.compile(r"\b[A-Za-z_]\w*(?=\)* ==)|(?<=^not )[A-Za-z_]\w*$")
 
 
 # Dynamo makes an integer attribute of a module a graph input after two different values.
