@@ -159,7 +159,7 @@ def test_a_model_that_is_divided(process_group: None) -> None:
     assert torch.allclose(model(x), expected, atol=1e-5)
     unchanged(model, model, mesh(1), x, match="is divided among 1 ranks already, a whole one is needed")
     with pytest.raises(
-        te_transform.ModelError, match="expected a whole model, got .* divided among ranks; call tr"
+        te_transform.ModelError, match=r"expected a whole model, got .* divided among ranks; call tr"
     ):
         te_transform.trace(model, x)
     said = "expected two whole models, got a second model divided among ranks"

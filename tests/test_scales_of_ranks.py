@@ -271,7 +271,7 @@ def test_scales_of_another_model_are_refused(te: ModuleType) -> None:
     with pytest.raises(te_transform.PrecisionError, match=r"scales of blocks.0.o.weight are missing, "):
         te_transform.load_scaling_state(model, saved)
     with pytest.raises(
-        te_transform.ModelError, match="expected a converted model for .*, got a Linear without"
+        te_transform.ModelError, match=r"expected a converted model for .*, got a Linear without"
     ):
         te_transform.scaling_state(nn.Linear(2, 2))
 

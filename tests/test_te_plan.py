@@ -487,7 +487,7 @@ def test_a_site_is_in_or_has_a_reason() -> None:
     with pytest.raises(PrecisionError, match="expected None, \"fp8\" or a reason for 'lm_head', got True"):
         PrecisionPlan("mxfp8", {"lm_head": True})
     with pytest.raises(
-        PrecisionError, match="expected a dict from the path of a site to None, .* for sites, got a list"
+        PrecisionError, match=r"expected a dict from the path of a site to None, .* for sites, got a list"
     ):
         PrecisionPlan("fp8-delayed", ["lm_head"])
     with pytest.raises(PrecisionError, match="expected True or False for small_calls, got 1"):
