@@ -352,7 +352,7 @@ def _polyfill(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        # inspect.unwrap() asks for the recursion limit, which PyTorch raises when inductor is imported
+        # inspect.unwrap() reads the recursion limit, which PyTorch increases when inductor is imported
         by_inspect = tx.f_code.co_filename == inspect.__file__
         if self.can_constant_fold_through() and not args and not kwargs and not by_inspect:
             _guard_process(self.wrapped_fn, ())

@@ -25,7 +25,7 @@ _NO_VALUE = ("GLOBAL_STATE", "tensor '", ".size()", ".stride()", "Unexpected rec
 _INTEGER = re.compile(r" == -?\d+$")
 _HOOKS = re.compile(r"_hooks\b")
 _ABSENT = re.compile(r"___dict_contains\('(\w+)', (\w+)\.__dict__\)")
-# an attribute or an item of a variable or of its class, but no function
+# an attribute or an item of a variable or of its class, not a function
 _PATH = re.compile(r"(?:type\([^()\s]+\)|[A-Za-z_]\w*)(?:\.\w+|\[[^]]+\])+(?![\w(])")
 _ARGUMENT = re.compile(r"\b[A-Za-z_]\w*(?=\)* ==)|(?<=^not )[A-Za-z_]\w*$")
 

@@ -147,10 +147,10 @@ def _is_drawn(number: Any) -> bool:
 
 
 def _read(item: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a handler of `.item()` that knows numbers computed from Python's numbers alone.
+    """Return a dynamo handler for `.item()` that folds tensors made only of Python numbers.
 
-    DeBERTa slices by `torch.tensor(min(length, span))`. A fake tensor keeps such a value as its `constant`,
-    until something is written to it.
+    DeBERTa slices by `torch.tensor(min(length, span))`. A fake tensor keeps such a value as its `constant`
+    until an in-place write.
     """
 
     def method_item(self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> Any:
