@@ -539,10 +539,13 @@ def test_explain_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str], folder: 
 
 RULE_MISTAKES = {
     "x": "expected a rule, one of merge_siblings, rotary,",
-    "nowhere:RULE": "'nowhere:RULE' cannot be imported (ModuleNotFoundError",
+    "nowhere:RULE": "expected package.module:factory that can be imported, got 'nowhere:RULE' (ModuleNotFoundError",
     "math:pi": "expected a te_transform.Rule at 'math:pi', got a float",
-    "rules_of_mine:OTHER": "the example of the rule 'other' failed (ModelError: ReLU has no parameters",
-    "rules_of_mine:NO_MATCH": "the example of the rule 'no_match' stays as it is (nothing in it",
+    "rules_of_mine:OTHER": (
+        "expected an example of the rule 'other' that returns its inputs and a model that is captured as one "
+        "graph, got an error (ModelError: expected a model with parameters, got a ReLU without"
+    ),
+    "rules_of_mine:NO_MATCH": "expected an example that the rule 'no_match' rewrites, got one that stays unchanged (nothing in it",
 }
 
 
@@ -583,7 +586,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda folder: ["nothing"],
         "got 'nothing', which is no file or folder; nothing is downloaded",
     ),
-    "no such module": (lambda folder: ["nowhere:two"], "'nowhere:two' cannot be imported"),
+    "no such module": (lambda folder: ["nowhere:two"], "can be imported, got 'nowhere:two' ("),
     "no such factory": (lambda folder: ["models_of_mine:three"], "has no attribute 'three'"),
     "no model": (
         lambda folder: ["models_of_mine:number"],
@@ -670,14 +673,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda folder: ["llama", "--batch", str(10**18)],
         f"--batch {10**18} and --length 32 (",
     ),
-    "no such recipe": (lambda folder: ["llama", "--recipe", "fp7"], "recipe is 'fp7'"),
-    "no such rule": (lambda folder: ["llama", "--expect", "mlp=2"], "--expect has 'mlp=2'"),
+    "no such recipe": (lambda folder: ["llama", "--recipe", "fp7"], "for recipe, got 'fp7'"),
+    "no such rule": (lambda folder: ["llama", "--expect", "mlp=2"], ", got 'mlp=2'"),
     "no shape": (
         lambda folder: ["models_of_mine:two", "--input", "2xall"],
         "such as 2x16:int64:1000, got '2xall'",
     ),
     "half of the names": (lambda folder: ["llama", "--input", "x=2", "--input", "3"], "name all or none"),
-    "no package": (lambda folder: [":two"], "there is no file or folder ':two'"),
+    "no package": (lambda folder: [":two"], "got ':two', which is no file or folder"),
     "a factory that exits": (
         lambda folder: ["models_of_mine:exits"],
         "without arguments, got an error from 'models_of_mine:exits' (SystemExit: 3)",
