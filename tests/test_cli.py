@@ -539,13 +539,17 @@ def test_explain_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str], folder: 
 
 RULE_MISTAKES = {
     "x": "expected a rule, one of merge_siblings, rotary,",
-    "nowhere:RULE": "expected package.module:factory that can be imported, got 'nowhere:RULE' (ModuleNotFoundError",
+    "nowhere:RULE": (
+        "expected package.module:factory that can be imported, got 'nowhere:RULE' (ModuleNotFoundError"
+    ),
     "math:pi": "expected a te_transform.Rule at 'math:pi', got a float",
     "rules_of_mine:OTHER": (
         "expected an example of the rule 'other' that returns its inputs and a model that is captured as one "
         "graph, got an error (ModelError: expected a model with parameters, got a ReLU without"
     ),
-    "rules_of_mine:NO_MATCH": "expected an example that the rule 'no_match' rewrites, got one that stays unchanged (nothing in it",
+    "rules_of_mine:NO_MATCH": (
+        "expected an example that the rule 'no_match' rewrites, got one that stays unchanged (nothing in it"
+    ),
 }
 
 

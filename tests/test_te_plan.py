@@ -437,16 +437,19 @@ def test_no_plan_puts_a_shape_into_fp8_that_has_no_kernel() -> None:
 
 
 BAD_FILES = {
-    "no TOML": (b"recipe: fp8-delayed", "plan.toml, got an error ("),
-    "no text": (b"\xff\xfe\x00", "plan.toml, got an error ("),
-    "an empty file": (b"", 'a line recipe = "fp8-delayed", a table [sites]'),
-    "no recipe": (b'[sites]\nlm_head = "fp8"', " a line recipe"),
-    "a number as recipe": (b"recipe = 8", " a line recipe"),
-    "a number as reason": (b'recipe = "mxfp8"\n[sites]\nlm_head = 8', " a line recipe"),
-    "a bare path": (b'recipe = "mxfp8"\n[sites]\nlm.head = "fp8"', " a line recipe"),
-    "a list of sites": (b'recipe = "mxfp8"\nsites = ["lm_head"]', " a line recipe"),
-    "a number for small calls": (b'recipe = "mxfp8"\nsmall_calls = 1\n[sites]', " a line recipe"),
-    "a misspelt table": (b'recipe = "mxfp8"\n[site]\nlm_head = "fp8"', " a line recipe"),
+    "no TOML": (b"recipe: fp8-delayed", "expected TOML in {path}, got an error ("),
+    "no text": (b"\xff\xfe\x00", "expected TOML in {path}, got an error ("),
+    "an empty file": (b"", 'expected in {path} a line recipe = "fp8-delayed", a table [sites]'),
+    "no recipe": (b'[sites]\nlm_head = "fp8"', "expected in {path} a line recipe"),
+    "a number as recipe": (b"recipe = 8", "expected in {path} a line recipe"),
+    "a number as reason": (b'recipe = "mxfp8"\n[sites]\nlm_head = 8', "expected in {path} a line recipe"),
+    "a bare path": (b'recipe = "mxfp8"\n[sites]\nlm.head = "fp8"', "expected in {path} a line recipe"),
+    "a list of sites": (b'recipe = "mxfp8"\nsites = ["lm_head"]', "expected in {path} a line recipe"),
+    "a number for small calls": (
+        b'recipe = "mxfp8"\nsmall_calls = 1\n[sites]',
+        "expected in {path} a line recipe",
+    ),
+    "a misspelt table": (b'recipe = "mxfp8"\n[site]\nlm_head = "fp8"', "expected in {path} a line recipe"),
 }
 
 
@@ -456,7 +459,7 @@ def test_a_file_that_is_no_plan(name: str, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_bytes(content)
     with pytest.raises(PrecisionError) as raised:
         PrecisionPlan.read(tmp_path / "plan.toml")
-    assert str(raised.value).startswith(f"{tmp_path / 'plan.toml'} {sentence}")
+    assert str(raised.value).startswith(sentence.format(path=tmp_path / "plan.toml"))
     assert str(raised.value).endswith("write() makes a file to start from")
 
 
@@ -474,7 +477,7 @@ def test_no_file(path: str | None) -> None:
         PrecisionError, match=r"expected a file that write\(\) made, got .+, which cannot be read \(.+\)"
     ) as raised:
         PrecisionPlan.read(path)
-    assert str(raised.value).startswith(f"{path} ")
+    assert str(raised.value).startswith(f"expected a file that write() made, got {path}, ")
 
 
 def test_a_recipe_object_cannot_be_written(tmp_path: Path) -> None:
