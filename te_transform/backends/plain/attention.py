@@ -171,7 +171,9 @@ def _may_reach(query: Tensor, key: Tensor, scale: float | None, fill: float) -> 
         return False
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad():
-        lengths = [part.float().square().sum(-1).amax().sqrt() for part in (query, key)]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        norms = (torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in (query, key))
+        lengths = [norm.amax() for norm in norms]
         return not bool(lengths[0] * lengths[1] * factor < -fill - GAP)
 
 
