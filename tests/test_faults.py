@@ -157,7 +157,7 @@ def test_the_steps_are_those_of_convert() -> None:
     }
     # with a recipe, so on TE only: see test_precision
     others = {"_enter_recipe", "products_around", "assign"}
-    others |= {"report", "_copy", "_tensors", "_is_trainable", "watched", "preserved", "leave", "progress"}
+    others |= {"report", "_copy", "_tensors", "_is_trainable", "watched", "preserved", "detach", "progress"}
     others |= {"replace", "_convert", "_fastest"}  # whose steps are these; see test_auto for the latter
     others |= {"give_classes_back", "fails_captured"}  # of a model that runs as it is; see test_capture
     assert named - others - INSIDE.keys() <= STEPS.keys(), "a step of convert() that no test here lets fail"
@@ -211,7 +211,7 @@ class Interrupting:
         module.__file__
         for module in (converting, first_calls, reporting, runner, classes, captured_graph, joined)
     )
-    PUTTING_BACK = frozenset(("leave", "original_forward"))
+    PUTTING_BACK = frozenset(("detach", "original_forward"))
 
     def __init__(self, line: int):
         self.line, self.lines, self.over = line, 0, False

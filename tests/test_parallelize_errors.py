@@ -86,8 +86,8 @@ def test_nothing_is_left_to_divide(ranks: int) -> None:
     ("options", "said"),
     [
         ({"skip": "layer.0"}, "in skip, got 'layer.0', which names no module of QuickstartModel"),
-        ({"skip": 3}, "skip is 3, module paths or globs"),
-        ({"skip": [3]}, "skip has 3, module paths or globs"),
+        ({"skip": 3}, "expected module paths or globs such as 'model.layers.0*' for skip, got 3"),
+        ({"skip": [3]}, "expected module paths or globs such as 'model.layers.0*' in skip, got 3"),
         ({"sequence_parallel": "yes"}, "sequence_parallel is 'yes', True or False is needed"),
     ],
     ids=str,

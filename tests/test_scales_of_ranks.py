@@ -251,7 +251,7 @@ def test_scales_of_another_model_are_refused(te: ModuleType) -> None:
     saved = te_transform.scaling_state(model)
     wrong = {**saved, "blocks.0.o.weight": {"scale": torch.ones(3)}}
     with pytest.raises(
-        te_transform.PrecisionError, match=r"scales of blocks.0.o.weight are {'scale': \[3\]}, "
+        te_transform.PrecisionError, match=r"for the scales of blocks.0.o.weight, got {'scale': \[3\]}; "
     ):
         te_transform.load_scaling_state(model, wrong)
     with pytest.raises(
@@ -260,15 +260,15 @@ def test_scales_of_another_model_are_refused(te: ModuleType) -> None:
         te_transform.load_scaling_state(model, {**saved, "other.weight": saved["blocks.0.o.weight"]})
     for none in (None, [saved]):
         with pytest.raises(
-            te_transform.PrecisionError, match=r"scales are a \w+, a dict of dicts of tensors"
+            te_transform.PrecisionError, match=r"expected a dict of dicts of tensors for the scales, got a \w+"
         ):
             te_transform.load_scaling_state(model, none)
     with pytest.raises(te_transform.PrecisionError, match=r"0\.o\.weight are a float, a dict of tensors"):
         te_transform.load_scaling_state(model, {**saved, "blocks.0.o.weight": 3.0})
-    with pytest.raises(te_transform.PrecisionError, match=r"o\.weight are {'scale': 'int'}, a dict of"):
+    with pytest.raises(te_transform.PrecisionError, match=r"o\.weight, got {'scale': 'int'}; load"):
         te_transform.load_scaling_state(model, {**saved, "blocks.0.o.weight": {"scale": 3}})
     del saved["blocks.0.o.weight"]
-    with pytest.raises(te_transform.PrecisionError, match=r"scales of blocks.0.o.weight are missing, "):
+    with pytest.raises(te_transform.PrecisionError, match=r"for the scales of blocks.0.o.weight, got none; "):
         te_transform.load_scaling_state(model, saved)
     with pytest.raises(
         te_transform.ModelError, match=r"expected a converted model for .*, got a Linear without"

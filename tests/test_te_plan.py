@@ -657,4 +657,4 @@ def test_weights_in_float32_are_for_fp8_under_autocast(around: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=around):
         report = te_transform.inspect(seeded(Attends), OF_ATTENDS, backend="te", recipe="fp8-current")
     assert None in report.precision.sites.values()
-    assert any("under torch.autocast alone" in note for note in report.notes) != around
+    assert any("only under torch.autocast" in note for note in report.notes) != around

@@ -329,7 +329,7 @@ def enlarged(model: nn.Module) -> nn.Module:
         (named, "names differ, ['more']"),
         (enlarged, f"head.weight is [{WIDTH + 2}, {WIDTH}], the original's is [{WIDTH}, {WIDTH}]"),
         (lambda model: model.bfloat16(), "is bfloat16, the original's is float32: cast both models to one"),
-        (lambda model: Tiny(1).bfloat16(), "is bfloat16, the original's is float32, of other numbers: cast"),
+        (lambda model: Tiny(1).bfloat16(), "is bfloat16, the original's is float32, with other values: cast"),
     ],
 )
 def test_models_with_other_weights_are_told_apart_without_a_call(

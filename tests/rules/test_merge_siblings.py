@@ -302,7 +302,7 @@ def test_of_a_joined_product_the_values_alone_are_kept(
     assert kept
     assert not {storage._cdata for storage in products} & {storage._cdata for storage in kept}
     for graph in runner_of(converted).graphs:
-        assert not [node for node in graph.run.__self__.graph.nodes if node.target is torch.clone]
+        assert not [node for node in graph.fused.graph.__self__.graph.nodes if node.target is torch.clone]
     loss.backward()
     assert all(parameter.grad is not None for parameter in converted.parameters())
 
