@@ -1,4 +1,4 @@
-"""What fused ops are made of: `plain` (plain PyTorch) or `te` (NVIDIA Transformer Engine)."""
+"""The backends of fused ops: `plain` (plain PyTorch) and `te` (NVIDIA Transformer Engine)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from te_transform.backends.op import FusedOp
 
 
 class BackendError(RuntimeError):
-    """The backend asked for cannot run here."""
+    """The error that is raised if the requested backend cannot run on this machine."""
 
 
 class Backend(Protocol):
-    """What rules and plans ask of a backend; each is a module of this package."""
+    """The interface of a backend. Each backend is a module of this package."""
 
     NAME: str
-    HAS_BIAS: bool  # whether its attention is fast with a bias that is added to the scores
-    HAS_KERNELS: bool  # whether it has kernels of its own: for attention, angles and the loss, and in FP8
-    ACTIVATIONS: Mapping[str, str]  # the ops of graph/ops.py that LayerNormMLP has -> its own names for them
-    GATED_ACTIVATIONS: Mapping[str, str]  # the same of those whose result is multiplied with the other half
-    # which half of an MLP's first product is activated there: "no" (none), "first half", "second half"
+    HAS_BIAS: bool  # True if attention is fast with a bias that is added to the scores
+    HAS_KERNELS: bool  # True if it has its own kernels for attention, rotary embedding, the loss and FP8
+    ACTIVATIONS: Mapping[str, str]  # ops of graph/ops.py that LayerNormMLP supports -> the backend's names
+    GATED_ACTIVATIONS: Mapping[str, str]  # the same for gated activations
+    # supported gates, the half of fc1's output to activate: "no" (not gated), "first half", "second half"
     GATES: tuple[str, ...]
 
     Linear: Callable[[], FusedOp]
@@ -38,35 +38,39 @@ class Backend(Protocol):
     CrossEntropy: Callable[[], FusedOp]
 
     def recipe_of(self, asked: Any) -> Any:
-        """The recipe of this name, or the recipe object itself; ValueError says why it does not run here."""
+        """Return the recipe with this name, or the recipe object itself.
+
+        Raises:
+            ValueError: the recipe does not run here; the message says why.
+        """
 
     def recipe_now(self) -> Any:
-        """The recipe that is on, None where there is none."""
+        """Return the active recipe, or None."""
 
     def multiple(self, recipe: Any) -> int:
-        """What the rows and columns of a product have to be a multiple of in this recipe."""
+        """Return the number that must divide the rows and columns of a matrix product in this recipe."""
 
 
-# Inputs of a product: below, TE's launches cost more than its bf16 kernels save (H100).
+# Input features of a linear. Below this width, TE's launches cost more than its bf16 kernels save (H100).
 MIN_WIDTH = 2048
 
 
 def choose(
     name: str, model: nn.Module, planning: bool = False, any_width: bool = False, in_recipe: bool = False
 ) -> tuple[Backend, str]:
-    """The backend and a sentence on why it is the one.
+    """Return the backend, and a sentence that says why it was chosen.
 
     Args:
         name: "te", "torch" or "auto".
-        model: what is to be converted.
-        planning: nothing will run: where TE is missing, ops of its names and shapes stand for its own.
-        any_width: TE is wanted in narrow models too: for a recipe, which only TE has, or in a compiled graph,
-            where its launches cost the CPU nothing.
-        in_recipe: TE is wanted for weights in float32 too, whose products run in a recipe under
-            torch.autocast.
+        model: the model to convert.
+        planning: True if nothing will run. Without TE, ops with TE's names and shapes replace TE's ops.
+        any_width: True to use TE in narrow models too. Recipes need TE, and TE's launches cost the CPU
+            nothing in a compiled graph.
+        in_recipe: True to use TE for float32 weights too: under torch.autocast, their matrix products run
+            in a recipe.
 
     Raises:
-        BackendError: `name` is "te" and it cannot run here; the sentence says what is missing.
+        BackendError: `name` is "te" and TE cannot run here; the message says what is missing.
     """
     if name == "torch":
         return plain, "backend 'torch', as asked"
@@ -84,15 +88,15 @@ def choose(
 
 
 def why_missing() -> str | None:
-    """Why Transformer Engine does not run on this machine, or None."""
+    """Return why Transformer Engine does not run on this machine, or None."""
     if not cuda.is_available():
         return "this machine has no GPU that PyTorch can use"
     try:
         _te()
-    except Exception as error:  # its libraries are loaded in there, and each fails in its own way
+    except Exception as error:  # the import loads shared libraries, which raise various errors
         reason = str(error).strip().splitlines() or [""]
         found = f"Transformer Engine cannot be imported ({type(error).__name__}: {reason[0]})"
-        # what has run before may have loaded another version of a library, of cuDNN for example
+        # earlier code may have loaded another version of a library, such as cuDNN
         early = "; try to import transformer_engine.pytorch before any model runs"
         return found + (early if isinstance(error, OSError) else "")
     if cuda.get_device_capability() < (8, 0):
@@ -101,7 +105,7 @@ def why_missing() -> str | None:
 
 
 def _unfit(model: nn.Module, in_recipe: bool) -> str | None:
-    """Why TE's modules would not run for this model as it stands, or None."""
+    """Return why TE's modules would not run for the model in its current state, or None."""
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     if any(not weight.is_cuda for weight in weights):
         return "the model is not on the GPU: move it there, or pass backend='te'"
@@ -115,13 +119,13 @@ def _unfit(model: nn.Module, in_recipe: bool) -> str | None:
 
 
 def _narrow(model: nn.Module) -> str | None:
-    """Why TE would make this model slower in bf16, or None."""
+    """Return why TE would make this model slower in bf16, or None."""
     widest = max((parameter.shape[1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
     if widest < MIN_WIDTH:
         return (
-            f"no product of the model has more than {widest} inputs, and Transformer Engine's launches cost "
-            f"more than its bf16 kernels save below {MIN_WIDTH}: pass backend='te' or a recipe to have it "
-            "anyway"
+            f"no linear of the model has more than {widest} input features, and below {MIN_WIDTH} "
+            "Transformer Engine's launches cost more than its bf16 kernels save: pass backend='te' or a "
+            "recipe to use it anyway"
         )
     return None
 

@@ -1,6 +1,7 @@
-"""Attention within a band of keys, whose kernels compute no scores of keys that a mask would hide.
+"""Attention within a band of keys: the kernels skip the scores of masked keys.
 
-The operations of compiled graphs; on a GPU a backend's kernels run in their place, see fp8_ops.py.
+This file defines the custom operators for compiled graphs. On a GPU, they call a backend's kernels (see
+fp8_ops.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from te_transform.backends.bands import Band, within, within_documents
 from te_transform.backends.fp8_ops import by_kernel
 
-OPEN = -1  # an end that a band does not have
+OPEN = -1  # a side on which the band is unlimited
 
 
 def attend(
@@ -28,20 +29,21 @@ def attend(
     packed: bool,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(q k^T * scale) v within a band.
+    """Compute softmax(q k^T * scale) v within a band.
 
     Args:
-        query: [batch, queries, heads, width] in 16 bits, contiguous; key and value likewise, with as many
-            heads, or a divisor.
-        ends: int32 [batch + 1], of sequences that are padded, or [documents + 1], see bands.Banded.
-        longest: of how many tokens a document is at most; 0 where there are none.
-        before, after: how far a query sees, see bands.Band; OPEN without an end.
-        packed: whether kernels are to take sequences as if they lay one behind the other.
-        keeps: whether a backward follows.
+        query: [batch, queries, heads, width] in a 16-bit dtype, contiguous.
+        key, value: the same layout. Their number of heads divides that of the query.
+        ends: int32 cumulative lengths: [batch + 1] of padded sequences, or [documents + 1] of documents. See
+            bands.Banded.
+        longest: the maximum number of tokens in a document, or 0 without documents.
+        before, after: how far a query sees, see bands.Band; OPEN if unlimited.
+        packed: True if the kernels treat the sequences as packed, one after another.
+        keeps: True if a backward follows.
 
     Returns:
-        The attention [batch, queries, heads, width of values], zero where a query sees nothing, and two
-        tensors for the backward.
+        The attention [batch, queries, heads, width of values], which is zero for queries that see no key,
+        and two tensors for the backward.
     """
     scores = _scores(query, key, ends, longest, before, after, scale)
     weights = torch.ops.aten._safe_softmax(scores, -1)
@@ -67,7 +69,7 @@ def attend_backward(
     scale: float,
     packed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values, from that of what attend() returns, and from that itself."""
+    """Return the gradients of query, key and value, given attend()'s outputs and the output's gradient."""
     heads, groups = query.shape[2], key.shape[2]
     scores = _scores(query, key, ends, longest, before, after, scale)
     weights = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())
@@ -94,12 +96,12 @@ def _scores(
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """[batch, length, heads or groups, width] -> [batch, heads, length, width] in fp32."""
+    """Convert [batch, length, heads or groups, width] to [batch, heads, length, width] in fp32."""
     return x.transpose(1, 2).float().repeat_interleave(heads // x.shape[2], 1)
 
 
 def _as_given(grad: Tensor, groups: int, like: Tensor) -> Tensor:
-    """The gradient of what _by_head() has made of `like`."""
+    """Convert the gradient of `_by_head(like)` to the layout and dtype of `like`."""
     return grad.unflatten(1, (groups, -1)).sum(2).transpose(1, 2).to(like.dtype).contiguous()
 
 
@@ -136,7 +138,7 @@ def _attended_backward(
 
 
 class Attended(torch.autograd.Function):
-    """attend() of queries [batch, heads, length, width], and keys and values likewise, with its gradient."""
+    """The autograd function of attend(), for query, key and value [batch, heads, length, width]."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -158,20 +160,20 @@ class Attended(torch.autograd.Function):
 
 
 def _beside(sinks: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [batch, queries, heads, width], and the logarithms of its sums [batch, heads, queries, 1],
-    with a score more for each query, whose value is zero.
+    """Add a sink to attention `out` [batch, queries, heads, width] and its log-sum-exp `sums` [batch, heads,
+    queries, 1].
 
-    A backward that gets these computes the gradients of just that: it takes the probabilities from the
-    scores and these sums, and their gradients from the products of `out` with its own.
+    A sink is one more score per query, with a value of zero. The backward needs no change. It computes the
+    probabilities from the scores and `sums`, and their gradients from `out` times its gradient.
     """
-    # one of -inf takes nothing, where a query sees nothing too: the sums of that are -inf as well
+    # a sink of -inf gets no probability, even where a query sees no key and the log-sum-exp is -inf too
     beside = sinks.float().clamp_min(torch.finfo(torch.float32).min).view(-1, 1, 1)
     share = (sums - beside).sigmoid().transpose(1, 2)
     return out.mul_(share), torch.logaddexp(sums, beside)
 
 
 def _of_sinks(sinks: Tensor, grad: Tensor, out: Tensor, sums: Tensor) -> Tensor:
-    """The gradient of sinks [heads]: of their probability, times what it takes from the others."""
+    """Return the gradient of the sinks [heads], from their probability and the output's gradient."""
     inner = (grad.float() * out).sum(-1).transpose(1, 2)
     share = (sinks.float().view(-1, 1) - sums.squeeze(-1)).exp()
     return -(share * inner).sum((0, 2)).to(sinks.dtype)
@@ -187,8 +189,10 @@ def attended(
     packed: bool,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention [batch, heads, length, width] within a band, beside sinks [heads], with a gradient where one
-    is recorded."""
+    """Compute attention [batch, heads, length, width] within a band, with optional sinks [heads].
+
+    The result is differentiable if autograd is recording.
+    """
     before, after = (OPEN if end is None else end for end in (band.before, band.after))
     arguments = (query, key, value, sinks, ends, band.longest, before, after, scale, packed)
     given = (part for part in arguments[:4] if part is not None)

@@ -1,5 +1,7 @@
-"""Masks that let each query see a band of keys around its own place, and no more of a sequence than its first
-keys, or its own document: sliding windows, batches that are padded, and documents one behind the other."""
+"""Masks that are bands of keys around each query: sliding windows, padded batches, and packed documents.
+
+A padded sequence also ends after its first keys. In packed documents, a query sees only its own document.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,21 @@ from torch import Tensor
 
 from te_transform.graph.bound import F
 
-# Kernels take so many queries at once, and are planned for packed sequences up to a multiple of it.
+# The kernels' tile size in queries. For packed sequences, kernels are planned for multiples of this length.
 PLANNED_LENGTHS = 128
 
 
 class Band(NamedTuple):
-    """Which keys each query sees.
+    """The range of keys that each query sees.
 
     Attributes:
-        before, after: how far before and after its own place, both inclusive, None without an end.
-        padded: whether sequences are, at their end: queries see only the first keys of each.
-        blind: whether some query sees no key.
-        documents: where sequences are made of documents, of which queries see their own alone, how many
-            there are at most, and `longest` how long they are at most; else both are 0. What is padded at
-            the start of a sequence is one of them, whose queries see nothing.
+        before, after: how many positions before and after its own a query sees; None if unlimited.
+        padded: True if sequences are padded at the end: queries see only the first keys of each.
+        blind: True if some query sees no key.
+        documents: the maximum number of documents, if sequences consist of documents; else 0. Queries see
+            only their own document. Padding at the start of a sequence counts as a document whose queries
+            see nothing.
+        longest: the maximum length of a document, or 0 without documents.
     """
 
     before: int | None
@@ -36,11 +39,10 @@ class Band(NamedTuple):
 
 
 class Banded(NamedTuple):
-    """A boolean mask [..., 1, queries, keys] with what it is, see Band.
+    """A boolean mask [..., 1, queries, keys], and the fields of its Band.
 
-    `ends` is int32, and the first of it 0: where sequences are padded the keys of each of them, counted on
-    from sequence to sequence, [batch or 1, plus 1]; where they are made of documents, where the next of these
-    begins, likewise counted on, [documents + 1].
+    `ends` is int32 and begins with 0. For padded sequences, it holds the cumulative numbers of keys, [batch
+    or 1, plus 1]. For documents, it holds the cumulative ends of the documents, [documents + 1].
     """
 
     mask: Tensor
@@ -54,18 +56,18 @@ class Banded(NamedTuple):
 
     @property
     def band(self) -> Band:
-        """What it is: torch.fx prints no tuple within a tuple into a graph's code."""
+        """The fields as a Band. torch.fx cannot print nested tuples into a graph's code."""
         return Band(*self[2:])
 
 
 class Seeing(NamedTuple):
-    """A floating mask under which every query sees a key: no row of it is hidden as a whole."""
+    """A floating-point mask under which every query sees a key: no row is fully masked."""
 
     mask: Tensor
 
 
 def banded(mask: Tensor, band: Band) -> Banded:
-    """A mask that is known to be such a band."""
+    """Return the mask with the band that it is known to be."""
     keep, ends = kept(mask), None
     if band.documents:
         begun = _begins(keep).flatten().cumsum(0)
@@ -77,17 +79,17 @@ def banded(mask: Tensor, band: Band) -> Banded:
 
 
 def tensor_of(mask: Tensor | Banded | Seeing | None) -> Tensor | None:
-    """The mask itself."""
+    """Return the mask's tensor."""
     return mask.mask if isinstance(mask, (Banded, Seeing)) else mask
 
 
 def kept(mask: Tensor) -> Tensor:
-    """What a mask keeps: True in a boolean one; a floating one is added to the scores, so that 0 does."""
+    """Return a boolean mask of the kept keys. A floating-point mask keeps keys where it is 0."""
     return mask if mask.dtype is torch.bool else mask == 0
 
 
 def within(band: Band, ends: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
-    """The boolean mask [batch or 1, 1, queries, keys] that such a band is."""
+    """Return the band as a boolean mask [batch or 1, 1, queries, keys]."""
     query, key = _places(queries, keys, device)
     mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
     if band.before is not None:
@@ -98,24 +100,24 @@ def within(band: Band, ends: Tensor | None, queries: int, keys: int, device: tor
 
 
 def within_documents(ends: Tensor, batch: int, length: int) -> Tensor:
-    """The boolean mask [batch, 1, length, length] of documents that lie one behind the other."""
+    """Return the boolean mask [batch, 1, length, length] of packed documents."""
     places = torch.arange(batch * length, dtype=torch.int64, device=ends.device)
     own = torch.bucketize(places, ends, right=True).view(batch, 1, length, 1)
     return own == own.mT
 
 
 def sees_itself(keep: Tensor) -> Tensor:
-    """Whether each query sees the key in its own place, [batch or 1, length], of as many queries as keys."""
+    """Return True for each query that sees its own position, [batch or 1, length]; queries equal keys."""
     return keep.diagonal(dim1=-2, dim2=-1).reshape(-1, keep.shape[-1])
 
 
 def measure(keep: Tensor) -> Tensor:
-    """What band_of() needs of what a mask [..., queries, keys] keeps, computed where the mask is.
+    """Compute the input of band_of() from a boolean mask [..., queries, keys], on the mask's device.
 
     Returns:
-        Six integers: whether it is a band, how far it reaches before and after a query's place, the shortest
-        and the longest sequence, and whether every query sees something. With as many queries as keys four
-        more, see _documents().
+        Six integers: 1 if the mask is a band, its reach before and after a query's position, the shortest
+        and the longest sequence, and 1 if every query sees a key. With as many queries as keys, four more
+        integers follow, see _documents().
     """
     queries, keys = keep.shape[-2:]
     query, key = _places(queries, keys, keep.device)
@@ -134,12 +136,16 @@ def measure(keep: Tensor) -> Tensor:
 
 
 def _documents(keep: Tensor, band: Tensor) -> list[Tensor]:
-    """Of what a mask keeps, and a band that has it all: whether it is that within documents, how many there
-    are, the length of the longest, and that of the longest which is seen."""
+    """Compare the mask `keep` with documents, given a band that contains all kept keys.
+
+    Returns:
+        Four numbers: 1 if the mask is the band within documents, the number of documents, the length of the
+        longest document, and the length of the longest document that is not padding.
+    """
     begins, own = _begins(keep), sees_itself(keep)
     places = torch.arange(begins.numel(), dtype=torch.int64, device=keep.device).view_as(begins)
     starts = torch.where(begins, places, 0).flatten().cummax(0).values.view_as(begins)
-    # what is blind neither sees nor is seen: its documents have a number that no query's has
+    # padding neither sees nor is seen: keys and queries get different numbers
     seen, seeing = torch.where(own, starts, -1), torch.where(own, starts, -2)
     within = band & (seeing.view(-1, 1, keep.shape[-1], 1) == seen.view(-1, 1, 1, keep.shape[-1]))
     counted = places - starts + 1
@@ -147,37 +153,42 @@ def _documents(keep: Tensor, band: Tensor) -> list[Tensor]:
 
 
 def _begins(keep: Tensor) -> Tensor:
-    """Where a document begins, [batch or 1, length]: with a query that does not see the one before it; of
-    queries that see nothing, with the first."""
+    """Return True where a document begins, [batch or 1, length].
+
+    A document begins at a query that does not see the position before. A run of queries that see nothing
+    begins at its first query.
+    """
     own, before = sees_itself(keep), keep.diagonal(-1, -2, -1).reshape(-1, keep.shape[-1] - 1)
     return F.pad(~before & (own[:, 1:] | own[:, :-1]), (1, 0), value=True)
 
 
 def band_of(measured: Sequence[int], queries: int, keys: int) -> Band | None:
-    """What measure() has found of a mask; None where it is no band, hides a sequence as a whole, or hides a
-    query's own place, which a kernel's band does not."""
+    """Return the band that measure() found, or None if the mask is not a band that kernels support.
+
+    A kernel's band never masks a whole sequence, and never a query's own position.
+    """
     same, before, after, shortest, longest, all_see, *documents = measured
     if min(before, after) < 0:
         return None
     if same and shortest:
-        # a query sees nothing before its own sequence, or beyond it: such an end is none
+        # a limit that lies outside of the sequence has no effect
         reach = (None if before >= queries - 1 else before, None if after >= longest - 1 else after)
         return Band(*reach, shortest < keys, not all_see)
     if not documents or not documents[0]:
         return None
     count, longest, longest_seen = documents[1:]
     reach = (None if end >= longest_seen - 1 else end for end in (before, after))
-    # rounded up: kernels are planned, and compiled graphs made, for each number of them
+    # rounded up, because kernels are planned and graphs compiled for each number of documents
     return Band(*reach, False, not all_see, _power(count), _power(max(longest, PLANNED_LENGTHS)))
 
 
 def _power(number: int) -> int:
-    """The next power of two."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def _lengths(keep: Tensor) -> Tensor:
-    """The number of keys that any query of each sequence sees, int32 [batch]."""
+    """Return the number of keys that any query of each sequence sees, int32 [batch]."""
     return keep.any(-2).sum(-1, dtype=torch.int32).flatten()
 
 
