@@ -613,7 +613,7 @@ def test_torch_compile_with_wrong_options() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(seeded(Tiny), backend=backend, options={"recipe": "fast"})
     with pytest.raises(
-        Exception, match="expected None, a TE recipe or one of fp8-delayed, .* for recipe, got 'fast'"
+        Exception, match=r"expected None, a TE recipe or one of fp8-delayed, .* for recipe, got 'fast'"
     ):
         compiled(X)
 

@@ -515,7 +515,7 @@ def test_a_site_whose_gradients_alone_are_wrong_is_taken_back() -> None:
     # the first of them reads the model's input, which has no gradient
     assert [site.path for site in sites(converted)] == ["blocks.0.attention.q_proj"]
     assert len(rolled_back(converted)) == 2
-    assert all("gradient of input 0 is" in site.reasons[0] for site in rolled_back(converted))
+    assert all("gradient of input 0 has an error of" in site.reasons[0] for site in rolled_back(converted))
 
 
 class Functional(nn.Module):
