@@ -53,7 +53,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
     for name in dict.fromkeys([*needed, *sizes]):
         wanted = {key: [*value.shape] for key, value in needed.get(name, {}).items()}
         if sizes.get(name, {}) != wanted:
-            found = sizes.get(name, "missing")
+            found = sizes.get(name, "none")
             raise _refused(f" of {name}", found, f"{wanted or 'none'}")
     if precision is not None:
         copied = {
