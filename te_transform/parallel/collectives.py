@@ -251,7 +251,7 @@ class Redistribution(Enum):
     LEAD = ("lead", "same")  # a whole value to terms of it, of which all but the first rank's are zeros
 
     def backwards(self) -> Redistribution:
-        """The redistribution of the gradient."""
+        """Return the redistribution of the gradient."""
         return Redistribution((self.value[1], self.value[0]))
 
 
