@@ -11,7 +11,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -420,7 +420,7 @@ def detach(model: nn.Module) -> None:
 
 def is_divided(model: nn.Module) -> bool:
     """Return True if te_transform.parallelize() has divided it, or a part of it, among ranks."""
-    return any(runner.division is not None for runner in _runners(model))
+    return any(runner.division is not None for runner in runners(model))
 
 
 def runner_of(model: nn.Module) -> Runner | None:
@@ -429,34 +429,31 @@ def runner_of(model: nn.Module) -> Runner | None:
     return role.runner if role is not None else None
 
 
-@contextmanager
-def without_extensions(model: nn.Module) -> Iterator[None]:
+def without_extensions(model: nn.Module) -> AbstractContextManager[None]:
     """Run the converted models in `model` without what changes their calls from outside."""
-    before = [(runner, runner.extension) for runner in _runners(model)]
-    try:
-        for runner, _ in before:
-            runner.extension = None
-        yield
-    finally:
-        for runner, extension in before:
-            runner.extension = extension
+    return _with_setting(runners(model), "extension", None)
+
+
+def original_forward(model: nn.Module) -> AbstractContextManager[None]:
+    """Run the user's own code of all converted models in `model`."""
+    return _with_setting([runner.policy for runner in runners(model)], "run_original", True)
 
 
 @contextmanager
-def original_forward(model: nn.Module) -> Iterator[None]:
-    """Run the user's own code of all converted models in `model`."""
-    before = [(runner.policy, runner.policy.run_original) for runner in _runners(model)]
+def _with_setting(holders: Sequence[Any], name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of all holders inside of the context."""
+    before = [(holder, getattr(holder, name)) for holder in holders]
     try:
-        for policy, _ in before:
-            policy.run_original = True
+        for holder in holders:
+            setattr(holder, name, value)
         yield
     finally:
-        for policy, held in before:
-            policy.run_original = held
+        for holder, held in before:
+            setattr(holder, name, held)
 
 
-def _runners(model: nn.Module) -> list[Runner]:
-    """Return those of all converted models in `model`."""
+def runners(model: nn.Module) -> list[Runner]:
+    """Return the runners of all converted models in `model`: the model itself, or modules of it."""
     return [*{id(r): r for r in map(runner_of, model.modules()) if r is not None}.values()]
 
 

@@ -172,7 +172,18 @@ class Specializations:
             return _FAILED
         return Ready(prepared, known, bool(sites), lowered.reads_values)
 
-    def learn(self, first: FirstCall, call: CallContext) -> None:
+    def run(self, found: Ready | FirstCall, call: CallContext, fused: Callable[[CallContext], Any]) -> Any:
+        """Run a call by what find() returned; `fused` runs the first call of a kind in a recipe."""
+        if isinstance(found, FirstCall):
+            outputs = fused(call)
+            self._learn(found, call)
+            return outputs
+        outputs = found.prepared(*call.args, *found.known.tensors)
+        if found.in_fp8 and call.records_gradients:
+            self.options.backend.update_scales_after_backward(outputs)
+        return outputs
+
+    def _learn(self, first: FirstCall, call: CallContext) -> None:
         """Note which products have run in FP8 in a first call of its kind."""
         if not self.in_fp8.note_layers(first.kind):
             return

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from te_transform.execution.captured_graph import CapturedGraph, Observer
-from te_transform.execution.runner import Runner, runner_of
+from te_transform.execution.runner import runners
 from te_transform.execution.writes import unwritten
 from te_transform.plan.match import Site
 
@@ -23,19 +23,13 @@ def bisect_failures(suspects: Sequence[str], fails: Callable[[Sequence[str]], bo
     return [one for half in halves for one in bisect_failures(half, fails)] or list(suspects)
 
 
-def conversions(model: nn.Module) -> list[Runner]:
-    """Return the runners of the converted modules in `model`, including itself."""
-    found = {id(c): c for c in map(runner_of, model.modules()) if c is not None}
-    return list(found.values())
-
-
 @contextlib.contextmanager
 def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None] | None) -> Iterator[None]:
     """Run every captured graph fused, and call `see` with each called graph and its arguments.
 
     If `see` is None, run the graphs as outside of verify().
     """
-    before = [(converted, converted.observer) for converted in conversions(model)]
+    before = [(converted, converted.observer) for converted in runners(model)]
     with unwritten() as writes:
 
         def watch(graph: CapturedGraph, arguments: Sequence[Any]) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from te_transform.backends.joined import state_of
 from te_transform.execution.captured_graph import CapturedGraph
+from te_transform.execution.runner import runners
 from te_transform.plan.match import Site
-from te_transform.verify.bisect import conversions, watched
+from te_transform.verify.bisect import watched
 from te_transform.verify.emulate import Formats, emulated, formats_of
 
 
@@ -25,7 +26,7 @@ class Recipes:
     def __init__(self, converted: nn.Module):
         self.converted = converted
         self.names = {id(parameter): name for name, parameter in converted.named_parameters()}
-        self.held = {id(c): c.precision.recipe for c in conversions(converted) if c.precision is not None}
+        self.held = {id(c): c.precision.recipe for c in runners(converted) if c.precision is not None}
         self.formats = {key: formats_of(recipe) for key, recipe in self.held.items()}
         self.weights: dict[int, set[str]] = {key: set() for key in self.held}
 

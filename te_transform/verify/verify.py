@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from te_transform.backends.limits import ignore_size_limits
 from te_transform.execution.console import progress
-from te_transform.execution.runner import original_forward, without_extensions
+from te_transform.execution.runner import original_forward, runners, without_extensions
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, preserved, same_buffers
 from te_transform.plan.model import wrapped_by
-from te_transform.verify.bisect import Called, bisect_failures, conversions, watched
+from te_transform.verify.bisect import Called, bisect_failures, watched
 from te_transform.verify.compare import Contenders, OriginalError, Row, judge
 from te_transform.verify.precision import Recipes
 from te_transform.verify.replay import Subject, in_double
@@ -80,7 +80,7 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
 
 
 def _check(model: nn.Module, converted: nn.Module) -> None:
-    if not isinstance(converted, nn.Module) or not conversions(converted):
+    if not isinstance(converted, nn.Module) or not runners(converted):
         raise ValueError(
             f"expected a converted model as the second model, got a {type(converted).__name__} that "
             "te_transform.convert() did not return; call verify(model, te_transform.convert(model))"
@@ -167,7 +167,7 @@ class _Duel:
     @property
     def by_size(self) -> bool:
         """True if size limits may leave sites unfused; this case is then compared as well."""
-        options = [each.options for each in conversions(self.converted)]
+        options = [each.options for each in runners(self.converted)]
         return not (ignore_size_limits or any(each.compile or each.graphs for each in options))
 
     def learn(self, samples: list[Inputs]) -> None:

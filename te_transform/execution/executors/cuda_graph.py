@@ -23,7 +23,7 @@ from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.pieces import Piece
 from te_transform.execution.prepared import Prepared
 from te_transform.execution.replayed import Replayed
-from te_transform.execution.specializations import FirstCall, Ready, Specializations, attention_kernels
+from te_transform.execution.specializations import Ready, Specializations, attention_kernels
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import returned, stays_in_place, storages
@@ -94,24 +94,20 @@ class CudaGraph:
         step = self._step(call)
         call.found = self._repeated(step)
         if call.found is None:
-            call.found = self.specializations.find(call)
-            if isinstance(call.found, Ready):
-                call.found = (call.found, step)
-        return call.found if isinstance(call.found, str) else None
+            found = self.specializations.find(call)
+            if isinstance(found, str):
+                return found
+            call.found = found, step
+        return None
 
     def run(self, call: CallContext) -> Any:
         """Replay what was recorded, or run and record it: the third call of a kind records."""
         if isinstance(call.found, Again):
             return call.found.replay(*call.args)
-        if isinstance(call.found, FirstCall):
-            outputs = self.fused.run(call)
-            self.specializations.learn(call.found, call)
-            return outputs
         found, step = call.found
-        outputs = found.prepared(*call.args, *found.known.tensors)
-        if found.in_fp8 and call.records_gradients:
-            self.options.backend.update_scales_after_backward(outputs)
-        if step is not None and not found.known.states and not found.reads_values:
+        outputs = self.specializations.run(found, call, self.fused.run)
+        is_ready = step is not None and isinstance(found, Ready)
+        if is_ready and not found.known.states and not found.reads_values:
             self._keep(step, found, call.args)
         return outputs
 
@@ -131,11 +127,8 @@ class CudaGraph:
         if call.records_gradients or self.ranks is not None:
             return None
         arguments, writes = call.args, self.specializations.writes
-        others = [
-            argument
-            for argument, static_inputs in zip(arguments, self.static_inputs, strict=True)
-            if not static_inputs
-        ]
+        pairs = zip(arguments, self.static_inputs, strict=True)
+        others = [argument for argument, is_static in pairs if not is_static]
         if writes:
             changed = {arguments[place].untyped_storage()._cdata for place in writes}
             tensors = (other for other in others if isinstance(other, Tensor))

@@ -28,7 +28,7 @@ from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.partition import in_pieces
 from te_transform.execution.pieces import Piece
 from te_transform.execution.prepared import Prepared
-from te_transform.execution.specializations import FirstCall, Specializations
+from te_transform.execution.specializations import Specializations
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import replaced_function
@@ -88,15 +88,7 @@ class Inductor:
 
     def run(self, call: CallContext) -> Any:
         """Run the compiled graph, with what is known of the call."""
-        found = call.found
-        if isinstance(found, FirstCall):
-            outputs = self.fused.run(call)
-            self.specializations.learn(found, call)
-            return outputs
-        outputs = found.prepared(*call.args, *found.known.tensors)
-        if found.in_fp8 and call.records_gradients:
-            self.options.backend.update_scales_after_backward(outputs)
-        return outputs
+        return self.specializations.run(call.found, call, self.fused.run)
 
     def _make(
         self, lowered: Specialized, known: Precomputed, arguments: Sequence[Any], bucket: int | None
@@ -173,7 +165,7 @@ def in_layers(
     bucket: int | None = None,
     record: Callable[[Piece], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any] | None:
-    """Return what runs the pieces of a graph, see regions.in_pieces().
+    """Return what runs the pieces of a graph, see partition.in_pieces().
 
     Returns:
         None if the graph has no pieces, or cannot be cut into its layers, which `tell` gets a sentence for.

@@ -15,7 +15,6 @@ from te_transform.execution.call_context import ModuleCall, mode_of
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.policy import CapturePolicy
 from te_transform.execution.trials import Trials
-from te_transform.plan.options import Options
 
 _GRAPHS = "captured graphs may run the call"
 
@@ -46,7 +45,7 @@ class UserCode:
 
     def refuse(self, call: ModuleCall) -> str | None:
         """Return why a graph may run the call, or None if the user's own code has to."""
-        return None if self._has_to(call, call.options) else _GRAPHS
+        return None if self._has_to(call) else _GRAPHS
 
     def is_faster(self, call: ModuleCall) -> bool:
         """Return True if the user's own code has turned out to be faster; sets the trial that goes on."""
@@ -60,8 +59,8 @@ class UserCode:
         with self._with_whole_parameters(call, but_blocks):
             return call.run_original()
 
-    def _has_to(self, call: ModuleCall, options: Options) -> bool:
-        policy = self.policy
+    def _has_to(self, call: ModuleCall) -> bool:
+        policy, options = self.policy, call.options
         if policy.run_original or options.run_original or call.is_seen_by_others:
             return True
         if self._has_no_strides(call.tensors) or self._is_overridden(call.tensors):
