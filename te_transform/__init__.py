@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from te_transform.backends import BackendError
     from te_transform.check_ranks import RanksError, check_ranks
     from te_transform.convert import convert, revert
+    from te_transform.fp8_only.quantize import QuantizationError, Quantized, quantize_weights
     from te_transform.graph.inputs import InputError, TraceError
     from te_transform.inspect import inspect
     from te_transform.parallel.divided import ParallelError
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from te_transform.plan.options import OptionError
     from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
     from te_transform.plan.rule import Outcome, Rule
-    from te_transform.quantize import QuantizationError, Quantized, quantize_weights
     from te_transform.report.report import ExpectationError, Report
     from te_transform.reporting import report
     from te_transform.scaling_state import load_scaling_state, scaling_state
@@ -76,7 +76,7 @@ _HOMES = {
     "te_transform.plan.options": ("OptionError",),
     "te_transform.plan.precision_plan": ("PrecisionError", "PrecisionPlan"),
     "te_transform.plan.rule": ("Outcome", "Rule"),
-    "te_transform.quantize": ("QuantizationError", "Quantized", "quantize_weights"),
+    "te_transform.fp8_only.quantize": ("QuantizationError", "Quantized", "quantize_weights"),
     "te_transform.report.report": ("ExpectationError", "Report"),
     "te_transform.reporting": ("report",),
     "te_transform.parallel.divided": ("ParallelError",),

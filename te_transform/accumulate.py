@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from te_transform.backends.gradients import Gradients, accumulating
-from te_transform.backends.joined import state_of
+from te_transform.backends.fp8.gradient_sums import GradientSums, accumulating
+from te_transform.backends.fp8.registry import forget_weights, state_of
 from te_transform.backends.limits import on_kernels_device
-from te_transform.backends.running import forget_weights
 from te_transform.backends.tracing import in_backward
 from te_transform.execution.runner import is_divided
 from te_transform.graph.keywords import suggests
@@ -34,7 +33,7 @@ class Accumulation:
 
     steps: int
     parameters: dict[str, nn.Parameter]
-    gradients: Gradients
+    gradients: GradientSums
     taken: int = field(default=0, init=False)  # forward calls so far
 
     @property
@@ -78,7 +77,7 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
         te_transform.ModelError: `model` is not a module.
     """
     _check(model, steps, dtype)
-    gradients, parameters = Gradients(dtype), dict(model.named_parameters(remove_duplicate=False))
+    gradients, parameters = GradientSums(dtype), dict(model.named_parameters(remove_duplicate=False))
     running = Accumulation(steps, parameters, gradients)
     hook = model.register_forward_pre_hook(lambda module, _: _count(module, running))
     try:

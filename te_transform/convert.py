@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from te_transform.backends.fp8.fp8_only import is_fp8_only
+from te_transform.backends.fp8.precision import Precision
 from te_transform.backends.joined import make_adjacent
-from te_transform.backends.quantized import is_quantized
 from te_transform.execution import timing
 from te_transform.execution.calibrate import calibrate
 from te_transform.execution.classes import give_classes_back
 from te_transform.execution.console import in_a_line, progress
 from te_transform.execution.first_calls import Seen, fails_captured, first_calls, traced_otherwise
-from te_transform.execution.precision import Precision
+from te_transform.execution.fp8_only import dequantize_weights
 from te_transform.execution.runner import Runner, attach, detach, runner_of
 from te_transform.execution.timing import Timing
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
@@ -34,7 +35,6 @@ from te_transform.passes import PIPELINE
 from te_transform.plan.assign import products_in
 from te_transform.plan.model import CONVERTED, ModelError, check_model, check_module
 from te_transform.plan.options import OptionError, Options, check_skip
-from te_transform.quantize import dequantize_weights
 from te_transform.reporting import reported
 from te_transform.verify.check import check_sites
 
@@ -249,7 +249,7 @@ def revert(converted: nn.Module) -> nn.Module:
     """
     check_module(converted, "revert")
     if not any(CONVERTED in vars(module) for module in converted.modules()) and not any(
-        map(is_quantized, converted.parameters())
+        map(is_fp8_only, converted.parameters())
     ):
         raise ModelError(
             f"expected a converted model, got an unconverted {type(converted).__name__}; pass what "

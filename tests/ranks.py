@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
-from te_transform.backends import limits, scale_rows
+from te_transform.backends import limits
+from te_transform.backends.fp8 import scale_table
 from te_transform.execution.executors import inductor
 from tests import stand_in
 
@@ -153,19 +154,19 @@ def train(
 def scales_before(train: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, list[float]]]:
     """What each step of train() quantizes by, after processes agreed: scales, or what the first ones are made
     of."""
-    found, agree = [], scale_rows.Shared.agree
+    found, agree = [], scale_table.RankTable.agree
 
-    def noting(shared: scale_rows.Shared, maximum: Any) -> None:
+    def noting(shared: scale_table.RankTable, maximum: Any) -> None:
         agree(shared, maximum)
         found.append(dict(item for kernel in shared.kernels for item in _scales(kernel)))
 
-    monkeypatch.setattr(scale_rows.Shared, "agree", noting)
+    monkeypatch.setattr(scale_table.RankTable, "agree", noting)
     train()
     return found
 
 
-def _scales(kernel: scale_rows.Kernel) -> Iterator[tuple[str, list[float]]]:
-    name = scale_rows.names_of(kernel)[0]
+def _scales(kernel: scale_table.Kernel) -> Iterator[tuple[str, list[float]]]:
+    name = scale_table.names_of(kernel)[0]
     if kernel.seen.used:
         yield from ((f"{name} {direction}", s.scale.tolist()) for direction, s in kernel.delayed().items())
     elif kernel.seen.knows(True):

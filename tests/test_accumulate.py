@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.backends.joined import state_of
+from te_transform.backends.fp8.registry import state_of
 from te_transform.execution.runner import runner_of
 from tests import stand_in
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends.joined import state_of
-from te_transform.backends.scales import Amax
+from te_transform.backends.fp8.calibration import Amax
+from te_transform.backends.fp8.registry import state_of
 from te_transform.execution.calibrate import calibrate, loss_of
 from te_transform.execution.products import Products
 from te_transform.graph.inputs import Inputs

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends import fp8, plain
-from te_transform.backends.joined import state_of
+from te_transform.backends import plain
+from te_transform.backends.fp8.products import Scaling
+from te_transform.backends.fp8.registry import state_of
 from te_transform.execution import partition
 from tests import stand_in, test_compiled
 from tests.attacks import Attends, Block
@@ -225,9 +226,9 @@ def test_the_gradient_of_an_input(te: ModuleType) -> None:
 def test_weights_are_quantized_once_in_evaluation(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = of_module(Block)
     quantized: list[int] = []
-    whole = fp8.Scaling.quantized
+    whole = Scaling.quantized
     monkeypatch.setattr(
-        fp8.Scaling, "quantized", lambda self, *args: quantized.append(args[3]) or whole(self, *args)
+        Scaling, "quantized", lambda self, *args: quantized.append(args[3]) or whole(self, *args)
     )
     pair.hold(trained)
     for _ in range(3):

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 import te_transform
 from te_transform.backends import plain
-from te_transform.backends.joined import state_of
+from te_transform.backends.fp8.registry import state_of
 from te_transform.execution.products import Products
 from te_transform.execution.runner import runner_of
 from te_transform.graph.inputs import Inputs

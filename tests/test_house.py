@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("graph", "canonicalize", "backends", "plan", "passes", "execution", "report", "verify")
-EXTRAS = ("parallel", "training")
+EXTRAS = ("fp8_only", "parallel", "training")
 PUBLIC = "te_transform"  # imports what a public name stands for when the name is first read
 FRONT_DOOR = len(ROOMS)  # the files of te_transform itself, right of all rooms
 
@@ -171,6 +171,19 @@ def is_named(value: ast.expr, names: set[str]) -> bool:
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("name", modules())
+def test_no_state_is_global_or_an_attribute_of_a_tensor(name: str) -> None:
+    """State of tensors is in a TensorRegistry, state of a context in a ContextVar or a Switch."""
+    nodes = [*ast.walk(tree(name))]
+    wrong = [(node.lineno, "has a global statement") for node in nodes if isinstance(node, ast.Global)]
+    wrong += [
+        (node.lineno, f"sets .{node.attr}")
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr[:4] == "_te_"
+    ]
+    assert not wrong, "\n".join(f"{modules()[name]}:{line} {what}" for line, what in wrong)
 
 
 @pytest.mark.parametrize("name", modules())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import te_transform
-from te_transform.backends.joined import state_of
+from te_transform.backends.fp8.registry import state_of
 from tests import stand_in
 from tests.packages import LLAMA_IDS, close, converted_llama, llama
 

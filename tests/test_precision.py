@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import te_transform
 from te_transform import PrecisionPlan
-from te_transform.backends.joined import state_of
-from te_transform.backends.running import is_evaluating
-from te_transform.execution.precision import Precision
+from te_transform.backends.fp8.current_model import is_evaluating
+from te_transform.backends.fp8.precision import Precision
+from te_transform.backends.fp8.registry import state_of
 from tests import stand_in, test_compiled
 from tests.ranks import WIDTH, Block
 

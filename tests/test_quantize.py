@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import few_rows, limits
+from te_transform.backends.fp8.fp8_only import exact, is_fp8_only
 from te_transform.backends.joined import Join
-from te_transform.backends.quantized import Quantized, exact, is_quantized, quantize
+from te_transform.execution.fp8_only import dequantize_weights
 from te_transform.execution.runner import runner_of
-from te_transform.quantize import dequantize_weights
+from te_transform.fp8_only.weights import FP8Weight, quantize
 from tests import stand_in
 
 te = stand_in.te  # a fixture
@@ -39,7 +40,7 @@ def test_a_weight_is_its_rounded_values_to_everybody() -> None:
     weight = random(16, 32)
     (held,) = quantize([weight])
     assert isinstance(held, nn.Parameter)
-    assert is_quantized(held)
+    assert is_fp8_only(held)
     assert (held.shape, held.dtype, held.requires_grad) == (weight.shape, weight.dtype, False)
     assert torch.equal(held * 1, rounded(weight))
     assert torch.equal(
@@ -119,18 +120,18 @@ def test_joined_weights_are_rows_of_one_tensor() -> None:
     parts = quantize(weights)
     assert torch.equal(torch.cat(parts), rounded(torch.cat(weights)))
     joined = Join([])(*parts)
-    assert is_quantized(joined)
+    assert is_fp8_only(joined)
     assert torch.equal(exact(joined), rounded(torch.cat(weights)))
     copies = nn.ParameterList(copy.deepcopy(parts)).to("cpu")
     with torch.inference_mode():
         again = Join([])(*copies)
-    assert is_quantized(again)
+    assert is_fp8_only(again)
     assert torch.equal(again.held, joined.held)
     assert Join([])(*copies) is again is not joined
     apart = [quantize([weight])[0] for weight in weights]  # of a scale each
     for others in (parts[:2], parts[::-1], [*parts[:2], nn.Parameter(weights[2])], apart):
         plain = Join([])(*others)
-        assert not is_quantized(plain)
+        assert not is_fp8_only(plain)
         assert torch.equal(plain, torch.cat([exact(part) for part in others]))
 
 
@@ -156,7 +157,7 @@ def test_what_is_written_to_it_is_quantized(write: str) -> None:
     before, version = exact(held), held.held._version
     with torch.no_grad():
         WRITES[write](held)
-    assert is_quantized(held)
+    assert is_fp8_only(held)
     assert torch.equal(exact(held), rounded(before * 100))
     assert held.held._version > version
 
@@ -198,7 +199,7 @@ def test_a_write_to_a_view_of_it_is_refused(view: str, mode: Callable) -> None:
     assert not part.is_inference()
     assert part.tolist() == part.float().numpy().tolist() == copy.deepcopy(part).tolist() == wanted.tolist()
     assert type(part + 1) is type(pickle.loads(pickle.dumps(part))) is Tensor
-    with mode(), pytest.raises(RuntimeError, match="zero_ writes to a view of a weight"):
+    with mode(), pytest.raises(RuntimeError, match="got zero_ on a view of an FP8-only weight"):
         part.zero_()
     assert torch.equal(VIEWS[view](exact(held)), wanted)
 
@@ -207,7 +208,7 @@ def test_it_cannot_be_trained() -> None:
     (held,) = quantize([random(16, 32)])
     for set_to in (held.requires_grad_, partial(setattr, held, "requires_grad"), partial(nn.Parameter, held)):
         set_to(False)
-        with pytest.raises(RuntimeError, match="held in FP8 alone cannot be trained"):
+        with pytest.raises(RuntimeError, match="expected a frozen FP8-only weight"):
             set_to(True)
     assert not held.requires_grad
 
@@ -221,7 +222,7 @@ def test_who_reads_memory_gets_the_values() -> None:
     nn.ParameterList([one, other]).share_memory()
     assert one.held.is_shared()
     assert torch.equal(exact(other), -values)
-    assert is_quantized(Join([])(one, other))
+    assert is_fp8_only(Join([])(one, other))
 
 
 def test_what_is_copied_into_one_of_several_gives_all_of_them_a_scale() -> None:
@@ -231,7 +232,7 @@ def test_what_is_copied_into_one_of_several_gives_all_of_them_a_scale() -> None:
         parts[1].copy_(new)
     assert torch.equal(exact(parts[1]), rounded(new))
     assert (exact(parts[0]) - weights[0]).abs().max() < 0.5  # the scale is that of the other one now
-    assert is_quantized(Join([])(*parts))
+    assert is_fp8_only(Join([])(*parts))
 
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -245,7 +246,7 @@ def test_copies_hold_bytes_of_their_own(how: str) -> None:
     one, other = quantize([random(16, 32), random(16, 32, seed=1)])
     copied = COPIES[how](other)
     assert isinstance(copied, nn.Parameter)
-    assert is_quantized(copied)
+    assert is_fp8_only(copied)
     assert copied.held.untyped_storage().nbytes() == 16 * 32
     before = exact(other).clone()
     with torch.no_grad():
@@ -258,7 +259,7 @@ def test_copies_hold_bytes_of_their_own(how: str) -> None:
 def test_it_moves_and_changes_its_dtype() -> None:
     (held,) = quantize([random(16, 32)])
     wide = held.float()
-    assert (is_quantized(wide), wide.dtype) == (True, torch.float32)
+    assert (is_fp8_only(wide), wide.dtype) == (True, torch.float32)
     assert torch.equal(wide * 1, exact(held).float()) or torch.allclose(
         wide * 1, exact(held).float(), rtol=1e-2
     )
@@ -396,7 +397,7 @@ def test_state_dicts_have_the_rounded_values_and_load(te: ModuleType) -> None:
     te_transform.quantize_weights(fused)
     before, state, wanted = answer(fused), fused.state_dict(), expected(model)
     assert list(state) == list(wanted)
-    assert not any(map(is_quantized, state.values()))
+    assert not any(map(is_fp8_only, state.values()))
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
     fresh = net()
     fresh.load_state_dict(state)
@@ -405,7 +406,7 @@ def test_state_dicts_have_the_rounded_values_and_load(te: ModuleType) -> None:
     assert not torch.equal(answer(fused), before)
     fused.load_state_dict(original)
     assert torch.equal(answer(fused), before)
-    assert all(is_quantized(fused.get_parameter(name)) for name in INSIDE)
+    assert all(is_fp8_only(fused.get_parameter(name)) for name in INSIDE)
 
 
 def test_copies_compute_the_same(te: ModuleType) -> None:
@@ -415,7 +416,7 @@ def test_copies_compute_the_same(te: ModuleType) -> None:
     before = answer(fused)
     for copied in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         assert torch.equal(answer(copied), before)
-        assert all(is_quantized(copied.get_parameter(name)) for name in INSIDE)
+        assert all(is_fp8_only(copied.get_parameter(name)) for name in INSIDE)
 
 
 @pytest.fixture
@@ -477,4 +478,4 @@ def test_needs_a_model_in_which_something_ran_in_fp8(te: ModuleType) -> None:
 def test_a_tensor_of_no_numbers_but_zeros_is_held_too() -> None:
     (held,) = quantize([torch.zeros(16, 16, dtype=torch.bfloat16)])
     assert not exact(held).any()
-    assert isinstance(held, Quantized)
+    assert isinstance(held, FP8Weight)

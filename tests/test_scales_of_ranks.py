@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import te_transform
-from te_transform.backends import limits, scale_rows
-from te_transform.execution import precision
+from te_transform.backends import limits
+from te_transform.backends.fp8 import precision, scale_table
 from tests import ranks, stand_in
 
 te = stand_in.te  # a fixture
@@ -204,8 +204,8 @@ def test_what_is_agreed_on_is_laid_out_once(te: ModuleType, monkeypatch: pytest.
     """Whatever else runs: the head, which is not in FP8, and a product that is not trained."""
     monkeypatch.setattr(precision, "groups_of", lambda model: (None,))
     monkeypatch.setattr(precision, "maximum", lambda numbers, groups: None)
-    made, layout = [], scale_rows.Shared
-    monkeypatch.setattr(scale_rows, "Shared", lambda *given: made.append(layout(*given)) or made[-1])
+    made, layout = [], scale_table.RankTable
+    monkeypatch.setattr(scale_table, "RankTable", lambda *given: made.append(layout(*given)) or made[-1])
     model, optimizer = begun()
     for part in (model.blocks[0].q, model.blocks[0].k, model.blocks[0].norm):
         part.requires_grad_(False)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_transform.backends import cudnn, limits, plain
-from te_transform.backends.joined import Join, make_adjacent, state_of
-from te_transform.backends.running import forget_weights, running
+from te_transform.backends.fp8.current_model import running
+from te_transform.backends.fp8.registry import forget_weights, state_of
+from te_transform.backends.joined import Join, make_adjacent
 from te_transform.graph import ops
 from tests import stand_in
 

@@ -1,7 +1,7 @@
 """Attention within a band of keys: the kernels skip the scores of masked keys.
 
 This file defines the custom operators for compiled graphs. On a GPU, they call a backend's kernels (see
-fp8_ops.py).
+fp8/ops.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends.bands import Band, within, within_documents
-from te_transform.backends.fp8_ops import by_kernel
+from te_transform.backends.fp8.ops import by_kernel
 
 OPEN = -1  # a side on which the band is unlimited
 

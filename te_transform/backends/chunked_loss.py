@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from te_transform.backends.double_backward import differentiable_twice
+from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.limits import as_autocast, whole_logits
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import reduced
-from te_transform.backends.quantized import is_quantized
 from te_transform.backends.tracing import check_index, transformed
 from te_transform.graph import ops
 from te_transform.graph.bound import F
@@ -41,7 +41,7 @@ class ChunkedLoss(FusedOp):
         """x [..., in], weight [words, in], targets [...] -> the loss in `dtype`, one number or one a target
         where reduction is "none"; and logits [..., words], which are one NaN, expanded."""
         x, weight, bias = as_autocast(x, weight, bias)
-        if transformed() or is_quantized(weight):
+        if transformed() or is_fp8_only(weight):
             logits = ops.linear(x, weight, bias)
             return ops.cross_entropy(logits, targets, ignore_index, reduction, dtype), logits
         losses = differentiable_twice(_losses, _plainly, (x, weight, bias, targets, ignore_index))

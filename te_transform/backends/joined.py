@@ -1,129 +1,147 @@
-"""Several parameters read as one: q, k and v, or gate and up, below each other in one piece of memory.
+"""Several parameters read as one matrix: the rows of q, k and v, or of gate and up, adjacent in memory.
 
-Each parameter stays the user's own object, with a storage of its own; where they have been laid next to each
-other, the storages lie in one buffer, which `Join` hands out without a copy. Whether they still lie there is
-looked up at each call, by their pointers; where they do not, they are joined by a copy.
+Each parameter stays the user's object, with its own storage. After make_adjacent(), these storages lie in one
+buffer, which `Join` returns without a copy. Each call compares the addresses; parameters that have moved are
+joined by a copy.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_transform.backends import quantized
+from te_transform.backends.fp8 import fp8_only
 from te_transform.backends.op import GraphOp
 from te_transform.backends.storages import is_sole_owner
+from te_transform.backends.tensor_registry import TensorRegistry
 from te_transform.backends.tensor_version import version_of
 from te_transform.backends.tracing import compiling, recorded, transformed
 from te_transform.graph import ops
 
 
-class State:
-    """What te_transform keeps for a parameter.
-
-    It belongs to the parameter, not to a graph or a module, because one captured graph serves many layers. A
-    copy or a pickle of the parameter starts with an empty one; in a file, which whoever has no te_transform
-    may read, an empty dict stands for it.
-    """
-
-    def __init__(self) -> None:
-        self.group: Group | None = None  # that the parameter was laid in
-        self.stays: tuple[Any, ...] = ()  # where a group that begins with it lay when it could not be laid
-        self.kernels: dict[Any, Any] = {}  # what a backend keeps for a product that begins with it
-        self.in_fp8: bool | None = None  # whether such a product runs in FP8; None: as the op says
-        self.told: Any = None  # the token of the converted model that has said so last: several may share it
-        self.name = ""  # of the parameter in its model, which says it then
-        self.saved: Any = None  # the scales that products with it begin with, see scale_rows.py
-        self.steps = 0  # of optimizers that have it: fused ones write to it, and its version stays
-        self.gradients: Any = None  # where its gradients are summed up for the time being, see gradients.py
-
-    def __reduce__(self) -> tuple:
-        return OrderedDict, ()  # torch.load() takes it from anybody's file, and no class of ours
-
-    def __deepcopy__(self, memo: dict) -> State:
-        return State()
-
-
 class Group:
-    """Parameters that were laid next to each other, and the buffer that they were laid in."""
+    """Parameters that are adjacent in memory, and their buffer."""
 
     def __init__(self, buffer: Tensor, parameters: Sequence[Tensor]):
         self.buffer, self.members = buffer, [weakref.ref(parameter) for parameter in parameters]
 
-    def lies(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are its parameters, in its order, each still at its place."""
-        place = self.buffer.data_ptr()
+    def contains(self, parameters: Sequence[Tensor]) -> bool:
+        """Return True if these are its parameters, in its order, and none of them has moved."""
+        address = self.buffer.data_ptr()
         if len(parameters) != len(self.members) or parameters[0].dtype != self.buffer.dtype:
             return False
         for parameter in parameters:
-            if parameter.data_ptr() != place or not parameter.is_contiguous():
+            if parameter.data_ptr() != address or not parameter.is_contiguous():
                 return False
-            place += parameter.numel() * parameter.element_size()
-        return place == self.buffer.data_ptr() + self.buffer.numel() * self.buffer.element_size()
+            address += parameter.numel() * parameter.element_size()
+        return address == self.buffer.data_ptr() + self.buffer.numel() * self.buffer.element_size()
 
     def has_memory_of(self, parameter: Tensor) -> bool:
-        """Return True if the parameter lies in the buffer, where it was laid or elsewhere."""
+        """Return True if the parameter lies in the buffer, at its first address or another one."""
         begin = self.buffer.data_ptr()
         return begin <= parameter.data_ptr() < begin + self.buffer.numel() * self.buffer.element_size()
 
-    def intact(self) -> bool:
-        """Whether all its parameters are there and lie as they were laid."""
+    def is_intact(self) -> bool:
+        """Return True if none of its parameters has moved or been freed."""
         parameters = [member() for member in self.members]
-        return None not in parameters and self.lies(parameters)
+        return None not in parameters and self.contains(parameters)
 
 
-def state_of(weight: Tensor) -> State:
-    """The state of a parameter; of what `Join` returned, that of the first parameter in it."""
-    owner = parameters_of(weight)[0]
-    state = owner.__dict__.get("_te_transform")
-    if not isinstance(state, State):  # none yet, or what a file has in its place
-        state = owner._te_transform = State()
-    return state
+@dataclass
+class Layout:
+    """How a parameter lies in memory.
+
+    Attributes:
+        group: the group that the parameter belongs to.
+        scattered_at: the addresses of a group that begins with the parameter, if it cannot be made adjacent.
+    """
+
+    group: Group | None = None
+    scattered_at: tuple[Any, ...] = ()
+
+
+@dataclass
+class Origin:
+    """The origin of a tensor that stands for parameters in a graph.
+
+    Attributes:
+        parameters: the local parameters that it consists of.
+        stored: the parameter that the user's module holds, if it is another tensor, such as a DTensor.
+        parts: the tensors and numbers of zero rows that `Join` joined.
+        used: whether each part gets a gradient, as `Split` has seen in the backward.
+        reads: whether each product with it reads its values in the backward.
+    """
+
+    parameters: tuple[Tensor, ...] = ()
+    stored: Tensor | None = None
+    parts: tuple[Any, ...] = ()
+    used: list[bool] = field(default_factory=list)
+    reads: list[bool] = field(default_factory=list)
+
+
+_LAYOUTS: TensorRegistry[Layout] = TensorRegistry()
+_ORIGINS: TensorRegistry[Origin] = TensorRegistry()
+
+
+def _layout_of(parameter: Tensor) -> Layout:
+    return _LAYOUTS.get(parameter) or _LAYOUTS.set(parameter, Layout())
 
 
 def parameters_of(weight: Tensor) -> tuple[Tensor, ...]:
-    """The parameters that were joined to `weight`, the one that it stands for or is a view of, or itself
-    alone."""
-    base = weight._base
-    made_of = weight.__dict__.get("_te_transform_joined")
-    if made_of is None and base is not None:
-        made_of = base.__dict__.get("_te_transform_joined")
-    return made_of or (base if is_stored(base) else weight,)
+    """Return the parameters that a weight consists of, stands for or is a view of, or the weight alone."""
+    if isinstance(weight, fp8_only.FP8Only) and weight.rows:
+        return weight.rows
+    base, origin = weight._base, _ORIGINS.get(weight)
+    if base is not None and (origin is None or not origin.parameters):
+        origin = _ORIGINS.get(base)
+    if origin is not None and origin.parameters:
+        return origin.parameters
+    return (base if is_stored(base) else weight,)
+
+
+def used_of(weight: Tensor) -> list[bool]:
+    """Return the list of which parts of a weight get a gradient; `Split` fills it in the backward."""
+    origin = _ORIGINS.get(weight)
+    return [] if origin is None else origin.used
 
 
 def standing_for(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor` as a weight that has the state of `parameter`, a DTensor that it was computed from;
-    differentiable."""
-    made = _Alias.apply(tensor)
-    made._te_transform_joined = (local(parameter),)
-    made._te_transform_stored = parameter
-    return made
+    """Return an alias of `tensor` that counts as a DTensor parameter which it was computed from.
+
+    The alias is differentiable.
+    """
+    alias = _Alias.apply(tensor)
+    _ORIGINS.set(alias, Origin(parameters=(local(parameter),), stored=parameter))
+    return alias
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What a DTensor holds in this process; any other tensor itself."""
+    """Return the local tensor of a DTensor, or any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def parameter_of(argument: Any) -> Tensor | None:
-    """The parameter that an argument of a graph is, or stands for, as its module holds it."""
-    return argument if is_stored(argument) else getattr(argument, "_te_transform_stored", None)
+    """Return the parameter of the user's module that an argument of a graph is or stands for, or None."""
+    if is_stored(argument):
+        return argument
+    origin = _ORIGINS.get(argument) if isinstance(argument, Tensor) else None
+    return None if origin is None else origin.stored
 
 
 def parts_of(argument: Any) -> tuple[Any, ...]:
-    """Return what Join joined to an argument of a graph, or the argument alone."""
-    return getattr(argument, "_te_transform_parts", (argument,))
+    """Return the parts that `Join` joined, or any other argument of a graph itself."""
+    origin = _ORIGINS.get(argument) if isinstance(argument, Tensor) else None
+    return origin.parts if origin is not None and origin.parts else (argument,)
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory as a tensor that is no view: views of it lead back to it."""
+    """An alias of a tensor that is not a view of it, so views of the alias have the alias as their base."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -134,51 +152,17 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def share_state(parameter: Tensor, *others: Tensor) -> None:
-    """Let other tensors that hold a parameter, or stand in its place, have its state."""
-    state = state_of(parameter)
-    for other in others:
-        other._te_transform = state
-
-
-@dataclass(frozen=True)
-class Source:
-    """The parameters that a weight was made of, and whether they are stored transposed.
-
-    `state` is a weak reference to that of the first of them.
-    """
-
-    references: tuple[weakref.ref, ...]
-    state: weakref.ref[State]
-    transposed: bool
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Source:
-        """Those of a weight [out, in]; none where they are held in FP8 alone, which module.to() moves in a
-        way that knows no references to them."""
-        parameters = parameters_of(weight)
-        transposed = len(parameters) == 1 and parameters[0] is not weight and not weight.is_contiguous()
-        held = quantized.is_quantized(parameters[0])
-        references = () if held else tuple(map(weakref.ref, parameters))
-        return cls(references, weakref.ref(state_of(weight)), transposed)
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters; none where one of them is gone."""
-        found = tuple(reference() for reference in self.references)
-        return () if None in found else found
-
-
 def is_stored(weight: Any) -> bool:
-    """Whether it is a parameter as a module holds it."""
+    """Return True if the tensor is a parameter that a module can hold."""
     return isinstance(weight, nn.Parameter)
 
 
 class Join(GraphOp):
-    """The op of a captured graph that joins parameters [rows, ...] below each other.
+    """The op that joins parameters [rows, ...] along their rows.
 
     Args:
-        scattered: where groups of parameters that had to be copied are noted, as weak references; the
-            converted model lays its own next to each other before its next call.
+        scattered: a list that collects groups of parameters which had to be copied, as weak references. The
+            runner makes the parameters of its model adjacent before the next call.
     """
 
     def __init__(self, scattered: list[tuple[weakref.ref, ...]]):
@@ -186,109 +170,105 @@ class Join(GraphOp):
         self.scattered = scattered
 
     def forward(self, *parts: Tensor | int) -> Tensor:
-        """Parameters of shapes [n_i, ...] -> [sum of n_i, ...]; the gradients are slices of the result's.
+        """Join tensors [n_i, ...] to [sum of n_i, ...]; a number adds as many rows of zeros, see ops.join.
 
-        A number stands for so many zeros, see ops.join.
+        The gradient of a part is a slice of the result's gradient.
         """
         parameters = tuple(part for part in parts if isinstance(part, Tensor))
         has_zeros, held = len(parameters) < len(parts), tuple(map(_held, parameters))
         if None in held or transformed():
-            # DTensors, tensors of a function transform, torch.func's stand-ins; and weights in FP8, which may
-            # lie next to each other in their own way
+            # DTensors, tensors of a function transform and torch.func's replacements; and FP8-only weights,
+            # which are adjacent in their own way
             whole = None if has_zeros else _whole(parameters)
             if whole is None:
                 return ops.join(*parts)
-            whole._te_transform_joined = parameters
+            whole.rows = parameters
             return whole
         buffer = None if has_zeros else adjacent(parameters)
         if buffer is None:
             if not has_zeros:
                 self._note(parameters, held)
             buffer = ops.join(*(part.detach() if isinstance(part, Tensor) else part for part in parts))
-        joined = buffer.detach()
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-            used: list[bool] = []
-            reads: list[bool] = []
-            joined = _Joined.apply(buffer, used, reads, *parts)
-            joined._te_transform_used, joined._te_transform_reads = used, reads
-            joined._te_transform_parts = parts
-        joined._te_transform_joined = held
+            return _joined(buffer, Origin(parameters=held, parts=parts))
+        joined = buffer.detach()
+        _ORIGINS.set(joined, Origin(parameters=held))
         return joined
 
     def _note(self, parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-        places, state = _pointers(held), state_of(held[0])
-        if recorded():  # which reads them there from now on
-            state.stays = places
-        # a share that a call has computed lies elsewhere, and would next time
-        if state.stays != places and _pointers(parameters) == places:
+        addresses, layout = _addresses(held), _layout_of(held[0])
+        if recorded():  # a CUDA graph reads these addresses from now on
+            layout.scattered_at = addresses
+        # a share that a call has computed has another address in the next call
+        if layout.scattered_at != addresses and _addresses(parameters) == addresses:
             self.scattered.append(tuple(map(weakref.ref, held)))
 
 
-def _whole(parameters: Sequence[Tensor]) -> Tensor | None:
-    """What parameters that are held in FP8 alone are the rows of. Copies lie apart at first: module.to() and
-    pickle know one at a time."""
-    whole = quantized.joined(parameters)
+def _joined(buffer: Tensor, origin: Origin) -> Tensor:
+    joined = _Joined.apply(buffer, origin, *origin.parts)
+    _ORIGINS.set(joined, origin)
+    return joined
+
+
+def _whole(parameters: Sequence[Tensor]) -> fp8_only.FP8Only | None:
+    """Return the tensor whose rows these FP8-only parameters are, or None.
+
+    Copies lie apart at first, because module.to() and pickle copy one parameter at a time.
+    """
+    whole = fp8_only.joined(parameters)
     if whole is not None or transformed() or recorded():
         return whole
-    if not all(is_stored(p) and quantized.has_bytes(p) for p in parameters):
+    if not all(is_stored(p) and fp8_only.has_bytes(p) for p in parameters):
         return None
-    state, places = state_of(parameters[0]), tuple(quantized.addresses(parameters))
-    if state.stays == places:  # a look at scales waits for the GPU
+    layout, addresses = _layout_of(parameters[0]), tuple(fp8_only.addresses(parameters))
+    if layout.scattered_at == addresses:  # comparing scales waits for the GPU
         return None
-    state.stays = places
-    return quantized.make_quantized_adjacent(parameters)
+    layout.scattered_at = addresses
+    return fp8_only.make_adjacent(parameters)
 
 
 def _held(part: Tensor) -> Tensor | None:
-    """What holds the numbers of the parameter that a part is, or stands for, in this process; None where it
-    is no parameter's."""
+    """Return the local tensor of the parameter that a part is or stands for, or None."""
     if type(part) is nn.Parameter:
         return part
-    stored = part.__dict__.get("_te_transform_stored")
-    return None if stored is None else local(stored)
+    origin = _ORIGINS.get(part)
+    return None if origin is None or origin.stored is None else local(origin.stored)
 
 
 def joined_anew(weight: Any) -> Any:
-    """What `Join` returned, joined once more at this point of a forward; anything else as it is.
+    """Repeat `Join` at this point of a forward for its result; return any other argument unchanged.
 
-    A backward goes through what a forward computed from the last to the first. Parameters that are joined
-    long before their product get their gradients as long after it.
+    A backward runs in the reverse order of the forward. Parameters that are joined long before their product
+    get their gradients as long after the gradient of the product.
     """
-    parts = getattr(weight, "_te_transform_parts", None)
-    if parts is None:
-        return weight
-    again = _Joined.apply(weight.detach(), weight._te_transform_used, weight._te_transform_reads, *parts)
-    again.__dict__.update(weight.__dict__)
-    return again
+    origin = _ORIGINS.get(weight) if isinstance(weight, Tensor) else None
+    return weight if origin is None or not origin.parts else _joined(weight.detach(), origin)
 
 
-def known_as(tensor: Tensor, other: Tensor) -> Tensor:
-    """`tensor`, that stands for `other`, as a weight that was made of the same parameters; its gradient goes
-    to whom it stands for."""
-    for name, told in other.__dict__.items():
-        if name.startswith("_te_transform") and name != "_te_transform_parts":
-            setattr(tensor, name, told)
-    return tensor
+def copy_origin(tensor: Tensor, other: Tensor) -> None:
+    """Give `tensor`, which replaces `other`, the origin of `other`, except that gradients end at `tensor`."""
+    if (origin := _ORIGINS.get(other)) is not None:
+        _ORIGINS.set(tensor, replace(origin, parts=()))
 
 
 class Split(GraphOp):
-    """The op of a captured graph that takes a product with joined weights apart again, a part for each of
-    them."""
+    """The op that splits a product with joined weights into one part for each weight."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__()
         self.sizes = list(sizes)
 
     def forward(self, product: Tensor, *joined: Tensor) -> tuple[Tensor, ...]:
-        """[..., sum of sizes] -> [..., size] each.
+        """Split [..., sum of sizes] into [..., size] each.
 
-        The joined weight and bias are given to tell them which parts got a gradient: a projection that the
-        loss does not go through has none, not one of zeros, with which an optimizer would take a step.
+        Args:
+            product: the product.
+            joined: the joined weight and bias. They learn which parts get a gradient: the gradient of a
+                projection that the loss does not use is None, because an optimizer steps on zeros.
         """
         if transformed() or not (torch.is_grad_enabled() and product.requires_grad):
             return product.split(self.sizes, -1)
-        used = [weight.__dict__.setdefault("_te_transform_used", []) for weight in joined]
-        return _Split.apply(product, self.sizes, used)
+        return _Split.apply(product, self.sizes, [*map(used_of, joined)])
 
 
 class _Split(torch.autograd.Function):
@@ -317,8 +297,8 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, -1)
 
 
-# One operation for a compiler. It would make one kernel of the joining and of what computes the parts, which
-# computes each number in the way of each part, rotations too: 0.66 ms a layer of 8B shape on an H100.
+# Inductor would fuse torch.cat with the computation of the parts into one kernel, which evaluates every part
+# for each element: 0.66 ms per layer of an 8B model on an H100. It cannot look into this operation.
 _LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
 _LIBRARY.define("cat(Tensor[] parts) -> Tensor")
 _LIBRARY.impl("cat", _cat, "CompositeExplicitAutograd")
@@ -327,13 +307,11 @@ torch.library.register_fake("te_transform::cat", _cat, lib=_LIBRARY)
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, buffer: Tensor, used: list[bool], reads: list[bool], *parts: Tensor | int
-    ) -> Tensor:
+    def forward(ctx: Any, buffer: Tensor, origin: Origin, *parts: Tensor | int) -> Tensor:
         ctx.rows = [part if isinstance(part, int) else len(part) for part in parts]
-        ctx.seen, ctx.used = versions([part for part in parts if isinstance(part, Tensor)]), used
-        ctx.reads = reads
-        ctx.set_materialize_grads(False)  # there is none where a kernel has added it to a buffer
+        ctx.seen = versions([part for part in parts if isinstance(part, Tensor)])
+        ctx.used, ctx.reads = origin.used, origin.reads
+        ctx.set_materialize_grads(False)  # None if a kernel has added the gradient to a buffer
         return buffer.detach()
 
     @staticmethod
@@ -341,30 +319,33 @@ class _Joined(torch.autograd.Function):
         if not ctx.reads or any(ctx.reads):
             check_unwritten(ctx.seen)
         if grad is None:
-            return (None,) * (3 + len(ctx.rows))
-        used = ctx.used or [True] * len(ctx.rows)  # as Split has seen, or a fused op took it whole
-        parts = zip(grad.split(ctx.rows), ctx.needs_input_grad[3:], used, strict=True)
-        return (None, None, None, *(part if needed and got else None for part, needed, got in parts))
+            return (None,) * (2 + len(ctx.rows))
+        used = ctx.used or [True] * len(ctx.rows)  # empty if a fused op reads the joined weight unsplit
+        parts = zip(grad.split(ctx.rows), ctx.needs_input_grad[2:], used, strict=True)
+        return (None, None, *(part if needed and got else None for part, needed, got in parts))
 
 
 def note_reads(weight: Tensor, reads: bool) -> None:
-    """Note whether the backward of an op reads this weight or bias: what none of them reads may be written to
-    before the backward. A compiler decides by itself what a backward reads."""
-    if not compiling.get():
-        weight.__dict__.get("_te_transform_reads", []).append(reads)
+    """Note whether the backward of an op reads this weight or bias.
+
+    Weights that no backward reads may be written to before the backward. Compiled graphs decide by themselves
+    what a backward reads.
+    """
+    if not compiling.get() and (origin := _ORIGINS.get(weight)) is not None:
+        origin.reads.append(reads)
 
 
 def watched(product: Tensor, weight: Tensor) -> Tensor:
-    """`product`, whose backward raises if joined parameters that need no gradient were written to by then.
+    """Return `product`; its backward raises if joined frozen parameters were written to in the meantime.
 
-    Autograd itself notices a write to a tensor that a backward needs, but the joined buffer does not count
-    the writes to its parameters. Where they need a gradient, the backward of `Join` looks.
+    Autograd notices a write to a tensor that a backward needs, but the joined buffer does not count writes to
+    its parameters. For trained parameters, the backward of `Join` checks.
     """
     note_reads(weight, True)
-    joined = weight.__dict__.get("_te_transform_joined")
-    if joined is None or weight.requires_grad or not product.requires_grad:
+    origin = _ORIGINS.get(weight)
+    if origin is None or not origin.parameters or weight.requires_grad or not product.requires_grad:
         return product
-    return _Watched.apply(product, versions(joined))
+    return _Watched.apply(product, versions(origin.parameters))
 
 
 class _Watched(torch.autograd.Function):
@@ -380,12 +361,12 @@ class _Watched(torch.autograd.Function):
 
 
 def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """How often each of them has been written to, for check_unwritten()."""
+    """Return each parameter with its version, for check_unwritten()."""
     return [(p, version_of(p)) for p in parameters]
 
 
 def check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
-    """Raise what autograd raises, where one of them has been written to since."""
+    """Raise autograd's error if one of the parameters has been written to since."""
     for parameter, version in seen:
         if not parameter.is_inference() and parameter._version != version:
             raise RuntimeError(
@@ -396,46 +377,45 @@ def check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
 
 
 def adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The buffer that all the parameters, or ranks' shares of them, lie in, in this order, if they do."""
-    state = parameters_of(parameters[0])[0].__dict__.get("_te_transform")
-    group = state.group if isinstance(state, State) else None
-    return group.buffer if group is not None and group.lies(parameters) else None
+    """Return the buffer that consists of these parameters, or ranks' shares of them, in this order."""
+    layout = _LAYOUTS.get(parameters_of(parameters[0])[0])
+    group = None if layout is None else layout.group
+    return group.buffer if group is not None and group.contains(parameters) else None
 
 
 def make_adjacent(parameters: Sequence[Tensor]) -> bool:
-    """Lay the parameters, or what DTensors hold of them, next to each other, in this order; the numbers stay
-    bitwise the same.
+    """Move parameters, or the local tensors of DTensors, next to each other; the values stay the same.
 
-    Each gets a storage of its own over its rows: savers such as safetensors and accelerate take parameters
-    whose storages are one for shared tensors, and lose all but one.
+    Each parameter gets its own storage over its rows: safetensors and accelerate treat parameters that share
+    one storage as tied, and save only one of them.
 
     Returns:
-        True if they lie so now. They stay where they are, for good, if something else holds the memory of
-        one of them (see storages.py), if one belongs to another group already, and while a CUDA graph is
-        recorded: whoever records graphs of their own relies on it.
+        True if they are adjacent. They are never moved if something else holds the memory of one of them (see
+        storages.py), if one belongs to another group, or while a CUDA graph is recorded: the graph reads
+        their addresses.
     """
     if adjacent(parameters) is not None:
         return True
-    if recorded() or not _can_be_laid(parameters):
-        state_of(parameters[0]).stays = _pointers(parameters)
+    if recorded() or not _can_be_moved(parameters):
+        _layout_of(parameters[0]).scattered_at = _addresses(parameters)
         return False
-    # with memory that was made in inference mode, parameters could not be trained any more
+    # parameters with inference-mode memory could not be trained
     with torch.inference_mode(False), torch.no_grad():
         buffer = torch.cat([parameter.detach() for parameter in parameters])
         group = Group(buffer, parameters)
         for parameter, part in zip(parameters, buffer.split([len(p) for p in parameters]), strict=True):
             parameter.data = torch.from_dlpack(part)
-            state_of(parameter).group = group
+            _layout_of(parameter).group = group
     return True
 
 
-def _pointers(parameters: Sequence[Tensor]) -> tuple[int, ...]:
+def _addresses(parameters: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(parameter.data_ptr() for parameter in parameters)
 
 
-def _can_be_laid(parameters: Sequence[Tensor]) -> bool:
+def _can_be_moved(parameters: Sequence[Tensor]) -> bool:
     # two groups that share a parameter would take it from each other at each call
-    is_free = not any(map(_is_laid, parameters))
+    is_free = not any(map(_is_grouped, parameters))
     return _are_alike(parameters) and is_free and not held_elsewhere(parameters)
 
 
@@ -451,22 +431,22 @@ def _are_alike(parameters: Sequence[Tensor]) -> bool:
     return plain and len(set(map(id, parameters))) == len(parameters)
 
 
-def _is_laid(parameter: Tensor) -> bool:
-    group = state_of(parameter).group
-    return group is not None and group.intact()
+def _is_grouped(parameter: Tensor) -> bool:
+    group = _layout_of(parameter).group
+    return group is not None and group.is_intact()
 
 
 def held_elsewhere(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parameters of a group that could be laid, but for the memory, which something else holds."""
+    """Return the parameters that cannot be moved only because something else holds their memory."""
     if not _are_alike(parameters):
         return []
-    return [p for p in parameters if not (_is_laid(p) or is_sole_owner(p, imported=_is_ours(p)))]
+    return [p for p in parameters if not (_is_grouped(p) or is_sole_owner(p, imported=_is_ours(p)))]
 
 
 def _is_ours(parameter: Tensor) -> bool:
-    """Return True if the memory is that of a buffer of ours.
+    """Return True if the memory belongs to the buffer of a group.
 
-    An array of numpy that reads such a parameter while it needs no gradient is not noticed.
+    A numpy array that reads such a frozen parameter is not noticed.
     """
-    group = state_of(parameter).group
+    group = _layout_of(parameter).group
     return group is not None and group.has_memory_of(parameter)

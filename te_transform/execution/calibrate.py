@@ -1,6 +1,7 @@
 """Calibrate the first scales of delayed scaling on the example inputs.
 
-One forward and backward is enough, see backends/scales.py: training then runs in FP8 from its first step.
+One forward and backward is enough, see backends/fp8/calibration.py. Training then runs in FP8 from its first
+step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.scales import looking
+from te_transform.backends.fp8.calibration import calibrating
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import preserved
 
@@ -24,7 +25,7 @@ def calibrate(model: nn.Module, samples: Sequence[Inputs]) -> None:
 
     Only scales change. The model, its gradients and the random state are restored.
     """
-    with preserved(model), looking:
+    with preserved(model), calibrating:
         for module in model.modules():
             module.training = True
         for sample in samples:

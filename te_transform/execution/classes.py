@@ -23,7 +23,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch._guards import CompileContext
 from torch.nn.modules.module import _has_any_global_hook
 
-from te_transform.execution.precision import Precision
+from te_transform.backends.fp8.precision import Precision
 from te_transform.graph.capture import is_capturing, is_compiling_here, is_our_capture
 from te_transform.plan.model import CONVERTED, ModelError
 

@@ -9,10 +9,10 @@ from types import NoneType
 from torch import Tensor, nn
 
 from te_transform.backends.joined import held_elsewhere, local, make_adjacent
+from te_transform.backends.ranks import is_sharded
 from te_transform.backends.storages import sole_owners_needed
 from te_transform.execution.blocks import blocks
 from te_transform.execution.lower import ScatteredGroups
-from te_transform.plan.model import is_sharded
 
 
 class ModelRef:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from te_transform.backends.quantized import opened
+from te_transform.backends.fp8.fp8_only import opened
 from te_transform.execution.graph_recording import CallSignature
 from te_transform.execution.lm_head import Head
 from te_transform.execution.replayed import Replayed

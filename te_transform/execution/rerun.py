@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_transform.backends.joined import known_as
+from te_transform.backends.fp8.registry import known_as
 from te_transform.execution.writes import unwritten
 
 Run = Callable[..., Sequence[Any]]

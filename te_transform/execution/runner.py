@@ -23,7 +23,9 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import SkipFrame
 from torch.utils._pytree import tree_leaves
 
-from te_transform.backends import gradients
+from te_transform.backends.fp8 import gradient_sums
+from te_transform.backends.fp8.precision import Precision
+from te_transform.backends.ranks import is_sharded
 from te_transform.backends.tracing import in_backward
 from te_transform.canonicalize import functions
 from te_transform.execution.blocks import blocks, parts, skipped_inside
@@ -46,7 +48,6 @@ from te_transform.execution.policy import (
     has_layers_evaluated_whole,
     makes_nested_tensors,
 )
-from te_transform.execution.precision import Precision
 from te_transform.graph.bound import bind
 from te_transform.graph.capture import capture, code_of
 from te_transform.graph.names import name_as_in
@@ -54,7 +55,7 @@ from te_transform.graph.nodes import replaced_function
 from te_transform.graph.preserve import preserved
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
-from te_transform.plan.model import CONVERTED, ModelError, is_sharded
+from te_transform.plan.model import CONVERTED, ModelError
 from te_transform.plan.options import Options
 
 log = logging.getLogger(__name__)
@@ -324,7 +325,7 @@ class Runner:
         checker = self.captures.checker
         if checker is None:
             return {}
-        with nullcontext() if self.precision is None else self.precision.paused(), gradients.paused():
+        with nullcontext() if self.precision is None else self.precision.paused(), gradient_sums.paused():
             wrong = checker(graph, arguments)
         if self.material.report is not None:  # which has what was wrong in the calls of the conversion itself
             later = "taken back in a later call"

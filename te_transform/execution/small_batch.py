@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from te_transform.backends import limits
-from te_transform.backends.joined import state_of
-from te_transform.backends.quantized import is_quantized
+from te_transform.backends.fp8.fp8_only import is_fp8_only
+from te_transform.backends.fp8.registry import state_of
 from te_transform.backends.tracing import in_backward
 from te_transform.graph.nodes import shape_of, value
 from te_transform.plan.match import Plan, Site
@@ -52,7 +52,7 @@ class SmallBatch:
         weights = [weight for site in self.products for group in site.weights for weight in group]
         self.first = names[weights[0].meta["origin"]] if weights else 0
         # FP8-only weights have kernels of their own at any size
-        self.is_possible = bool(weights) and not any(is_quantized(value(weight)) for weight in weights)
+        self.is_possible = bool(weights) and not any(is_fp8_only(value(weight)) for weight in weights)
         self.symbols = {
             place: value(node).node.expr
             for place, node in enumerate(placeholders)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 
-from te_transform.backends.joined import state_of
-from te_transform.backends.running import in_recipe
+from te_transform.backends.fp8.current_model import in_recipe
+from te_transform.backends.fp8.registry import state_of
+from te_transform.backends.ranks import bucket_size
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.pieces import dropped
 from te_transform.execution.prepared import Prepared
-from te_transform.execution.ranks import bucket_size
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.nodes import called, numel_of, value
 from te_transform.plan.match import Plan, Site

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from te_transform.backends import fp8, plain
+from te_transform.backends import plain
 from te_transform.backends.chunked_loss import ChunkedLoss
+from te_transform.backends.fp8.fp8_only import addresses
+from te_transform.backends.fp8.products import ProductState
 from te_transform.backends.joined import Join
 from te_transform.backends.masks import LookedAt, Mask
-from te_transform.backends.quantized import addresses
 from te_transform.execution.lower import ScatteredGroups, lower
 from te_transform.execution.prepared import Prepared
 from te_transform.graph import edit
@@ -31,7 +32,7 @@ _LEFT = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEntropy, 
 class States:
     """The states of the calls of products in FP8; those that share a parameter share tensors."""
 
-    def __init__(self, states: dict[fx.Node, fp8.State]):
+    def __init__(self, states: dict[fx.Node, ProductState]):
         self.states = states
         leaves = [tensor for state in states.values() for tensor in state.tensors()]
         places: dict[int, int] = {}
@@ -41,7 +42,7 @@ class States:
         # the places of those that calls write to: scales and largest values
         self.written = [place for place, held in enumerate(self.tensors) if held.data_ptr() not in kept]
 
-    def are(self, states: dict[fx.Node, fp8.State]) -> bool:
+    def are(self, states: dict[fx.Node, ProductState]) -> bool:
         """Return True if the states are these very objects, of the same calls."""
         return len(states) == len(self.states) and all(map(is_, states.values(), self.states.values()))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.gradients import accumulating
+from te_transform.backends.fp8.gradient_sums import accumulating
 from te_transform.backends.limits import ignore_size_limits, whole_logits
 from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph

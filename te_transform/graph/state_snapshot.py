@@ -31,7 +31,7 @@ from te_transform.graph.content_of_library import Copied, Unsaved, copied, kind_
 # Names in code that may change gradients. Without them, gradients are not copied, to save memory.
 _OF_GRADIENTS = frozenset(("grad", "backward", "zero_grad", "clip_grad_norm_", "clip_grad_value_"))
 _LONGEST_PATH = 100
-_NOT_THE_USERS = ("_te_transform", "_dynamo")  # prefixes of tensor attributes from this package and dynamo
+_OF_DYNAMO = "_dynamo"  # prefix of the tensor attributes that dynamo sets
 _Kind = Callable[[Any], Content | None]
 
 
@@ -55,7 +55,7 @@ class TensorContent(Content):
         self.inside = self.names.values()
 
     def _now(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self.value).items() if not name.startswith(_NOT_THE_USERS)}
+        return {name: x for name, x in vars(self.value).items() if not name.startswith(_OF_DYNAMO)}
 
     def put_back(self) -> None:
         value, now = self.value, self._now()

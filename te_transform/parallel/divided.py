@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from te_transform.backends.joined import local, share_state, standing_for
+from te_transform.backends.fp8.registry import share_state
+from te_transform.backends.joined import local, standing_for
 from te_transform.graph.nodes import MADE_ANEW, is_parameter
 from te_transform.parallel.collectives import Move, Ranks, Shards
 from te_transform.parallel.layout import Place

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from te_transform.backends.fp8.precision import Precision
 from te_transform.canonicalize import canonicalize
 from te_transform.execution.distances import distance, rounding
-from te_transform.execution.precision import Precision
 from te_transform.execution.runner import Runner, runner_of
 from te_transform.graph.capture import capture, ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs

@@ -94,15 +94,6 @@ def _is_compiled(forward: Any) -> bool:
     )
 
 
-def is_sharded(module: nn.Module | None) -> bool:
-    """Return True if fully_shard() was applied to the module.
-
-    FSDP refills the memory of its parameters in each call without changing their versions. Its hooks also
-    split the capture of a whole model into pieces.
-    """
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)  # avoids importing FSDP
-
-
 def wrapped_by(model: nn.Module) -> str | None:
     """Return the name of the distributed wrapper around the model or a submodule, or None."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_transform.backends.quantized import Quantized
+from te_transform.backends.fp8.fp8_only import FP8Only
 
 _WORDS = ("linear", "quant")  # parts of the names of quantized module classes
 _WIDE = (torch.int64, torch.bool)  # dtypes of indices and masks
@@ -39,7 +39,7 @@ def _what(tensor: Tensor) -> str:
     """Return the type or dtype of a quantized tensor, or "" if the tensor is not quantized."""
     if is_traceable_wrapper_subclass(tensor):
         package = type(tensor).__module__.partition(".")[0]
-        is_known = package in ("torchao", "optimum", "bitsandbytes") and not isinstance(tensor, Quantized)
+        is_known = package in ("torchao", "optimum", "bitsandbytes") and not isinstance(tensor, FP8Only)
         return type(tensor).__name__ if is_known else ""
     dtype = tensor.dtype
     narrow = dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)

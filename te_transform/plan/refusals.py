@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_transform.backends.quantized import Quantized
+from te_transform.backends.fp8.fp8_only import FP8Only
 from te_transform.graph import ops
 from te_transform.graph.nodes import (
     called,
@@ -92,7 +92,7 @@ def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
             f"{what} is {kind}, a parameter is needed: store it as an nn.Parameter, with "
             "requires_grad=False if it is not trained"
         )
-    elif is_traceable_wrapper_subclass(held) and not isinstance(held, Quantized):
+    elif is_traceable_wrapper_subclass(held) and not isinstance(held, FP8Only):
         yield f"{what} is a {type(held).__name__}, a plain tensor is needed: load plain tensors instead"
     elif not held.is_floating_point():
         yield (

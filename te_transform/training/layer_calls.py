@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_transform.backends.scale_rows import keep_scales
+from te_transform.backends.fp8.scale_table import keep_scales
+from te_transform.backends.ranks import is_sharded
 from te_transform.execution.blocks import blocks
 from te_transform.execution.call_context import CallContext, ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.classes import ModuleRole, Role
 from te_transform.execution.runner import Runner
-from te_transform.plan.model import CONVERTED, is_sharded
+from te_transform.plan.model import CONVERTED
 from te_transform.training.block_calls import BlockCalls
 from te_transform.training.layered import Layered, LayerPolicy, LayersNow, layered_plan
 

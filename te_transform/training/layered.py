@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from te_transform.backends.scale_rows import keep_scales
+from te_transform.backends.fp8.scale_table import keep_scales
+from te_transform.backends.ranks import waits_for_all_gradients
 from te_transform.backends.tracing import in_backward
 from te_transform.execution.pieces import dropped
-from te_transform.execution.ranks import waits_for_all_gradients
 from te_transform.execution.rerun import is_trained
 from te_transform.graph import edit
 from te_transform.graph.marks import marked

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_transform.backends.fp8.fp8_only import exact
 from te_transform.backends.limits import as_autocast, dtypes_in_fp8
-from te_transform.backends.quantized import exact
 from te_transform.execution.products import Products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

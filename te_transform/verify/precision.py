@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_transform.backends.joined import state_of
+from te_transform.backends.fp8.registry import state_of
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.runner import runners
 from te_transform.plan.match import Site

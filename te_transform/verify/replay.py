@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
-from te_transform.backends.quantized import exact
+from te_transform.backends.fp8.fp8_only import exact
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_buffers, same_random
 from te_transform.verify.judged import Judged, Noise

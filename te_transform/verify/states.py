@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_transform.backends.quantized import exact, is_quantized
+from te_transform.backends.fp8.fp8_only import exact, is_fp8_only
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.state_snapshot import same_bits
 from te_transform.verify.compare import Row
@@ -34,7 +34,7 @@ def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
 
 def _held(model: nn.Module) -> set[str]:
     """Return the names of FP8-only parameters, which a state dict holds as plain tensors."""
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if is_quantized(p)}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if is_fp8_only(p)}
 
 
 def _rounded(name: str, own: Tensor, theirs: Tensor) -> Row:

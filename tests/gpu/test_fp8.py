@@ -5,7 +5,7 @@ import torch
 
 import te_transform
 from te_transform import PrecisionPlan
-from te_transform.backends.joined import state_of
+from te_transform.backends.fp8.registry import state_of
 from tests.conversions import ALL, Pair
 from tests.gpu.test_models import converted, sample
 from tests.zoo import Inputs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import te_transform
-from te_transform.backends.joined import state_of
+from te_transform.backends.fp8.registry import state_of
 from te_transform.execution.runner import runner_of
 from tests.conversions import ALL, Pair, cast
 from tests.zoo import Inputs, zero_dropout

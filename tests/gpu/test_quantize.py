@@ -10,7 +10,7 @@ from torch import nn
 
 import te_transform
 from te_transform.backends import few_rows
-from te_transform.backends.quantized import quantize
+from te_transform.fp8_only.weights import quantize
 from tests.gpu.test_training import batch, converted, gradients, llama
 from tests.zoo import seeded
 

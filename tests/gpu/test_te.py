@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_transform.backends import plain
-from te_transform.backends.gradients import Gradients
-from te_transform.backends.joined import Join, make_adjacent, state_of
-from te_transform.backends.quantized import quantize
-from te_transform.backends.running import running
+from te_transform.backends.fp8.current_model import running
+from te_transform.backends.fp8.gradient_sums import GradientSums
+from te_transform.backends.fp8.registry import share_state, state_of
+from te_transform.backends.joined import Join, make_adjacent
+from te_transform.fp8_only.weights import quantize
 from te_transform.graph import ops
 
 ROWS, WIDTH, INNER = 64, 256, 384
@@ -217,7 +218,7 @@ def test_a_product_in_fp8_refuses_a_second_backward() -> None:
 def test_gradients_are_added_to_buffers(name: str, recipe: str | None) -> None:
     from te_transform.backends import te
 
-    case, gradients = Case(**CASES[name]), Gradients(torch.float32)
+    case, gradients = Case(**CASES[name]), GradientSums(torch.float32)
     for weight in case.trained:
         state_of(weight).gradients = gradients
     recipe = None if recipe is None else te.recipe_of(recipe)
@@ -276,7 +277,7 @@ def test_weights_that_are_held_in_fp8_compute_what_casts_did(name: str, recipe: 
             for place in case.op.PRODUCTS:
                 weight = case.tensors[place - 1]
                 (case.tensors[place - 1],) = quantize([weight])
-                case.tensors[place - 1]._te_transform = state_of(weight)
+                share_state(weight, case.tensors[place - 1])
         for _ in range(3):
             own = x.detach().requires_grad_()
             with te.autocast(recipe):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.backends.joined import state_of
+from te_transform.backends.fp8.registry import state_of
 from tests.conversions import same_bits
 from tests.zoo import seeded
 

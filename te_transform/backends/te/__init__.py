@@ -6,7 +6,7 @@ parameters, see joined.State. Where TE has no kernel for a call (another device,
 faster (few tokens), the op runs in plain PyTorch, and `plain_calls` counts why.
 """
 
-from te_transform.backends.fp8_ops import KERNELS
+from te_transform.backends.fp8.ops import KERNELS
 from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.te.attention import DotProductAttention, attend, attend_backward
 from te_transform.backends.te.casts import activate, activate_backward, quantize

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.module import layernorm_mlp
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from te_transform.backends.fp8_ops import InFP8
+from te_transform.backends.fp8.ops import InFP8
 
 
 def _quantized_by_kernel(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-from te_transform.backends.scales import Call
+from te_transform.backends.fp8.checkpointed_calls import Call
 from te_transform.backends.te.recipes import (
     FP8GlobalStateManager,
     update_scales_after_this_backward,
@@ -25,7 +25,7 @@ class LazyModule:
 
     Args:
         make: builds the module, on meta.
-        names: the module's attributes that a call's tensors stand for, in the order of the call.
+        names: the attributes of the module that the tensors of a call replace, in the order of the call.
         products: the number of its matrix products.
     """
 
@@ -35,7 +35,7 @@ class LazyModule:
 
     @property
     def module(self) -> nn.Module:
-        """The module, made when it first runs."""
+        """The module, built at its first call."""
         if self.made is None:
             self.made = self.make()
             self.made._parameters.clear()
@@ -51,17 +51,17 @@ class LazyModule:
         """Run the module with these tensors in the place of its parameters.
 
         Args:
-            x: its input.
-            tensors: None where there is no bias.
-            adds: whether the gradients of the weights are added to their main_grad.
-            keeps: whether weights are quantized once, and kept.
+            x: the input.
+            tensors: the parameters; None for a missing bias.
+            adds: True to add the gradients of the weights to their main_grad.
+            keeps: True to cache the quantized weights.
         """
         own = vars(self.module)
         held = any(isinstance(tensor, Float8Tensor) for tensor in tensors)
         own.update(zip(self.names, tensors, strict=True))
         own.update(fuse_wgrad_accumulation=adds, primary_weights_in_fp8=held)
         try:
-            # never True, which would also have this call's gradient overwrite those before it
+            # True would also overwrite the gradients of earlier calls
             return self.module.forward(x, is_first_microbatch=False if keeps else None)
         finally:
             own.update(dict.fromkeys(self.names))
@@ -105,11 +105,10 @@ class LazyModule:
 
     @contextlib.contextmanager
     def as_before(self, call: Call, recipe: Any) -> Iterator[None]:
-        """Enter the recipe, with the scales that this call of a forward had, and as a part of its step, which
-        has noted the largest values already.
+        """Enter the recipe with the scales that this call of a forward had, within its step.
 
-        Selective checkpoints find what the forward computed by the order of its operations: they see none of
-        those on scales.
+        The step has recorded the amax already. Selective checkpoints match operations by their order, so
+        operations on scales are hidden from them.
         """
         if call.scales is None:
             with within_step(recipe):

@@ -1,4 +1,4 @@
-"""The ops with matrix products, in TE's own modules."""
+"""The ops with matrix products, computed by TE's modules."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor
 
-from te_transform.backends import few_rows, fp8, plain
+from te_transform.backends import few_rows, plain
 from te_transform.backends.double_backward import Out, differentiable_once, differentiable_twice
-from te_transform.backends.gradients import Gradients, gradients_of
-from te_transform.backends.joined import state_of, watched
+from te_transform.backends.fp8.checkpointed_calls import Call
+from te_transform.backends.fp8.current_model import in_recipe, is_evaluating
+from te_transform.backends.fp8.fp8_only import exact, is_fp8_only
+from te_transform.backends.fp8.gradient_sums import GradientSums, gradient_sums_of
+from te_transform.backends.fp8.products import ProductState, Scaling, with_full_rows
+from te_transform.backends.fp8.registry import state_of
+from te_transform.backends.joined import watched
 from te_transform.backends.limits import ignore_size_limits, too_small, without_kernel
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import EXACT_GELU
-from te_transform.backends.quantized import exact, is_quantized
-from te_transform.backends.running import in_recipe, is_evaluating
-from te_transform.backends.scales import Call
 from te_transform.backends.te.activations import Mlp, activation_of, with_own_activations
 from te_transform.backends.te.kernel import Kernel
 from te_transform.backends.te.recipes import (
@@ -32,18 +34,18 @@ from te_transform.backends.tracing import in_backward, recorded, saving_hooks, t
 
 
 class _Product(FusedOp):
-    """An op with matrix products: no call that TE refuses, and nothing lost where it has none."""
+    """An op with matrix products. Calls that TE refuses run in plain PyTorch."""
 
-    def forward(self, x: Tensor, *tensors: Tensor | None, state: fp8.State | None = None) -> Out:
-        """x [..., in] -> [..., out]; with a `state` for a compiler, in FP8, see state_for()."""
+    def forward(self, x: Tensor, *tensors: Tensor | None, state: ProductState | None = None) -> Out:
+        """Compute x [..., in] -> [..., out]; with a `state`, in FP8 for a compiler, see state_for()."""
         if state is not None and not transformed():
             return self._recorded(scaling_of(FP8GlobalStateManager.get_fp8_recipe()), state, x, tensors)
         if traced():
             return self._plainly(plain.product, x, tensors)
         weights = self._weights(tensors)
-        kernel, gradients = self._kernel(weights, tensors[-1] is not None), gradients_of(weights)
+        kernel, gradients = self._kernel(weights, tensors[-1] is not None), gradient_sums_of(weights)
         enabled = FP8GlobalStateManager.is_fp8_enabled()
-        # torch.utils.checkpoint runs a forward again from within the backward, where no autocast is on
+        # torch.utils.checkpoint repeats a forward within the backward, where no autocast is active
         call = kernel.call_again() if not enabled and in_backward() else None
         if call is not None:
             return self._again(kernel, call, x, tensors, gradients)
@@ -66,13 +68,13 @@ class _Product(FusedOp):
         return self._in_fp8(kernel, x, tensors, gradients)
 
     def _may_gain(self) -> bool:
-        """Whether TE's module is asked for in the weights' own dtype too: as it gains, or to be checked."""
+        """Return True if TE's module runs in the weights' own dtype too, because it gains or is verified."""
         return self.gains or bool(ignore_size_limits)
 
     def _recorded(
-        self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
+        self, scaling: Scaling, state: ProductState, x: Tensor, tensors: Sequence[Tensor | None]
     ) -> Out:
-        """A call in FP8 as operations that a compiler records."""
+        """Compute a call in FP8 by operations that a compiler records."""
         return self.plain(scaling.product(state), x, *tensors)
 
     def _weights(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -82,17 +84,17 @@ class _Product(FusedOp):
         return self.plain(product, x, *tensors)
 
     def _why_plain(self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds: bool) -> str | None:
-        """Why a call with this input runs in plain PyTorch, or None."""
+        """Return why a call with this input runs in plain PyTorch, or None."""
         for weight in weights:
             if why := without_kernel(x, weight, in_fp8):
                 return why
         factor = multiple(FP8GlobalStateManager.get_fp8_recipe()) if in_fp8 else 1
         if any(size % factor for weight in weights for size in weight.shape):
             return f"weights whose sizes are no multiples of {factor}"
-        held = in_fp8 and any(map(is_quantized, weights))
+        held = in_fp8 and any(map(is_fp8_only, weights))
         if held and all(few_rows.takes(x, weight) for weight in weights) and not torch.is_grad_enabled():
             return "few rows, whose products read weights that are held in FP8 alone"
-        # other plain calls would have to dequantize such weights, and know nothing of main_grad
+        # other plain calls would dequantize such weights, and do not add to main_grad
         if adds or held:
             return None
         return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
@@ -103,9 +105,9 @@ class _Product(FusedOp):
         call: Call,
         x: Tensor,
         tensors: Sequence[Tensor | None],
-        gradients: Gradients | None,
+        gradients: GradientSums | None,
     ) -> Out:
-        """Make a call of a forward again, for a checkpoint."""
+        """Repeat a call of a forward, for a checkpoint."""
         recipe = kernel.module.fp8_meta["recipe"] if call.in_fp8 else None
         weights, trained = self._weights(tensors), _is_trained(x, *tensors)
         if recipe is None or not self._has_scales(kernel, recipe, weights, trained):
@@ -114,22 +116,21 @@ class _Product(FusedOp):
             return self._in_fp8(kernel, x, tensors, gradients)
 
     def ran_in_recipe(self, weights: Sequence[Tensor], bias: bool) -> bool:
-        """Whether the last call with these weights did, or was to."""
+        """Return True if the last call with these weights ran in the recipe, or was meant to."""
         return self._kernel(weights, bias).ran_in_recipe
 
-    def state_for(self, weights: Sequence[Tensor], bias: bool, trained: bool) -> fp8.State | None:
-        """What a compiled call takes as its `state`, in the recipe that is on.
+    def state_for(self, weights: Sequence[Tensor], bias: bool, trained: bool) -> ProductState | None:
+        """Return the `state` of a compiled call in the active recipe, or None if the call cannot be compiled.
 
-        None where the call has to run uncompiled: until the first scales are there, where gradients are added
-        to main_grad, and with weights that are held in FP8 alone.
+        It cannot be before there are scales, if gradients are added to main_grad, and with FP8-only weights.
 
         Args:
-            weights: of its products.
-            bias: whether there is one.
-            trained: whether it has a backward.
+            weights: the weights of its products.
+            bias: True if it has a bias.
+            trained: True if it has a backward.
         """
         recipe, kernel = FP8GlobalStateManager.get_fp8_recipe(), self._kernel(weights, bias)
-        if gradients_of(weights) is not None or any(map(is_quantized, weights)):
+        if gradient_sums_of(weights) is not None or any(map(is_fp8_only, weights)):
             return None
         if not self._has_scales(kernel, recipe, weights, trained):
             return None
@@ -139,7 +140,7 @@ class _Product(FusedOp):
         return kernel.state(recipe, weights)
 
     def _has_scales(self, kernel: Kernel, recipe: Any, weights: Sequence[Tensor], trained: bool) -> bool:
-        """Whether the kernel has the scales that the recipe needs for a call; gives it the first ones."""
+        """Return True if the kernel has scales for a call; compute the first ones if it can."""
         are_new = kernel.look_at(weights)
         if not is_delayed(recipe):
             return True
@@ -153,9 +154,9 @@ class _Product(FusedOp):
         return True
 
     def _in_its_dtype(
-        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
+        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
     ) -> Out:
-        """A call in the dtype of the weights, whether or not a recipe is on."""
+        """Compute a call in the dtype of the weights, even if a recipe is active."""
 
         def run(x: Tensor, *given: Tensor | None) -> Out:
             given = self._by_rows(kernel, given, tensors, gradients)
@@ -171,15 +172,15 @@ class _Product(FusedOp):
         return self._watched(differentiable_twice(run, plainly, (x, *plain_tensors)), tensors)
 
     def _in_fp8(
-        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: Gradients | None
+        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
     ) -> Out:
-        """A call in the recipe that is on, of a number of rows that its kernels take."""
+        """Compute a call in the active recipe, with padded rows."""
         given = self._by_rows(kernel, tensors, tensors, gradients)
 
         def run(x: Tensor) -> Out:
             return differentiable_once(kernel.te.run(x, given, gradients is not None, kernel.keeps), _ONCE)
 
-        out = fp8.with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
+        out = with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
         return self._watched(out, tensors)
 
     def _by_rows(
@@ -187,13 +188,13 @@ class _Product(FusedOp):
         kernel: Kernel,
         given: Sequence[Tensor | None],
         tensors: Sequence[Tensor | None],
-        gradients: Gradients | None,
+        gradients: GradientSums | None,
     ) -> list[Tensor | None]:
-        """What a kernel gets of `given`, which stand for `tensors`: weights by rows, with their main_grad."""
+        """Return the arguments of a kernel: `given`, with contiguous weights that have their main_grad."""
         found = list(given)
         for place in (place - 1 for place in self.PRODUCTS):
             weight = given[place]
-            if is_quantized(weight):
+            if is_fp8_only(weight):
                 found[place] = kernel.tensor_of(self.PRODUCTS.index(place + 1), weight)
                 continue
             weight = weight.contiguous()
@@ -210,9 +211,9 @@ class _Product(FusedOp):
         return (first, *others) if others else first
 
     def _kernel(self, weights: Sequence[Tensor], bias: bool) -> Kernel:
-        """The kernel of the first weight's parameter for a call of this form."""
+        """Return the kernel of the first weight's parameter for calls of this form."""
         first = weights[0]
-        form = (*self.form, bias, first.dtype, *map(_place_of, weights))
+        form = (*self.form, bias, first.dtype, *map(_slice_of, weights))
         kernels = state_of(first).kernels
         if form not in kernels:
             kernels[form] = self._made(weights, bias=bias, params_dtype=first.dtype)
@@ -220,20 +221,20 @@ class _Product(FusedOp):
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What the kernels of one parameter differ in, beside dtype and sizes."""
+        """The key of a kernel among those of one parameter, beside dtype and sizes."""
         raise NotImplementedError
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
         raise NotImplementedError
 
 
-def _place_of(weight: Tensor) -> tuple[Any, ...]:
-    """What the parts of one parameter differ in, and a parameter and its transpose."""
+def _slice_of(weight: Tensor) -> tuple[Any, ...]:
+    """Return what distinguishes the slices of one parameter, and a parameter from its transpose."""
     return weight.shape, weight.stride(), 0 if weight._base is None else weight.storage_offset()
 
 
 def _may_be_repeated() -> bool:
-    """Whether a checkpoint may make the call again: one that is reentrant makes it without gradients."""
+    """Return True if a checkpoint may repeat the call; a reentrant one runs it without gradients."""
     return (saving_hooks() or not (torch.is_grad_enabled() or is_evaluating())) and not in_backward()
 
 
@@ -249,7 +250,7 @@ _ONCE = (
 
 
 class Linear(_Product, plain.Linear):
-    """y = x W^T + b; weight [out, in]."""
+    """The op y = x W^T + b; weight [out, in]."""
 
     form = ("Linear",)
 
@@ -262,11 +263,11 @@ class Linear(_Product, plain.Linear):
 
 
 class PaddedLinear(Linear, plain.PaddedLinear):
-    """A linear whose weight gets rows of zeros where it runs in plain PyTorch."""
+    """A linear whose weight gets rows of zeros in plain PyTorch."""
 
 
 class LayerNormLinear(_Product, plain.LayerNormLinear):
-    """A linear of a LayerNorm or RMSNorm."""
+    """A linear of the output of a LayerNorm or RMSNorm."""
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -282,7 +283,7 @@ class LayerNormLinear(_Product, plain.LayerNormLinear):
         return norm | {"return_layernorm_output": True} if self.returns_norm else norm
 
     def _by_rows(self, kernel: Kernel, given: Sequence[Tensor | None], *rest: Any) -> list[Tensor | None]:
-        """With vectors for a scale or a bias that the norm has not: TE's always have them."""
+        """Add constant vectors for a missing scale or bias, because TE's norms always have both."""
         scale, bias, weight, *others = super()._by_rows(kernel, given, *rest)
         if scale is None:
             scale = kernel.vector(0.0 if self.zero_centered_gamma else 1.0, weight)
@@ -297,18 +298,18 @@ class LayerNormLinear(_Product, plain.LayerNormLinear):
 
 
 class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
-    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where it is gated."""
+    """The op fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], [2 ffn, hidden] if it is gated."""
 
     @property
     def form(self) -> tuple[Any, ...]:
         return "LayerNormMLP", self.activation, *self._norm.values()
 
     def _recorded(
-        self, scaling: fp8.Scaling, state: fp8.State, x: Tensor, tensors: Sequence[Tensor | None]
+        self, scaling: Scaling, state: ProductState, x: Tensor, tensors: Sequence[Tensor | None]
     ) -> Out:
         norm_weight, norm_bias, *rest = tensors
         _, fc1_bias, *_ = rest
-        # TE has no kernels of the exact GELU, and none that sum the gradient of a gated activation for a bias
+        # TE has no kernels for the exact GELU, or for the gradient of a bias before a gated activation
         has_kernels = self.activation != EXACT_GELU and (self.gated == "no" or fc1_bias is None)
         if not has_kernels or not scaling.delayed or not with_own_activations():
             return super()._recorded(scaling, state, x, tensors)

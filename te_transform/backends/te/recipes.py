@@ -1,9 +1,10 @@
-"""TE's recipes for FP8, and the steps of delayed scaling, which TE keeps for a whole process."""
+"""TE's FP8 recipes, and the steps of delayed scaling, which TE keeps for the whole process."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch  # before TE, which loads libraries that come with it
@@ -11,7 +12,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor
 from transformer_engine.common import recipe as recipes
 
-from te_transform.backends import fp8
+from te_transform.backends.fp8.products import Scaling
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -19,8 +20,8 @@ except ImportError:  # TE before 2.8
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 _RECIPES = {
-    # TE would reduce what all modules of a process saw, twice a step, which have to be the same ones in all
-    # processes: execution/precision.py lets them agree in one collective, whatever ran
+    # TE would reduce the amax of all modules twice per step, and needs the same modules on all ranks.
+    # fp8/precision.py reduces in one collective, whichever modules ran.
     "fp8-delayed": lambda: recipes.DelayedScaling(reduce_amax=False),
     "fp8-current": recipes.Float8CurrentScaling,
     "fp8-block": recipes.Float8BlockScaling,
@@ -33,10 +34,10 @@ _AVAILABLE = {
 
 
 def recipe_of(asked: Any) -> Any:
-    """TE's recipe of this name, or the recipe object itself.
+    """Return TE's recipe with this name, or the recipe object itself.
 
     Raises:
-        ValueError: it is neither, or this GPU has no kernels for it; the message says what is missing.
+        ValueError: `asked` is neither, or this GPU has no kernels for it; the message says what is missing.
     """
     if isinstance(asked, str):
         asked = _RECIPES[asked]()
@@ -50,12 +51,12 @@ def recipe_of(asked: Any) -> Any:
 
 
 def is_delayed(recipe: Any) -> bool:
-    """Whether the recipe scales by what was seen in earlier steps."""
+    """Return True if the recipe computes scales from earlier steps."""
     return isinstance(recipe, recipes.DelayedScaling)
 
 
 def multiple(recipe: Any) -> int:
-    """What the rows and columns of a product have to be a multiple of."""
+    """Return the number that must divide the rows and columns of a product."""
     return 32 if isinstance(recipe, recipes.MXFP8BlockScaling) else 16
 
 
@@ -67,13 +68,15 @@ def autocast(recipe: Any, enabled: bool = True) -> contextlib.AbstractContextMan
 
 
 def recipe_now() -> Any:
-    """The recipe that is on, None where there is none."""
+    """Return the active recipe, or None."""
     return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
 
 
-def scaling_of(recipe: Any) -> fp8.Scaling | None:
-    """How a compiled graph computes the products of a recipe; None where only TE's modules do: for several
-    scales a tensor, and settings that few use."""
+def scaling_of(recipe: Any) -> Scaling | None:
+    """Return how a compiled graph computes the products of a recipe, or None if only TE's modules can.
+
+    Only they can with several scales per tensor, and with rare settings.
+    """
     delayed = is_delayed(recipe)
     if not delayed and not isinstance(recipe, recipes.Float8CurrentScaling):
         return None
@@ -82,16 +85,18 @@ def scaling_of(recipe: Any) -> fp8.Scaling | None:
     formats = {"HYBRID": (torch.float8_e4m3fn, torch.float8_e5m2), "E4M3": (torch.float8_e4m3fn,) * 2}
     if recipe.fp8_format.name not in formats:
         return None
-    # what TE's modules take where a recipe says nothing
+    # the defaults of TE's modules
     split = {"fp8_gemm_fprop": False, "fp8_gemm_dgrad": True, "fp8_gemm_wgrad": True}
     for name in split.keys() & vars(type(recipe)).keys():
         split[name] = getattr(recipe, name).use_split_accumulator
-    return fp8.Scaling(*formats[recipe.fp8_format.name], tuple(not each for each in split.values()), delayed)
+    return Scaling(*formats[recipe.fp8_format.name], tuple(not each for each in split.values()), delayed)
 
 
 def update_scales_after_backward(outputs: Sequence[Any]) -> None:
-    """Let the scales of gradients be updated at the end of each backward that begins at these outputs of a
-    forward, unless a module of TE's that ran before in the same step does it in its own."""
+    """Update the scales of gradients at the end of each backward from these outputs of a forward.
+
+    A TE module that ran earlier in the step does so itself.
+    """
     trained = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     if not trained or not FP8GlobalStateManager.is_first_fp8_module():
         return
@@ -110,21 +115,21 @@ def update_scales_after_backward(outputs: Sequence[Any]) -> None:
         out.register_hook(at_the_end)
 
 
-_updated_after = -1  # PyTorch's number of the last backward at whose end a repetition has them updated
+# The number of the last backward that a repeated call has asked to update scales. Backwards have threads of
+# their own.
+_updated_after: ContextVar[int] = ContextVar("_updated_after", default=-1)
 
 
 def update_scales_after_this_backward() -> None:
-    """Let the scales of gradients be updated at the end of the backward that runs, in which a checkpoint
-    repeats a call.
+    """Update the scales of gradients at the end of the running backward, in a repeated call.
 
-    TE lets the first module that runs with gradients in a step do that in its own backward. Where the
-    forward, in a reentrant checkpoint, had no gradients, none of its modules was the first.
+    In TE, the first module that runs with gradients in a step does so in its own backward. The forward of a
+    reentrant checkpoint has no gradients, so none of its modules was the first.
     """
-    global _updated_after
     state, _, first = _state_of_step()
     backward = torch._C._current_graph_task_id()
-    if getattr(state, first) and backward != _updated_after:
-        _updated_after = backward
+    if getattr(state, first) and backward != _updated_after.get():
+        _updated_after.set(backward)
         torch.autograd.Variable._execution_engine.queue_callback(_update_scales_of_gradients)
 
 
@@ -134,15 +139,17 @@ def _update_scales_of_gradients() -> None:
 
 @contextlib.contextmanager
 def within_step(recipe: Any) -> Iterator[None]:
-    """In the recipe, as a part of a step that ends with an autocast around it, or has ended."""
+    """Enter the recipe within a step that an outer autocast ends, or that has ended."""
     with _no_new_step(), autocast(recipe):
         yield
 
 
 @contextlib.contextmanager
 def _no_new_step() -> Iterator[None]:
-    """Let the next autocast be one within another, and no module in there the first of its step: TE ends a
-    step of delayed scaling with the outermost, and the backward's part of it with that of the first module.
+    """Make the next autocast a nested one, and no module in it the first of its step.
+
+    TE ends a step of delayed scaling with the outermost autocast, and updates the scales of gradients in the
+    backward of the first module.
     """
     state, depth, first = _state_of_step()
     before = {name: getattr(state, name) for name in (depth, first)}
@@ -156,8 +163,7 @@ def _no_new_step() -> Iterator[None]:
 
 
 def _state_of_step() -> tuple[Any, str, str]:
-    """What TE keeps of a step, and the names in it of how deep autocasts are and of whether no module has run
-    with gradients yet."""
+    """Return TE's object for the step, and the names of its autocast depth and its first-module flag."""
     state = getattr(FP8GlobalStateManager, "quantization_state", None)
     if state is None:  # an older TE
         return FP8GlobalStateManager, "FP8_AUTOCAST_DEPTH", "IS_FIRST_FP8_MODULE"
@@ -166,9 +172,9 @@ def _state_of_step() -> tuple[Any, str, str]:
 
 @contextlib.contextmanager
 def forgetting_scales() -> Iterator[None]:
-    """Let TE forget the scales of modules that run for the first time meanwhile.
+    """Make TE forget the scales of modules that first run within this context.
 
-    At the end of each step TE updates the scales of all modules that ever ran, those that are gone too.
+    At the end of each step, TE updates the scales of all modules that ever ran, including freed ones.
     """
     state = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
     buffers = state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from te_transform.backends.quantized import addresses, closed, forms_of
+from te_transform.backends.fp8.fp8_only import addresses, closed, forms_of
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.cuda_graph_pair import stream_now

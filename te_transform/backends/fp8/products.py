@@ -1,8 +1,7 @@
-"""Products in FP8 as operations that a compiler records: quantize both operands, multiply what they became.
+"""FP8 products of compiled graphs: quantize both operands, and multiply them by `torch._scaled_mm`.
 
-Those that quantize are our own, see fp8_ops.py; products are PyTorch's `_scaled_mm`. Scales and the largest
-values that were seen are tensors that the caller gives: delayed scaling belongs to whoever updates them
-between steps.
+The operations that quantize are in ops.py. The caller passes scales and amax histories as tensors, and
+updates them between steps.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from te_transform.backends import plain
-from te_transform.backends.fp8_ops import InFP8, ops
+from te_transform.backends.fp8.fp8_only import scale_for
+from te_transform.backends.fp8.ops import InFP8, ops
 from te_transform.backends.limits import as_autocast
-from te_transform.backends.quantized import scale_for
 
-ROWS = 16  # what the rows of a product have to be a multiple of, as its other sizes
+ROWS = 16  # must divide the rows of a product, and its other sizes
 
 
-class State(NamedTuple):
-    """What the products of a call have beside their tensors.
+class ProductState(NamedTuple):
+    """The state of the products of a call.
 
-    `forward` has the scales of delayed scaling [3 a product: input, weight, output] and the largest values
-    that they are made of [length of the history, the same]; `backward` those of gradients [2 a product: of
-    the output, of the input]. Both are empty where each tensor is scaled by itself. `weights` are quantized
-    ones, where they are kept from call to call.
+    Attributes:
+        forward: the scales of delayed scaling, [3 per product: input, weight, output], and the amax history
+            [length, the same]; () if each tensor gets a scale from its own values.
+        backward: the same for gradients, [2 per product: of the output, of the input].
+        weights: the quantized weights, if they are cached from call to call.
     """
 
     forward: tuple[Tensor, ...] = ()
@@ -39,25 +39,29 @@ class State(NamedTuple):
     weights: tuple[InFP8, ...] = ()
 
     def tensors(self) -> Iterator[Tensor]:
-        """All of them."""
+        """Return all tensors."""
         return chain(self.forward, self.backward, *self.weights)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a recipe of one scale a tensor quantizes the operands of products, and adds up.
+    """The settings of a recipe with one scale per tensor.
 
-    `fast` says for a product forward, that of its input's gradient and that of its weight's gradient whether
-    the tensor cores' own accumulators will do, which keep fewer than 32 bits.
+    Attributes:
+        forward: the dtype of inputs and weights.
+        backward: the dtype of gradients.
+        fast: for the forward product, the gradient of the input and the gradient of the weight, True if the
+            product accumulates in the tensor cores, with fewer than 32 bits.
+        delayed: True if scales come from earlier steps, False if from the tensor itself.
     """
 
     forward: torch.dtype
     backward: torch.dtype
     fast: tuple[bool, bool, bool]
-    delayed: bool  # whether scales are those of earlier steps; else those of the very tensor
+    delayed: bool
 
-    def product(self, state: State) -> plain.Product:
-        """The products of one call, in their order."""
+    def product(self, state: ProductState) -> plain.Product:
+        """Return a function that computes the products of one call, in order."""
         numbers = count()
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,7 +73,7 @@ class Scaling:
 
     def mlp(
         self,
-        state: State,
+        state: ProductState,
         activation: str,
         x: Tensor,
         fc1_weight: Tensor,
@@ -77,14 +81,19 @@ class Scaling:
         fc2_weight: Tensor,
         fc2_bias: Tensor | None,
     ) -> Tensor:
-        """Two products, x [..., in] -> [..., out], with an activation between them, by TE's name for it, that
-        is quantized where it is computed, and its gradient too; in delayed scaling alone."""
+        """Compute two products with an activation between them, x [..., in] -> [..., out].
+
+        `activation` is TE's name. The kernels that compute it and its gradient also quantize. Delayed scaling
+        only.
+        """
         x, fc1_bias, fc2_bias = as_autocast(x, fc1_bias, fc2_bias)
         rest = fc1_weight, fc1_bias, fc2_weight, fc2_bias
         return _as_matrix(lambda rows: _Mlp.apply(self, state, activation, rows, *rest), x)
 
-    def weight(self, state: State, number: int, weight: Tensor, with_transpose: bool) -> Sequence[Tensor]:
-        """A product's weight as quantized() gives it, or as it was kept."""
+    def weight(
+        self, state: ProductState, number: int, weight: Tensor, with_transpose: bool
+    ) -> Sequence[Tensor]:
+        """Return the result of quantized() for the weight of a product, cached if there is a cache."""
         if state.weights:
             return state.weights[number]
         return self.quantized(weight, self.forward, state.forward, 3 * number + 1, with_transpose)
@@ -92,11 +101,14 @@ class Scaling:
     def quantized(
         self, x: Tensor, dtype: torch.dtype, scales: Sequence[Tensor], index: int, with_transpose: bool
     ) -> InFP8:
-        """x [rows, columns] in `dtype`, its transpose if asked for, and what both are to be multiplied by.
+        """Return x [rows, columns] in `dtype`, its transpose if requested, and the inverse of the scale.
 
         Args:
-            scales: of several tensors, and their history; none where the tensor is scaled by itself.
-            index: the tensor's own among them.
+            x: the tensor.
+            dtype: float8_e4m3fn or float8_e5m2.
+            scales: the scales of several tensors and their history; () if x gets a scale from its values.
+            index: the index of x among these tensors.
+            with_transpose: True to return the transpose too.
         """
         if self.delayed:
             return ops.quantize(x.contiguous(), *scales, index, dtype, with_transpose)
@@ -105,34 +117,34 @@ class Scaling:
 
 
 def with_full_rows(compute: Callable[[Tensor], Any], x: Tensor, multiple: int) -> Any:
-    """compute() of x [..., in] -> [..., out], or a tuple of such, which takes multiples of so many rows."""
+    """Return compute(x), x [..., in] -> [..., out] or a tuple, with the rows padded to a multiple."""
     rows = x.shape[:-1].numel()
     missing = -rows % multiple
     if not missing:
         return compute(x)
-    # the last row once more, and again: no number in the product is larger, its gradient is zero
+    # padding repeats the last row, so amax does not change; the gradient of the padding is zero
     flat = x.reshape(rows, -1)
     made = compute(torch.cat([flat, flat[-1:].expand(missing, -1)]))
     return tree_map(lambda out: out[:rows].reshape(*x.shape[:-1], -1), made)
 
 
 def _as_matrix(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """compute() of x [..., in] as a matrix [rows, in]; [..., out]."""
+    """Return compute() of x [..., in] as a matrix [rows, in]; the result is [..., out]."""
     return with_full_rows(compute, x.reshape(-1, x.shape[-1]), ROWS).reshape(*x.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T + b of x [rows, in] and W [out, in]; with dx = g W and dW = g^T x, each of FP8 operands.
+    """A product y = x W^T + b of x [rows, in] and W [out, in]; dx = g W, dW = g^T x; all operands in FP8.
 
-    The tensor cores of Hopper sum over the last dimension of both operands, so whatever is read along the
-    other one is kept transposed.
+    The tensor cores of Hopper sum over the last dimension of both operands. So operands that are summed over
+    their first dimension are stored transposed.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         how: Scaling,
-        state: State,
+        state: ProductState,
         number: int,
         x: Tensor,
         weight: Tensor,
@@ -142,8 +154,8 @@ class _Product(torch.autograd.Function):
         x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 3 * number, of_weight)
         w8, w8_t, w_inverse = how.weight(state, number, weight, of_x)
         ctx.save_for_backward(x8_t, x_inverse, w8_t, w_inverse)
-        # Not saved by autograd: a backward writes to the history, and autograd would refuse the backward of
-        # another product that shares it.
+        # save_for_backward() would refuse the backward of another product that shares the history, because
+        # each backward writes to it.
         ctx.how, ctx.scales, ctx.number = how, state.backward, number
         return _multiplied(x8, w8, x_inverse, w_inverse, bias, x.dtype, how.fast[0])
 
@@ -164,13 +176,13 @@ class _Product(torch.autograd.Function):
 
 
 class _Mlp(torch.autograd.Function):
-    """y = a(x W1^T + b1) W2^T + b2; see _Product for what is kept."""
+    """Two products y = a(x W1^T + b1) W2^T + b2; see _Product."""
 
     @staticmethod
     def forward(
         ctx: Any,
         how: Scaling,
-        state: State,
+        state: ProductState,
         activation: str,
         x: Tensor,
         fc1: Tensor,
@@ -224,5 +236,5 @@ def _multiplied(
     dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
-    """a [m, k] b [n, k]^T + bias."""
+    """Return a [m, k] b [n, k]^T + bias."""
     return torch._scaled_mm(a, b.t(), a_inverse, b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast)

@@ -1,4 +1,4 @@
-"""Where kernels add the gradients of weights: one buffer for each weight, as the products read it."""
+"""The buffers that kernels add the gradients of weights to: one for each weight of a product."""
 
 from __future__ import annotations
 
@@ -11,23 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.joined import Source, parameters_of, state_of
+from te_transform.backends.fp8.registry import Source, state_of
+from te_transform.backends.joined import parameters_of, used_of
 from te_transform.backends.limits import Switch, on_kernels_device
 
 
 @dataclass
 class _Sum:
-    """The buffer [out, in] of a weight, and the parameters that it was made of."""
+    """The buffer [out, in] of a weight.
+
+    Attributes:
+        parameters: the parameters that the weight consists of.
+        buffer: the sum.
+        transposed: True if the only parameter is stored as [in, out].
+        used: for each call, which parameters got a gradient, see Split.
+    """
 
     parameters: tuple[Tensor, ...]
     buffer: Tensor
-    transposed: bool  # whether the one parameter is stored as [in, out]
-    used: list[list[bool]] = field(default_factory=list)  # by call: which parts got a gradient, see Split
+    transposed: bool
+    used: list[list[bool]] = field(default_factory=list)
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter that got a gradient, with its sum."""
+        """Yield each parameter that got a gradient, with its sum."""
         stored = self.buffer.t() if self.transposed else self.buffer
-        if len(self.parameters) == 1:  # which may have another shape
+        if len(self.parameters) == 1:  # its shape may differ
             stored = stored.reshape(self.parameters[0].shape)
         sums = stored.split([len(parameter) for parameter in self.parameters])
         for number, (parameter, part) in enumerate(zip(self.parameters, sums, strict=True)):
@@ -35,41 +43,41 @@ class _Sum:
                 yield parameter, part
 
 
-class Gradients:
-    """The sums of one accumulation; `dtype` is that of the buffers."""
+class GradientSums:
+    """The sums of one accumulation; `dtype` is the dtype of the buffers."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self.sums: dict[tuple[Any, ...], _Sum] = {}
 
     def of(self, weight: Tensor) -> Tensor:
-        """The buffer for a call's weight [out, in]: one parameter, its transpose, or several joined ones."""
+        """Return the buffer for a weight [out, in]: a parameter, its transpose, or joined parameters."""
         parameters, transposed = parameters_of(weight), Source.of(weight).transposed
-        # a tied parameter may be read both ways, or in several shapes
+        # a tied parameter may be read as stored and transposed, or in several shapes
         key = transposed, weight.shape, *map(id, parameters)
         if key not in self.sums:
             buffer = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
             self.sums[key] = _Sum(parameters, buffer, transposed)
-        self.sums[key].used.append(weight.__dict__.get("_te_transform_used", []))
+        self.sums[key].used.append(used_of(weight))
         return self.sums[key].buffer
 
     def by_parameter(self) -> dict[Tensor, Tensor]:
-        """What was summed up for each parameter, in its own shape."""
+        """Return the sum for each parameter, in the parameter's shape."""
         found: dict[Tensor, Tensor] = {}
-        for one in self.sums.values():
-            for parameter, part in one.parts():
+        for each in self.sums.values():
+            for parameter, part in each.parts():
                 found[parameter] = found[parameter] + part if parameter in found else part
         return found
 
 
 accumulating = Switch()
-"""An accumulation is going on."""
+"""True within te_transform.accumulate()."""
 _paused: ContextVar[bool] = ContextVar("_paused", default=False)
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Let autograd hand out all gradients meanwhile: of runs that only check what is computed."""
+    """Let autograd return all gradients, for runs that only check results."""
     token = _paused.set(True)
     try:
         yield
@@ -77,14 +85,14 @@ def paused() -> Iterator[None]:
         _paused.reset(token)
 
 
-def gradients_of(weights: Sequence[Tensor]) -> Gradients | None:
-    """Where the gradients of a call's weights are summed up; None where autograd hands them out as always.
+def gradient_sums_of(weights: Sequence[Tensor]) -> GradientSums | None:
+    """Return the sums for the weights of a call, or None if autograd returns their gradients.
 
-    TE's modules have one switch for all their weights, so all of them have to be such that a kernel can add
-    to a buffer: whole parameters, trained, on a GPU, in a dtype of their own.
+    A TE module has one switch for all its weights. So all of them must be whole, trained, plain parameters on
+    a GPU.
     """
-    gradients = None if _paused.get() else state_of(weights[0]).gradients
-    return gradients if gradients is not None and all(map(_takes_part, weights)) else None
+    sums = None if _paused.get() else state_of(weights[0]).gradients
+    return sums if sums is not None and all(map(_takes_part, weights)) else None
 
 
 def _takes_part(weight: Tensor) -> bool:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from te_transform.backends.joined import is_stored, state_of
+from te_transform.backends.fp8.fp8_only import is_fp8_only
+from te_transform.backends.fp8.registry import forget_weights, share_state, state_of
+from te_transform.backends.joined import is_stored
 from te_transform.backends.limits import on_kernels_device
-from te_transform.backends.quantized import exact, is_quantized, quantize
-from te_transform.backends.running import forget_weights
+from te_transform.execution.fp8_only import parameters_in, replace_by_fp8_only
 from te_transform.execution.runner import is_divided
+from te_transform.fp8_only.weights import quantize
 from te_transform.plan.model import check_module
 
 
@@ -59,9 +59,9 @@ def quantize_weights(model: nn.Module) -> Quantized:
             "quantize the weights of an undivided model"
         )
     reasons: dict[int, str] = {}
-    holders = Counter(id(parameter) for _, _, parameter in _places(model))
+    holders = Counter(id(parameter) for _, _, parameter in parameters_in(model))
     groups = list(_groups(model))
-    if not groups and not any(map(is_quantized, model.parameters())):
+    if not groups and not any(map(is_fp8_only, model.parameters())):
         raise QuantizationError(
             f"expected a model with products that have run in FP8, got a {type(model).__name__} without; "
             "first call the model that te_transform.convert(model, recipe=...) returns"
@@ -76,26 +76,9 @@ def quantize_weights(model: nn.Module) -> Quantized:
                         for parameter, own in zip(group, whys, strict=True)}  # fmt: skip
     forget_weights(model.parameters())  # drop cached FP8 copies of weights that are in FP8 now
     named = dict(model.named_parameters(remove_duplicate=False))
-    names = tuple(name for name, parameter in named.items() if is_quantized(parameter))
-    left_out = {name: reasons.get(id(p), _unread(p)) for name, p in named.items() if not is_quantized(p)}
+    names = tuple(name for name, parameter in named.items() if is_fp8_only(parameter))
+    left_out = {name: reasons.get(id(p), _unread(p)) for name, p in named.items() if not is_fp8_only(p)}
     return Quantized(names, left_out)
-
-
-def dequantize_weights(model: nn.Module) -> None:
-    """Replace FP8-only parameters by plain parameters with the same values."""
-    made: dict[int, nn.Parameter] = {}
-    for module, name, parameter in list(_places(model)):
-        if not is_quantized(parameter):
-            continue
-        if id(parameter) not in made:
-            with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be trained
-                held = nn.Parameter(exact(parameter), requires_grad=parameter.requires_grad)
-            made[id(parameter)] = held
-        module._parameters[name] = made[id(parameter)]
-    for module in model.modules():
-        for key, hook in list(module._state_dict_hooks.items()):
-            if hook is _save_exact:
-                del module._state_dict_hooks[key]
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], str | None]]:
@@ -108,7 +91,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], str | 
         for kernel in list(state_of(parameter).kernels.values()):
             for weight in kernel.weights if kernel.ran_in_recipe else ():
                 group = weight.parameters()
-                if group and not any(id(p) in seen or is_quantized(p) for p in group):
+                if group and not any(id(p) in seen or is_fp8_only(p) for p in group):
                     seen |= set(map(id, group))
                     is_matrix = all(p.dim() == 2 for p in group)
                     yield group, _why_unreadable(weight.transposed, is_matrix, kernel.scales_by_blocks)
@@ -141,29 +124,9 @@ def _unread(parameter: Tensor) -> str:
     return "no fused product reads it"
 
 
-def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module, name, parameter
-
-
-def _hold(model: nn.Module, group: Iterable[nn.Parameter]) -> None:
-    """Replace the parameters of a group by FP8-only ones."""
-    group = list(group)
-    made = dict(zip(map(id, group), quantize(group), strict=True))
-    for module, name, parameter in list(_places(model)):
-        held = made.get(id(parameter))
-        if held is not None:
-            state = state_of(parameter)
-            state.group = None
-            held._te_transform = state  # keeps its kernels
-            module._parameters[name] = held
-            if _save_exact not in module._state_dict_hooks.values():
-                module.register_state_dict_post_hook(_save_exact)
-
-
-def _save_exact(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in module._parameters:
-        if prefix + name in state:
-            state[prefix + name] = exact(state[prefix + name])
+def _hold(model: nn.Module, group: Sequence[nn.Parameter]) -> None:
+    """Replace the parameters of a group by FP8-only ones, which keep their kernels and scales."""
+    replacements = dict(zip(group, quantize(group), strict=True))
+    for parameter, replacement in replacements.items():
+        share_state(parameter, replacement)
+    replace_by_fp8_only(model, replacements)

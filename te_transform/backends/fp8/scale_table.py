@@ -1,8 +1,7 @@
-"""The scales of delayed scaling as rows of numbers, one for each weight: what processes agree on, and what a
-checkpoint keeps.
+"""The scales of delayed scaling as a table with one row per weight, for ranks to agree on and to save.
 
-Which products have run may differ from process to process, where one got fewer tokens than gain from FP8. The
-rows do not: they are the model's matrices, by their names.
+Ranks may have run different products, because a rank with few tokens does not use FP8 for them. The rows are
+the same on all ranks: the model's matrices by name.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from te_transform.backends.joined import Source, state_of
-from te_transform.backends.scales import Seen
+from te_transform.backends.fp8.calibration import Seen
+from te_transform.backends.fp8.registry import Source, state_of
 
 Row = dict[str, Tensor]
-"""What is saved of one product, in fp32.
+"""The saved state of one product, in fp32.
 
-"scale" [5] has the scales of input, weight, output, of the gradients of output and input, infinite where
-there is none yet; "amax_history" [length, 5] the largest values of earlier steps, the one that runs first;
-"seen" [3] the largest values of input, weight and gradient that first scales are made of, -infinite where
-nothing was seen.
+"scale" [5] has the scales of input, weight, output, and of the gradients of output and input, infinite
+without a scale. "amax_history" [length, 5] has the amax of earlier steps; row 0 is the running step. "seen"
+[3] has the amax of input, weight and gradient for the first scales, -infinite before they are recorded.
 """
 
-Maximum = Callable[[Tensor], Any]  # takes, in place, the largest of each number over all processes
+Maximum = Callable[[Tensor], Any]  # reduces a tensor to its elementwise maximum over all ranks, in place
 
 _DIRECTIONS = {"forward": slice(0, 3), "backward": slice(3, 5)}
 _SEEN = ("input", "weight", "grad")
@@ -39,29 +37,31 @@ class Kernel(Protocol):
     weights: list[Source]
 
     def delayed(self) -> dict[str, Any]:
-        """Its states of delayed scaling, "forward" and "backward", each with a `scale` and an
-        `amax_history`; none where it has none yet."""
+        """Return the states of delayed scaling, "forward" and "backward"; {} before there are any.
+
+        Each state has a `scale` and an `amax_history`.
+        """
 
 
 def names_of(kernel: Kernel) -> list[str]:
-    """The names of its weights in the model, each that of its first parameter; "" where none is known."""
+    """Return the name of the first parameter of each weight, or "" if it is unknown."""
     states = [source.state() for source in kernel.weights]
     return ["" if state is None else state.name for state in states]
 
 
-class Shared:
-    """What this process has of the rows, gathered into one tensor for a collective.
+class RankTable:
+    """This rank's entries of the table, gathered into one tensor for a collective.
 
     Args:
-        kernels: that run in the recipe here, or may.
-        rows: the number of each weight's row, the same in all processes.
-        device: where the scales are.
+        kernels: the kernels that run in the recipe on this rank, or may.
+        rows: the row number of each weight, the same on all ranks.
+        device: the device of the scales.
     """
 
     def __init__(self, kernels: Sequence[Kernel], rows: Mapping[str, int], device: Any):
         self.kernels, self.states = list(kernels), [kernel.delayed() for kernel in kernels]
         self.size, self.scales, self.amaxes = len(rows) * _WIDTH, [], []
-        of_scales, of_amaxes = [], []
+        scale_cells, amax_cells = [], []
         for kernel in kernels:
             numbers = [rows.get(name) for name in names_of(kernel)]
             if None in numbers:
@@ -69,15 +69,15 @@ class Shared:
             starts = [number * _WIDTH for number in numbers]
             for columns, state in _given(kernel):
                 self.scales.append(state.scale)
-                of_scales += [start + column for start in starts for column in range(5)[columns]]
+                scale_cells += [start + column for start in starts for column in range(5)[columns]]
             for number, column, amax in _waiting(kernel):
                 self.amaxes.append(amax)
-                of_amaxes.append(starts[number] + column)
-        self.sizes, self.count = [len(scale) for scale in self.scales], len(of_scales)
-        self.places = torch.tensor(of_scales + of_amaxes, dtype=torch.int64, device=device)
+                amax_cells.append(starts[number] + column)
+        self.sizes, self.count = [len(scale) for scale in self.scales], len(scale_cells)
+        self.cells = torch.tensor(scale_cells + amax_cells, dtype=torch.int64, device=device)
 
-    def holds(self, kernels: Sequence[Kernel]) -> bool:
-        """Whether these kernels would give the same, as they do once all in FP8 have their scales."""
+    def is_of(self, kernels: Sequence[Kernel]) -> bool:
+        """Return True if the table of these kernels would be equal, as it is once all have their scales."""
         if self.amaxes or self.kernels != list(kernels):
             return False
         same = (kernel.delayed() == states for kernel, states in zip(kernels, self.states, strict=True))
@@ -85,16 +85,15 @@ class Shared:
 
     @torch.no_grad()
     def agree(self, maximum: Maximum) -> None:
-        """Let all processes scale by the largest values that any of them has seen, in one collective.
+        """Set the scales of all ranks to those of the largest amax of any rank, in one collective.
 
-        A scale is the smaller the larger the values are that it is made of, so that the smallest scale of all
-        processes is the one of the largest values.
+        A larger amax gives a smaller scale, so each scale becomes the minimum over the ranks.
         """
-        table = torch.full((self.size,), -torch.inf, dtype=torch.float32, device=self.places.device)
+        table = torch.full((self.size,), -torch.inf, dtype=torch.float32, device=self.cells.device)
         values = torch.cat([table[:0], *self.scales, *(amax.view(1) for amax in self.amaxes)])
         values[: self.count].neg_()
-        maximum(table.scatter_reduce_(0, self.places, values, "amax"))
-        found = table[self.places]
+        maximum(table.scatter_reduce_(0, self.cells, values, "amax"))
+        found = table[self.cells]
         if self.scales:
             torch._foreach_copy_(self.scales, found[: self.count].neg().split(self.sizes))
         if self.amaxes:
@@ -102,18 +101,18 @@ class Shared:
 
 
 def _waiting(kernel: Kernel) -> Iterator[tuple[int, int, Tensor]]:
-    """The largest values that no scales are made of yet, with the number of the product and the column."""
+    """Yield each recorded amax without a scale, with the number of the product and the column."""
     if len(kernel.seen.used) == len(_DIRECTIONS):
         return
     for number, product in enumerate(kernel.seen.products):
-        for column, kind in enumerate(_SEEN, start=5):
-            direction, amax = "backward" if kind == "grad" else "forward", getattr(product, kind)
+        for column, name in enumerate(_SEEN, start=5):
+            direction, amax = "backward" if name == "grad" else "forward", getattr(product, name)
             if amax is not None and direction not in kernel.seen.used:
                 yield number, column, amax
 
 
 def _given(kernel: Kernel) -> Iterator[tuple[slice, Any]]:
-    """The states that have scales other than the one that TE begins with, with their columns."""
+    """Yield the states whose scales are no longer TE's initial ones, with their columns."""
     states = kernel.delayed()
     for direction, columns in _DIRECTIONS.items():
         if states and direction in kernel.seen.used:
@@ -121,11 +120,11 @@ def _given(kernel: Kernel) -> Iterator[tuple[slice, Any]]:
 
 
 def template(names: Iterable[str], length: int) -> dict[str, Row]:
-    """What there is to save before anything has run.
+    """Return the table before any product has run.
 
     Args:
-        names: of the weights.
-        length: of the histories.
+        names: the names of the weights.
+        length: the length of the amax history.
     """
     return {
         name: {
@@ -138,15 +137,17 @@ def template(names: Iterable[str], length: int) -> dict[str, Row]:
 
 
 def save(kernels: Iterable[Kernel], saved: Mapping[str, Row]) -> None:
-    """Write the state of each product into its row, on the CPU; the larger values, where products share a
-    weight."""
+    """Write the state of each product into its row, on the CPU.
+
+    Products that share a weight share a row, with the larger amax.
+    """
     for kernel in kernels:
         given = list(_given(kernel))
         for number, (name, product) in enumerate(zip(names_of(kernel), kernel.seen.products, strict=True)):
             if (row := saved.get(name)) is None:
                 continue
-            for column, kind in enumerate(_SEEN):
-                if (amax := getattr(product, kind)) is not None:
+            for column, tensor in enumerate(_SEEN):
+                if (amax := getattr(product, tensor)) is not None:
                     row["seen"][column] = torch.maximum(row["seen"][column], amax.cpu())
             for columns, state in given:
                 width = columns.stop - columns.start
@@ -157,12 +158,12 @@ def save(kernels: Iterable[Kernel], saved: Mapping[str, Row]) -> None:
 
 
 def combine(saved: Mapping[str, Row], maximum: Maximum, device: Any) -> None:
-    """Let each row have what all processes have seen; collective.
+    """Combine the tables of all ranks; collective.
 
     Args:
-        saved: of this process, with the same names and sizes in all.
+        saved: the table of this rank, with the same names and sizes on all ranks.
         maximum: the collective.
-        device: where it runs.
+        device: the device that the collective runs on.
     """
     tensors = [row[key] for row in saved.values() for key in ("amax_history", "seen")]
     scales = [row["scale"] for row in saved.values()]
@@ -175,20 +176,19 @@ def combine(saved: Mapping[str, Row], maximum: Maximum, device: Any) -> None:
         scale.copy_(-part)
 
 
-def taken(kernel: Kernel) -> list[Row] | None:
-    """The rows that were loaded for its products, which it is now to begin with; None where there are
-    none."""
+def loaded_for(kernel: Kernel) -> list[Row] | None:
+    """Return the loaded rows that its products start with, or None."""
     states = [source.state() for source in kernel.weights]
     rows = [None if state is None else state.saved for state in states]
     return None if None in rows else rows
 
 
 def restore(kernel: Kernel, rows: list[Row], states: Mapping[str, Any]) -> None:
-    """Write rows into the states of a kernel, and into what it has seen."""
+    """Write rows into the states of a kernel and into its recorded amax."""
     for product, row in zip(kernel.seen.products, rows, strict=True):
-        for column, kind in enumerate(_SEEN):
+        for column, name in enumerate(_SEEN):
             if row["seen"][column].isfinite():
-                setattr(product, kind, row["seen"][column].clone().to(states["forward"].scale.device))
+                setattr(product, name, row["seen"][column].clone().to(states["forward"].scale.device))
     for direction, columns in _DIRECTIONS.items():
         scale = torch.cat([row["scale"][columns] for row in rows])
         if scale.isinf().any():
@@ -202,8 +202,8 @@ def restore(kernel: Kernel, rows: list[Row], states: Mapping[str, Any]) -> None:
 def keep_scales(parameters: Iterable[Tensor]) -> None:
     """Keep the scales of products that do not run in this step.
 
-    At the end of a step TE updates the scales of all products that ever ran, from histories in which the step
-    of a product that did not run is 0.
+    At the end of a step, TE updates the scales of all products that ever ran, from a history that has 0 for
+    this step if the product did not run.
     """
     for parameter in parameters:
         for kernel in state_of(parameter).kernels.values():

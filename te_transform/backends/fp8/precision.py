@@ -12,47 +12,45 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from te_transform.backends import scale_rows
-from te_transform.backends.joined import State, state_of
+from te_transform.backends.fp8 import scale_table
+from te_transform.backends.fp8.current_model import running, sample_of
+from te_transform.backends.fp8.registry import ParameterState, forget_weights, state_of
 from te_transform.backends.limits import small_calls_in_fp8
-from te_transform.backends.running import forget_weights, running, sample_of
+from te_transform.backends.ranks import groups_of, is_sharded, maximum
 from te_transform.backends.tracing import in_backward, recorded, transformed
-from te_transform.execution.ranks import groups_of, maximum
-from te_transform.plan.model import is_sharded
 
 
 @dataclass(eq=False)
 class Precision:
     """The recipe that a converted model runs in, and the state that lasts from call to call.
 
-    Weights are quantized once, and kept, over the calls of te_transform.accumulate(), and in evaluation
-    without gradients for as long as no weight has been written to.
+    Quantized weights are cached within te_transform.accumulate(), and in evaluation mode without gradients
+    until a weight is written to.
 
     Args:
-        recipe: TE's.
-        products: whether the product that begins with the parameter of this name runs in the recipe: of
-            layers that share an op, which then cannot know. Those that are not named run as their ops say.
-        small_calls: whether calls of so few tokens that they are faster in their own dtype run in the
-            recipe too.
+        recipe: TE's recipe.
+        products: for names of parameters, True if the product that begins with the parameter runs in the
+            recipe. Layers that share an op need it. For other names, the op decides.
+        small_calls: True to run small calls in the recipe, although they are faster in their own dtype.
     """
 
     recipe: Any
     products: Mapping[str, bool] = field(default_factory=dict)
     small_calls: bool = False
     entered: bool = False
-    states: WeakSet[State] = field(default_factory=WeakSet)  # of parameters that have run
+    states: WeakSet[ParameterState] = field(default_factory=WeakSet)  # of parameters that have run
     groups: tuple[Any, ...] = ()  # process groups of the last training forward
-    loaded: Mapping[str, scale_rows.Row] = field(default_factory=dict)  # loaded scales by weight name
-    shared: scale_rows.Shared | None = None  # scales shared by the last training forward
+    loaded: Mapping[str, scale_table.Row] = field(default_factory=dict)  # loaded scales by weight name
+    shared: scale_table.RankTable | None = None  # scales shared by the last training forward
     token: object = field(default_factory=object)  # marks states that know their names
 
     @contextlib.contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
         """Run the forward of `model` in the recipe.
 
-        TE ends a step of delayed scaling where the outermost autocast ends. So a forward within another one
-        does not enter it again, nor one that a checkpoint repeats within a backward: there each op knows
-        what it did. Under function transforms no op runs in a recipe, and TE could update no scales.
+        TE ends a step of delayed scaling where the outermost autocast ends. So a nested forward does not
+        enter it again, and neither does a forward that a checkpoint repeats within a backward: each op has
+        noted how it ran. Under function transforms no op runs in a recipe, because TE cannot update scales.
         """
         if self.entered or in_backward() or transformed():
             yield
@@ -61,8 +59,8 @@ class Precision:
 
         weights_stay = not model.training and not is_sharded(model)
         small = small_calls_in_fp8 if self.small_calls else contextlib.nullcontext()
-        if state_of(next(model.parameters())).told is not self.token:
-            self._tell(model)
+        if state_of(next(model.parameters())).model is not self.token:
+            self._name_parameters(model)
         if torch.is_grad_enabled() and self.is_delayed:
             self._agree(model)
         self.entered, gradients = True, torch.is_grad_enabled()
@@ -70,7 +68,8 @@ class Precision:
         # training step without gradients.
         ends = gradients or (model.training and not torch.is_inference_mode_enabled())
         try:
-            known = running(weights_stay, partial(self._tell, model), self._forget_changed, self.token)
+            names = partial(self._name_parameters, model)
+            known = running(weights_stay, names, self._forget_changed, self.token)
             step = te.autocast(self.recipe)
             with torch.set_grad_enabled(ends), step, torch.set_grad_enabled(gradients), small, known:
                 yield
@@ -88,13 +87,13 @@ class Precision:
         with te.autocast(self.recipe, enabled=False):
             yield
 
-    def _tell(self, model: nn.Module) -> None:
+    def _name_parameters(self, model: nn.Module) -> None:
         self.shared = None
         for name, parameter in _named(model):
             state = state_of(parameter)
             self.states.add(state)
-            if state.told is not self.token:
-                state.told, state.in_fp8 = self.token, None
+            if state.model is not self.token:
+                state.model, state.in_fp8 = self.token, None
             state.name = name
             state.saved = self.loaded.get(name)
             if name in self.products:  # a tied parameter has several names, `products` has one of them
@@ -113,42 +112,42 @@ class Precision:
         if not self.groups:
             return
         kernels = self._kernels()
-        if self.shared is None or not self.shared.holds(kernels):
-            self._tell(model)
+        if self.shared is None or not self.shared.is_of(kernels):
+            self._name_parameters(model)
             numbers = {name: number for number, name in enumerate(matrices(model))}
-            self.shared = scale_rows.Shared(kernels, numbers, next(model.parameters()).device)
+            self.shared = scale_table.RankTable(kernels, numbers, next(model.parameters()).device)
         self.shared.agree(partial(maximum, groups=self.groups))
 
     def _kernels(self) -> list[Any]:
         return [kernel for state in self.states for kernel in state.kernels.values()]
 
-    def scales(self, model: nn.Module) -> dict[str, scale_rows.Row]:
+    def scales(self, model: nn.Module) -> dict[str, scale_table.Row]:
         """Return the state of delayed scaling by weight name.
 
         The state is that of all processes that share the model. They must call this together.
         """
-        self._tell(model)  # new parameters in joined groups have no name yet
+        self._name_parameters(model)  # new parameters in joined groups have no name yet
         saved, kernels = self.template(model), self._kernels()
-        ran = {name for kernel in kernels for name in scale_rows.names_of(kernel)}
+        ran = {name for kernel in kernels for name in scale_table.names_of(kernel)}
         for name in (self.loaded.keys() & saved.keys()) - ran:
             saved[name] = {key: value.clone() for key, value in self.loaded[name].items()}
-        scale_rows.save(kernels, saved)
+        scale_table.save(kernels, saved)
         if self.groups and saved:
             together = partial(maximum, groups=self.groups)
-            scale_rows.combine(saved, together, next(model.parameters()).device)
+            scale_table.combine(saved, together, next(model.parameters()).device)
         return saved
 
-    def template(self, model: nn.Module) -> dict[str, scale_rows.Row]:
+    def template(self, model: nn.Module) -> dict[str, scale_table.Row]:
         """Return scales() of a model that has not run."""
         names = [name for name in matrices(model) if self.products.get(name, True)]
-        return scale_rows.template(names, self.recipe.amax_history_len)
+        return scale_table.template(names, self.recipe.amax_history_len)
 
-    def load_scales(self, saved: Mapping[str, scale_rows.Row]) -> None:
+    def load_scales(self, saved: Mapping[str, scale_table.Row]) -> None:
         """Begin the next call with the result of scales()."""
         self.loaded = saved
         for state in self.states:
             state.kernels.clear()
-            state.told = None
+            state.model = None
 
     def forget(self, model: nn.Module) -> None:
         """Free the cached quantized weights. The next call quantizes again."""

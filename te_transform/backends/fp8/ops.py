@@ -1,7 +1,7 @@
-"""The operations of our own in compiled graphs: they quantize to FP8, and note the largest value.
+"""Operations for compiled graphs that quantize to FP8 and record the amax.
 
-On a GPU a backend's kernels run in their place. torch.library.custom_op would take the CPU three times as
-long for each call.
+On a GPU, a backend's kernels replace them. torch.library.custom_op would take three times the CPU time per
+call.
 """
 
 from __future__ import annotations
@@ -14,55 +14,63 @@ from torch import Tensor
 
 from te_transform.backends import plain
 
-InFP8 = tuple[Tensor, Tensor, Tensor]  # in FP8, its transpose or nothing, what both are multiplied by
+InFP8 = tuple[Tensor, Tensor, Tensor]  # in FP8, its transpose or empty, the inverse of the scale
 
 KERNELS: dict[str, Callable[..., Any]] = {}
-"""A backend's kernels for GPUs, by the names of the functions of this file."""
+"""A backend's GPU kernels, by the names of the functions in this file."""
 
 
 def quantize(
     x: Tensor, scales: Tensor, history: Tensor | None, index: int, dtype: torch.dtype, with_transpose: bool
 ) -> InFP8:
-    """x * scale in FP8, beyond its range the largest number there is.
+    """Quantize x * scale to FP8; values out of range become the largest FP8 number.
 
     Args:
         x: [rows, columns], contiguous.
         scales: [tensors], fp32.
-        history: [steps, tensors], fp32; in row 0 the largest absolute value of x is noted, if it is larger
-            than what stands there.
-        index: of x among the tensors.
+        history: [steps, tensors], fp32; row 0 becomes the maximum of itself and the amax of x.
+        index: the index of x among the tensors.
         dtype: float8_e4m3fn or float8_e5m2.
-        with_transpose: whether the transpose is wanted too.
+        with_transpose: True to return the transpose too.
 
     Returns:
-        x in FP8, its transpose [columns, rows] or nothing [0], and 1 / scale [1] in fp32.
+        x in FP8, its transpose [columns, rows] or an empty tensor [0], and 1 / scale [1] in fp32.
     """
     limit, wide = torch.finfo(dtype).max, x.float()
     if history is not None:
         history[0, index] = torch.maximum(history[0, index], wide.abs().amax())
     scale = scales[index : index + 1]
     held = (wide * scale).clamp(-limit, limit).to(dtype)
-    # not every device transposes FP8, all transpose bytes
+    # not every device transposes FP8; all transpose bytes
     transposed = held.view(torch.uint8).t().contiguous().view(dtype) if with_transpose else held.new_empty(0)
     return held, transposed, 1 / scale
 
 
 def activate(x: Tensor, activation: str, *where: Any) -> InFP8:
-    """quantize() of an activation of x [rows, columns], by TE's name for it, of a gated one of [rows, 2
-    columns]; `where` are its other arguments."""
+    """Quantize an activation of x [rows, columns], or [rows, 2 columns] if it is gated.
+
+    Args:
+        x: the input of the activation.
+        activation: TE's name.
+        where: the other arguments of quantize().
+    """
     return quantize(plain.activated(activation, x.float()), *where)
 
 
 def activate_backward(
     grad: Tensor, x: Tensor, activation: str, with_sum: bool, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """quantize() of the gradient of x, from that of its activation; `where` are its other arguments.
+    """Quantize the gradient of x, computed from the gradient of its activation.
 
     Args:
-        with_sum: whether the sum over its rows, which is a bias's gradient, is wanted too.
+        grad: the gradient of the activation.
+        x: the input of the activation.
+        activation: TE's name.
+        with_sum: True to return the sum over the rows too, the gradient of a bias.
+        where: the other arguments of quantize().
 
     Returns:
-        What quantize() does, and the sum in the dtype of `grad` or nothing [0].
+        The results of quantize(), and the sum in the dtype of `grad` or an empty tensor [0].
     """
     found = _gradient(grad.float(), x.float(), activation)
     total = found.sum(0).to(grad.dtype) if with_sum else grad.new_empty(0)
@@ -70,7 +78,7 @@ def activate_backward(
 
 
 def _gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """Written out, for autograd is off inside an operation of a library."""
+    """Compute the gradient without autograd, which is off inside a library operation."""
     if activation not in _GATED:
         return grad * _SLOPES[activation](x)
     gate, other = x.chunk(2, -1)
@@ -97,7 +105,7 @@ _SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def by_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or the backend's kernel for it, if there is one by the time of a call."""
+    """Return a function that calls the backend's kernel if there is one, else `function`."""
 
     def run(*arguments: Any) -> Any:
         return KERNELS.get(function.__name__, function)(*arguments)

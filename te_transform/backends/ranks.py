@@ -28,6 +28,15 @@ def groups_of(model: nn.Module) -> tuple[Any, ...]:
     return tuple({group.group_name: group for group in groups}.values())
 
 
+def is_sharded(module: nn.Module | None) -> bool:
+    """Return True if fully_shard() was applied to the module.
+
+    FSDP refills the memory of its parameters in each call without changing their versions. Its hooks also
+    split the capture of a whole model into pieces.
+    """
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)  # avoids importing FSDP
+
+
 def bucket_size() -> int | None:
     """Return the bucket size of the running DistributedDataParallel in bytes, or None without one."""
     wrapper = DistributedDataParallel._get_active_ddp_module()

@@ -1,0 +1,100 @@
+"""The first scales of delayed scaling.
+
+Delayed scaling quantizes with the scales of earlier steps and has none at first. Without scales, values
+above 448 and most gradients, which are below 1e-5, would be lost. So a product runs in its own dtype until a
+whole forward has recorded the amax of its input and its weight and, if it is trained, of the gradient of its
+output. The first scales are computed from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from te_transform.backends import plain
+from te_transform.backends.fp8.current_model import forward_number
+from te_transform.backends.limits import Switch
+
+calibrating = Switch()
+"""True if all products run in their own dtype and record amax, even if they have scales."""
+
+
+@dataclass
+class Amax:
+    """The amax of the tensors of one product, as 0-dim tensors; None before the first call."""
+
+    input: Tensor | None = None
+    weight: Tensor | None = None
+    grad: Tensor | None = None
+
+
+@dataclass
+class Seen:
+    """The amax values that the products of one fused op have recorded.
+
+    Attributes:
+        products: of each product.
+        used: the directions, "forward" and "backward", that have scales.
+        forward: the number of the last forward that recorded.
+        again: True if there were scales before.
+    """
+
+    products: Sequence[Amax]
+    used: set[str] = field(default_factory=set)
+    forward: int | None = None
+    again: bool = False
+
+    def anew(self) -> Seen:
+        """Return a copy that keeps only the gradients, to record inputs and weights again."""
+        products = [Amax(grad=product.grad) for product in self.products]
+        return Seen(products, self.used - {"forward"}, again=True)
+
+    @classmethod
+    def of(cls, products: int) -> Seen:
+        """Return an empty record for this number of products."""
+        return cls([Amax() for _ in range(products)])
+
+    def is_new(self, direction: str) -> bool:
+        """Return True at the first call for this direction."""
+        new = direction not in self.used
+        self.used.add(direction)
+        return new
+
+    def knows(self, gradients: bool) -> bool:
+        """Return True if scales can be computed for a call, with `gradients` for its backward too.
+
+        They can be after the forward that recorded has ended: a model such as ALBERT calls one layer several
+        times with different inputs, and the scales must fit them all.
+        """
+        known = all(p.input is not None and (p.grad is not None or not gradients) for p in self.products)
+        number = forward_number()
+        return known and not calibrating and (number is None or number != self.forward)
+
+    def product(self) -> plain.Product:
+        """Return plain.product with recording, for the products of one call in order."""
+        products, self.forward = iter(self.products), forward_number()
+
+        def recording(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            amax = next(products)
+            amax.input, amax.weight = _larger(amax.input, x), _larger(amax.weight, weight)
+            out = plain.product(x, weight, bias)
+            if out.requires_grad:
+                out.register_hook(lambda grad: _record_gradient(amax, grad))
+            return out
+
+        return recording
+
+
+def _record_gradient(amax: Amax, grad: Tensor) -> None:
+    amax.grad = _larger(amax.grad, grad)
+
+
+_ZERO = torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def _larger(amax: Tensor | None, seen: Tensor) -> Tensor:
+    # always the same operations, because a checkpoint may compare those of a forward and its repetition
+    return torch.maximum(seen.detach().abs().amax().float(), _ZERO if amax is None else amax)

@@ -1,0 +1,119 @@
+"""What fused ops need to know of weights that are stored only in FP8; te_transform/fp8_only/ makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT = torch.float8_e4m3fn
+
+
+class FP8Only(Tensor):
+    """The base class of tensors whose values are `held * inverse`.
+
+    Subclasses decide how PyTorch's operations see them. They are constructed by (held, inverse, dtype).
+
+    Attributes:
+        held: the values in E4M3, viewed as bytes.
+        inverse: the 0-dim fp32 number to multiply them by.
+        whole: the tensor that joined weights are the rows of, with one scale, or None.
+        by_rows: the tensor that a transposed one was made from, or None.
+        rows: the parameters that its rows belong to; () before they are joined.
+    """
+
+    held: Tensor
+    inverse: Tensor
+    whole: FP8Only | None
+    by_rows: FP8Only | None
+    rows: tuple[Tensor, ...] = ()
+
+    def dequantize(self) -> Tensor:
+        """Return the values as a plain tensor of this dtype."""
+        raise NotImplementedError
+
+
+def is_fp8_only(tensor: Any) -> bool:
+    """Return True if the tensor is stored only in FP8."""
+    return isinstance(tensor, FP8Only)
+
+
+def has_bytes(tensor: Tensor) -> bool:
+    """Return True if the tensor is stored only in FP8 and has memory, so is not on meta and not fake."""
+    return isinstance(tensor, FP8Only) and type(tensor.held) is Tensor and not tensor.held.is_meta
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """Return a plain tensor: the dequantized values of an FP8-only tensor, any other tensor itself."""
+    return tensor.dequantize() if isinstance(tensor, FP8Only) else tensor
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return the address of each tensor; every call of a graph asks."""
+    if not any(issubclass(kind, FP8Only) for kind in {*map(type, tensors)}):
+        return [*map(Tensor.data_ptr, tensors)]
+    return [
+        (tensor.held.data_ptr(), tensor.inverse.data_ptr())
+        if isinstance(tensor, FP8Only)
+        else tensor.data_ptr()
+        for tensor in tensors
+    ]
+
+
+def scale_for(amax: Tensor, largest: float) -> Tensor:
+    """Return largest / amax, or 1 if that is not a scale, on the device of `amax` and without a sync."""
+    # `number / tensor` would multiply by the reciprocal and round twice, which differs from TE's scale
+    return torch.where((amax > 0) & amax.isfinite(), amax.new_full((), largest) / amax, 1.0)
+
+
+def joined(parameters: Sequence[Tensor]) -> FP8Only | None:
+    """Return the tensor that consists of exactly these rows in this order, or None."""
+    first = parameters[0]
+    whole = first.whole if isinstance(first, FP8Only) else None
+    if whole is None or any(not isinstance(p, FP8Only) or p.whole is not whole for p in parameters):
+        return None
+    address = whole.held.data_ptr()
+    for parameter in parameters:
+        if parameter.held.data_ptr() != address:
+            return None
+        address += parameter.held.numel()
+    return whole if address == whole.held.data_ptr() + whole.held.numel() else None
+
+
+def make_adjacent(parameters: Sequence[FP8Only]) -> FP8Only | None:
+    """Join copies of weights that were the rows of one tensor, or return None if their scales differ."""
+    first = parameters[0]
+    if any(p.whole is not None or not p.inverse.equal(first.inverse) for p in parameters):
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        whole = type(first)(torch.cat([p.held for p in parameters]), first.inverse.clone(), first.dtype)
+        rows = whole.held.split([len(p) for p in parameters])
+        for parameter, held in zip(parameters, rows, strict=True):
+            parameter.held, parameter.inverse, parameter.whole = held, whole.inverse, whole
+    return whole
+
+
+Forms = dict[int, tuple[type[FP8Only], torch.dtype]]
+
+
+def forms_of(arguments: Sequence[Any]) -> Forms:
+    """Return the class and dtype of each FP8-only argument, by its position."""
+    return {
+        place: (type(held), held.dtype) for place, held in enumerate(arguments) if isinstance(held, FP8Only)
+    }
+
+
+def opened(arguments: Sequence[Any], forms: Forms) -> list[Any]:
+    """Replace FP8-only arguments by their bytes, and append their scales."""
+    found = [argument.held if place in forms else argument for place, argument in enumerate(arguments)]
+    return [*found, *(arguments[place].inverse for place in forms)]
+
+
+def closed(arguments: Sequence[Any], forms: Forms) -> list[Any]:
+    """Undo opened()."""
+    found = list(arguments[: len(arguments) - len(forms)])
+    for (place, (kind, dtype)), inverse in zip(forms.items(), arguments[len(found) :], strict=True):
+        found[place] = kind(found[place], inverse, dtype)
+    return found
