@@ -6,7 +6,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import computed_from, dtype_of, is_bias, is_tensor_node, value
+from te_transform.graph.nodes import (
+    computed_from,
+    dtype_of,
+    is_bias,
+    is_tensor_node,
+    value,
+    without_gradients,
+)
 from te_transform.graph.pattern import Call, OneOf
 from te_transform.plan import scores
 from te_transform.plan.rule import Operation, Rule
@@ -45,9 +52,11 @@ def refuse(
 def _is_learned(mask: fx.Node) -> bool:
     """Return True if a gradient flows back to a tensor that a mask is computed from.
 
-    Gradients flow through floating point and complex values, not through indices.
+    Gradients flow through floating point and complex values, not through indices, and not through what the
+    model computes within torch.no_grad().
     """
-    sources = computed_from([mask], _stops_gradients)
+    without = without_gradients(mask.graph)
+    sources = computed_from([mask], lambda node: node in without or _stops_gradients(node))
     return any(is_tensor_node(node) and value(node).requires_grad for node in sources)
 
 

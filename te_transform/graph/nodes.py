@@ -197,6 +197,18 @@ def computed_from(
     return found
 
 
+def without_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that run while the graph itself has switched gradients off, as in torch.no_grad()."""
+    found: set[fx.Node] = set()
+    enabled = True
+    for node in graph.nodes:
+        if called(node) == "_set_grad_enabled":
+            enabled = bool(node.args[0])
+        elif not enabled:
+            found.add(node)
+    return found
+
+
 def modules_of(node: fx.Node) -> list[tuple[str, str]]:
     """Return the path and class name of each module around the call, outermost first."""
     stack = (node.meta.get("nn_module_stack") or {}).values()

@@ -183,8 +183,11 @@ def missed(miss: Miss) -> Iterator[str]:
     """Yield why a near miss does not match the rule.
 
     Yield nothing if the miss is a linear that was merged with others, such as attention's output gate, which
-    is merged with the queries.
+    is merged with the queries. Yield nothing if no first linear exists, as after DynamicTanh: its scaled tanh
+    is not an activation between two linears.
     """
+    if miss.wanted.roots == {ops.linear} and not _has_first_linear(miss):
+        return
     reading = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
     reads = (reading or miss.nodes)[-1]
     if reads.target is not ops.columns:
@@ -194,6 +197,17 @@ def missed(miss: Miss) -> Iterator[str]:
         )
     elif _is_linear_of_its_own(reads):
         yield from _of_columns(reads)
+
+
+def _has_first_linear(miss: Miss) -> bool:
+    """Return True if a second linear matched, or the value found is computed elementwise from a linear."""
+    if sum(node.target is ops.linear for node in miss.nodes) > 1:
+        return True
+    value = miss.found
+    while isinstance(value, fx.Node) and value.target is not ops.linear:
+        sources = [read for read in value.all_input_nodes if not is_model_tensor(read)]
+        value = sources[0] if len(sources) == 1 else None
+    return value is not None
 
 
 def _of_columns(product: fx.Node) -> Iterator[str]:

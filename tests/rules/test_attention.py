@@ -175,6 +175,22 @@ def test_a_bias_that_nobody_learns_is_fused() -> None:
     }
 
 
+def called_with_a_mask_without_gradients(model, q, k, v):
+    """A float mask that is computed from trained values within torch.no_grad()."""
+    with torch.no_grad():
+        size = (q[:, :1] * model.mask[:HEADS, :1, None]).mean(-1)
+        mask = torch.zeros(q.shape[0], 1, 1, q.shape[-2]).masked_fill(size[..., None, :] < -9, -torch.inf)
+        mask = mask + 0 * size[..., None, :]
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def test_mask_computed_without_gradients_is_not_learned() -> None:
+    make = attends(
+        called_with_a_mask_without_gradients, mask=lambda: nn.Parameter(torch.ones(LONGEST, LONGEST))
+    )
+    sites(make, backend="te").expect(attention=1)
+
+
 def called_with_choices(model, q, k, v):
     """Sparse attention: an indexer's choices hide keys, and no gradient goes through indices."""
     chosen = (model.mask[: q.shape[-2], :1] * q[..., :1] @ k[..., :1].mT).topk(2, -1).indices

@@ -402,3 +402,21 @@ def test_is_reported_at_the_module_around_it() -> None:
     make = written(lambda m, x: m.inner(x), inner=mlp(F.relu))
     (site,) = sites(make).sites
     assert (site.path, site.status) == ("inner", "fused")
+
+
+class DynamicTanh(nn.Module):
+    """Dynamic tanh in place of a norm (Zhu et al. 2025), followed by a linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(H))
+        self.bias, self.project = nn.Parameter(torch.zeros(H)), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.project(torch.tanh(x * self.scale) * self.weight + self.bias)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_scaled_tanh_without_first_linear_is_no_near_miss(depth: int) -> None:
+    report = sites(lambda: nn.Sequential(*(DynamicTanh() for _ in range(depth))))
+    assert "layernorm_mlp" not in {site.rule for site in report.refused}

@@ -47,15 +47,15 @@ def _cos_and_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Ten
     A CUDA graph computes them each time: angles that it is given are overwritten before it is replayed.
     """
     stamp = dtype, factor, version_of(angles)
-    kept = None if limits.may_be_replayed() else _ROTATIONS.get(angles)
+    kept = None if limits.may_be_replayed() else ROTATIONS.get(angles)
     if kept is None or kept[0] != stamp:
         both = angles.cos(), angles.sin()
         if factor != 1:
             both = tuple(part * factor for part in both)
         kept = stamp, *(part.to(dtype).unsqueeze(-3) for part in both)
         if not (angles.requires_grad or transformed() or limits.may_be_replayed()):
-            _ROTATIONS.set(angles, kept)
+            ROTATIONS.set(angles, kept)
     return kept[1:]
 
 
-_ROTATIONS: TensorRegistry[tuple[Any, ...]] = TensorRegistry()  # by angles
+ROTATIONS: TensorRegistry[tuple[Any, ...]] = TensorRegistry()  # by angles
