@@ -319,13 +319,14 @@ def heads(length: int, width: int = 64, count: int = 4) -> Tensor:
 REFUSED = {
     "dropout": ((heads(64),) * 3, BANDS["padded"][1], 0.1, False, "dropout"),
     "heads that nobody allowed": (
-        (heads(64), heads(64, count=2), heads(64, count=2)), BANDS["padded"][1], 0.0, False, "other batches",
+        (heads(64), *(heads(64, count=2),) * 2), BANDS["padded"][1], 0.0, False, "different batch sizes",
     ),
     "one sequence of keys": (
-        (heads(64), heads(64)[:1], heads(64)[:1]), BANDS["padded"][1], 0.0, False, "other batches",
+        (heads(64), heads(64)[:1], heads(64)[:1]), BANDS["padded"][1], 0.0, False, "different batch sizes",
     ),
     "a window over other keys": (
-        (heads(64), heads(128), heads(128)), BANDS["window"][1], 0.0, False, "a window over other keys",
+        (heads(64), heads(128), heads(128)), BANDS["window"][1], 0.0, False,
+        "a sliding window with different numbers of queries and keys",
     ),
     "wide heads of documents": (
         (heads(64, 192).requires_grad_(),) * 3, DOCUMENTS["documents"][1], 0.0, False, "documents with heads",
@@ -353,10 +354,10 @@ def test_another_kernel_that_was_asked_for_runs(kernels: None) -> None:
 
     assert whys() == [None, None]
     with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
-        assert all("asked for" in why for why in whys())
+        assert all("requested" in why for why in whys())
     torch.use_deterministic_algorithms(True)
     try:
-        assert all("asked for" in why for why in whys())
+        assert all("requested" in why for why in whys())
     finally:
         torch.use_deterministic_algorithms(False)
 

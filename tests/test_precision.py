@@ -216,7 +216,7 @@ def test_weights_in_float32_run_in_fp8_under_autocast(recipe: str, compile: bool
     fused = te_transform.convert(exact, inputs().float(), **options)
     assert any("only under torch.autocast" in note for note in te_transform.report(fused).notes)
     assert distance(fused(inputs().float()), exact(inputs().float())) < 1e-5
-    assert "float32, which runs in FP8 under torch.autocast alone" in te_transform.report(fused).plain_calls
+    assert "float32, which runs in FP8 only under torch.autocast" in te_transform.report(fused).plain_calls
     narrow = te_transform.convert(net(), inputs(), **options)
     wanted, errors = [all_of(step(exact, seed)[1]) for seed in range(3)], []
     for model in (narrow, fused):

@@ -235,8 +235,8 @@ def test_attention_that_may_be_replayed_says_what_cudnn_needs(
         for length in (100, 128)
     )
     assert whole is None
-    has, needs = "100 queries and 100 keys in what may become a CUDA graph", "multiples of 128 there"
-    assert odd == (f"{has}, cuDNN's kernels need {needs}" if captured else None)
+    has = "100 queries and 100 keys in a call that may become a CUDA graph"
+    assert odd == (f"{has}, where cuDNN's kernels need multiples of 128" if captured else None)
 
 
 def test_threads_leave_the_order_of_kernels_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,13 +674,15 @@ def test_cross_entropy_says_why_it_ran_in_plain_pytorch(
     monkeypatch.setattr(limits, "ignore_size_limits", limits.Switch())
     op(LOGITS, TARGETS, *each)
     op(LOGITS[:1], TARGETS[:1], *each)  # a sentence for each size would fill the report
-    assert op.plain_calls["the loss, less than 100,000,000 logits, too few to be faster in TE's kernel"] == 2
+    assert (
+        op.plain_calls["the loss, fewer than 100,000,000 logits, too few for TE's kernel to be faster"] == 2
+    )
     with limits.replayed:
         assert limits.without_cross_entropy(LOGITS[..., :8], TARGETS) is None
     monkeypatch.setattr(limits, "MIN_LOGITS", 1)
     rows, labels = LOGITS.flatten(0, 1), TARGETS.flatten()
     assert torch.equal(op(rows, labels, *each), F.cross_entropy(rows, labels, reduction="none"))
-    why = f"the loss, rows of {WORDS} logits, no multiple of 8: PyTorch's kernels are faster"
+    why = f"the loss, rows of {WORDS} logits, not a multiple of 8: PyTorch is faster"
     assert op.plain_calls[why] == 1
     assert limits.without_cross_entropy(LOGITS[..., :8], TARGETS) is None
 

@@ -1,8 +1,8 @@
-"""A linear and the cross entropy of what it makes, a part of the columns at a time.
+"""A linear layer and its cross entropy in one op, which computes the logits in parts of the vocabulary.
 
-The logits are never in memory as a whole, and neither is their gradient: the sum of their exponentials is
-gathered over the parts, and the backward computes each part again. The weight's gradient is complete for the
-rows of a part, that of the input is summed up in fp32.
+Neither the full logits nor their gradient are ever in memory. The forward accumulates the sum of the
+exponentials over the parts. The backward computes each part again: it writes the part's rows of the weight
+gradient once, and accumulates the input gradient in fp32.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from te_transform.backends.tracing import check_index, transformed
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 
-NUMBERS = 2**26  # logits in a part: 128 MiB in bf16, 256 in fp32
+NUMBERS = 2**26  # logits in a part: 128 MiB in bf16, 256 MiB in fp32
 
 
 class ChunkedLoss(FusedOp):
-    """cross_entropy(x W^T + b, targets), and the logits: NaN, for who reads them reads nothing."""
+    """The cross entropy of the logits x W^T + b. It returns NaN for the logits, which are never stored."""
 
     def forward(
         self,
@@ -38,8 +38,21 @@ class ChunkedLoss(FusedOp):
         reduction: str,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """x [..., in], weight [words, in], targets [...] -> the loss in `dtype`, one number or one a target
-        where reduction is "none"; and logits [..., words], which are one NaN, expanded."""
+        """Compute the loss.
+
+        Args:
+            x: [..., in].
+            weight: [vocabulary, in].
+            bias: [vocabulary], or None.
+            targets: [...].
+            ignore_index: the value of targets that do not count.
+            reduction: "mean", "sum" or "none".
+            dtype: of the loss.
+
+        Returns:
+            The loss, a scalar or with reduction "none" the shape of the targets; and logits [...,
+            vocabulary], which are one expanded NaN.
+        """
         x, weight, bias = as_autocast(x, weight, bias)
         if transformed() or is_fp8_only(weight):
             logits = ops.linear(x, weight, bias)
@@ -64,7 +77,7 @@ def _plainly(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ig
 
 
 class Part(NamedTuple):
-    """Some rows of the weight, and the bias: those of a part of the vocabulary."""
+    """A part of the vocabulary, from `start` up to `stop`: its rows of the weight and the bias."""
 
     start: int
     stop: int
@@ -72,7 +85,7 @@ class Part(NamedTuple):
     bias: Tensor | None
 
     def logits(self, rows: Tensor) -> Tensor:
-        """As the model computes them."""
+        """Compute the logits of this part."""
         return F.linear(rows, self.weight, self.bias)
 
 
@@ -85,7 +98,7 @@ def _parts(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[Part]:
 
 
 class _Losses(torch.autograd.Function):
-    """The losses of the targets, 0 where they are ignored."""
+    """The autograd function of the loss of each target, which is 0 for ignored targets."""
 
     @staticmethod
     def forward(
@@ -94,10 +107,14 @@ class _Losses(torch.autograd.Function):
         rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
         counted = flat != ignore_index
         known = ~counted | ((flat >= 0) & (flat < len(weight)))
-        check_index(known.all(), f"a target is no word of the {len(weight)} that there are")
+        check_index(
+            known.all(),
+            f"expected targets >= 0 and < {len(weight)}, or ignore_index, got another number; correct the "
+            "targets",
+        )
         wide = torch.promote_types(x.dtype, torch.float32)
-        # the largest logits, the logarithm of the sum of all exponentials relative to them, which would be
-        # rounded away in one number with them, and the logits of the targets
+        # the maximum logit of each row, the log-sum-exp relative to the maximum, and the target's logit; the
+        # sum of the first two in one number would round the second away
         top = rows.new_full((len(rows),), -torch.inf, dtype=wide)
         total, own = top.clone(), torch.zeros_like(top)
         for part in _parts(rows, weight, bias):
@@ -124,13 +141,20 @@ class _Losses(torch.autograd.Function):
                 torch.mm(found.t(), rows, out=dw[part.start : part.stop])
             if of_bias:
                 db[part.start : part.stop] = found.sum(0)
-            del found  # or the next part's logits would be beside it
+            del found  # free it before the next part's logits are allocated
         return None if dx is None else dx.to(x.dtype).view_as(x), dw, db, None, None
 
 
 def _gather(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Tensor) -> None:
-    """Take a part of the logits, [rows, columns], into what is known of each row; the targets' columns lie
-    outside of the part where they are in another one."""
+    """Update the statistics of each row with a part of the logits.
+
+    Args:
+        logits: the part, [rows, columns].
+        column: the column of each row's target, relative to the part; outside of it if another part has it.
+        top: the maximum logit so far.
+        total: the log-sum-exp so far, relative to `top`.
+        own: the logit of the target, or 0 before its part.
+    """
     if _in_kernel(logits, top):
         from te_transform.backends import chunked_loss_kernel
 
@@ -144,8 +168,11 @@ def _gather(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Ten
 
 
 def _to_gradient(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, each: Tensor) -> None:
-    """Put the gradients of a part of the logits in their place: softmax, less one at the target, by the
-    gradient of the row's loss, computed in the wider dtype of the two."""
+    """Overwrite a part of the logits with its gradient.
+
+    The gradient is (softmax - one-hot target) * each, where `each` is the gradient of the row's loss. It is
+    computed in the wider of the two dtypes. The other arguments are those of _gather().
+    """
     if _in_kernel(logits, top):
         from te_transform.backends import chunked_loss_kernel
 
@@ -161,25 +188,25 @@ def _in_kernel(logits: Tensor, top: Tensor) -> bool:
 
 
 def _inside(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows have their target in this part, and its column there, [rows, 1]."""
+    """Return which rows have their target in this part, [rows], and the target's column, [rows, 1]."""
     width = logits.shape[1]
     return (column >= 0) & (column < width), column.clamp(0, width - 1).unsqueeze(1)
 
 
 def _top_and_logsumexp(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest of the columns, and the logarithm of the exponentials' sum relative to it."""
+    """Return each row's maximum, and its log-sum-exp relative to the maximum."""
     top, place = logits.max(1, keepdim=True)
     less = torch.log_softmax(logits, 1, dtype=dtype).gather(1, place)
     return top.squeeze(1).to(dtype), torch.where(top.isneginf(), 0.0, -less).squeeze(1)
 
 
 def _below(largest: Tensor, top: Tensor) -> Tensor:
-    """How much lower than `top`, which is the larger, a largest logit is: at most 0, -inf where both are."""
+    """Return `largest` - `top`, given that `top` is not smaller, and -inf if both are -inf."""
     return largest - torch.where(top.isneginf(), 0.0, top)
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add x y in the wider dtype of the total, which the sums are in anyway."""
+    """Add the matrix product x y to `total`, in the dtype of `total`, which is the wider one."""
     if total.is_cuda and total.dtype is not x.dtype:
         torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
     else:

@@ -1,4 +1,4 @@
-"""The kernels of chunked_loss.py, which read each part of the logits once."""
+"""Triton kernels of chunked_loss.py, which read each part of the logits once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_COLUMNS = 4096  # that a program reads at once
+MOST_COLUMNS = 4096  # the maximum number of columns in one block
 
 
 @triton.jit
 def _below(largest, top):
-    """How much lower than `top`, which is the larger, it is: -inf where both are."""
+    """Return `largest` - `top`, given that `top` is not smaller, and -inf if both are -inf."""
     return largest - tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -55,7 +55,7 @@ def _gradients_of_rows(logits, column, top, total, each, width, COLUMNS: tl.cons
 
 
 def gather(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Tensor) -> None:
-    """See te_transform.backends.chunked_loss; the logits lie without gaps, the sums are in fp32."""
+    """Run chunked_loss._gather() on contiguous logits; the statistics are in fp32."""
     rows, width = logits.shape
     with torch.cuda.device(logits.device):
         columns = min(MOST_COLUMNS, triton.next_power_of_2(width))
@@ -63,7 +63,7 @@ def gather(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Tens
 
 
 def to_gradient(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, each: Tensor) -> None:
-    """See te_transform.backends.chunked_loss; the logits lie without gaps, the sums are in fp32."""
+    """Run chunked_loss._to_gradient() on contiguous logits; the statistics are in fp32."""
     rows, width = logits.shape
     with torch.cuda.device(logits.device):
         columns = min(MOST_COLUMNS, triton.next_power_of_2(width))

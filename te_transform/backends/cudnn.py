@@ -18,15 +18,15 @@ _CUDNN = int(SDPBackend.CUDNN_ATTENTION)
 
 
 class DotProductAttention(plain.DotProductAttention):
-    """softmax(q k^T * scale) v by cuDNN's kernels, which TE prefers on Hopper, called through PyTorch.
+    """Attention, softmax(q k^T * scale) v, by cuDNN's kernels, called through PyTorch.
 
-    They are the very kernels that te.DotProductAttention calls there (the same bits come out), for a
-    third of its time on the CPU, and from tensors in any order; TE tells packed ones by their offsets,
-    and takes it for granted that the other strides fit.
+    On Hopper, te.DotProductAttention calls the same kernels, and the results are bitwise equal. A call
+    through PyTorch takes a third of the CPU time, and supports tensors of any strides. TE recognizes packed
+    tensors by their offsets, and does not check their other strides.
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: plain.Given, *rest: Any) -> Tensor:
-        """The attention by cuDNN where that is the best; the reason why it is not is counted."""
+        """Compute attention by cuDNN if its kernel is the best one; otherwise count the reason."""
         if traced() and not compiling.get():
             return super().attend(query, key, value, mask, *rest)
         query, key, value = as_autocast(query, key, value)
@@ -34,25 +34,24 @@ class DotProductAttention(plain.DotProductAttention):
         if why := without_attention(query, key, value, numbers, rest[1]) or self._without(mask):
             self.plain_calls[why] += 1
             return super().attend(query, key, value, mask, *rest)
-        with _FIRST:
+        with _CUDNN_FIRST:
             if numbers is None:
                 return super().attend(query, key, value, None, *rest)
-            # unlike PyTorch's other kernels with a mask, cuDNN's take heads that several queries share
+            # with a mask, cuDNN's kernels support grouped-query attention, unlike PyTorch's other kernels
             return self._attend(query, key, value, _added(numbers, query.dtype), rest)
 
     def _without(self, mask: plain.Given) -> str | None:
-        """Why cuDNN is not right with this mask, or None."""
+        """Return why cuDNN's kernels would be wrong with this mask, or None."""
         if isinstance(mask, Tensor) and mask.is_floating_point() and self.written_out:
-            return "a mask of numbers added to scores that are written out, whose hidden rows have a value"
+            return "a floating-point mask in attention of separate operations, whose masked rows are not zero"
         return None
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as cuDNN adds it to scores.
+    """Return the mask as numbers that cuDNN adds to the scores, with rows aligned to 16 bytes.
 
-    PyTorch fills what a boolean mask hides with a finite number, so that a row that is hidden as a whole gets
-    a value that no other kernel gives it (torch 2.11): -inf makes it zero there too. Rows begin where the GPU
-    reads 16 bytes at once.
+    PyTorch fills the False entries of a boolean mask with a finite number. A fully masked row then gets a
+    value that no other kernel computes (torch 2.11). With -inf, its result is zero, as in the other kernels.
     """
     if mask.dtype is dtype and mask.stride(-1) == 1:
         steps = (mask.storage_offset(), *mask.stride()[:-1])
@@ -63,11 +62,13 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return added.copy_(mask) if mask.is_floating_point() else added.masked_fill_(~mask, -torch.inf)
 
 
-class _First:
-    """cuDNN before the other kernels: on an H100 twice as fast as FlashAttention 2, which PyTorch prefers.
+class _CudnnFirst:
+    """A context manager that puts cuDNN first in PyTorch's priority order of attention kernels.
 
-    sdpa_kernel(set_priority=True) reads and writes each kernel's own switch as well, 30 us of the CPU. The
-    order is that of all threads: the first that comes in changes it, the last that leaves puts it back.
+    PyTorch prefers FlashAttention 2, which takes twice as long as cuDNN on an H100.
+    sdpa_kernel(set_priority=True) would also read and write each kernel's own flag, which takes 30 us of CPU
+    time. All threads share the order: the first thread to enter changes it, the last one to leave restores
+    it.
     """
 
     def __init__(self) -> None:
@@ -88,4 +89,4 @@ class _First:
                 torch._C._set_sdp_priority_order(self.order)
 
 
-_FIRST = _First()
+_CUDNN_FIRST = _CudnnFirst()

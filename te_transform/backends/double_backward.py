@@ -1,10 +1,14 @@
-"""A second derivative, and a second backward, for kernels that have none.
+"""Second derivatives and repeated backwards for kernels that support neither.
 
-The kernels of attention and of Transformer Engine cannot be differentiated twice: PyTorch's raise, and TE's
-silently leave their part out. TE's cannot even run their backward again, for they free what it needs. So
-where a backward is itself recorded (create_graph=True), or comes a second time, it computes the gradients of
-the same function in plain PyTorch. That of an autograd.Function, whose kernel takes one gradient, also does
-where it is for several at once (is_grads_batched=True).
+The kernels of attention and of Transformer Engine cannot be differentiated twice. PyTorch's kernels raise,
+and TE's silently leave out their part of the derivative. TE's kernels also free what their backward needs,
+and cannot run it again. Here, the gradients of the same function in plain PyTorch are computed instead if the
+backward
+
+- is recorded (create_graph=True),
+- runs a second time,
+- is for several gradients at once (is_grads_batched=True) and belongs to an autograd.Function, whose kernel
+  supports one gradient.
 """
 
 from __future__ import annotations
@@ -27,10 +31,14 @@ Out = Tensor | tuple[Tensor, ...]
 def differentiable_twice(
     kernel: Callable[..., Out], plain: Callable[..., Out], arguments: tuple[Any, ...], linear: bool = False
 ) -> Out:
-    """kernel(*arguments), whose other backwards than the usual one are those of plain(*arguments).
+    """Return kernel(*arguments), with the backward of plain(*arguments) where the kernel's does not work.
 
-    Tensors that need a gradient reach the kernel as views of what they are. What is `linear` in its first
-    argument, the only one with a gradient, does not keep it.
+    Args:
+        kernel: the function to run. If a tensor needs a gradient, it gets views of the tensors.
+        plain: the same function in plain PyTorch.
+        arguments: of both functions.
+        linear: True if the first argument is the only one with a gradient, and the function is linear in it.
+            The first argument is then not saved for the backward.
     """
     places = [place for place, given in enumerate(arguments) if isinstance(given, Tensor)]
     tensors = [arguments[place] for place in places]
@@ -47,13 +55,17 @@ def differentiable_twice(
 
 
 def _backward_of(out: Out) -> Any:
-    """The node that computes the gradients of what has computed `out`, all of it."""
+    """Return the autograd node that computed `out`."""
     return (out[0] if isinstance(out, tuple) else out).grad_fn
 
 
 def differentiable_once(out: Out, reason: str) -> Out:
-    """`out`, which an autograd.Function has computed; other backwards of it than the usual one raise
-    `reason`."""
+    """Return `out`, and let backwards that its autograd.Function does not support raise a RuntimeError.
+
+    Args:
+        out: the output of an autograd.Function.
+        reason: the message of the error.
+    """
 
     def refuse(inputs: int, grads: Gradients) -> Gradients:
         raise RuntimeError(reason)
@@ -64,12 +76,13 @@ def differentiable_once(out: Out, reason: str) -> Out:
 
 
 def _replace_other_backwards(node: Any, instead: Callable[[int, Gradients], Gradients]) -> None:
-    """Let `instead` run where the backward of an autograd.Function is recorded, comes a second time, or is
-    for several gradients.
+    """Call `instead` when the backward of an autograd.Function is recorded, repeated, or batched.
 
-    It is called with the number of gradients to return, and with those of the outputs.
+    Args:
+        node: the autograd node of the function.
+        instead: gets the number of gradients to return, and the gradients of the outputs.
     """
-    reference, ran = weakref.ref(node), False  # the node holds the function
+    reference, ran = weakref.ref(node), False  # a strong reference would be a cycle: the node holds apply()
 
     def apply(*grads: Tensor | None) -> Gradients:
         nonlocal ran
@@ -83,7 +96,7 @@ def _replace_other_backwards(node: Any, instead: Callable[[int, Gradients], Grad
 
 
 class _Call:
-    """What the plain version of a call needs beside the tensors, which autograd keeps."""
+    """The arguments of a call other than its tensors, which autograd saves, for the plain version."""
 
     def __init__(
         self, plain: Callable[..., Out], arguments: tuple[Any, ...], places: list[int], linear: bool
@@ -91,37 +104,42 @@ class _Call:
         self.plain, self.places, self.linear = plain, places, linear
         self.others = [None if isinstance(given, Tensor) else given for given in arguments]
         self.autocast = autocast_dtype(arguments[places[0]])
-        self.grads: list[Gradients] = []  # of the outputs, until the gate's backward computes with it
+        self.grads: list[Gradients] = []  # the outputs' gradients, until the backward of _Gate reads them
 
     def arguments_with(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The call's arguments, with these in the place of its tensors."""
+        """Return the arguments of the call, with its tensors replaced by `tensors`."""
         arguments = list(self.others)
         for place, tensor in zip(self.places, tensors, strict=True):
             arguments[place] = tensor
         return arguments
 
     def skip(self, inputs: int, grads: Gradients) -> Gradients:
-        """Keep the outputs' gradients for the gate; the kernel's own backward is not run."""
+        """Keep the outputs' gradients for _Gate, without running the kernel's backward."""
         self.grads.append(grads)
         return (None,) * inputs
 
     def give_zeros(self, grads: Gradients) -> Gradients | None:
-        """In a recorded backward, keep the output's gradient for the gate, and give the kernel zeros."""
+        """Keep the output's gradient for _Gate in a recorded backward, and give zeros to the kernel."""
         if not torch.is_grad_enabled():
             return None
         self.grads.append(grads)
         return (torch.zeros_like(grads[0]),)
 
     def gradients(self, tensors: Sequence[Tensor], trained: Sequence[bool]) -> Gradients:
-        """Those of the plain version, recorded if this backward is."""
+        """Compute the gradients of the plain version, and record them if this backward is recorded.
+
+        Args:
+            tensors: the call's tensors.
+            trained: for each of them, True if it needs a gradient.
+        """
         with torch.enable_grad():
-            own = [tensor.view_as(tensor) for tensor in tensors]  # one of them may be computed from another
+            own = [tensor.view_as(tensor) for tensor in tensors]  # a tensor may be computed from another one
             wanted = [tensor for tensor, needed in zip(own, trained, strict=True) if needed]
             kind, dtype = own[0].device.type, self.autocast
             with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 out = self.plain(*self.arguments_with(own))
         outs = out if isinstance(out, tuple) else (out,)
-        grads = self.grads.pop()[: len(outs)]  # a kernel may return more, for its own backward
+        grads = self.grads.pop()[: len(outs)]  # a kernel may have further outputs, for its own backward
         found = torch.autograd.grad(
             outs, wanted, grads, create_graph=torch.is_grad_enabled(), allow_unused=True
         )
@@ -130,7 +148,7 @@ class _Call:
 
 
 class _Gate(torch.autograd.Function):
-    """What a call's tensors pass on their way to the kernel, and their gradients on the way back."""
+    """The identity between a call's tensors and the kernel, whose backward may compute other gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -148,7 +166,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         if ctx.call.grads:
             tensors = ctx.saved_tensors
-            if ctx.call.linear:  # in which any values have the same gradient
+            if ctx.call.linear:  # the gradient does not depend on the values
                 shape, dtype, device = ctx.first
                 tensors = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True), *tensors
             grads = ctx.call.gradients(tensors, ctx.trained)

@@ -1,7 +1,7 @@
-"""Products of few rows with a weight that is held in FP8 alone, as an operation of our own.
+"""Matrix products of few rows with a weight that is stored in FP8 only, as a custom operator.
 
-A generation, whose time is that of reading the weights, reads half as many bytes so. The rows themselves are
-not rounded to FP8.
+Generation is bound by reading the weights, and reads half as many bytes from FP8 weights. The rows of the
+input are not rounded to FP8.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_transform.backends.limits import DTYPES
 from te_transform.graph.bound import F
 
-MOST = 16  # rows; from 32 or so on the tensor cores' own products in FP8 are faster (H100)
+MOST = 16  # rows; from about 32 rows on, FP8 matrix products of the tensor cores are faster (H100)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether x [..., in] has so few rows, and the dtype of the weight.
+    """Return True if x [..., in] has few enough rows, and the dtype of the weight.
 
-    A capture with symbolic sizes has no answer, and is not to be bound to these sizes by asking.
+    Return False in captures with symbolic sizes. A guard on the sizes would tie the capture to them.
     """
-    rows = math.prod(x.shape[:-1])  # Size.numel() would make the symbols numbers
+    rows = math.prod(x.shape[:-1])  # Size.numel() would turn symbols into numbers
     few = statically_known_true(rows > 0) and statically_known_true(rows <= MOST)
     return few and x.dtype == weight.dtype and x.dtype in DTYPES
 
 
 def linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] (held * inverse)^T + bias -> [rows, out]; held [out, in] has E4M3 as bytes."""
+    """Compute x (held * inverse)^T + bias, for x [rows, in] and held [out, in], which has E4M3 as bytes."""
     return F.linear(x, (held.view(torch.float8_e4m3fn).float() * inverse).to(x.dtype), bias)
 
 

@@ -1,4 +1,4 @@
-"""Which calls the kernels of a GPU take: each function gives the reason why not, or None."""
+"""The limits of GPU kernels. Functions return the reason why a kernel cannot or should not run a call."""
 
 from __future__ import annotations
 
@@ -13,40 +13,46 @@ from te_transform.backends.bands import PLANNED_LENGTHS, Band
 from te_transform.backends.tracing import compiling, recorded
 from te_transform.graph.nodes import dtype_name
 
-DEVICE = "cuda"  # where kernels run
-ALIGNED = 8  # 16-bit numbers in the 16 bytes that a GPU reads at once
+DEVICE = "cuda"  # the device type of kernels
+ALIGNED = 8  # a GPU reads 16 bytes at once, which are 8 numbers of 16 bits
 DTYPES = (torch.bfloat16, torch.float16)  # TE multiplies float32 in TF32
+# Packed sequences of wider heads get wrong gradients from cuDNN.
 MOST_PACKED_WIDTH = 128
-# Below this length cuDNN gains nothing; it plans anew for each length, so for each token that is generated.
+# Below this length, cuDNN is not faster. It plans once per length, which in generation means once per token.
 MIN_ATTENTION_LENGTH = 512
-# batch x length x length x width from which cuDNN's attention gains more than its way on the CPU costs.
+# batch x length x length x heads x width. Below this work, cuDNN's launches take longer than it saves.
 MIN_ATTENTION_WORK = 4e10
-# With a mask PyTorch's own choice is its memory-efficient kernel, which takes two to three times as long.
+# With a mask, PyTorch chooses its memory-efficient kernel, which takes two to three times as long as cuDNN's.
 MIN_MASKED_ATTENTION_LENGTH, MIN_MASKED_ATTENTION_WORK = 256, 1e9
-# In those kernels of PyTorch's attention that take a mask, one block of threads goes through all keys. With
-# few heads and queries, and from so many keys on, most of the GPU has nothing to do (H100: 1024 keys of
-# 8 heads take 44 us, written out 9 compiled and 18 uncompiled; of 128 heads 42, 33 and 49).
+# In PyTorch's attention kernels with a mask, one thread block reads all keys. With few heads, few queries and
+# many keys, most of the GPU is idle, and two matrix products are faster. Times for 1024 keys (us, H100):
+#
+#   heads | attention kernel | two products, compiled | two products, uncompiled
+#       8 |               44 |                      9 |                       18
+#     128 |               42 |                     33 |                       49
 MOST_HEADS_WRITTEN_OUT, MOST_QUERIES_WRITTEN_OUT, MIN_KEYS_WRITTEN_OUT = 64, 16, 512
-# rows x width x width, width being the smaller side of a weight: below, the CPU sets the pace, and what takes
-# it longer than the captured code does is slower (H100, docs/benchmarks.md).
+# rows x width x width, where width is the smaller side of a weight. Below this work, the CPU is the
+# bottleneck, and ops that take more CPU time than the captured code are slower (H100, docs/benchmarks.md).
 MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
-# The least work for FP8 where a CUDA graph launches the kernels, which takes none of the CPU's time: all else
-# gains there at any size (H100: a training step in FP8 takes 0.90 of one in bf16 at 8.6e9, 0.81 at 1.7e10).
+# The minimum work for FP8 in CUDA graphs, whose launches take no CPU time; other fused ops gain there at any
+# size. At 8.6e9, a training step in FP8 takes 0.90 of the time in bf16; at 1.7e10, it takes 0.81 (H100).
 MIN_GEMM_WORK_IN_FP8_REPLAYED = 8e9
 
-# Logits from which on TE's cross entropy is taken: it saves memory's traffic, and its launches and its
-# nested backward take the CPU longer than PyTorch's do, which shows in steps of few tokens. Where the two
-# meet has not been measured.
+# The minimum number of logits for TE's cross entropy. It saves memory traffic, but its launches and its
+# nested backward take more CPU time than PyTorch's, which makes steps of few tokens slower. The break-even
+# point has not been measured.
 MIN_LOGITS = 1e8
 
-# Tokens from which on the product of a padded head gains more than the copy of its weight takes, and rows of
-# the weight: products with fewer take no time that is worth that copy.
+# The minimum numbers of tokens and of weight rows for a padded LM head. With fewer, the matrix product saves
+# less time than the copy of the weight takes.
 MIN_PADDED_TOKENS, MIN_PADDED_ROWS = 256, 4096
 
 
 class Switch:
-    """A setting that is on within `with`, which may be nested. It is on in all threads: autograd runs a
-    backward in another one than the forward."""
+    """A setting that is on within a `with` statement, which may be nested.
+
+    It is on in all threads, because autograd runs a backward in another thread than the forward.
+    """
 
     def __init__(self) -> None:
         self.entered = 0
@@ -62,17 +68,17 @@ class Switch:
 
 
 ignore_size_limits = Switch()
-"""Kernels take calls that are too small to gain from them: to check what they compute."""
+"""Kernels also run calls that are too small for a speedup: for verification."""
 replayed = Switch()
-"""Calls run as CUDA graphs, or show what is going to: kernels are chosen by what the GPU takes alone."""
+"""Calls run as CUDA graphs or prepare one: kernels are chosen by GPU time only."""
 whole_logits = Switch()
-"""Logits that are withheld are computed all the same: to check what reads them."""
+"""Logits that chunked_loss.py would replace by NaN are computed: to check the code that reads them."""
 small_calls_in_fp8 = Switch()
-"""Calls that are too small to gain from FP8 run in it too."""
+"""Calls that are too small for a speedup by FP8 also run in FP8."""
 
 
 def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
-    """Why fused products are not faster than what was captured for so many rows, or None."""
+    """Return why fused matrix products are not faster than the captured code for `rows` rows, or None."""
     enough = break_even_rows(width, in_fp8, bool(replayed))
     if ignore_size_limits or (in_fp8 and small_calls_in_fp8) or rows >= enough:
         return None
@@ -80,7 +86,10 @@ def too_small(rows: int, width: int, in_fp8: bool) -> str | None:
 
 
 def break_even_rows(width: int, in_fp8: bool, in_cuda_graphs: bool = False) -> int:
-    """From how many rows of this width on fused products are faster, those of gated MLPs if not in FP8."""
+    """Return the minimum number of rows of this width for which fused matrix products are faster.
+
+    In 16 bits, only the products of gated MLPs are faster.
+    """
     launched, by_graphs = MIN_GEMM_WORK, 0.0
     if in_fp8:
         launched, by_graphs = MIN_GEMM_WORK_IN_FP8, MIN_GEMM_WORK_IN_FP8_REPLAYED
@@ -88,12 +97,12 @@ def break_even_rows(width: int, in_fp8: bool, in_cuda_graphs: bool = False) -> i
 
 
 def on_kernels_device(tensor: Tensor) -> bool:
-    """Whether the tensor is where kernels run."""
+    """Return True if the tensor is on a device with kernels."""
     return tensor.device.type == DEVICE
 
 
 def written_out(query: Tensor, key: Tensor) -> bool:
-    """Whether attention over [batch, heads, length, width] with a mask is faster as two products."""
+    """Return True if masked attention over [batch, heads, length, width] is faster as two matrix products."""
     batch, heads, length, _ = query.shape
     small = batch * heads <= MOST_HEADS_WRITTEN_OUT and length <= MOST_QUERIES_WRITTEN_OUT
     in_16_bits = query.dtype in DTYPES and autocast_dtype(query) is None
@@ -102,20 +111,20 @@ def written_out(query: Tensor, key: Tensor) -> bool:
 
 
 def cuda_graphs() -> bool:
-    """Whether there are CUDA graphs on this machine."""
+    """Return True if this machine supports CUDA graphs."""
     return torch.cuda.is_available()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What torch.autocast computes in on the device of `x`, None where it is off."""
-    if not torch._C._is_any_autocast_enabled():  # which is all that most calls need to know
+    """Return the dtype of torch.autocast on the device of `x`, or None if autocast is off."""
+    if not torch._C._is_any_autocast_enabled():  # the fast path of most calls
         return None
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def as_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors as torch.autocast has them in a product, which casts those that are no float64."""
+    """Return the tensors as torch.autocast casts them for a matrix product. It does not cast float64."""
     dtypes = [None if tensor is None else autocast_dtype(tensor) for tensor in tensors]
     return tuple(
         tensor if dtype is None or tensor.dtype is torch.float64 else tensor.to(dtype)
@@ -124,7 +133,7 @@ def as_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def dtypes_in_fp8(x: Tensor) -> set[torch.dtype]:
-    """What the input `x` of a product and its weight may be of for it to run in FP8."""
+    """Return the dtypes that input `x` and the weight may have if their matrix product runs in FP8."""
     cast = autocast_dtype(x)
     if cast is None:
         return {x.dtype} & {*DTYPES}
@@ -132,10 +141,10 @@ def dtypes_in_fp8(x: Tensor) -> set[torch.dtype]:
 
 
 def without_kernel(x: Tensor, weight: Tensor, in_fp8: bool = False) -> str | None:
-    """Why TE's modules cannot take this tensor, or None.
+    """Return why TE's modules cannot run with this input and weight, or None.
 
-    Under torch.autocast they cast what a norm reads, and PyTorch what it returns: in 16 bits that would round
-    once more than the original does, in FP8 it is far below the rounding that was asked for.
+    Under torch.autocast, TE's modules cast the input of a norm, but PyTorch casts its output. In 16 bits, TE
+    would thus round once more than the original. In FP8, the additional rounding is negligible.
     """
     if type(x) not in (Tensor, nn.Parameter) and not compiling.get():
         return f"a {type(x).__name__}"
@@ -150,7 +159,7 @@ def without_kernel(x: Tensor, weight: Tensor, in_fp8: bool = False) -> str | Non
     if (cast := autocast_dtype(x)) is not None:
         return None if x.dtype == weight.dtype == cast else f"{dtype_name(x.dtype)} under torch.autocast"
     if x.dtype not in DTYPES and in_fp8:
-        return f"{dtype_name(x.dtype)}, which runs in FP8 under torch.autocast alone"
+        return f"{dtype_name(x.dtype)}, which runs in FP8 only under torch.autocast"
     if x.dtype not in DTYPES:
         return f"{dtype_name(x.dtype)}, which TE would multiply in TF32"
     if x.dtype == weight.dtype:
@@ -159,7 +168,7 @@ def without_kernel(x: Tensor, weight: Tensor, in_fp8: bool = False) -> str | Non
 
 
 def without_padding(x: Tensor, weight: Tensor) -> str | None:
-    """Why a product with an odd number of columns gains nothing from more of them, or None."""
+    """Return why padding the columns of a matrix product would not make it faster, or None."""
     for tensor in (x, weight):
         if type(tensor) not in (Tensor, nn.Parameter):
             return f"a {type(tensor).__name__}"
@@ -167,27 +176,27 @@ def without_padding(x: Tensor, weight: Tensor) -> str | None:
             return f"a tensor on {tensor.device.type}"
     dtype = autocast_dtype(x) or x.dtype
     if dtype not in DTYPES:
-        return f"a product in {dtype_name(dtype)}"
+        return f"a matrix product in {dtype_name(dtype)}"
     enough = ignore_size_limits or x.shape[:-1].numel() >= MIN_PADDED_TOKENS
-    return None if enough else f"less than {MIN_PADDED_TOKENS} tokens"
+    return None if enough else f"fewer than {MIN_PADDED_TOKENS} tokens"
 
 
 def without_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> str | None:
-    """Why cuDNN is not the best for this attention, or None."""
+    """Return why cuDNN's kernel is not the best for this attention, or None."""
     if why := _without_cudnn(query, key, value) or _without_mask(mask, query, key):
         return why
     lengths = query.shape[2], key.shape[2]
     if is_causal and lengths[0] != lengths[1]:
-        return "more keys than queries under a causal mask"
-    # Called through PyTorch, cuDNN's attention over such lengths gives garbage, or reads memory that is not
-    # there, when a CUDA graph replays it (PyTorch 2.11, cuDNN 9.19): seen at 16, 64 and 100, and right at
-    # 128, 512 and 1024. Through TE it is right.
+        return "different numbers of queries and keys under a causal mask"
+    # With such lengths, replays of cuDNN's attention in a CUDA graph return garbage or read unmapped memory,
+    # if called through PyTorch (PyTorch 2.11, cuDNN 9.19). Lengths 16, 64 and 100 are wrong; 128, 512 and
+    # 1024 are correct. Calls through TE are correct.
     if has_odd_lengths(query, key) and may_be_replayed():
         return (
-            f"{lengths[0]} queries and {lengths[1]} keys in what may become a CUDA graph, cuDNN's kernels "
-            f"need multiples of {PLANNED_LENGTHS} there"
+            f"{lengths[0]} queries and {lengths[1]} keys in a call that may become a CUDA graph, where "
+            f"cuDNN's kernels need multiples of {PLANNED_LENGTHS}"
         )
     return too_small_attention(query, key, mask is not None)
 
@@ -195,68 +204,69 @@ def without_attention(
 def without_band(
     query: Tensor, key: Tensor, value: Tensor, band: Band, dropout_p: float, enable_gqa: bool
 ) -> str | None:
-    """Why TE's attention is not the best for this one within a band, or None."""
+    """Return why TE's attention is not the best for this attention within a band, or None."""
     if why := _without_cudnn(query, key, value):
         return why
     heads, groups = query.shape[1], key.shape[1]
-    as_they_are = query.shape[0] == key.shape[0] == value.shape[0] and groups == value.shape[1]
-    if not as_they_are or heads % groups or (heads != groups and not enable_gqa):
-        return "queries, keys and values of other batches or heads"
+    fits = query.shape[0] == key.shape[0] == value.shape[0] and groups == value.shape[1]
+    if not fits or heads % groups or (heads != groups and not enable_gqa):
+        return "queries, keys and values with different batch sizes or numbers of heads"
     if dropout_p:
         return "dropout"
     if _asks_for_other_kernels():
-        return "another kernel that was asked for"
+        return "another kernel or determinism requested"
     in_window = band[:2] not in ((None, None), (None, 0))
     if in_window and query.shape[2] != key.shape[2]:
-        return "a window over other keys than its queries' own"
+        return "a sliding window with different numbers of queries and keys"
     if band.documents and not _is_right_packed(query, key, value):
-        return f"gradients of documents with heads wider than {MOST_PACKED_WIDTH}"
+        return f"gradients of packed documents with heads wider than {MOST_PACKED_WIDTH}"
     return too_small_attention(query, key, in_window or band.padded or bool(band.documents))
 
 
 def gains_packed(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether attention gains from taking sequences as if they lay one behind the other: of lengths that may
-    never come again, as they do in a CUDA graph.
+    """Return True if attention is faster when its sequences are treated as packed.
 
-    cuDNN plans its kernels for each length, 100 ms of the CPU (H100), but of packed sequences for the
-    greatest length that there may be.
+    cuDNN plans its kernels for each length, which takes 100 ms of CPU time (H100). For packed sequences, it
+    plans for the maximum length only. CUDA graphs gain nothing, because their lengths recur.
     """
     return has_odd_lengths(query, key) and _is_right_packed(query, key, value) and not may_be_replayed()
 
 
 def _is_right_packed(*parts: Tensor) -> bool:
-    """Whether cuDNN's kernels are right for packed sequences of such queries, keys and values: with
-    wide heads the gradients are wrong (cuDNN 9.14)."""
+    """Return True if cuDNN's kernels are correct for these tensors as packed sequences.
+
+    With wide heads, the gradients are wrong (cuDNN 9.14).
+    """
     trained = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     return not trained or max(part.shape[-1] for part in parts) <= MOST_PACKED_WIDTH
 
 
 def has_odd_lengths(query: Tensor, key: Tensor) -> bool:
-    """Whether there are many such lengths."""
+    """Return True if a length is not a multiple of PLANNED_LENGTHS."""
     return any(x.shape[2] % PLANNED_LENGTHS for x in (query, key))
 
 
 def _without_cudnn(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why none of cuDNN's kernels is the best, or None."""
+    """Return why none of cuDNN's kernels is the best, or None."""
     if why := without_kernel(query, key):
         return why
     if not _is_hopper(query.device):
-        return "attention on a GPU where PyTorch's own choice of kernels is as fast"
+        return "attention on a GPU older than Hopper, where PyTorch's choice of kernels is as fast"
     if query.dim() != 4:
-        return f"queries of {query.dim()} dimensions, cuDNN's kernels take 4"
+        return f"queries of {query.dim()} dimensions, where cuDNN's kernels need 4"
     widths, most = (query.shape[-1], value.shape[-1]), _most_width(query.device)
     if any(width % 8 or width > most for width in widths):
-        return f"heads of width {max(widths)}, cuDNN's kernels take multiples of 8 up to {most}"
+        return f"heads of width {max(widths)}, where cuDNN's kernels need multiples of 8 up to {most}"
     return None
 
 
 def _asks_for_other_kernels() -> bool:
-    """Whether somebody has turned cuDNN's attention off, or what may round otherwise the next time."""
+    """Return True if cuDNN's attention is disabled, or deterministic algorithms are required."""
     return not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled()
 
 
 def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> str | None:
-    """Why cuDNN's kernels cannot take a mask, or None."""
+    """Return why cuDNN's kernels cannot run with a mask, or None."""
     if mask is None:
         return None
     if mask.requires_grad:
@@ -264,18 +274,21 @@ def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> str | None
     *others, last = mask.shape
     whole = (*query.shape[:3], key.shape[2])
     by_head = mask.dim() == 4 and all(size in (1, most) for size, most in zip(others, whole, strict=False))
-    # from a mask that is expanded along the keys they read memory that is not there (cuDNN 9.14)
+    # with a mask that is expanded along the keys, the kernels read unmapped memory (cuDNN 9.14)
     if last != whole[-1] or not (by_head or tuple(mask.shape) == whole[2:]):
         return f"a mask of shape {list(mask.shape)}"
     if _asks_for_other_kernels():
-        return "a mask with another kernel that was asked for"
+        return "a mask, with another kernel or determinism requested"
     return None
 
 
 def too_small_attention(query: Tensor, key: Tensor, has_mask: bool, in_graphs: bool = False) -> str | None:
-    """Return why attention of these sizes gains nothing in kernels, or None.
+    """Return why attention of these sizes is not faster in kernels, or None.
 
     Args:
+        query: [batch, heads, length, width].
+        key: [batch, heads, length, width].
+        has_mask: True if a mask is added.
         in_graphs: True if the call will run as a CUDA graph.
     """
     least, work = MIN_ATTENTION_LENGTH, MIN_ATTENTION_WORK
@@ -284,54 +297,58 @@ def too_small_attention(query: Tensor, key: Tensor, has_mask: bool, in_graphs: b
     if ignore_size_limits:
         return None
     if min(query.shape[2], key.shape[2]) < least:
-        return f"attention over less than {least} tokens"
+        return f"attention over fewer than {least} tokens"
     if compiling.get() or replayed or in_graphs or is_large(query.shape, key.shape[2], work):
-        return None  # such a graph takes no more of the CPU for these kernels than for others
+        return None  # in compiled graphs and CUDA graphs, these kernels take no additional CPU time
     return "attention too small to be faster"
 
 
 def is_large(queries: Sequence[int], keys: int, work: float = MIN_ATTENTION_WORK) -> bool:
-    """Whether attention of queries [batch, heads, length, width] gains more in cuDNN's kernels than its way
-    on the CPU costs."""
+    """Return True if cuDNN's kernels save more time than their launches take on the CPU.
+
+    Args:
+        queries: the shape [batch, heads, length, width] of the queries.
+        keys: the number of keys.
+        work: the minimum of batch x length x keys x heads x width.
+    """
     batch, heads, length, width = queries
     rows = batch * length
     return rows * keys * heads * width >= work or rows >= break_even_rows(heads * width, in_fp8=False)
 
 
 def gains_from_masks(length: int) -> bool:
-    """Whether attention over so many keys may be faster where it is known what hides some of them."""
+    """Return True if attention over `length` keys may be faster with a classified mask, see masks.py."""
     return bool(ignore_size_limits) or length >= MIN_MASKED_ATTENTION_LENGTH
 
 
 def may_be_replayed() -> bool:
-    """Whether the call may become a part of a CUDA graph."""
+    """Return True if the call may become a part of a CUDA graph."""
     return compiling.get() or bool(replayed) or recorded()
 
 
 @cache
 def _most_width(device: torch.device) -> int:
-    """The widest heads that PyTorch gives to cuDNN's attention, which has backwards of wide ones on Hopper
-    alone."""
+    """Return the maximum width of heads in cuDNN's attention, whose wide backward exists on Hopper only."""
     return 256 if device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0) else 128
 
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    """Whether it is of the generation of Hopper, or a later one."""
+    """Return True if the device is a Hopper GPU or newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def without_experts(x: Tensor, dtype: torch.dtype, *weights: Tensor) -> str | None:
-    """Why kernels cannot take these tokens and weights of experts, summed up in `dtype`, or None."""
+    """Return why kernels cannot run experts with these tokens and weights, summed in `dtype`, or None."""
     if why := next(filter(None, (without_kernel(x, weight) for weight in weights)), None):
         return why
     return None if dtype is x.dtype else f"a sum in {dtype_name(dtype)}"
 
 
 def without_rotary(x: Tensor, angles: Tensor) -> str | None:
-    """Why TE's rotary kernel cannot take these, or None."""
+    """Return why TE's rotary kernel cannot or should not run with these tensors, or None."""
     if x.dim() != 4:
-        return f"queries or keys of {x.dim()} dimensions, TE's rotary kernel takes 4"
+        return f"queries or keys of {x.dim()} dimensions, where TE's rotary kernel needs 4"
     batch, heads, length, width = x.shape
     if too_small(batch * length, heads * width, in_fp8=False):
         return "too small to be faster"
@@ -347,7 +364,7 @@ def without_rotary(x: Tensor, angles: Tensor) -> str | None:
 
 
 def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
-    """Why TE's cross entropy cannot take these, or None."""
+    """Return why TE's cross entropy cannot or should not run with these tensors, or None."""
     if type(logits) is not Tensor or not on_kernels_device(logits) or logits.device != targets.device:
         return "logits and targets that are not on one GPU"
     if logits.dim() < 2 or logits.numel() == 0 or logits.shape[:-1] != targets.shape:
@@ -357,7 +374,7 @@ def without_cross_entropy(logits: Tensor, targets: Tensor) -> str | None:
     if ignore_size_limits:
         return None
     if logits.numel() < MIN_LOGITS and not replayed:
-        return f"less than {MIN_LOGITS:,.0f} logits, too few to be faster in TE's kernel"
+        return f"fewer than {MIN_LOGITS:,.0f} logits, too few for TE's kernel to be faster"
     if logits.shape[-1] % ALIGNED:
-        return f"rows of {logits.shape[-1]:,} logits, no multiple of {ALIGNED}: PyTorch's kernels are faster"
+        return f"rows of {logits.shape[-1]:,} logits, not a multiple of {ALIGNED}: PyTorch is faster"
     return None

@@ -131,7 +131,7 @@ def test_autocast_casts_what_is_in_float32() -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "why"),
     [
-        ((2, 4, 16, 64), {}, "attention over less than 512 tokens"),
+        ((2, 4, 16, 64), {}, "attention over fewer than 512 tokens"),
         ((2, 4, 512, 264), {}, "heads of width 264"),
         ((4, 512, 64), {}, "queries of 3 dimensions"),
         ((2, 4, 512, 64), {"mask": True}, "attention too small"),

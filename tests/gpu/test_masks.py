@@ -387,4 +387,4 @@ def test_a_small_call_takes_no_band(by_size: None) -> None:
     mask = torch.ones(2, 1, 1, 128, dtype=torch.bool, device="cuda")
     mask[1, ..., 60:] = False
     assert what_is(mask) is None
-    assert "less than 256" in limits.without_band(*parts, Band(None, None, True, False), 0.0, False)
+    assert "fewer than 256" in limits.without_band(*parts, Band(None, None, True, False), 0.0, False)

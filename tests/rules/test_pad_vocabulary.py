@@ -83,10 +83,10 @@ def plain_calls(model: nn.Module, x: Tensor = TARGETS) -> dict[str, int]:
 
 
 def test_says_which_calls_gain_nothing(by_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "the head as it is, a tensor on cpu" in plain_calls(LanguageModel())
+    assert "the head without padding, a tensor on cpu" in plain_calls(LanguageModel())
     monkeypatch.setattr(limits, "DEVICE", "cpu")
-    assert "the head as it is, a product in float32" in plain_calls(LanguageModel())
-    assert "the head as it is, less than 256 tokens" in plain_calls(LanguageModel().bfloat16())
+    assert "the head without padding, a matrix product in float32" in plain_calls(LanguageModel())
+    assert "the head without padding, fewer than 256 tokens" in plain_calls(LanguageModel().bfloat16())
 
 
 def heads(**options: bool | str) -> Report:

@@ -1,6 +1,6 @@
 """The fused ops in plain PyTorch, with Transformer Engine's semantics.
 
-The reference that everything is tested against on any machine, and the right lowering where TE gains nothing.
+They are the reference in tests on any machine, and they run where TE would not be faster.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ HAS_BIAS = True
 
 
 def recipe_of(asked: Any) -> Any:
-    """No recipe runs in plain PyTorch.
+    """Raise, because no recipe runs in plain PyTorch.
 
     Raises:
         ValueError: always.
     """
-    raise ValueError("it needs Transformer Engine's kernels, plain PyTorch has none: pass backend='te'")
+    raise ValueError("expected a backend with FP8 kernels, got plain PyTorch; pass backend='te'")
 
 
 def recipe_now() -> Any:
-    """None: there is never one on."""
+    """Return None, because plain PyTorch has no recipes."""
     return None
 
 
 def multiple(recipe: Any) -> int:
-    """What the rows and columns of a product have to be a multiple of."""
+    """Return 1, because matrix products may have any number of rows and columns."""
     return 1

@@ -1,4 +1,4 @@
-"""The loss of logits."""
+"""The cross entropy of logits, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,27 @@ from te_transform.graph import ops
 
 
 def reduced(losses: Tensor, counted: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
-    """The losses of targets, 0 where they are not `counted`, as ops.cross_entropy gives them in `dtype`."""
+    """Reduce the losses of targets as ops.cross_entropy does.
+
+    Args:
+        losses: one per target, in fp32 or wider; 0 where `counted` is False.
+        counted: True for each target that is not ignored.
+        reduction: "mean", "sum" or "none".
+        dtype: of the result.
+    """
     if reduction == "none":
         return losses.to(dtype)
     return (losses.sum() / counted.sum() if reduction == "mean" else losses.sum()).to(dtype)
 
 
 class CrossEntropy(FusedOp):
-    """-log softmax(logits)[target]."""
+    """The op -log softmax(logits)[target]."""
 
     def forward(
         self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
     ) -> Tensor:
-        """logits [..., vocabulary], targets [...] -> one number in `dtype`, or one for each target where
-        reduction is "none"."""
+        """Compute the loss in `dtype`, from logits [..., vocabulary] and targets [...].
+
+        The loss is a scalar, or with reduction "none" one number per target.
+        """
         return ops.cross_entropy(logits, targets, ignore_index, reduction, dtype)

@@ -1,4 +1,4 @@
-"""Products, alone or behind a norm, and MLPs of two of them."""
+"""Linear layers, linear layers after a norm, and MLPs, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from te_transform.backends.op import FusedOp
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 
-EXACT_GELU = "gelu_erf"  # a name of our own: TE has no kernel of it
-# TE's names: its gelu is the tanh approximation, and X-glu activates the first half of fc1's output
+EXACT_GELU = "gelu_erf"  # not a name of TE, which has no kernel for the exact GELU
+# TE's names: gelu is the tanh approximation, and the -glu activations activate the first half of fc1's output
 _PLAIN = {
     "gelu": ops.gelu_tanh,
     "qgelu": ops.quick_gelu,
@@ -38,10 +38,12 @@ GATES = ("no", "first half", "second half")
 
 
 def activated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
-    """`hidden` [..., columns] activated, by TE's name for it.
+    """Apply an activation.
 
-    Of a gated activation one half of [..., 2 columns], the first unless `gate` is 1, multiplied with the
-    other.
+    Args:
+        activation: TE's name of the activation.
+        hidden: [..., columns], or [..., 2 columns] if the activation is gated.
+        gate: the half of a gated `hidden` to activate, 0 or 1. The result is multiplied by the other half.
     """
     if activation in _PLAIN:
         return _PLAIN[activation](hidden)
@@ -53,9 +55,10 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b; weight [out, in], which may be joined parameters.
+    """Compute x W^T + b; weight [out, in], which may be joined parameters.
 
-    The backward reads the weight for the gradient of x alone, or a copy that autocast has made, and no bias.
+    The backward never reads the bias. It reads the weight only for the gradient of x, and not if autocast has
+    cast the weight to a copy.
     """
     if bias is not None:
         note_reads(bias, False)
@@ -67,28 +70,28 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear(FusedOp):
-    """y = x W^T + b; weight [out, in]."""
+    """The op y = x W^T + b; weight [out, in]."""
 
     PRODUCTS = (1,)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """Convert x [..., in] to [..., out]."""
         return self.plain(product, x, weight, bias)
 
     def plain(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The op in plain PyTorch, its matrix products computed by `product`."""
+        """Run the op in plain PyTorch, with matrix products computed by `product`."""
         return product(x, weight, bias)
 
 
 class PaddedLinear(Linear):
-    """A linear whose weight gets rows of zeros, up to a multiple of 64, in calls that gain from it."""
+    """A linear layer that pads its weight with zeros to a multiple of 64 rows, if this makes a call faster."""
 
     MULTIPLE = 64
 
     def plain(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] -> [..., out], contiguous: who reads it must not see that there were more columns."""
+        """Convert x [..., in] to [..., out], contiguous, with no sign of the padding in its strides."""
         if why := limits.without_padding(x, weight):
-            self.plain_calls[f"the head as it is, {why}"] += 1
+            self.plain_calls[f"the head without padding, {why}"] += 1
             return super().plain(product, x, weight, bias)
         outs, missing = len(weight), -len(weight) % self.MULTIPLE
         padded = None if bias is None else F.pad(bias, (0, missing))
@@ -96,7 +99,14 @@ class PaddedLinear(Linear):
 
 
 class LayerNormLinear(FusedOp):
-    """A linear of a LayerNorm or RMSNorm; where `returns_norm`, what that computes is returned too."""
+    """A linear layer after a LayerNorm or RMSNorm.
+
+    Args:
+        eps: of the norm.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: True if the scale of the norm is 1 + weight.
+        returns_norm: True to return the output of the norm too.
+    """
 
     PRODUCTS = (3,)
 
@@ -115,7 +125,7 @@ class LayerNormLinear(FusedOp):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [..., in] -> [..., out], and what the norm returns where that is asked for."""
+        """Convert x [..., in] to [..., out]. Return the output of the norm too if `returns_norm`."""
         return self.plain(product, x, norm_weight, norm_bias, weight, bias)
 
     def plain(
@@ -127,7 +137,7 @@ class LayerNormLinear(FusedOp):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The op in plain PyTorch, its matrix products computed by `product`."""
+        """Run the op in plain PyTorch, with matrix products computed by `product`."""
         normed = self.norm(x, norm_weight, norm_bias)
         return self._with_norm(product(normed, weight, bias), normed)
 
@@ -135,7 +145,7 @@ class LayerNormLinear(FusedOp):
         return (out, normed) if self.returns_norm else out
 
     def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm alone."""
+        """Compute the norm."""
         if self.normalization == "RMSNorm":
             return ops.rms_norm(x, weight, self.eps, self.zero_centered_gamma)
         return ops.layer_norm(x, weight, bias, self.eps, self.zero_centered_gamma)
@@ -145,8 +155,11 @@ class LayerNormLinear(FusedOp):
 
 
 class LayerNormMLP(LayerNormLinear):
-    """fc2(activation(fc1(norm(x)))); fc1_weight [ffn, hidden], twice the rows where the activation is gated:
-    then one half of fc1's columns is activated, and multiplied with the other."""
+    """The MLP fc2(activation(fc1(norm(x)))).
+
+    fc1_weight is [ffn, hidden], or [2 ffn, hidden] if the activation is gated. A gated activation activates
+    one half of fc1's columns, and multiplies it by the other half.
+    """
 
     PRODUCTS = (3, 5)
 
@@ -178,7 +191,7 @@ class LayerNormMLP(LayerNormLinear):
         fc2_weight: Tensor,
         fc2_bias: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [..., hidden] -> [..., hidden], and what the norm returns where that is asked for."""
+        """Convert x [..., hidden] to [..., hidden]. Return the output of the norm too if `returns_norm`."""
         return self.plain(product, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
 
     def plain(
@@ -192,7 +205,7 @@ class LayerNormMLP(LayerNormLinear):
         fc2_weight: Tensor,
         fc2_bias: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The op in plain PyTorch, its matrix products computed by `product`."""
+        """Run the op in plain PyTorch, with matrix products computed by `product`."""
         normed = self.norm(x, norm_weight, norm_bias)
         hidden = product(normed, fc1_weight, fc1_bias)
         hidden = activated(self.activation, hidden, gate=int(self.gated == GATES[2]))
@@ -200,7 +213,7 @@ class LayerNormMLP(LayerNormLinear):
 
     @property
     def gains(self) -> bool:
-        """Whether it saves writing and reading one half of fc1's columns."""
+        """True if the activation is gated: the kernel then does not write and read half of fc1's columns."""
         return self.gated != "no"
 
     def extra_repr(self) -> str:

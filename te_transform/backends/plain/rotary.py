@@ -1,4 +1,4 @@
-"""Rotary position embeddings."""
+"""Rotary position embeddings, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from te_transform.graph import ops
 
 
 class Rotary(FusedOp):
-    """Rotary position embedding, rotate-half form, from the angles themselves.
+    """A rotary position embedding in rotate-half form, which computes cosines and sines from the angles.
 
     Args:
-        factor: that cosines and sines are multiplied by, as in YaRN (Peng et al. 2023).
-        wide: True if x is turned in fp32 and rounded once.
+        factor: the factor of cosines and sines, as in YaRN (Peng et al. 2023).
+        wide: True if x is rotated in fp32 and rounded once.
         length_first: True if x is [batch, length, heads, width].
     """
 
@@ -29,22 +29,26 @@ class Rotary(FusedOp):
         self.factor, self.wide, self.length_first = factor, wide, length_first
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [batch, heads, length, width], or its heads and length the other way round; angles [length,
-        width], with a batch or 1 in front or without, in fp32 -> as x."""
+        """Rotate x.
+
+        Args:
+            x: [batch, heads, length, width], or [batch, length, heads, width] if `length_first`.
+            angles: [length, width], [1, length, width] or [batch, length, width], in fp32.
+        """
         if self.length_first:
             return self.turn(x.transpose(1, 2), angles).transpose(1, 2)
         return self.turn(x, angles)
 
     def turn(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [batch, heads, length, width] -> as x."""
+        """Rotate x [batch, heads, length, width]."""
         dtype = torch.float32 if self.wide else x.dtype
         return ops.rope(x, *_cos_and_sin(angles, self.factor, dtype), self.wide)
 
 
 def _cos_and_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both as x is multiplied by them, kept with the angles: all layers of a model turn by the same ones.
+    """Return the cosines and sines, and cache them on the angles, which all layers of a model share.
 
-    A CUDA graph computes them each time: angles that it is given are overwritten before it is replayed.
+    A CUDA graph does not use the cache, because its inputs are overwritten before each replay.
     """
     stamp = dtype, factor, version_of(angles)
     kept = None if limits.may_be_replayed() else ROTATIONS.get(angles)
