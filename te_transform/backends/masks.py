@@ -1,5 +1,4 @@
-"""What an attention mask is, found out for the sizes and the data at hand by evaluating it, never
-extrapolated."""
+"""Classification of attention masks by their values, for the sizes and the data of each call."""
 
 from __future__ import annotations
 
@@ -23,80 +22,81 @@ from te_transform.graph import edit
 from te_transform.graph.nodes import is_bias
 
 CAUSAL, FULL, SEEING = "causal", "full", "seeing"
-_FEW = 256  # answers that are kept: one for each length that a generation goes through
+_FEW = 256  # the maximum number of cached answers; a generation needs one per length
 Answer = str | Band | None
 
 
 class _Looked(NamedTuple):
-    """A look at the data that a mask is made of."""
+    """The cached answer for a mask that was computed from a data tensor."""
 
     stamp: TensorVersion
-    others: tuple  # what else the mask is made of
-    held: Tensor | None  # the contents, on the CPU
+    others: tuple  # the keys of the mask's other inputs
+    held: Tensor | None  # a copy of the data, on the CPU
     answer: Answer
 
     def is_of(self, data: Tensor, others: tuple) -> bool:
-        """Whether the answer is that for this data, as it is now."""
+        """Return True if the answer is valid for the current contents of this data."""
         return self.others == others and self.stamp.is_of(data) and _holds(data, self.held)
 
 
-# By the operations that make a mask, for each tensor that was looked at.
+# The cached answers by the operations that compute a mask, and by data tensor.
 _LOOKED: dict[tuple[bool, str], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
 
 
 class Mask(GraphOp):
-    """The op of a captured graph that makes an attention mask, and says what it is where that is known.
+    """The op of a captured graph that computes and classifies an attention mask.
 
-    The answer is remembered for as long as what the mask is made of stays the same. Sizes are numbers, and
-    model tensors have a stamp; on the CPU the mask is made, and compared with the last one. Data, new at each
-    call, is looked at, once for each tensor, so that blocks and pieces that are captured alone and get the
-    same mask share one look: where a tensor holds one value throughout, as the padding mask of a batch that
-    has no padding does, that value is part of what an answer is remembered by; otherwise the mask itself is
-    looked at.
+    The answer is cached as long as the inputs of the mask stay the same:
+
+    - sizes are compared as numbers;
+    - tensors of the model are compared by their TensorVersion. On the CPU, the mask is computed and compared
+      with the last one, because writes through .data do not change the version;
+    - data, which is new in each call, is evaluated once per tensor. Blocks and pieces that are captured
+      separately, and get the same tensor, share the answer. If all numbers of a tensor are equal, this number
+      is part of the cache key, as in the padding mask of a batch without padding. Otherwise the mask is
+      computed and classified.
 
     Args:
-        make: the captured operations that make the mask, as a module that returns a tuple of it and, where
-            it was filled with a finite number, of the rows that it hides everywhere.
-        stored: for each argument whether it is a tensor of the model.
-        beside_sinks: whether the attention is one beside sinks, see what_is().
+        make: the captured operations that compute the mask. The module returns a tuple of the mask and, if it
+            is filled with a finite number, its fully masked rows.
+        stored: for each argument, True if it is a tensor of the model.
+        beside_sinks: True if the attention has sinks, see what_is().
     """
 
     def __init__(self, make: fx.GraphModule, stored: Sequence[bool], beside_sinks: bool = False):
         super().__init__()
         self.make, self.stored, self.beside_sinks = make, tuple(stored), beside_sinks
         self._answers: dict[tuple, Answer] = {}
-        # a forward that is captured in pieces makes the same mask in many of them
+        # pieces of a forward that are captured separately often compute the same mask
         alike = beside_sinks, _operations(make.graph)
         self._looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[alike]
-        self._last: tuple[list[Tensor], Answer] | None = None  # what was made of model tensors on the CPU
+        self._last: tuple[list[Tensor], Answer] | None = None  # the last mask from CPU tensors of the model
 
     def forward(self, *arguments: Any) -> Tensor | Banded | Seeing | str:
-        """The mask, as a band or one under which every query sees a key where it is that; "causal" or "full"
-        where it is that."""
+        """Return "causal" or "full", or the mask, classified as Banded or Seeing if possible."""
         answer, made = self.look(arguments)
         if answer in (CAUSAL, FULL):
             return answer
-        return _known_as(self.make.forward(*arguments)[0] if made is None else made, answer)
+        return _classified(self.make.forward(*arguments)[0] if made is None else made, answer)
 
     def look(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor | None]:
-        """What the mask is; and the mask, where it has been made to find that out."""
-        if _have_no_numbers(arguments):
+        """Classify the mask. Return the answer, and the mask if it was computed for it."""
+        if _have_no_values(arguments):
             return None, None
         if any(stored and _is_on_cpu(each) for each, stored in zip(arguments, self.stored, strict=True)):
             return self._compared(arguments)
-        # data keeps its place among them: another mask of the same operations may have it elsewhere
+        # None marks the position of data: another mask with the same operations may have data elsewhere
         keys = tuple(_key(*each) for each in zip(arguments, self.stored, strict=True))
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
         alone = len(data) == 1 and not data[0].is_inference()
         known = self._looked.get(data[0]) if alone else None
         if known is not None and known.is_of(data[0], keys):
             return known.answer, None
-        stamp = (
-            TensorVersion.of(data[0]) if alone else None
-        )  # as it was looked at, whoever writes to it meanwhile
+        # taken before the evaluation, because another thread may write to the data meanwhile
+        stamp = TensorVersion.of(data[0]) if alone else None
         answer, made = self._find(data, keys, arguments)
         if stamp is not None:
-            self._looked[data[0]] = _Looked(stamp, keys, _held(data[0]), answer)
+            self._looked[data[0]] = _Looked(stamp, keys, _copy_on_cpu(data[0]), answer)
         return answer, made
 
     def _find(
@@ -115,10 +115,13 @@ class Mask(GraphOp):
         return answer, mask
 
     def _compared(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor]:
-        """What the mask is now that it has been made: model tensors may be written to through .data, which no
-        stamp shows, and may be much larger than the part of them that a call reads."""
+        """Compute the mask, and classify it unless it equals the last one.
+
+        A TensorVersion does not detect writes to model tensors through .data. Copies of these tensors may be
+        much larger than the part that a call reads.
+        """
         made = self.make.forward(*arguments)
-        last = self._last  # which another thread may change
+        last = self._last  # read once, because another thread may change it
         if last is None or not all(map(_holds, made, last[0])):
             answer = what_is(*made, beside_sinks=self.beside_sinks)
             last = self._last = [tensor.detach().clone() for tensor in made], answer
@@ -126,7 +129,7 @@ class Mask(GraphOp):
 
 
 class LookedAt(GraphOp):
-    """A mask's look in its place: what the mask is, or what makes it."""
+    """An op that replaces a Mask and only classifies it: it returns the answer, or the mask's operations."""
 
     def __init__(self, mask: Mask):
         super().__init__()
@@ -134,24 +137,24 @@ class LookedAt(GraphOp):
         self.made: dict[Answer, fx.GraphModule] = {None: mask.make}
 
     def forward(self, *arguments: Any) -> str | fx.GraphModule:
-        """ "causal" or "full"; the operations where it is neither."""
+        """Return "causal" or "full", or otherwise the operations that compute the classified mask."""
         answer, _ = self.mask.look(arguments)
         if answer in (CAUSAL, FULL):
             return answer
         if answer not in self.made:
-            self.made[answer] = edit.passed_through(self.mask.make, 0, _known_as, answer)
+            self.made[answer] = edit.passed_through(self.mask.make, 0, _classified, answer)
         return self.made[answer]
 
 
-def _known_as(mask: Tensor, answer: Answer) -> Tensor | Banded | Seeing:
-    """The mask with what is known of it, for the op that it goes to."""
+def _classified(mask: Tensor, answer: Answer) -> Tensor | Banded | Seeing:
+    """Return the mask with its classification, for the attention op."""
     if answer == SEEING:
         return Seeing(mask)
     return mask if answer is None else banded(mask, answer)
 
 
 def _key(argument: Any, stored: bool) -> tuple | None:
-    """What the argument is, as part of a key; None for data, which has to be looked at."""
+    """Return the cache key of an argument, or None for data, whose values must be evaluated."""
     if not isinstance(argument, Tensor):
         return (argument,)
     return (argument.shape, argument.dtype, argument.device, TensorVersion.of(argument)) if stored else None
@@ -162,7 +165,7 @@ def _is_on_cpu(argument: Any) -> bool:
 
 
 def _operations(graph: fx.Graph) -> str:
-    """The operations of a graph, whatever its nodes are called."""
+    """Return the operations of a graph as text that does not depend on the names of nodes."""
     numbers = {node: number for number, node in enumerate(graph.nodes)}
     lines = (
         f"{'' if node.op == 'placeholder' else node.target} "
@@ -173,18 +176,18 @@ def _operations(graph: fx.Graph) -> str:
 
 
 def _only_value(tensor: Tensor) -> tuple | None:
-    """The one number that a tensor holds throughout, as part of a key; None where it holds several."""
+    """Return the value of a tensor as a cache key if all of its numbers are equal, or None."""
     about = (tensor.shape, tensor.dtype, tensor.device)
     if tensor.numel() == 0:
         return about
     low, high = tensor.aminmax() if tensor.dtype != torch.bool else (tensor.all(), tensor.any())
-    # the two numbers in one transfer: the GPU is waited for once
+    # one transfer for both numbers, and so one synchronization
     low, high = torch.stack((low, high)).tolist()
     return (*about, low) if low == high else None
 
 
-def _held(tensor: Tensor) -> Tensor | None:
-    """What tells of a write that a stamp misses, on the CPU: the contents."""
+def _copy_on_cpu(tensor: Tensor) -> Tensor | None:
+    """Return a copy of a CPU tensor, which detects writes that a TensorVersion misses, or None."""
     return tensor.detach().clone() if _is_on_cpu(tensor) else None
 
 
@@ -192,8 +195,8 @@ def _holds(tensor: Tensor, held: Tensor | None) -> bool:
     return held is None or (held.shape == tensor.shape and torch.equal(held, tensor))
 
 
-def _have_no_numbers(arguments: Sequence[Any]) -> bool:
-    """Whether the call is one of shapes alone, on fake tensors or on the meta device."""
+def _have_no_values(arguments: Sequence[Any]) -> bool:
+    """Return True if the call only propagates shapes, on fake tensors or on the meta device."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if any(tensor.is_meta or is_fake(tensor) for tensor in tensors):
         return True
@@ -201,13 +204,26 @@ def _have_no_numbers(arguments: Sequence[Any]) -> bool:
 
 
 def what_is(mask: Tensor, hidden_rows: Tensor | None = None, beside_sinks: bool = False) -> Answer:
-    """Whether a mask [..., queries, keys] hides nothing, or just what lies ahead; or which band of keys it
-    keeps, where there are kernels for bands; or whether every query sees a key under a floating one.
+    """Classify a mask by its values.
 
-    True keeps in a boolean mask; a floating one is added to the scores, so that 0 keeps, and what hides is so
-    low that beside any other score its probability is zero. Hidden rows are kept as a whole, see
-    ops.hidden_rows, but not with the scores that they had: a mask with such a row is neither. Of a bias that
-    differs from head to head only the last is asked.
+    In a boolean mask, True keeps a key. In a floating-point mask, 0 keeps a key. The value of a masked key is
+    so low that its probability is zero beside any other score.
+
+    Args:
+        mask: [..., queries, keys].
+        hidden_rows: the rows whose keys are all masked by a finite number, see ops.hidden_rows(). Attention
+            keeps all keys of these rows, but not their scores. A mask with such a row is not FULL, CAUSAL or
+            a Band.
+        beside_sinks: True if the attention has sinks.
+
+    Returns:
+        The first of these that is true, or None:
+
+        - FULL: the mask keeps all keys.
+        - CAUSAL: the mask keeps the keys up to the query's position.
+        - a Band: the mask keeps this band of keys, and kernels support it.
+        - SEEING: the mask is floating-point, and every query sees a key. A bias that differs between heads
+          gets no other answer.
     """
     with torch.no_grad():
         sees = _every_query_sees(mask)
@@ -224,7 +240,7 @@ def what_is(mask: Tensor, hidden_rows: Tensor | None = None, beside_sinks: bool 
         facts = torch.stack([sees, well, *found.values()]).long()
         if _may_be_banded(mask):
             facts = torch.cat([facts, measure(keep)])
-        sees, is_well, *facts = facts.tolist()  # the GPU is waited for once
+        sees, is_well, *facts = facts.tolist()  # the only synchronization
         otherwise = SEEING if sees else None
         if not is_well:
             return otherwise
@@ -232,21 +248,25 @@ def what_is(mask: Tensor, hidden_rows: Tensor | None = None, beside_sinks: bool 
         if answer or not measured:
             return answer or otherwise
         band = band_of(measured, queries, keys)
-        # a row that a floating mask hides as a whole is uniform, or NaN; zero where there is a sink to go to
+        # a row that a floating-point mask masks fully is uniform or NaN, but zero if the attention has sinks
         is_zero = beside_sinks or mask.dtype is torch.bool
         return otherwise if band is None or (band.blind and not is_zero) else band
 
 
 def _every_query_sees(mask: Tensor) -> Tensor:
-    """Whether a floating mask leaves every query a score that is not so low that it hides; the gradients of
-    kernels are those of the model's operations then, see plain.DotProductAttention."""
+    """Return True, as a tensor, if a floating-point mask lets every query see a key.
+
+    The gradients of kernels then equal those of the model's operations, see plain.DotProductAttention.
+    """
     if mask.dtype is torch.bool or not mask.numel():
         return mask.new_zeros((), dtype=torch.bool)
     return (mask.amax(-1) > HIDES).all()
 
 
 def _may_be_banded(mask: Tensor) -> bool:
-    """Whether there are kernels for bands where the mask is, and of its size; they take one for all heads of
-    a sequence."""
+    """Return True if kernels for bands exist for the mask's device and size.
+
+    They need one mask for all heads of a sequence.
+    """
     one = mask.dim() <= 4 and mask.shape[-3:-2] in ((), (1,)) and mask.numel() > 0
     return one and on_kernels_device(mask) and gains_from_masks(mask.shape[-1])

@@ -1,5 +1,4 @@
-"""What every op of a graph is, and every fused one: a module without parameters, called with the tensors of
-one site."""
+"""The base classes of ops in a graph: modules without parameters, called with the tensors of a site."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from torch import nn
 
 
 class GraphOp(nn.Module):
-    """A module that stands in a captured graph for operations, and is none of the user's model.
+    """A module that replaces operations in a captured graph. It does not belong to the user's model.
 
-    A call of it is one of its forward alone: hooks for all modules of a process, and what somebody has put in
-    the place of nn.Module.__call__, are for the modules of the model, and the graph has what they do there.
+    Calling it runs its forward only. Global module hooks and replacements of nn.Module.__call__ apply to the
+    modules of the model, and the captured graph already contains their operations.
     """
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -21,14 +20,17 @@ class GraphOp(nn.Module):
 
 
 class FusedOp(GraphOp):
-    """A fused op of a graph: it gets its weights as arguments, because one graph may serve many layers.
+    """A fused op of a graph. It gets its weights as arguments, because one graph may serve many layers.
 
-    `PRODUCTS` has the positions, among the call's arguments, of the weights [out, in] of its matrix products.
-    These run in a recipe that is on if `in_fp8` is true, unless the state of a parameter says otherwise.
-    `gains` tells whether they are faster than what was captured in the weights' own dtype, uncompiled, too:
-    norms, and activations without a gate, are one kernel of PyTorch's each (H100, docs/benchmarks.md).
-    `plain_calls` counts, by reason, the calls that ran in plain PyTorch though the backend has a kernel for
-    them.
+    Attributes:
+        PRODUCTS: the positions of the weights [out, in] of its matrix products among the arguments of a call.
+        in_fp8: True if its matrix products run in the active recipe, unless the state of a parameter says
+            otherwise.
+        gains: True if the op is also faster than the captured code in the dtype of the weights, uncompiled.
+            Norms, and activations without a gate, are already one kernel each in PyTorch (H100,
+            docs/benchmarks.md).
+        plain_calls: the number of calls that ran in plain PyTorch although the backend has a kernel, by
+            reason.
     """
 
     PRODUCTS: tuple[int, ...] = ()

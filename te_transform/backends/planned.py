@@ -1,4 +1,4 @@
-"""Transformer Engine where it is missing: what plans ask of it, with ops in plain PyTorch."""
+"""A replacement of the TE backend for plans on machines without TE. Its ops run in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ GATES = ("no", "first half")
 
 
 def recipe_of(asked: Any) -> Any:
-    """The recipe as it was named.
+    """Return the recipe or the name of a recipe unchanged.
 
     Raises:
-        ValueError: it is no recipe of TE's.
+        ValueError: `asked` is neither a name nor a recipe of TE.
     """
     if isinstance(asked, str) or type(asked).__module__.startswith("transformer_engine."):
         return asked
-    raise ValueError(f"a {type(asked).__name__} is no TE recipe, one of TE's own or a name is needed")
+    raise ValueError(f"a {type(asked).__name__} is no TE recipe; pass a recipe of TE, or its name")
 
 
 def multiple(recipe: Any) -> int:
-    """What the rows and columns of a product have to be a multiple of."""
+    """Return the number that must divide the rows and columns of a matrix product in this recipe."""
     return 32 if recipe == "mxfp8" or type(recipe).__name__ == "MXFP8BlockScaling" else 16

@@ -1,4 +1,4 @@
-"""What has to be the same for a tensor to hold what it held before."""
+"""The version of a tensor, which detects whether its contents changed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.utils.weak import WeakIdRef
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to in place, as PyTorch counts; tensors of inference are not counted."""
+    """Return PyTorch's count of in-place writes to a tensor, or 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class TensorVersion(NamedTuple):
-    """A tensor, its memory and its version, as they were when the stamp was made.
+    """The tensor, storage, address and version of a tensor at one time.
 
-    No two of these are enough: another tensor, or other memory, may have the id or the address of one that is
-    gone, an assignment to .data changes no version, and each tensor that .data made has a version of its own.
-    A write through .data, in the same memory, leaves no trace at all.
+    All of them are needed. A new tensor or storage may reuse the id or the address of a freed one. An
+    assignment to .data does not change the version, and each tensor from .data has its own version. A write
+    to the same memory through .data cannot be detected.
     """
 
     tensor: WeakIdRef
@@ -29,14 +29,14 @@ class TensorVersion(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorVersion:
-        """That of a tensor as it is now."""
+        """Return the current version of a tensor."""
         storage = StorageWeakRef(tensor.untyped_storage())
         return cls(WeakIdRef(tensor), storage, tensor.data_ptr(), version_of(tensor))
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it would be made of this tensor again: in a third of the time that a second one takes."""
+        """Return True if this is the current version of `tensor`, in a third of the time that of() takes."""
         same = self.tensor() is tensor and self.storage.cdata == tensor.untyped_storage()._cdata
         return same and self.place == tensor.data_ptr() and self.version == version_of(tensor)
 
     def __deepcopy__(self, memo: dict) -> TensorVersion:
-        return self  # a copied weak reference to the storage would be given back twice
+        return self  # a copy of the weak reference would release the storage's reference twice

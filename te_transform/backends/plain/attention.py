@@ -1,4 +1,4 @@
-"""Attention by whichever of PyTorch's kernels is the fastest, or in operations where none is right."""
+"""Attention by the fastest kernel of PyTorch, or in separate operations if every kernel would be wrong."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from te_transform.backends.tracing import compiling, recorded, traced, transform
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 
-LOW = -1e8  # no model has scores as low: beside any of them a key with this one has no share
+LOW = -1e8  # lower than all scores of models: a key with this score gets probability zero
 GAP = 104  # exp(-GAP) is zero in fp32
 Given = Tensor | Banded | Seeing | None
 Mask = Given | Literal["causal", "full"]
 
 
 class DotProductAttention(FusedOp):
-    """softmax(q k^T * scale + mask) v, by scaled_dot_product_attention.
+    """Attention, softmax(q k^T * scale + mask) v, by scaled_dot_product_attention.
 
     Args:
-        written_out: whether the model has it in operations, which have a second derivative: this has one too,
-            whatever kernel runs. Calls of scaled_dot_product_attention have only that of the kernel, and so
-            need not pay for it.
-        wide_scores: whether the model computes scores in fp32 of queries in 16 bits.
+        written_out: True if the model computes attention in separate operations. They have a second
+            derivative, so this op has one too. False if the model calls scaled_dot_product_attention. Then
+            this op has the derivatives of PyTorch's kernel, and saves the cost of further ones.
+        wide_scores: True if the model computes fp32 scores from 16-bit queries.
     """
 
     def __init__(self, written_out: bool = True, wide_scores: bool = False):
@@ -55,14 +55,26 @@ class DotProductAttention(FusedOp):
         filled: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """query [..., heads, length, width], key and value likewise; a mask keeps True, or is added; sinks
-        [heads].
+        """Compute attention.
 
-        A mask that was found to keep everything is "full", one that was found to be the causal one is
-        "causal", and one of numbers that leaves every query a key is Seeing. `hidden` are the rows that a
-        mask of finite numbers hides everywhere: they stay uniform, and there are none where the mask is known
-        to be a band. Of what was written out, rows that a mask of -inf hides everywhere are NaN, as a softmax
-        makes them. `fill` and `filled` say which finite score hidden keys have, see ops.filled().
+        Args:
+            query: [..., heads, length, width].
+            key: [..., heads, length, width].
+            value: [..., heads, length, width].
+            mask: a boolean mask, in which True keeps a key, or numbers to add to the scores. A mask that was
+                classified (see masks.py) is "full", "causal", Banded or Seeing.
+            dropout_p: the dropout probability of the attention weights.
+            is_causal: True for a causal mask.
+            scale: None: 1 / sqrt(width).
+            enable_gqa: True if each key/value head serves consecutive query heads.
+            sinks: an additional score per head, [heads].
+            fill: the finite score of masked keys, see ops.filled().
+            filled: the masked keys, see ops.filled().
+            hidden: the rows that a mask of finite numbers masks fully. Their attention weights are uniform.
+                Ignored if the mask is Banded, because bands have no such rows.
+
+        Returns:
+            The attention. If `written_out`, rows that a mask of -inf masks fully are NaN, as after a softmax.
         """
         is_known = isinstance(mask, (str, Banded, Seeing))
         if isinstance(mask, str):
@@ -73,21 +85,22 @@ class DotProductAttention(FusedOp):
         rest = (mask, dropout_p, is_causal, scale, enable_gqa)
         if sinks is not None:
             return self.beside_sinks(query, key, value, sinks, given, *rest[1:])
-        if _counts(query, key, scale, fill, filled, is_known):
+        if _fill_matters(query, key, scale, fill, filled, is_known):
             how = {"wide_scores": self.wide_scores, "fill": fill, "filled": filled}
             return _written_out(query, key, value, *rest, **how)
-        # Where there are no queries or no keys, PyTorch's attention gives a mask no gradient, and NaN to all
-        # batches. Where a mask of finite numbers hides a whole row, the gradients of its fused kernels are
-        # wrong (torch 2.13): the log-sum-exp that they normalize by has the number of keys rounded away.
-        # Its kernels on a GPU refuse a mask of another dtype, and under autocast it rounds one to 16 bits.
+        # PyTorch's attention has these limits:
+        # - Without queries or keys, the mask gets no gradient, and the result is NaN in all batches.
+        # - If a mask of finite numbers masks a whole row, the gradients of fused kernels are wrong (torch
+        #   2.13): the number of keys is rounded away in the log-sum-exp by which they normalize.
+        # - GPU kernels refuse a mask of another dtype, and under autocast the mask is rounded to 16 bits.
         nothing = query.numel() * key.numel() == 0
-        if self.written_out and (transformed() or nothing or _runs_apart(query, given)):
+        if self.written_out and (transformed() or nothing or _is_unsupported(query, given)):
             return _written_out(query, key, value, *rest, wide_scores=self.wide_scores)
-        if transformed():  # rows that see nothing are zeros there, and have no gradient
+        if transformed():  # here, rows that see no key are zero, and have no gradient
             return ops.sdpa(query, key, value, *rest)
-        # a compiler decides by itself what a backward keeps, and has no second one
-        value = value if compiling.get() else _alone(value, query, key)
-        # with dropout the plain version would draw other random numbers
+        # a compiler chooses the tensors that a backward keeps, and records no second backward
+        value = value if compiling.get() else _in_own_storage(value, query, key)
+        # with dropout, the plain version would draw other random numbers
         twice = self.written_out and not dropout_p and not compiling.get()
         arguments = (query, key, value, given, *rest[1:])
         out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
@@ -103,17 +116,17 @@ class DotProductAttention(FusedOp):
         mask: Given,
         *rest: Any,
     ) -> Tensor:
-        """The attention with a score more for each query, which none of PyTorch's kernels has."""
+        """Compute attention with sinks (an additional score per query), which PyTorch's kernels lack."""
         how = {"wide_scores": self.wide_scores, "sinks": sinks}
         return _written_out(query, key, value, tensor_of(mask), *rest, **how)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Given, *rest: Any) -> Tensor:
-        """The attention by whichever kernel is the fastest here."""
+        """Compute attention by the fastest kernel."""
         *how, enable_gqa = rest
         may_hide_rows = self.written_out and not isinstance(mask, Seeing)
         mask = tensor_of(mask)
         if may_hide_rows and mask is not None and mask.is_floating_point() and mask.is_cuda:
-            # its kernels multiply by log2(e): the lowest number, where it hides a whole row, overflows
+            # the kernels multiply by log2(e): the lowest number of the dtype would overflow in masked rows
             mask = mask.clamp_min(torch.finfo(mask.dtype).min / 2)
         if enable_gqa and mask is not None and query.dim() == 4:
             return _ungrouped(partial(self._attend, mask=mask, how=how), query, key, value, mask)
@@ -126,15 +139,15 @@ class DotProductAttention(FusedOp):
         others = dropout_p or is_causal or torch.is_grad_enabled()
         if mask is not None and query.dim() == 4 and not others and limits.written_out(query, key):
             return _in_two_products(query, key, value, mask, scale)
-        with _math_at_hand() if self.written_out else nullcontext():
+        with _math_enabled() if self.written_out else nullcontext():
             out = ops.sdpa(query, key, value, mask, *how)
         if out.grad_fn is not None and "Cudnn" in out.grad_fn.name():
-            out.register_hook(_in_one_order)
+            out.register_hook(_length_before_heads)
         return out
 
 
-def _runs_apart(query: Tensor, given: Given) -> bool:
-    """Whether a mask is one of numbers that are added to scores, and none for PyTorch's kernels."""
+def _is_unsupported(query: Tensor, given: Given) -> bool:
+    """Return True if the mask is floating-point, and PyTorch's kernels do not support it."""
     mask = tensor_of(given)
     if mask is None or not mask.is_floating_point():
         return False
@@ -143,16 +156,17 @@ def _runs_apart(query: Tensor, given: Given) -> bool:
     return is_other or (torch.is_grad_enabled() and not isinstance(given, Seeing))
 
 
-def _counts(
+def _fill_matters(
     query: Tensor, key: Tensor, scale: float | None, fill: float | None, filled: Tensor | None, is_known: bool
 ) -> bool:
-    """Return True if a score that hidden keys were filled with may be no smaller than all others of a query.
+    """Return True if the finite score of masked keys may affect the result.
 
-    `is_known` says of the mask that every query sees a key under it, whose score is larger than a low fill.
+    It affects rows in which no other score is larger. If `is_known`, the mask is classified, and every query
+    sees a key, whose score is larger than a low fill.
     """
     if filled is None:
         return fill is not None and fill > LOW and _may_reach(query, key, scale, fill)
-    if fill in (None, -torch.inf):  # the mask has it, and the forward in kernels is right
+    if fill in (None, -torch.inf):  # the mask contains the score, and the forward of kernels is correct
         return not is_known and torch.is_grad_enabled()
     return not is_known or fill > LOW
 
@@ -160,14 +174,14 @@ def _counts(
 def _may_reach(query: Tensor, key: Tensor, scale: float | None, fill: float) -> bool:
     """Return True if scores may be as low as a fill.
 
-    The values of queries and keys decide, for which a GPU is waited for. Where a call is traced or recorded,
-    nobody knows them: the fill counts on a CPU, and is hidden on a GPU, whose kernels run.
+    This depends on the values of queries and keys, so it synchronizes with the GPU. A traced or recorded call
+    has no values: return True on a CPU, and False on a GPU, where the kernels run.
     """
     if not query.numel() * key.numel():
         return False
     if traced() or is_fake(query) or query.is_meta:
         return query.device.type == "cpu"
-    if recorded() or limits.replayed:  # a recording may not wait for the GPU
+    if recorded() or limits.replayed:  # a recording must not synchronize
         return False
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad():
@@ -178,14 +192,17 @@ def _may_reach(query: Tensor, key: Tensor, scale: float | None, fill: float) -> 
 
 
 def _may_be_blind(mask: Given) -> bool:
-    """Whether a query may see no key under this mask."""
+    """Return True if some query may see no key under this mask."""
     return mask.blind if isinstance(mask, Banded) else not isinstance(mask, Seeing)
 
 
 @contextmanager
-def _math_at_hand() -> Iterator[None]:
-    """Let PyTorch's attention fall back on products and a softmax, though somebody has switched that off: of
-    attention that a model has written out, no kernel was asked for that could be missing."""
+def _math_enabled() -> Iterator[None]:
+    """Enable PyTorch's math kernel, even if the user has disabled it.
+
+    A model with attention in separate operations does not request a kernel, so attention must not raise
+    because a kernel is missing.
+    """
     missing = not torch.backends.cuda.math_sdp_enabled()
     if missing:
         torch.backends.cuda.enable_math_sdp(True)
@@ -203,11 +220,11 @@ def _ungrouped(
     value: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """attend() with as many heads of queries as of keys and values: none of PyTorch's fused kernels takes
-    both a mask and heads that several queries share.
+    """Call attend() with equally many heads of queries, keys and values.
 
-    A single query, as in a generation, becomes a row for each head of its group, so that keys and values are
-    read once; where there are more queries, keys and values are repeated.
+    PyTorch's fused kernels do not support a mask with grouped-query attention. With a single query, as in
+    generation, the query heads of a group become rows, and keys and values are read once. With more queries,
+    keys and values are repeated.
     """
     batch, heads, length, width = query.shape
     groups = key.shape[-3]
@@ -218,8 +235,8 @@ def _ungrouped(
 
 
 def _in_two_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attention with scores in fp32, as the fused kernels have them."""
-    keys = key.expand(*query.shape[:2], -1, -1)  # which all heads may share
+    """Compute attention with fp32 scores, as the fused kernels do."""
+    keys = key.expand(*query.shape[:2], -1, -1)  # all heads may share the keys
     scores = _multiplied_in_fp32(query.flatten(0, 1), keys.flatten(0, 1).transpose(-2, -1))
     scores = scores.unflatten(0, query.shape[:2]) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
@@ -230,14 +247,13 @@ def _multiplied_in_fp32(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x, y, out_dtype=torch.float32) if x.is_cuda else torch.bmm(x.float(), y.float())
 
 
-def _alone(value: Tensor, *others: Tensor) -> Tensor:
-    """Values [batch, heads, length, width] in storage of their own, where they are a part of a product of q,
-    k and v and the backward needs nothing else of it.
+def _in_own_storage(value: Tensor, *others: Tensor) -> Tensor:
+    """Return values [batch, heads, length, width], copied if they alone would keep a larger tensor in memory.
 
-    The backward of rotated queries and keys keeps what the rotation returned. The product itself would then
-    stay in memory for its values, a third of it or less.
+    Values may be a slice of a joint q, k and v projection. With rotary embeddings, the backward keeps the
+    rotated queries and keys. It would keep the whole projection for the values, a third of it or less.
     """
-    # values of stride 0 are expanded, several heads read the same numbers: a copy would repeat them
+    # stride 0: heads share expanded values, which a copy would repeat
     if not value.requires_grad or value.dim() != 4 or 0 in value.stride():
         return value
     storage = value.untyped_storage()
@@ -247,18 +263,22 @@ def _alone(value: Tensor, *others: Tensor) -> Tensor:
     return value.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, length, heads, width] in memory
 
 
-def _in_one_order(grad: Tensor) -> Tensor:
-    """A gradient [batch, heads, length, width] as models hand it back, batch and length first in memory.
+def _length_before_heads(grad: Tensor) -> Tensor:
+    """Return a gradient [batch, heads, length, width] in the memory order [batch, length, heads, width].
 
-    PyTorch keeps cuDNN's plan of a backward by the sizes and strides of all but this gradient (torch 2.11):
-    in another order than that of the first call it would be read wrongly.
+    PyTorch caches cuDNN's plan of a backward by the sizes and strides of all tensors except this gradient
+    (torch 2.11). A plan would misread a gradient with other strides than in the first call. Gradients of
+    models usually have this order.
     """
     return grad.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _with_nan_rows(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """NaN in the rows that see nothing, and in gradients where a softmax of only -inf makes them NaN: in all
-    where the mask was added to the scores, in those of the values where scores were filled."""
+    """Return attention with NaN in rows that see no key, and in the gradients that a softmax makes NaN.
+
+    A softmax over -inf only is NaN. If the mask is added to the scores, all gradients are NaN. If scores are
+    filled by a boolean mask, only the gradients of the values are NaN.
+    """
     if mask.dtype is not torch.bool:
         return out * torch.where(mask.isneginf().all(-1, keepdim=True), torch.nan, 1.0).to(out.dtype)
     seen = mask.any(-1, keepdim=True)
@@ -277,7 +297,7 @@ class _NaNRows(torch.autograd.Function):
         (seen,) = ctx.saved_tensors
         lost = ~seen.all(-2, keepdim=True)
         heads, groups = lost.shape[-3:-2], ctx.shape[-3:-2]
-        if heads and heads[0] > groups[0]:  # which several of these heads share
+        if heads and heads[0] > groups[0]:  # several heads of queries share a head of values
             lost = lost.unflatten(-3, (groups[0], -1)).any(-3)
         of_value = torch.where(lost, torch.nan, grad.new_zeros(())).expand(ctx.shape)
         return torch.where(seen, grad, 0.0), of_value, None
@@ -297,13 +317,15 @@ def _written_out(
     fill: float | None = None,
     filled: Tensor | None = None,
 ) -> Tensor:
-    """The attention in operations that have every derivative, and those of a derivative forward: the softmax
-    that PyTorch's own attention calls has no backward of the latter (torch 2.13)."""
+    """Compute attention in operations with derivatives of every order, including those of forward mode.
+
+    The softmax of PyTorch's attention has no backward of a forward-mode derivative (torch 2.13).
+    """
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (part.repeat_interleave(groups, -3) for part in (key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.dtype is torch.float16 and not wide_scores:  # which has no room for scores before the scale
+    if query.dtype is torch.float16 and not wide_scores:  # unscaled scores may overflow in fp16
         query, factor = query * factor, 1.0
     scores = (query.float() @ key.float().mT) if wide_scores else query @ key.mT
     if is_causal:
@@ -312,10 +334,10 @@ def _written_out(
         scores = ops.filled(scores * factor, mask, fill, filled)
     elif mask is None or mask.dtype is torch.bool:
         scores = scores * factor
-        # beside a sink of -inf, too, a row that sees nothing is a number
+        # with sinks, a row that sees no key must not be NaN, even if the sink is -inf
         fill = -torch.inf if sinks is None else torch.finfo(scores.dtype).min
         scores = scores if mask is None else scores.masked_fill(~mask, fill)
-    elif compiling.get():  # inductor would put a fused kernel in the place of softmax(scores + mask)
+    elif compiling.get():  # inductor would replace softmax(scores + mask) by a fused kernel
         scores = scores * factor - (-mask)
     else:
         scores = torch.add(mask, scores, alpha=factor)
@@ -327,6 +349,6 @@ def _written_out(
 
 
 def _math(query: Tensor, key: Tensor, value: Tensor, mask: Given, *rest: Any) -> Tensor:
-    """The attention as products and a softmax, which have every derivative."""
+    """Compute attention by PyTorch's math kernel, which has derivatives of every order."""
     with sdpa_kernel(SDPBackend.MATH):
         return ops.sdpa(query, key, value, tensor_of(mask), *rest)

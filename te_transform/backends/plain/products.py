@@ -84,7 +84,7 @@ class Linear(FusedOp):
 
 
 class PaddedLinear(Linear):
-    """A linear layer that pads its weight with zeros to a multiple of 64 rows, if this makes a call faster."""
+    """A linear layer that pads its weight with zeros to a multiple of 64 rows, if this makes calls faster."""
 
     MULTIPLE = 64
 
