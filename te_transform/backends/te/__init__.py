@@ -1,9 +1,9 @@
-"""The fused ops on NVIDIA Transformer Engine: the only folder that imports it.
+"""The fused ops on NVIDIA Transformer Engine, which only this folder imports.
 
-Products run in TE's own modules, built on meta and without parameters; each call puts the weights that it was
-given in their place. The modules, which hold what FP8 needs from one step to the next, belong to the
-parameters, see joined.State. Where TE has no kernel for a call (another device, float32), or none that is
-faster (few tokens), the op runs in plain PyTorch, and `plain_calls` counts why.
+Matrix products run in TE's modules, which are built on the meta device without parameters. Each call assigns
+its weights to them. The modules keep FP8 state between steps. They belong to the parameters, see
+joined.State. The op runs in plain PyTorch if TE has no kernel for a call (another device, float32), or no
+faster one (few tokens). `plain_calls` counts the reasons.
 """
 
 from te_transform.backends.fp8.ops import KERNELS

@@ -1,4 +1,4 @@
-"""Attention within a band of keys in cuDNN's kernels, called through TE: through PyTorch they take masks."""
+"""Attention within a band of keys, by cuDNN's kernels through TE. PyTorch calls them with masks only."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ from te_transform.backends.limits import (
 from te_transform.backends.tracing import compiling, traced
 from te_transform.graph.bound import F
 
-_HAS_FORMATS = "o_format" in inspect.signature(fused_attn.fused_attn_fwd).parameters  # older ones have not
+# older versions of TE do not have the parameter
+_HAS_FORMATS = "o_format" in inspect.signature(fused_attn.fused_attn_fwd).parameters
 _KERNEL = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
 class DotProductAttention(cudnn.DotProductAttention):
-    """Attention by cuDNN's kernels, called through TE within a band of keys, and for lengths of which there
-    are many; otherwise through PyTorch, which takes masks and dropout."""
+    """Attention by cuDNN's kernels.
+
+    They are called through TE within a band of keys, and for odd lengths (see limits.has_odd_lengths()).
+    Otherwise, they are called through PyTorch, which supports masks and dropout.
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: plain.Given, *rest: Any) -> Tensor:
-        """As the op does; a mask that is a band is not read where kernels know of bands."""
+        """Compute attention. Kernels for bands do not read a mask that is a band."""
         dropout_p, is_causal, scale, enable_gqa = rest
         band = _band_of(mask, is_causal, query, key)
-        # which are called in less of the CPU's time through PyTorch, where that does
+        # without a mask and with even lengths, a call through PyTorch is as good, and takes less CPU time
         is_alike = mask is None and not (query.dim() == 4 and has_odd_lengths(query, key))
         if is_alike or band is None or not _HAS_FORMATS or (traced() and not compiling.get()):
             return super().attend(query, key, value, mask, *rest)
@@ -44,26 +48,26 @@ class DotProductAttention(cudnn.DotProductAttention):
         return _attended(parts, None, mask, band, scale)
 
     def beside_sinks(self, *arguments: Any) -> Tensor:
-        """As the op does, by cuDNN's kernels within a band of keys."""
-        plainly = super().beside_sinks
+        """Compute attention with sinks, within a band of keys by cuDNN's kernels."""
+        in_pytorch = super().beside_sinks
         if traced() and not compiling.get():
-            return plainly(*arguments)
+            return in_pytorch(*arguments)
         if why := _without_sinks(*arguments):
-            self.plain_calls[f"attention beside sinks, {why}"] += 1
-            return plainly(*arguments)
+            self.plain_calls[f"attention with sinks, {why}"] += 1
+            return in_pytorch(*arguments)
         if compiling.get():
             return _beside_sinks(*arguments)
-        return differentiable_twice(_beside_sinks, plainly, arguments)
+        return differentiable_twice(_beside_sinks, in_pytorch, arguments)
 
 
 def _without_sinks(
     query: Tensor, key: Tensor, value: Tensor, _: Tensor, mask: plain.Given, *rest: Any
 ) -> str | None:
-    """Why kernels cannot take this attention beside sinks, or None."""
+    """Return why kernels cannot run this attention with sinks, or None."""
     dropout_p, is_causal, _, enable_gqa = rest
     band = _band_of(mask, is_causal, query, key)
     if band is None or not _HAS_FORMATS:
-        return "a mask that is no band of keys" if band is None else "a TE that has no formats of outputs"
+        return "a mask that is not a band of keys" if band is None else "a TE version without output formats"
     return without_band(*as_autocast(query, key, value), band, dropout_p, enable_gqa)
 
 
@@ -83,29 +87,29 @@ def _attended(
     ends = None if mask is None else _of_batch(mask, query)
     packed = bool(band.documents) or gains_packed(*parts)
     out = banded_attention.attended(*parts, ends, band, scale, packed, sinks)
-    if band.documents and band.blind:  # whose queries see each other in kernels
+    if band.documents and band.blind:  # in kernels, the queries of padding see each other
         out = torch.where(sees_itself(mask.mask)[:, None, :, None], out, 0)
     return out
 
 
 def _band_of(mask: plain.Given, is_causal: bool, query: Tensor, key: Tensor) -> Band | None:
-    """The band of keys that attention is within; None with another mask."""
+    """Return the band of keys of this attention, or None if the mask is not a band of these keys."""
     if not isinstance(mask, Banded):
         return None if mask is not None else Band(None, 0 if is_causal else None, False, False)
     queries, keys = mask.mask.shape[-2:]
-    # one that is expanded along the keys is a band of other keys than these
+    # a mask to be expanded along the keys is a band of fewer keys
     is_of_keys = keys == key.shape[-2] and (not mask.documents or queries == query.shape[-2])
     is_of_batch = mask.ends is None or _sequences(mask) in (1, len(query))
     return mask.band if is_of_keys and is_of_batch else None
 
 
 def _sequences(mask: Banded) -> int:
-    """For how many sequences the mask is one of its own."""
+    """Return the batch size of the mask."""
     return len(mask.mask) if mask.mask.dim() == 4 else 1
 
 
 def _of_batch(mask: Banded, query: Tensor) -> Tensor | None:
-    """The ends of as many sequences as there are queries of, where the mask's one stands for all."""
+    """Return the ends of the mask's sequences, repeated for the whole batch if the mask has batch size 1."""
     ends, batch = mask.ends, len(query)
     if ends is None or batch == _sequences(mask):
         return ends
@@ -114,7 +118,7 @@ def _of_batch(mask: Banded, query: Tensor) -> Tensor | None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """banded_attention.attend() by cuDNN."""
+    """Compute banded_attention.attend() by cuDNN."""
     *within, keeps = rest
     where, how = _arguments(query, key, *within)
     parts = _as_laid_out((query, key, value), how)
@@ -131,7 +135,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tenso
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """banded_attention.attend_backward() by cuDNN."""
+    """Compute banded_attention.attend_backward() by cuDNN."""
     sums, state, *within = rest
     if within[-1]:
         sums = sums.transpose(1, 2).flatten(0, 1)
@@ -152,7 +156,10 @@ def _arguments(
     scale: float,
     packed: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Where sequences begin and end, and which keys count, as TE takes them forward and backward."""
+    """Return the positional and keyword arguments of TE's forward and backward functions.
+
+    They say where sequences begin and end, and which keys a query sees.
+    """
     batch, queries, keys = len(query), query.shape[1], key.shape[1]
     of_queries, of_keys, lengths = ends, ends, (longest, longest)
     if not longest:
@@ -161,10 +168,10 @@ def _arguments(
             torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
             for length in lengths
         )
-    kind = "no_mask" if after else "causal"
-    # told nothing of the lengths, the gradients of odd ones are wrong in a CUDA graph (cuDNN 9.14)
+    mask_type = "no_mask" if after else "causal"
+    # without a padding mask, the gradients of odd lengths are wrong in a CUDA graph (cuDNN 9.14)
     if ends is not None or packed or any(length % PLANNED_LENGTHS for length in (queries, keys)):
-        kind = "padding_causal" if kind == "causal" else "padding"
+        mask_type = "padding_causal" if mask_type == "causal" else "padding"
     window = (before, after)
     if after != OPEN and window != (OPEN, 0):
         window = (queries - 1 if before == OPEN else before, after)
@@ -175,7 +182,7 @@ def _arguments(
         "attn_scale": scale,
         "qkv_layout": "_".join([form] * 3),
         "o_format": form,
-        "attn_mask_type": kind,
+        "attn_mask_type": mask_type,
         "window_size": window,
     }
     if packed:

@@ -1,4 +1,4 @@
-"""Kernels of TE's that cast what they compute to FP8, as compiled graphs call them."""
+"""TE kernels that cast their result to FP8, for the custom operators of compiled graphs, see fp8_ops.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ def _quantized_by_kernel(
     dtype: torch.dtype,
     with_transpose: bool,
 ) -> InFP8:
-    """What one kernel computes, casts, transposes and looks through for its largest value."""
+    """Run a kernel that computes, casts and transposes a tensor, and updates its amax.
+
+    Args:
+        compute: runs the kernel with a quantizer.
+        scales: the scales of a group of tensors.
+        history: the amax history, whose first row the kernel updates; None to discard the amax.
+        index: the position of the tensor in the group.
+        dtype: the FP8 dtype.
+        with_transpose: True to compute the transposed tensor too.
+    """
     amax = torch.empty_like(scales) if history is None else history[0]
     quantizer = Float8Quantizer(
         scale=scales[index : index + 1],
@@ -38,7 +47,7 @@ def _quantized_by_kernel(
     rows, transposed = held["data"].view(dtype), held["data_transpose"]
     if not with_transpose:
         transposed = held["data"].new_empty(0)
-    elif transposed is None:  # GPUs whose products read both ways have none
+    elif transposed is None:  # TE makes none on GPUs whose FP8 matrix products support every layout
         transposed = held["data"].t().contiguous()
     return rows, transposed.view(dtype), held["fp8_scale_inv"]
 
@@ -70,5 +79,5 @@ def activate_backward(
 
 @cache
 def functions_of(activation: str) -> tuple[Any, ...]:
-    """TE's functions for an activation, its gradient, and that with a bias's, which take a quantizer."""
+    """Return TE's functions of an activation: forward, gradient, and gradient with that of the bias."""
     return layernorm_mlp._act_func(activation, recipes.DelayedScaling())

@@ -1,4 +1,4 @@
-"""Cross entropy in TE's kernels."""
+"""Cross entropy by TE's kernels."""
 
 from __future__ import annotations
 
@@ -15,29 +15,38 @@ from te_transform.graph import ops
 
 
 class CrossEntropy(plain.CrossEntropy):
-    """-log softmax(logits)[target] in one kernel, which reads bf16 logits and computes in fp32."""
+    """The op -log softmax(logits)[target] in one kernel, which reads bf16 logits and computes in fp32."""
 
     def forward(
         self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
     ) -> Tensor:
-        """logits [..., vocabulary], targets [...] -> one number in `dtype`, or one a target if reduction is
-        "none"."""
+        """Compute the loss in `dtype`, from logits [..., vocabulary] and targets [...].
+
+        The loss is a scalar, or with reduction "none" one number per target.
+        """
         if traced():
             return super().forward(logits, targets, ignore_index, reduction, dtype)
         if why := without_cross_entropy(logits, targets):
             self.plain_calls[f"the loss, {why}"] += 1
             return super().forward(logits, targets, ignore_index, reduction, dtype)
         counted = targets != ignore_index
-        # the kernel would read past the logits
+        # with another target, the kernel would read memory outside of the logits
         known = ~counted | ((targets >= 0) & (targets < logits.shape[-1]))
-        check_index(known.all(), f"a target is no word of the {logits.shape[-1]} that there are")
+        check_index(
+            known.all(),
+            f"expected targets >= 0 and < {logits.shape[-1]}, or ignore_index, got another number; correct "
+            "the targets",
+        )
         losses = _CrossEntropy.apply(logits, targets, ignore_index)
         return plain.reduced(losses, counted, reduction, dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """TE's kernels keep a copy of the logits, which their backward overwrites and which they so have but
-    once. This keeps the logits themselves, which are there anyway, and runs both kernels in the backward."""
+    """The autograd function of TE's kernels, without their copy of the logits.
+
+    TE saves a copy of the logits, which its backward overwrites, so the backward cannot run twice. This
+    function saves the logits themselves, which are in memory anyway, and runs both kernels in the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
@@ -48,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (logits, targets), recorded = ctx.saved_tensors, torch.is_grad_enabled()
-        # where no target counts, a mean's gradient is infinite: the kernel would multiply its zeros by that
+        # if no target counts, the gradient of a mean is infinite, and the kernel would multiply zeros by it
         grad = grad.masked_fill(targets == ctx.ignore_index, 0)
         with torch.enable_grad():
             own = logits.view_as(logits) if recorded else logits.detach().requires_grad_()
@@ -61,7 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _losses(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """For each target, in fp32; 0 where it is ignored."""
+    """Return the loss of each target in fp32, or 0 if the target is ignored."""
     rows = logits.reshape(1, -1, logits.shape[-1])
     losses = te.parallel_cross_entropy(rows, targets.reshape(1, -1), ignore_idx=ignore_index)
     return losses.view_as(targets)

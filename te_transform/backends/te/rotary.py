@@ -1,4 +1,4 @@
-"""Rotary position embedding in TE's kernel."""
+"""Rotary position embedding by TE's kernel."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from te_transform.backends.tracing import traced
 
 
 class Rotary(plain.Rotary):
-    """Rotary position embedding in one kernel, from the angles themselves."""
+    """A rotary position embedding in one kernel, which computes cosines and sines from the angles."""
 
     def turn(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [batch, heads, length, width] -> as x."""
+        """Rotate x [batch, heads, length, width]."""
         if traced():
             return super().turn(x, angles)
         if why := without_rotary(x, angles):
-            self.plain_calls[f"the rotation, {why}"] += 1
+            self.plain_calls[f"the rotary embedding, {why}"] += 1
             return super().turn(x, angles)
         return differentiable_twice(self._rotated, super().turn, (x, angles), linear=True)
 
     def _rotated(self, x: Tensor, angles: Tensor) -> Tensor:
         columns = angles.reshape(-1, 1, 1, angles.shape[-1])
-        if self.factor != 1:  # which the kernel does not know
+        if self.factor != 1:  # the kernel has no such parameter
             x = x * self.factor
         out = apply_rotary_pos_emb(x.transpose(1, 2), columns, tensor_format="bshd", fused=True)
         return out.transpose(1, 2)
