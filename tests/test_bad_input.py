@@ -276,9 +276,9 @@ def test_a_copy_that_lacks_what_the_forward_reads_asks_for_inplace():
     with untouched(model), pytest.raises(ModelError) as raised:
         te_transform.convert(model, X)
     assert str(raised.value) == (
-        "the copy of Slotted raises AttributeError: 'Slotted' object has no attribute 'scale', and the "
-        "original does not: copy.deepcopy() leaves out what the forward reads, as it does with __slots__, "
-        "pass inplace=True"
+        "expected a copy that runs like the original, got AttributeError: 'Slotted' object has no attribute "
+        "'scale' from the copy of Slotted: copy.deepcopy() leaves out what the forward reads, as it does "
+        "with __slots__; pass inplace=True"
     )
     expected = model(X)
     assert torch.equal(te_transform.convert(model, X, inplace=True)(X), expected)

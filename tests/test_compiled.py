@@ -154,8 +154,8 @@ def test_each_size_is_compiled_once_and_not_too_many_are(compilations: Compilati
     assert specializations.MOST <= made < len(lengths)
     pair.agree(act)
     assert len(compilations) == made
-    told, report = "a graph is compiled for {} kinds of calls at most", te_transform.report(pair.converted)
-    assert f"{told.format(specializations.MOST)}, others run uncompiled" in report.notes
+    told, report = "a graph is compiled for at most {} sets of shapes", te_transform.report(pair.converted)
+    assert f"{told.format(specializations.MOST)} and modes, other calls run uncompiled" in report.notes
     assert set(report.fallbacks) == {"did not run compiled: no specialization for the call, see the notes"}
     assert str(report).count("calls of graphs did not run compiled") == 1
 

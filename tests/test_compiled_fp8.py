@@ -314,7 +314,7 @@ def test_a_recipe_that_only_tes_modules_have_is_named(te: ModuleType, compilatio
     for _ in range(2):
         pair.hold(trained)
     assert not compilations
-    assert pair.notes == ["graphs run uncompiled, Float8BlockScaling has products in TE's modules alone"]
+    assert pair.notes == ["graphs run uncompiled, Float8BlockScaling runs only in TE's modules"]
 
 
 def test_a_precision_plan_holds(te: ModuleType, compilations: Compilations) -> None:

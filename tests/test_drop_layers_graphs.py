@@ -218,7 +218,7 @@ def test_layers_that_write_run_without_cuda_graphs(counts: Counter) -> None:
         assert model.calls == call
     assert counts["recorded"] == 0
     assert runner_of(model).material.notes == [
-        "a graph whose layers are dropped runs without CUDA graphs, it cannot be cut into them"
+        "a graph whose layers are dropped runs without CUDA graphs, because it cannot be cut into layers"
     ]
 
 

@@ -49,7 +49,7 @@ def off(actual: list[Tensor], expected: list[Tensor]) -> float:
 
 @every_model
 def test_forward_in_evaluation(name: str) -> None:
-    assert not [note for note in converted(name).report.notes if "taken back" in note]
+    assert not [note for note in converted(name).report.notes if "rolled back" in note]
     for inputs in samples(name):
         expected, actual = converted(name).run(inputs)
         assert off(actual, expected) <= EVERYWHERE, {key: value.shape for key, value in inputs.items()}

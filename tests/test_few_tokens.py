@@ -109,7 +109,7 @@ def test_without_a_gate_what_was_captured_runs_at_any_size_but_for_a_recipe(unfu
     assert torch.equal(model(x), original(x))
     assert unfused == [True]
     products = len([site for site in runner_of(model).graphs[0].plan.sites if site.weights])
-    why = "a graph without gated MLPs, as fast as it was captured"
+    why = "a graph without gated MLPs, which is as fast as captured"
     assert te_transform.report(model).plain_calls[why] == products
     in_fp8(x)
     assert unfused == [True, False]

@@ -104,7 +104,7 @@ def test_what_is_captured_later_is_checked_in_the_models_own_dtype(recipe: str) 
     before = STATE.steps
     assert distance(answer(fused), answer(net())) < 0.2  # another mode, and so another graph
     assert STATE.steps == before + 1
-    assert not any("taken back" in note for note in te_transform.report(fused).notes)
+    assert not any("rolled back" in note for note in te_transform.report(fused).notes)
 
 
 class Holds(nn.Module):

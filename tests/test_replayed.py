@@ -333,7 +333,7 @@ def test_outputs_with_gradients_now_here_now_there(counts: Counter) -> None:
         pair.agree(of_one_output)
         pair.agree()
     assert notes(pair.converted) == [
-        "a graph runs without CUDA graphs, its outputs get gradients now here, now there"
+        "a graph runs without CUDA graphs, the set of its outputs with gradients keeps changing"
     ]
     before = counts["forward"]
     pair.agree()
@@ -466,7 +466,7 @@ def test_memory_that_a_weight_was_given_before_the_backward() -> None:
     pair = pair_of(Deep)
     out, weight = loss(pair.converted, X), pair.converted.blocks[0].mlp.fc2.weight
     weight.data = weight.data * 2
-    with pytest.raises(RuntimeError, match="given other memory between the forward and its backward"):
+    with pytest.raises(RuntimeError, match="address of the forward, got a new address before the backward"):
         out.backward()
 
 
@@ -560,7 +560,7 @@ class ReturnsAnInput(Odd):
 
 REFUSED = {
     ReturnsAPart: "it returns memory of an argument",
-    ReturnsAView: "it returns two tensors in one memory",
+    ReturnsAView: "it returns two tensors that share memory",
     ReturnsAnInput: "it returns memory of an argument",
 }
 
@@ -607,7 +607,7 @@ def test_a_replay_may_differ_as_far_as_the_calls_themselves(
     for _ in range(3):
         pair.converted(pair.x)[0].sum().backward()
     assert next(far, None) is None
-    said = "a graph runs without CUDA graphs, what was recorded computes other numbers, off by 0.06 where "
+    said = "a graph runs without CUDA graphs, the recording computes other numbers, off by 0.06 where "
     assert notes(pair.converted) == ([] if accepted else [said + "rounding is 0.02"])
 
 
@@ -890,11 +890,14 @@ def writing(x: Tensor, other: Tensor) -> list[Any]:
 
 
 UNFIT: dict[str, tuple[Callable[..., list[Any]], Any]] = {
-    "it is given a random generator": (doubled, torch.Generator()),
+    "it has a random generator as an argument": (doubled, torch.Generator()),
     "it reads a Marked": (doubled, X.as_subclass(Marked)),
     "it reads a tensor on meta": (doubled, X.to("meta")),
     "it writes to tensors that its operations do not name": (writing, X.clone()),
-    "it returns no tensor on the GPU, or others too": (lambda x, other: [x.sum().item()], X),
+    "it returns no tensor on the GPU, or also tensors on another device": (
+        lambda x, other: [x.sum().item()],
+        X,
+    ),
 }
 
 

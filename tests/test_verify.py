@@ -416,7 +416,7 @@ def test_a_site_that_raises_in_a_later_call_is_taken_back_and_named(monkeypatch:
     monkeypatch.setattr(plain.LayerNormLinear, "forward", forward)
     with torch.no_grad():  # another mode, and so another graph
         assert torch.equal(converted.eval()(X), model.eval()(X))
-    found = [note for note in te_transform.report(converted).notes if "taken back in a later call" in note]
+    found = [note for note in te_transform.report(converted).notes if "rolled back in a later call" in note]
     assert found
     assert all("NotImplementedError: no such kernel" in note for note in found)
 
@@ -495,7 +495,7 @@ def test_a_site_is_built_alone_with_sizes_that_only_the_fused_op_asks_for() -> N
     for sizes in ((7, 3), (5, 4)):
         given = inputs(*sizes)
         torch.testing.assert_close(converted(*given), model(*given))
-    assert not [note for note in te_transform.report(converted).notes if "taken back" in note]
+    assert not [note for note in te_transform.report(converted).notes if "rolled back" in note]
 
 
 class WrongInBackward(plain.LayerNormLinear):

@@ -50,7 +50,7 @@ def waits_for_all_gradients() -> bool:
 
 
 def _meshes_of(model: nn.Module) -> list[Any]:
-    """Return the meshes of the model, those with more dimensions first."""
+    """Return the device meshes of the model, sorted by decreasing number of dimensions."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 

@@ -39,7 +39,7 @@ def skipped_inside(model: nn.Module, globs: tuple[str, ...]) -> dict[int, frozen
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks by path, without lists in lists and other modules that nobody calls."""
+    """Return the blocks by path, without nested lists and other modules that are never called."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)

@@ -47,7 +47,7 @@ def _backward(loss: Tensor, trained: list[nn.Parameter]) -> None:
     except RuntimeError as error:
         if "checkpoint" not in str(error):
             raise
-        log.warning("gradients are not calibrated: reentrant checkpoints cannot be run for a calibration")
+        log.warning("gradients are not calibrated: reentrant checkpoints cannot run in a calibration")
 
 
 def loss_of(out: Any) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The modes that a call runs in. Executors ask them here, and nowhere else."""
+"""The modes that a call runs in. Executors read them only here."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class CallContext:
 
     Attributes:
         args, kwargs: of the call; a graph has no kwargs.
-        is_observed: whether the conversion or verify() looks at the call.
-        observe_only: whether the call runs as captured for that.
-        found: what an executor's refuse() found out for its run().
+        is_observed: True if the conversion or verify() observes the call.
+        observe_only: True if the observed call runs as captured.
+        found: a result of an executor's refuse() for its run().
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class CallContext:
 
     @cached_property
     def is_checkpointed(self) -> bool:
-        """True if hooks take what autograd saves, as those of a checkpoint that will repeat the call."""
+        """True if hooks receive the tensors that autograd saves, as in a checkpoint that repeats the call."""
         return saving_hooks()
 
     @cached_property
     def in_backward(self) -> bool:
-        """True if a backward makes the call, as a checkpoint repeats a forward."""
+        """True within a backward, in which a checkpoint repeats a forward."""
         return in_backward()
 
     @cached_property
@@ -64,12 +64,12 @@ class CallContext:
 
     @cached_property
     def is_recorded(self) -> bool:
-        """True if somebody else records a CUDA graph."""
+        """True if the user records a CUDA graph."""
         return recorded()
 
     @cached_property
     def is_deterministic(self) -> bool:
-        """True if all calls have to compute the same bits."""
+        """True if all calls must compute the same bits."""
         return torch.are_deterministic_algorithms_enabled()
 
     @cached_property
@@ -102,11 +102,11 @@ class ModuleCall(CallContext):
 
     Attributes:
         role: of the module in the model.
-        module: that is called.
-        forward: of the module's own class.
+        module: the called module.
+        forward: the forward of the user's class.
         options: of the conversion.
         division: of the parameters among ranks.
-        trial: what the call is timed for; None if it is not.
+        trial: the trial that times this call, or None.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class ModuleCall(CallContext):
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """The arguments that are tensors; those inside of containers are not among them."""
+        """The arguments that are tensors, without tensors inside of containers."""
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
 
     @cached_property
     def is_decoding(self) -> bool:
-        """True if this is a step of a generation: one token of each sequence, without gradients."""
+        """True if this is a step of generation: one token per sequence, without gradients."""
         if self.records_gradients or not self.tensors:
             return False
         first = self.tensors[0]
@@ -150,7 +150,7 @@ class ModuleCall(CallContext):
 
     @cached_property
     def is_evaluated(self) -> bool:
-        """True if the module is called in evaluation, and nothing of it is trained."""
+        """True if the module is in evaluation mode, and none of its parameters gets a gradient."""
         trains = self.records_gradients and any(p.requires_grad for p in self.module.parameters())
         return not self.module.training and not trains
 

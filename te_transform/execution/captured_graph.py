@@ -1,4 +1,4 @@
-"""One captured graph of a converted model, and what runs in its place."""
+"""A captured graph of a converted model, and the executors that run it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Owner(Protocol):
         """Add a sentence to the report, once."""
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
-        """Return what is wrong with sites of the graph on the values of its first call."""
+        """Return the sites that compute wrong values in the first call of the graph, with the reasons."""
 
 
 class Calls(NamedTuple):
@@ -100,18 +100,18 @@ class CapturedGraph:
         self.executors: tuple[Executor, ...] = (self.fused, self.as_captured)
         if self.options.compile:
             self.executors = (Inductor(*made, self.fused, self.owner.tell), *self.executors)
-        if self.options.graphs:  # these record the compiled graph
+        if self.options.graphs:  # with `compile`, CUDA graphs record the compiled graph
             recorded = CudaGraph(*made, self.fused, self.owner.tell, self.owner.ranks)
             self.executors = (recorded, self.fused, self.as_captured)
 
     def forget_recordings(self) -> None:
-        """Free what was recorded of calls that run all layers, which holds the memory of a step."""
+        """Free the recordings of calls that run all layers. They hold the memory of a training step."""
         for executor in self.executors:
             if isinstance(executor, CudaGraph):
                 executor.specializations.lowered.clear()
 
     def release(self) -> None:
-        """Free what was compiled and recorded."""
+        """Free compiled code and recordings."""
         self.executors = (self.fused, self.as_captured)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -138,7 +138,7 @@ class CapturedGraph:
         return last.run(call)
 
     def fallbacks_told(self) -> Counter[str]:
-        """Return the fallbacks as sentences; ops count those from fused to captured by themselves."""
+        """Return the fallbacks as sentences, except for those from fused to captured, which ops count."""
         counted = ((name, why, n) for (name, why), n in self.fallbacks.items() if name != Fused.name)
         return Counter({f"did not run {name}: {why}": n for name, why, n in counted})
 
@@ -171,7 +171,7 @@ class CapturedGraph:
         self.count_anew()
 
     def count_anew(self) -> None:
-        """Count fallbacks and calls in plain PyTorch from here on: those before were not the user's."""
+        """Reset the counts of fallbacks and calls in plain PyTorch. Earlier calls were not the user's."""
         self.fallbacks.clear()
         for site in self.plan.sites:
             site.fused.plain_calls.clear()
@@ -210,5 +210,5 @@ class CapturedGraph:
 
     @property
     def captured(self) -> fx.GraphModule:
-        """The graph as dynamo gave it."""
+        """The graph from dynamo."""
         return self.plan.captured

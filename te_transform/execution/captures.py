@@ -16,13 +16,13 @@ Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
 
 
 class Captures:
-    """The captured forward of each class, until somebody replaces a method on the path of its calls.
+    """The captured forward of each class, until a method on the path of its calls is replaced.
 
-    Dynamo guards the class of a module, not what the class has for a forward, nor who calls that.
+    Dynamo guards the class of a module, but not the forward of the class, nor the methods that call it.
 
     Attributes:
-        graphs: that were captured so far.
-        checker: finds the wrong sites of a graph at its first call; None if nobody asked for that.
+        graphs: the graphs that were captured so far.
+        checker: finds the wrong sites of a graph at its first call; None if checks are off.
     """
 
     def __init__(self, checker: Checker | None = None):
@@ -32,17 +32,17 @@ class Captures:
         self.methods: dict[type, tuple[Any, ...]] = {}
 
     def of(self, kind: type, make: Callable[[], Capture]) -> Capture:
-        """Return the captured forward of a class, made by `make` if there is none yet."""
+        """Return the captured forward of a class, and make it by `make` if there is none yet."""
         if kind not in self.runs:
             self.runs[kind] = make()
         return self.runs[kind]
 
     def forget(self, kind: type) -> None:
-        """Capture the forward of a class anew."""
+        """Discard the captured forward of a class. It is captured anew at its next call."""
         self.runs.pop(kind, None)
 
     def clear(self) -> None:
-        """Capture all forwards anew."""
+        """Discard all captured forwards."""
         self.runs.clear()
 
     def note_methods(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ class Captures:
         self.methods |= {kind: _methods_called(kind) for kind in map(own_class, model.modules())}
 
     def forget_replaced(self) -> None:
-        """Capture all forwards anew if such a method was replaced."""
+        """Discard all captured forwards if a method on the path of the modules' calls was replaced."""
         if any(_methods_called(kind) != methods for kind, methods in self.methods.items()):
             self.runs.clear()
             self.methods.clear()

@@ -1,7 +1,6 @@
 """Subclasses of the user's module classes, whose forward runs captured graphs.
 
-A module gets another class, and one attribute; its parameters, submodules and other attributes stay as they
-are.
+A module gets another class and one attribute. Its parameters, submodules and other attributes do not change.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class Carrier(Protocol):
     def call(
         self, role: ModuleRole, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
-        """Run a call of the model, a part or a block. `forward` is that of the user's class."""
+        """Run a call of the model, a part or a block. `forward` is the forward of the user's class."""
 
 
 class Role(Enum):
-    """The role of a module that is captured by itself.
+    """The role of a module that is captured separately.
 
-    A part holds blocks and is captured where it is called by itself: an encoder by generate(), a backbone by
-    the trainers of TRL. A block is captured where blocks are captured one by one.
+    A part holds blocks. It is captured if it is called directly: an encoder by generate(), a backbone by the
+    trainers of TRL. A block is captured if blocks are captured one by one.
     """
 
     MODEL, PART, BLOCK = range(3)
@@ -71,14 +70,14 @@ def swap_class(module: nn.Module, role: ModuleRole) -> None:
     """Make a module run its captured forward.
 
     Raises:
-        ModelError: its class takes no subclass.
+        ModelError: its class cannot be subclassed.
     """
     module.__dict__[CONVERTED] = role
     module.__class__ = captured_class(type(module), role.skipped)
 
 
 def restore_class(module: nn.Module) -> None:
-    """Give a module its own class and forward back, if it has another."""
+    """Restore the user's class and forward of a module."""
     module.__dict__.pop(CONVERTED, None)
     _give_class_back(module)
 
@@ -138,7 +137,7 @@ def _stays_out() -> bool:
 
 @torch._dynamo.disable
 def _by_itself(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Run a part or a block by itself. Dynamo cannot trace this function, so the outer graph ends here."""
+    """Run the captured forward of a part or a block. Dynamo ends the outer graph at this function."""
     role = vars(module).get(CONVERTED)
     if role is None:
         return forward(module, *args, **kwargs)
@@ -147,7 +146,7 @@ def _by_itself(forward: Callable[..., Any], module: nn.Module, args: tuple, kwar
 
 @torch._dynamo.assume_constant_result
 def _tell_compilers() -> bool:
-    # if dynamo gives up on a forward, it traces the functions that the forward calls
+    # if dynamo cannot trace a forward, it traces the functions that the forward calls
     if CompileContext.try_get() is not None and not is_our_capture() and not torch.compiler.is_exporting():
         tell_of_the_option()
     return True
@@ -163,19 +162,19 @@ def tell_of_the_option() -> None:
 
 
 for _asked in (_tell_compilers, _stays_out):
-    skip_code(_asked.__code__)  # their code is no part of the user's forward
+    skip_code(_asked.__code__)  # the code is not part of the user's forward
 
 _CLASSES: dict[tuple[type, frozenset[str]], type] = {}
 _ORIGINALS: dict[type, type] = {}
 
 
 def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
-    """Return the subclass of `kind` whose forward is the captured one.
+    """Return the subclass of `kind` that runs the captured forward.
 
     Each class and set of skipped paths has one subclass, so instances share captured code.
 
     Raises:
-        ModelError: the class takes no subclass.
+        ModelError: the class cannot be subclassed.
     """
     kind = _ORIGINALS.get(kind, kind)
     if (kind, skipped) not in _CLASSES:

@@ -10,13 +10,13 @@ from torch import fx, nn
 
 
 class Ranks(Protocol):
-    """The ranks that a model is divided among, as what records its calls knows them."""
+    """The ranks of a divided model, for the recording of its calls."""
 
     def agreed(self, why: str | None) -> str | None:
-        """Return why something cannot be done, on this rank or on another one; waits for all of them."""
+        """Return why an action is impossible on this rank or another, or None. Synchronize all ranks."""
 
     def freed_before_end(self, recording: Any) -> None:
-        """Free a recording of exchanges between the ranks before their group ends."""
+        """Free a recording with collectives before their process group is destroyed."""
 
 
 class Division(Protocol):
@@ -27,21 +27,21 @@ class Division(Protocol):
     def graph(
         self, captured: fx.GraphModule, fuse: Callable[[fx.GraphModule], Callable[..., Any]]
     ) -> Callable[..., Any]:
-        """Return what dynamo calls in the place of a captured graph."""
+        """Return the function that dynamo calls instead of a captured graph."""
 
     def standing_in(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Put stand-ins in the places of these modules' parameters, for a call that is captured."""
+        """Replace the parameters of these modules by stand-ins, for a call that is captured."""
 
     def whole(self, modules: Iterable[nn.Module], repeats: bool = False) -> AbstractContextManager[None]:
-        """Put whole parameters in the places of the shards, for a call of the user's own code.
+        """Replace the shards by whole parameters, for a call of the user's own code.
 
         Args:
-            modules: whose parameters they are.
-            repeats: whether a backward is going to repeat parts of that code.
+            modules: the modules whose parameters are replaced.
+            repeats: True if a backward will repeat parts of this code.
         """
 
     def told(self) -> Iterator[str]:
-        """Yield what is divided among the ranks, and why not more, in sentences for the report."""
+        """Yield sentences for the report: what is divided among the ranks, and why the rest is not."""
 
     def collect(self) -> None:
-        """Put whole parameters in the places of the shards for good."""
+        """Replace the shards by whole parameters permanently."""

@@ -15,16 +15,16 @@ class Extension(Protocol):
     """An extension of one converted model."""
 
     def is_on(self) -> bool:
-        """Return True if calls of this step may compute something else than the user's own code."""
+        """Return True if calls of this step may compute something different from the user's own code."""
 
     def around(self, call: ModuleCall) -> AbstractContextManager[None]:
         """Enter a call of the model, of a part of it, or of a block."""
 
     def learn(self, call: ModuleCall, out: Any) -> None:
-        """Take note of what the call has returned."""
+        """Note the output of the call."""
 
     def executor(self, graph: Any) -> Executor:
         """Return the executor that a captured graph asks before its own."""
 
     def attach(self, block: nn.Module) -> None:
-        """Take note of a block that is captured by itself from now on."""
+        """Note a block that is captured separately from now on."""

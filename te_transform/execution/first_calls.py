@@ -27,8 +27,13 @@ from te_transform.plan.model import ModelError
 log = logging.getLogger(__name__)
 
 _UNSAVED = (
-    "{}: if the forward changes it, so do the calls that convert() makes, and nothing puts it back; set it "
-    "anew after convert()"
+    "{}: if the forward changes it, the calls of convert() change it too, and convert() cannot restore it; "
+    "set it anew after convert()"
+)
+
+_DIFFERS = (
+    "expected a forward that does the same when it is traced or in a subclass, got one that does something "
+    "else; the model runs the user's own code"
 )
 
 
@@ -59,8 +64,9 @@ def first_calls(
     def check_own(arguments: Sequence[Any]) -> None:
         if any(id(argument) in others for argument in arguments):
             raise ModelError(
-                f"the forward of {type(model).__name__} reads parameters through a function that the copy "
-                "shares with the original, they would not be the copy's own: pass inplace=True"
+                f"expected a forward that reads only parameters of its module, got {type(model).__name__}, "
+                "whose forward reads the original's parameters through a function that the copy shares; pass "
+                "inplace=True"
             )
 
     with (
@@ -93,7 +99,7 @@ def traced_otherwise(
 ) -> str | None:
     """Return why the captured forward differs from the model, or None.
 
-    Code may ask if it is traced, or for its class, and compute something else then.
+    Code may compute something different if it is traced, or in a subclass.
     """
 
     def outputs() -> list[Tensor]:
@@ -105,13 +111,10 @@ def traced_otherwise(
     with own_classes(model):
         expected = outputs()
         off = _off(found, expected)
-        # a forward that differs from itself draws random numbers of its own
+        # a forward whose results differ from call to call draws random numbers outside of PyTorch
         if off <= rounding(filter(Tensor.is_floating_point, expected)) or _off(outputs(), expected):
             return None
-    return (
-        f"captured, the forward computes other numbers, off by {off:.2g}: it does something else where it is "
-        "traced or in a subclass, one that does the same is needed; the model runs the user's own code"
-    )
+    return f"captured, the forward computes other numbers, off by {off:.2g}: {_DIFFERS}"
 
 
 def fails_captured(
@@ -138,18 +141,16 @@ def fails_captured(
         return raises_captured(raised)
     if original is not None and takes(original, model):
         raise ModelError(
-            f"the copy of {type(model).__name__} raises {in_a_line(raised)}, and the original does not: "
-            "copy.deepcopy() leaves out what the forward reads, as it does with __slots__, pass inplace=True"
+            f"expected a copy that runs like the original, got {in_a_line(raised)} from the copy of "
+            f"{type(model).__name__}: copy.deepcopy() leaves out what the forward reads, as it does with "
+            "__slots__; pass inplace=True"
         ) from error
     raise error
 
 
 def raises_captured(raised: BaseException) -> str:
-    """Return the note for a captured forward that raises where the model does not."""
-    return (
-        f"captured, the forward raises {in_a_line(raised)}: it does something else where it is traced or in "
-        "a subclass, one that does the same is needed; the model runs the user's own code"
-    )
+    """Return the note for a captured forward that raises although the model's own forward does not."""
+    return f"captured, the forward raises {in_a_line(raised)}: {_DIFFERS}"
 
 
 def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -19,8 +19,8 @@ class GradientMemory:
     next forward.
 
     Args:
-        gradients: that each replay of the backward overwrites.
-        copies: True if copies are returned, because a gradient was held by something other than `.grad`.
+        gradients: the gradients that each replay of the backward overwrites.
+        copies: True to return copies, because something other than `.grad` held a gradient.
     """
 
     def __init__(self, gradients: Sequence[Tensor | None], copies: bool):
@@ -31,7 +31,7 @@ class GradientMemory:
 
     def take(self) -> list[Tensor | None]:
         """Return the gradients of the last replay; see is_free()."""
-        given: set[int] = set()  # two gradients may be one tensor, which autograd hands out as two
+        given: set[int] = set()  # two gradients may be one tensor, but autograd needs two
         found: list[Tensor | None] = []
         for grad in self.gradients:
             storage = None if grad is None else grad.untyped_storage()._cdata
@@ -41,9 +41,9 @@ class GradientMemory:
         return found
 
     def is_free(self, arguments: Sequence[Any]) -> bool:
-        """Return True if a replay may overwrite the gradients; the first call must come before any holder.
+        """Return True if a replay may overwrite the gradients. The first call must precede all holders.
 
-        A `.grad` that still holds one, as in gradient accumulation, is replaced by a copy.
+        A `.grad` that still holds a gradient, as in gradient accumulation, is replaced by a copy.
 
         Args:
             arguments: of the next call, whose parameters' `.grad` are replaced.
@@ -59,7 +59,7 @@ class GradientMemory:
         return not self._held()
 
     def _held(self) -> set[int]:
-        """Return the storages that something else holds too."""
+        """Return the storages that have other holders."""
         counts = {storage: torch._C._storage_Use_Count(storage) for storage in self.storages}
         if not self.alone:
             self.alone = counts

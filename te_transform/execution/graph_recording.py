@@ -29,24 +29,23 @@ from te_transform.execution.rerun import (
 )
 from te_transform.execution.writes import Writes
 
-MOST_CHANGES = 2  # of which outputs get gradients, each of which is recorded anew
+MOST_CHANGES = 2  # changes of the set of outputs with gradients; each change causes a new recording
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of tensors, and what has to be known of it for its calls to be replayed.
+    """A function of tensors, with the properties that its recording needs.
 
     Args:
-        run: the function; returns a sequence of tensors, and of values that are the same in all calls.
-        stays: for each argument whether its memory is the model's, and belongs to the kind of call; others
-            are copied to where the recorded kernels read them.
-        writes: the places of the arguments that it writes to.
-        states: the places of those in which it notes what it has seen, for others: FP8's largest values.
-        note: gets a sentence where calls cannot be replayed.
-        ranks: that the model is divided among. A recording calls the function more often than a call does,
-            and each of these calls exchanges numbers with other ranks: all have to record in the same one. So
-            the kind of a call is not told by where its tensors lie, which each rank finds by itself; where
-            they do not lie as in the recording, the function runs.
+        run: the function. It returns a sequence of tensors, and of values that are the same in all calls.
+        static_inputs: for each argument, True if it is memory of the model, whose address belongs to the
+            signature of a call. Other arguments are copied to the addresses that the recorded kernels read.
+        writes: the indices of the arguments that the function writes to.
+        states: the indices of the arguments in which it updates state, such as the amax of FP8.
+        note: receives a sentence if calls cannot be replayed.
+        ranks: the ranks of a divided model. A recording calls the function several times, and each of these
+            calls runs collectives, so all ranks must record the same call. Addresses differ per rank, so they
+            are not part of the signature. If they changed since the recording, the function runs.
     """
 
     run: Run
@@ -58,7 +57,7 @@ class Function:
 
     @property
     def changes(self) -> list[int]:
-        """The places of the arguments that a call changes."""
+        """The indices of the arguments that a call changes."""
         return [*self.writes, *self.states]
 
     def agreed(self, why: str | None) -> str | None:
@@ -68,20 +67,17 @@ class Function:
 
 @dataclass(eq=False)
 class CallSignature:
-    """One kind of call: what is known of it, and what was recorded.
+    """The calls with the same shapes and mode, and their recording."""
 
-    `wanted` are the outputs that got gradients in its warm-ups.
-    """
-
-    trained: list[int]  # the places of the arguments that need a gradient, one for each tensor
-    writes: set[int] = field(default_factory=set)  # the places of arguments that calls were seen to write to
+    trained: list[int]  # the indices of the arguments that need a gradient, one for each tensor
+    writes: set[int] = field(default_factory=set)  # the indices of the arguments that calls wrote to
     calls: int = 0
-    wanted: set[int] = field(default_factory=set)
+    wanted: set[int] = field(default_factory=set)  # the outputs that got gradients in the warm-ups
     refused: bool = False
-    changes: int = 0  # of `wanted`, after it was recorded
-    copies_gradients: bool = False  # because they are held beside `.grad`
+    changes: int = 0  # changes of `wanted` after a recording
+    copies_gradients: bool = False  # True if something other than `.grad` held a gradient
     graphs: GraphRecording | None = None
-    waiting: Callable[[], Any] | None = None  # a weak reference to the last forward that has had no backward
+    waiting: Callable[[], Any] | None = None  # a weak reference to the last forward without a backward
 
     def knows_gradients(self) -> bool:
         """Return True if the outputs with gradients are known, or nothing is trained."""
@@ -105,7 +101,7 @@ class CallSignature:
         return outputs
 
     def _note_gradient(self, place: int, grad: Tensor | None) -> None:
-        if grad is not None:  # a function of several outputs calls the hooks of all
+        if grad is not None:  # a function with several outputs calls the hooks of all outputs
             self.wanted.add(place)
 
     def record_for(self, wanted: set[int], note: Callable[[str], None]) -> None:
@@ -113,7 +109,7 @@ class CallSignature:
         self.wanted, self.graphs, self.changes = wanted, None, self.changes + 1
         if self.changes > MOST_CHANGES:
             self.refused = True
-            note("a graph runs without CUDA graphs, its outputs get gradients now here, now there")
+            note("a graph runs without CUDA graphs, the set of its outputs with gradients keeps changing")
 
     def replayed(self, function: Function, arguments: Sequence[Any]) -> Sequence[Any]:
         """Replay a call."""
@@ -133,9 +129,9 @@ class GraphRecording:
     """The recording of one call, which computes other calls with the same signature.
 
     Args:
-        function: that was recorded.
+        function: the recorded function.
         kind: the signature of the call.
-        arguments: of the call. Arguments that are not static are copies, the destinations of later calls.
+        arguments: of the call. Arguments that are not static are copies, to which later calls copy theirs.
         outputs: of the function for these arguments.
     """
 
@@ -145,11 +141,11 @@ class GraphRecording:
         self.writes = function.writes
         self.inputs = RecordedInputs.of(arguments, function.static_inputs, function.changes)
         self.outputs = RecordedOutputs.of(outputs, arguments, kind.wanted, bool(kind.trained))
-        # a replay needs so many of the first arguments; the recorded kernels read the others in place
+        # the number of leading arguments that a replay needs; the recorded kernels read the others in place
         self.needs = 1 + max([*self.inputs.copies, *self.writes, *self.outputs.given.values()], default=-1)
         returned = [outputs[place] for place in self.outputs.tensors]
         self.seeds = [torch.zeros_like(returned[number]) for number in self.outputs.wanted]
-        self.watched: list[int] = []  # the places of staying arguments that the backward reads
+        self.watched: list[int] = []  # the indices of static arguments that the backward reads
         self.graphs = self._recorded(function, kind, arguments, returned[0].device)
         self.gradients = GradientMemory(self.graphs.gradients, kind.copies_gradients)
 
@@ -171,7 +167,7 @@ class GraphRecording:
             return CudaGraphPair(forward, backward if kind.trained else None, device)
 
     def watch(self, saved: Sequence[Tensor]) -> None:
-        """Note which arguments lie in what autograd has saved for a backward."""
+        """Note the static arguments that share memory with the tensors that autograd saved."""
         self.watched = self.inputs.static_within(saved)
 
     def forward(self, arguments: Sequence[Any]) -> list[Tensor]:
@@ -185,7 +181,7 @@ class GraphRecording:
             return [output.clone() for output in self.graphs.outputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the last forward, from those of its new tensors."""
+        """Return the gradients of the last forward, given the gradients of its new tensors."""
         with torch.no_grad():
             for number, seed in zip(self.outputs.wanted, self.seeds, strict=True):
                 seed.copy_(grads[number])
@@ -194,7 +190,7 @@ class GraphRecording:
 
 
 class Forward:
-    """A forward whose backward has not been yet, for as long as somebody may still call it."""
+    """A token for a forward. It is alive as long as the backward may still run."""
 
 
 class Replay(torch.autograd.Function):
@@ -226,13 +222,13 @@ class Replay(torch.autograd.Function):
             return None, None, None, *(None for _ in kind.trained)
         is_last = kind.waiting is not None and kind.waiting() is ctx.forward
         if given != graphs.outputs.wanted:
-            # A gradient of zeros for the others would not do: parameters that nothing reached would get one.
+            # zeros for the other outputs would be wrong: parameters without a gradient would get zeros
             kind.record_for({graphs.outputs.tensors[number] for number in given}, ctx.function.note)
         if given != graphs.outputs.wanted or not is_last or torch.is_grad_enabled() or batches_gradients():
             return None, None, None, *_computed_again(ctx, grads)
         _check_unchanged(ctx.watched)
         found = graphs.backward(grads)
-        kind.waiting = None  # from here on another forward may overwrite what this one left
+        kind.waiting = None  # another forward may now overwrite the memory of this one
         return None, None, None, *found
 
 
@@ -246,16 +242,16 @@ def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:
     for tensor, _, place in noted:
         if tensor.data_ptr() != place:
             raise RuntimeError(
-                f"a tensor of shape {list(tensor.shape)} was given other memory between the forward and its "
-                "backward, which is a CUDA graph and reads the memory of before: assign to .data after the "
-                "backward, or convert the model with graphs=False"
+                f"expected a tensor of shape {list(tensor.shape)} at the address of the forward, got a new "
+                "address before the backward, which is a CUDA graph and reads the old one; assign to .data "
+                "after the backward, or convert the model with graphs=False"
             )
 
 
 def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Compute gradients of a replayed call by a rerun of the function, with its autocast and random state.
 
-    Reruns serve a second backward, a backward that is differentiated, and outputs without recorded gradients.
+    Reruns serve a second backward, a differentiated backward, and outputs without recorded gradients.
     """
     _check_unchanged(ctx.read)
     recorded, writes = torch.is_grad_enabled(), ctx.function.writes

@@ -35,10 +35,10 @@ from te_transform.graph.nodes import (
     writes,
 )
 
-COLUMNS = 4096  # a linear with fewer columns is no head
-# Logits of fewer bytes are copied, on an H100 in at most 0.09 ms. To launch the head by itself takes 0.05 to
-# 0.2 ms of the CPU in a forward, and 0.4 to 0.9 ms in a backward. In a forward of more work than PACED (rows
-# times weight elements, a third of a millisecond) the GPU hides that.
+COLUMNS = 4096  # a linear with fewer columns is not a head
+# Logits of fewer bytes are copied, which takes at most 0.09 ms (H100). A separate launch of the head takes
+# 0.05 to 0.2 ms of CPU time in a forward, and 0.4 to 0.9 ms in a backward. The GPU hides this time in a
+# forward with more work than PACED (rows times weight elements, a third of a millisecond).
 COPIED, PACED = 2**27, 10**11
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any] | None]
@@ -126,7 +126,7 @@ class _Logits(torch.autograd.Function):
         trained: Sequence[int],
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.mark_dirty(logits)  # otherwise they would be a view that nobody may write to
+        ctx.mark_dirty(logits)  # otherwise the logits would be a view, and in-place writes would raise
         ctx.save_for_backward(*(each for each in given if isinstance(each, Tensor)))
         ctx.others = [None if isinstance(each, Tensor) else each for each in given]
         ctx.head, ctx.place, ctx.trained = head, place, trained
@@ -199,8 +199,8 @@ def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
     module = graph.get_submodule(node.target) if node.op == "call_module" else None
     if node.target is not torch._C._nn.linear and not isinstance(module, plain.Linear):
         return False
-    # TE updates its scales in the backward of the first module of a step. Next to a CUDA graph the head would
-    # be that module, and its backward runs before all others.
+    # TE updates its scales in the backward of the first module of a step. Next to a CUDA graph, this module
+    # would be the head, whose backward runs before all others.
     if module is not None and torch.is_grad_enabled():
         return False
     x, weight = node.args[:2]
@@ -227,7 +227,7 @@ def _readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _without_others(
     graph: fx.GraphModule, heads: Sequence[fx.Node], reads: Sequence[fx.Node]
 ) -> list[fx.Node] | None:
-    """Return the heads, their readers, and nodes that only these read; None if others read them too."""
+    """Return the heads, their readers, and nodes with no other readers; None if other nodes read them too."""
     own = _readers(heads)
     nodes, waiting = set(), {*own}
     for node in reversed(graph.graph.nodes):

@@ -1,7 +1,6 @@
-"""From a plan to what runs: the captured graph, with each site's operations replaced by one call of its fused
-op.
+"""Lower a plan to a graph that runs: the captured graph, in which one fused op replaces each site.
 
-All else in the graph stays bitwise what dynamo captured.
+All other operations of the graph are bitwise those that dynamo captured.
 """
 
 from __future__ import annotations
@@ -43,13 +42,12 @@ from te_transform.graph.nodes import (
 )
 from te_transform.plan.match import Plan, Site
 
-# in plain PyTorch they are as many operations as were captured
+# ops that run as many operations in plain PyTorch as were captured
 _IN_AS_MANY = (plain.CrossEntropy, plain.PaddedLinear, plain.Rotary)
 _SINGLE = (*ops.NORMS, *ops.ACTIVATIONS)
 
-ScatteredGroups = list[
-    tuple[weakref.ref, ...]
-]  # groups of joined parameters that do not lie next to each other
+# groups of joined parameters that are not adjacent in memory
+ScatteredGroups = list[tuple[weakref.ref, ...]]
 
 
 def lower(plan: Plan, scattered: ScatteredGroups, without: Collection[Site] = ()) -> fx.GraphModule:
@@ -69,11 +67,11 @@ def lower(plan: Plan, scattered: ScatteredGroups, without: Collection[Site] = ()
 def lower_unfused(
     plan: Plan, scattered: ScatteredGroups, without: Collection[Site] = (), rotations: bool = False
 ) -> fx.GraphModule:
-    """Return the captured graph with unfused products.
+    """Return the captured graph with unfused matrix products.
 
     Attention is fused, and so are ops that gain in plain PyTorch, and norms and activations that were
-    captured as several operations. Rotary embeddings are fused if `rotations` is True: their kernel is for
-    many tokens.
+    captured as several operations. Rotary embeddings are fused if `rotations` is True, because their kernel
+    gains only with many tokens.
     """
     lowering = _Lowering(plan, scattered)
     for site in _in_order(plan, without):
@@ -115,7 +113,7 @@ def _in_order(plan: Plan, without: Collection[Site]) -> list[Site]:
 
 
 def _changes_nothing(site: Site) -> bool:
-    """In plain PyTorch a linear by itself is what was captured."""
+    """Return True if the site is a single linear in plain PyTorch, which equals the captured operation."""
     return type(site.fused) is plain.Linear and len(site.weights[0]) == 1
 
 
@@ -140,8 +138,8 @@ def _ends(plan: Plan, site: Site) -> tuple[list[fx.Node], set[fx.Node]]:
 def _is_asked_for(site: Site, mask: Tensor) -> bool:
     """Return True if it pays to classify the mask at run time.
 
-    A bias per head is never causal, a window or padding. Its gradients in kernels are right if every query
-    sees a key.
+    A bias per head is never causal, a window or padding. The gradients of kernels are correct with it if
+    every query sees a key.
     """
     is_trained = value(site.node.args[0]).requires_grad
     return not is_bias(mask) or (is_trained and site.fused.written_out)
@@ -160,21 +158,20 @@ def _inputs(site: Site) -> set[str]:
 
 
 class _SharedCalls:
-    """Calls that all layers make of the same arguments, which the graph makes once."""
+    """The calls that all layers make with the same arguments. The lowered graph makes each of them once."""
 
     def __init__(self) -> None:
         self.made: dict[tuple, fx.Node] = {}
         self.views: dict[tuple, fx.Node] = {}
 
     def key(self, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """Return what equal calls have in common; floating ones are equal in the same mode alone."""
+        """Return a key that is the same for equal calls. Floating-point calls also need the same mode."""
         is_hiding = is_tensor_node(node) and dtype_of(node) is torch.bool
         read = fx.map_arg(args, self._first_view)
         return node.target, str(read), tuple(kwargs.items()), None if is_hiding else node.meta["region"]
 
     def _first_view(self, node: fx.Node) -> fx.Node:
-        """Return the first of the nodes that take the same part of the same tensor, as each layer does of a
-        bias."""
+        """Return the first node that takes the same slice of the same tensor, as all layers do of a bias."""
         if node.target is operator.getitem and is_tensor_node(node) and is_tensor_node(node.args[0]):
             return self.views.setdefault((str(node.args), value(node).requires_grad), node)
         return node
@@ -194,9 +191,13 @@ class _Masks:
         self.written = written
 
     def are_provable(self, make: fx.GraphModule, inputs: tuple[fx.Node, ...]) -> bool:
-        """Return True if a mask is made of sizes, buffers and data alone, all of them as they are when it is
-        made; and not in a vmap(), which begins and ends with calls that nothing reads, nor by products that
-        another autocast than the attention's may have in another dtype."""
+        """Return True if a mask can be computed anywhere before its attention.
+
+        Its inputs must be sizes, buffers and data that the graph never writes to. Two cases are excluded:
+
+        - a vmap(), which begins and ends with calls that no node reads;
+        - matrix products in a graph that changes autocast, which may compute them in another dtype.
+        """
         inside = [node for node in make.graph.nodes if node.op not in ("placeholder", "output")]
         calls = all(node.op in ("call_function", "call_method") for node in inside)
         pure = calls and not any(is_random(n) or is_batched(n) or is_foreign(n) for n in inside)
@@ -209,9 +210,9 @@ class _Masks:
 
 
 class _Lowering:
-    """Puts sites into a copy of the captured graph, in the order of the canonical graph.
+    """The rewrite of a copy of the captured graph, site by site in the order of the canonical graph.
 
-    `stands` maps the name of each captured node to the node of the copy that has its value now.
+    `stands` maps the name of each captured node to the node of the copy that now has its value.
     """
 
     def __init__(self, plan: Plan, scattered: ScatteredGroups):
@@ -220,13 +221,13 @@ class _Lowering:
         self.module = module_of(plan.captured, self.graph)
         self.written = {node.name for node in written(plan.captured.graph)}
         self.masks, self.shared = _Masks(plan.captured.graph, self.written), _SharedCalls()
-        # What sites return, copies of canonical calls, masks that are made in other places. Unread they go at
-        # the end alone: a later site may read what the captured graph computed twice, the canonical one once.
+        # Outputs of sites, copies of canonical calls, and moved masks. Unread nodes are erased only at the
+        # end, because a later site may read a value that the captured graph computes twice.
         self.added: dict[fx.Node, None] = {}
         self.put_already: set[str] = set()  # a norm may be part of several sites
 
     def put(self, site: Site) -> None:
-        """Call the site's op where the first of its outputs is computed."""
+        """Call the site's op at the position of its first output."""
         outputs = {node: self.stands[node.meta["origin"]] for node in site.outputs}
         at = self._place_of(site, outputs.values())
         made: dict[fx.Node, fx.Node] = {}
@@ -245,14 +246,14 @@ class _Lowering:
                 new = self._own(old, columns, at)
             if canonical.target in TURNS and old.name not in self.written and goes_into_products(old):
                 edit.take_any_layout(old)
-            elif canonical.target in TURNS:  # the linear's own result lies in its order
+            elif canonical.target in TURNS:  # the result of the linear has another memory order
                 new = self._own_copy(new, at)
             elif isinstance(site.fused, plain.DotProductAttention) and site.fused.written_out:
-                # kernels have the heads of a token next to each other, products all tokens of a head
+                # kernels return the heads of a token together in memory, matrix products the tokens of a head
                 new = self._own(old, new, at) if goes_into_products(old) else self._own_copy(new, at)
             elif columns is None and old.name in self.written:
-                # Autograd lets nobody write to a view that comes out of a Function, as kernels return it, and
-                # the backward of attention reads what its forward returned.
+                # autograd forbids in-place writes to views from a Function, which kernels return; and the
+                # backward of attention reads the output of its forward
                 new = edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
             self.stands[canonical.meta["origin"]] = new
             self.added[new] = None
@@ -284,7 +285,7 @@ class _Lowering:
         edit.erase_cascade(self.graph, self.added, set())
         self.graph.lint()
         self.module.recompile()
-        # fx prints a graph when it is first called; what cannot be printed has to fail here
+        # fx prints a graph at its first call; a graph that cannot be printed must fail here
         _LazyGraphModule.force_recompile(self.module)
         return self.module
 
@@ -306,7 +307,7 @@ class _Lowering:
         }
 
     def _own(self, old: fx.Node, columns: fx.Node, at: fx.Node) -> fx.Node:
-        """Return the columns of a linear, as a tensor of their own if somebody could tell."""
+        """Return the columns of a linear, as a copy if the layout could be noticed or written to."""
         if not shows_layout(old) and old.name not in self.written:
             edit.take_any_layout(old)
             return columns
@@ -334,7 +335,7 @@ class _Lowering:
         """Copy a canonical call into the new graph."""
         args, kwargs = self._inner(node.args, at, made), self._inner(dict(node.kwargs), at, made)
         if node.target is not ops.join:
-            # All layers have the same mask, which is made, and looked at, once; floating ones in each mode.
+            # all layers share a mask, which is computed and classified once; if floating-point, once per mode
             key = self.shared.key(node, args, kwargs)
             shared = is_tensor_node(node) and not is_random(node) and not self._reads_written(args)
             if shared and key in self.shared.made:
@@ -349,20 +350,20 @@ class _Lowering:
         return edit.insert_call(self.graph, at, name, args, like=node)
 
     def _reads_written(self, args: tuple) -> bool:
-        """Return True if an argument of the call may be written to before the call is made again."""
+        """Return True if an argument of the call may be written to before an equal call."""
         return any(arg.name in self.written for arg in args if isinstance(arg, fx.Node))
 
     def _with_mask(self, site: Site, args: tuple, at: fx.Node) -> tuple:
         """Return the arguments of attention, with the mask classified at run time if possible.
 
-        A row that a mask of finite numbers hides everywhere stays uniform. The canonical form zeroes the
-        query of such a row. The op does that instead, and can skip it if the mask is causal or hides nothing.
+        A row that a mask of finite numbers masks fully has uniform weights. The canonical form zeros the
+        query of such a row. The op zeros it instead, and skips this if the mask is causal or masks nothing.
         """
         query, mask, sinks = args[0], args[3], args[8]
         hidden = None
         if isinstance(query, fx.Node) and query.target is ops.zero_hidden:
             query, hidden = query.args
-        # A single query sees other keys at each step of a generation: each look would wait for the GPU.
+        # a single query has another mask in each step of generation, and each classification synchronizes
         is_one = same_shape(shape_of(query)[-2:-1], (1,))
         is_asked = isinstance(mask, fx.Node) and (args[10] is not None or _is_asked_for(site, value(mask)))
         if is_asked and not is_one:

@@ -11,11 +11,11 @@ class ReportMaterial:
     """The material for the report of one converted model.
 
     Attributes:
-        report: of the conversion, None before there is one.
-        notes: sentences on what runs otherwise than asked for.
+        report: of the conversion, or None before the conversion has finished.
+        notes: sentences about graphs that do not run as requested.
         breaks: dynamo's reasons for graph breaks.
-        next_call: the graphs of the next call, if that call makes the report; [] before it, else None.
-        was_called: True once the model's own forward was called, and not only those of its parts.
+        next_call: None, or the graphs of the next call if that call makes the report; [] before the call.
+        was_called: True after a call of the model itself, not only of its parts.
     """
 
     def __init__(self, report: Any = None, next_call: list[CapturedGraph] | None = None):
@@ -36,5 +36,5 @@ class ReportMaterial:
         return ReportMaterial, (self.report, self._no_graphs())
 
     def _no_graphs(self) -> list[CapturedGraph] | None:
-        """Return [] if a copy has to make its report of its own next call, else None."""
+        """Return [] if a copy must make the report from its own next call, or None."""
         return None if self.next_call is None else []

@@ -1,4 +1,4 @@
-"""The model that was converted, as its runner knows it."""
+"""The runner's weak reference to the converted model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from te_transform.execution.lower import ScatteredGroups
 
 
 class ModelRef:
-    """A converted model, held weakly: it holds its runner.
+    """A weak reference to a converted model, which itself refers to its runner.
 
     Attributes:
-        scattered: groups of its parameters that a graph joins and that do not lie next to each other.
+        scattered: groups of its parameters that a graph joins and that are not adjacent in memory.
     """
 
     def __init__(self) -> None:
@@ -43,22 +43,22 @@ class ModelRef:
         return any(map(is_sharded, (self.model, self.first_block)))
 
     def modules(self) -> Iterator[nn.Module]:
-        """Return its modules, none before its first call."""
+        """Return the modules of the model, or none before its first call."""
         return iter(()) if (model := self.model) is None else model.modules()
 
     def meet(self, model: nn.Module) -> None:
-        """Take note of the model at its first call."""
+        """Note the model at its first call."""
         if self._first_block is None:
             self._model = weakref.ref(model)
             self._first_block = next(map(weakref.ref, blocks(model)), NoneType)
 
     def make_adjacent(self, model: nn.Module) -> list[list[Tensor]]:
-        """Lay scattered groups next to each other, those that are the model's own.
+        """Make scattered groups of the model's own parameters adjacent in memory.
 
-        FSDP's stand-ins are not: it frees their memory.
+        Stand-ins of FSDP are left alone, because FSDP frees their memory.
 
         Returns:
-            The groups that stay scattered because somebody holds their memory.
+            The groups that stay scattered because their memory has other holders.
         """
         groups = {tuple(r() for r in group) for group in self.scattered}
         own = {id(local(parameter)) for parameter in model.parameters()}
@@ -68,7 +68,10 @@ class ModelRef:
 
 
 def held_groups_told(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> str | None:
-    """Return which parameters are joined by a copy in each call because their memory is held."""
+    """Return a sentence on the parameters that each call joins by a copy, or None.
+
+    These parameters cannot be made adjacent, because their memory has other holders.
+    """
     held = {id(tensor) for group in groups for tensor in held_elsewhere(group)}
     names = [name for name, parameter in model.named_parameters() if id(local(parameter)) in held]
     return sole_owners_needed(names) if names else None

@@ -46,9 +46,9 @@ def is_dispatch_mode_on() -> bool:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Take the graph modes off while dynamo's callable is called.
+    """Disable the graph modes while dynamo's callable runs.
 
-    What it leaves to Python between two graphs runs without them, but for the dropouts.
+    Python code between two graphs runs without the modes, except for dropouts.
     """
     taken: list[GraphMode] = []
     while isinstance(mode := _get_current_function_mode(), GraphMode):
@@ -86,7 +86,7 @@ def _entered(modes: Sequence[GraphMode]) -> Iterator[None]:
 def _dropouts_in_modes() -> Iterator[None]:
     """Run dropouts outside of graphs in the modes that were set aside.
 
-    Dynamo takes F.dropout for one operation and looks at nothing that it calls, so captures stay the same.
+    Dynamo captures F.dropout as one operation and does not trace its body, so captures do not change.
     """
     vars(_VF).update({name: _in_modes(getattr(_VF, name)) for name in _DROPOUTS})
     try:

@@ -3,8 +3,8 @@
 A deep graph is cut between numbered modules, such as layers.0 and layers.1. Compile time grows with the size
 of a graph, and the code of one layer serves all layers with the same operations and sizes.
 
-Under DDP any graph is cut into pieces of one gradient bucket each, because the backward of a compiled graph
-returns all of its gradients at its end.
+Under DDP, any graph is cut into pieces of one gradient bucket each. The backward of a compiled graph returns
+all of its gradients at its end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from te_transform.graph.structure import structure
 
 log = logging.getLogger(__name__)
 
-FEWEST = 24  # layers from which on a graph is compiled layer by layer
+FEWEST = 24  # the minimum number of layers of a graph that is compiled layer by layer
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
@@ -52,15 +52,14 @@ def in_pieces(
     bucket: int | None = None,
     record: Callable[[Piece], Callable[..., Any]] | None = None,
 ) -> Callable[..., list[Any]] | None:
-    """Return what runs the graph in pieces, or None if the graph is too small or cannot be cut.
+    """Return a function that runs the graph in pieces, or None if the graph is too small or cannot be cut.
 
     Args:
         graph: of operations and fused ops.
-        arguments: tensors, and numbers, of a call.
-        compile: compiles one piece for such arguments; None if `record` knows how pieces run.
-        bucket: how many bytes of gradients are reduced at a time while the backward goes on; None where none
-            are.
-        record: returns what runs a piece, in the place of what was compiled.
+        arguments: the tensors and numbers of a call.
+        compile: compiles a piece for its arguments; None to leave pieces uncompiled.
+        bucket: the bytes of gradients per piece, which are reduced during the backward; None without DDP.
+        record: returns the function that runs a piece as CUDA graphs.
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     given = dict(zip(placeholders, arguments, strict=True))
@@ -71,7 +70,7 @@ def in_pieces(
         if compile is not None:
             _compile(pieces, given, compile)
     except Exception as error:
-        log.info("a graph is compiled whole, its pieces could not be by themselves", exc_info=error)
+        log.info("a graph is compiled whole, because its pieces cannot be compiled", exc_info=error)
         return None
     for piece in pieces if record is not None else ():
         piece.run = record(piece)
@@ -79,17 +78,17 @@ def in_pieces(
 
 
 def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None) -> list[Piece] | None:
-    """Return the pieces of a graph, or None if it has none or may not be cut into them.
+    """Return the pieces of a graph, or None if it has no pieces or must not be cut.
 
-    Layers that are marked are pieces, and what is between them. Without marks, a deep graph is cut into runs
-    of operations of one layer, any other into runs with a bucket of gradients each.
+    Each marked layer is a piece, and so are the operations between layers. Without marks, a deep graph is cut
+    into runs of operations of one layer, any other graph into runs with a bucket of gradients each.
     """
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     has_layers = bool(marked(graph.graph))
     runs = layer_runs(graph.graph) if has_layers else _unmarked(nodes, given, bucket)
-    if len(runs) < 2 and not has_layers:  # a block that is captured by itself may be one layer
+    if len(runs) < 2 and not has_layers:  # a block that is captured separately may be one layer
         return None
-    # a write would be one to a copy, and a setting that is switched hold for a part of what it is to hold for
+    # in pieces, an in-place write would change a copy, and a changed setting would end with its piece
     if (not has_layers and any(map(writes, nodes))) or not all(_puts_settings_back(run) for run, _ in runs):
         return None
     pieces = cut(graph, runs)
@@ -98,7 +97,7 @@ def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | N
 
 
 def _writes_to_inputs(piece: Piece) -> bool:
-    """Return True if the piece writes in place to a tensor that it is given."""
+    """Return True if the piece writes in place to one of its inputs."""
     nodes = piece.module.graph.nodes
     given = set(storages(node for node in nodes if node.op == "placeholder"))
     targets = [next(iter(node.all_input_nodes), None) for node in nodes if writes(node)]
@@ -132,10 +131,10 @@ def _by_bytes(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: in
 def _places(nodes: Sequence[fx.Node]) -> set[int]:
     """Return the indices where operations may be cut: between layers, and inside the first layer.
 
-    A layer is a numbered module with submodules; an activation in an nn.Sequential is none. Little is left to
-    compute while the gradients of the first layer are reduced. The first layer is therefore also cut where it
-    passes on no more bytes than at its ends. The compiler loses the fusion of a sum with the next norm there,
-    as between layers.
+    A layer is a numbered module with submodules, but not an activation in an nn.Sequential. Little is left to
+    compute while the gradients of the first layer are reduced. The first layer is therefore also cut at
+    positions that pass on no more bytes than its ends. At a cut, the compiler cannot fuse a sum with the next
+    norm.
     """
     layers = {_layer(node) for node in nodes if _layer(node) != path_of(node)} - {""}
     sizes = [len([*run]) for _, run in groupby(nodes, lambda node: layers & {_layer(node)})]
@@ -147,7 +146,7 @@ def _places(nodes: Sequence[fx.Node]) -> set[int]:
 
 
 def _handed_on(nodes: Sequence[fx.Node]) -> list[float]:
-    """Return the bytes that cross each cut between operations; infinite if a value is no tensor."""
+    """Return the bytes that cross each cut between operations; infinite if a value is not a tensor."""
     place = {node: number for number, node in enumerate(nodes)}
     handed_on = [0.0] * (len(nodes) + 1)
     for node, number in place.items():

@@ -1,4 +1,4 @@
-"""Graphs in pieces that run in order. A call may leave out pieces that are layers."""
+"""Graphs in pieces that run in order. A call may skip pieces that are layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from te_transform.graph.marks import layer_begins, layer_ends, marked
 from te_transform.graph.nodes import returned, value, writes
 
 dropped: ContextVar[frozenset[int]] = ContextVar("dropped", default=frozenset())
-"""The layers that this call leaves out, by their numbers in the graph."""
+"""The layers that this call skips, by their numbers in the graph."""
 
 Marks = tuple[fx.Node, fx.Node]
 Runs = list[tuple[list[fx.Node], Marks | None]]
@@ -28,7 +28,7 @@ class Piece:
     Attributes:
         module: the operations, as a module that returns a tuple.
         inputs, outputs: nodes of the whole graph.
-        marks: of the layer that the piece is, or None.
+        marks: the marks of the layer, or None if the piece is not a layer.
         dead: nodes that nothing after the piece reads.
         run: computes the outputs; the module's forward, or compiled code.
     """
@@ -67,12 +67,12 @@ def _read(piece: Piece) -> list[fx.Node]:
 def runner(
     graph: fx.GraphModule, pieces: Sequence[Piece], prepare: Callable[[Any], Any] = lambda held: held
 ) -> Callable[..., list[Any]]:
-    """Return a function that runs the pieces in order, but for the layers that are dropped.
+    """Return a function that runs the pieces in order, except for dropped layers.
 
     Args:
-        graph: that was cut.
+        graph: the whole graph.
         pieces: of the graph.
-        prepare: is given each input of a piece, and returns what the piece gets.
+        prepare: converts each input of a piece.
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     outputs = returned(graph.graph)
@@ -94,16 +94,16 @@ def runner(
 
 
 def begin(piece: Piece, values: dict[fx.Node, Any]) -> None:
-    """Give the mark in front of a layer the value of the stream."""
+    """Set the value of the mark before a layer to the value of the residual stream."""
     if piece.marks is not None:
         values[piece.marks[0]] = values[piece.marks[0].args[0]]
 
 
 def _passed(stream: Tensor, end: fx.Node) -> Tensor:
-    """Return the stream behind a layer that is left out.
+    """Return the residual stream after a dropped layer.
 
-    It requires gradients if the layer's result would: a backward that reaches no parameter raises, and
-    compiled pieces are made for a stream with gradients.
+    It requires gradients if the layer's result would. A backward that reaches no parameter would raise, and
+    compiled pieces expect a stream with gradients.
     """
     if stream.requires_grad or not value(end).requires_grad or not torch.is_grad_enabled():
         return stream
@@ -111,7 +111,7 @@ def _passed(stream: Tensor, end: fx.Node) -> Tensor:
 
 
 def in_pieces(graph: fx.GraphModule) -> Callable[..., Any]:
-    """Return what runs a graph: the graph's own forward, or its pieces if layers are marked in it."""
+    """Return a function that runs a graph: its forward, or its pieces if it has marked layers."""
     if not marked(graph.graph):
         return graph.forward
     pieces = cut(graph, layer_runs(graph.graph))
@@ -122,9 +122,9 @@ def in_pieces(graph: fx.GraphModule) -> Callable[..., Any]:
 
 
 def layer_runs(graph: fx.Graph) -> Runs:
-    """Return the operations of each layer, and of what is between them, in an order in which they can run.
+    """Return the operations of each layer, and those between layers, in an order in which they can run.
 
-    What only one layer needs is computed with it, as its weights cast or joined are.
+    Operations that only one layer needs, such as casts and joins of its weights, run with this layer.
     """
     ends = {mark: (mark, inner) for mark, inner in _inner(graph).items()}
     taken = {node for _, inner in ends.values() for node in inner}

@@ -1,11 +1,11 @@
 """The capture policy: one forward or many, and the calls that run the user's own code.
 
-A capture begins whole. It is cut into blocks where a graph of the whole model would be wrong or slow:
+A capture begins whole. It is cut into blocks if a graph of the whole model would be wrong or slow:
 
     WHOLE -> BLOCKS, BLOCKS_AND_HEAD    FSDP shards a block, or an activation checkpoint is in a graph
     BLOCKS_AND_HEAD -> BLOCKS           an activation checkpoint is in a graph around the blocks
 
-BLOCKS_AND_HEAD is for models whose parts call the blocks: head and loss are captured as a graph of their own.
+BLOCKS_AND_HEAD is for models whose parts call the blocks. Head and loss are captured as a graph of their own.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from te_transform.graph.nodes import called
 
 CHECKPOINTED = (
     "activation checkpoints are on in the forward and the model has no list of blocks to capture one by one: "
-    "in that mode it runs as the user's own code"
+    "with checkpoints, it runs the user's own code"
 )
 
 CHECKPOINTED_INSIDE = (
-    "activation checkpoints are on inside blocks, which are captured one by one: in that mode these run as "
-    "the user's own code"
+    "activation checkpoints are on inside blocks, which are captured one by one: with checkpoints, these "
+    "blocks run the user's own code"
 )
 
 NESTED = (
-    "nn.TransformerEncoder leaves out what is padded and hands back zeros there, but not where it is traced: "
-    "evaluation runs as the user's own code"
+    "nn.TransformerEncoder skips padded tokens and returns zeros for them, but not if it is traced: "
+    "evaluation runs the user's own code"
 )
 
 
@@ -47,13 +47,13 @@ class CapturePolicy:
     """The policy of one converted model.
 
     Attributes:
-        cut: what is captured as one forward.
+        cut: the units that are captured as one forward.
         skip_this_call: classes whose forward runs the user's own code in the rest of this call.
-        skip_this_mode: those of them that do so in all calls of that mode.
-        checkpointed_modes: the modes in which a class has checkpoints in what would be captured as one.
-        makes_nested: whether evaluation makes nested tensors where it is not traced.
-        uncaptured: classes of a divided model whose code dynamo gave up on.
-        run_original: whether all calls run the user's own code for now.
+        skip_this_mode: classes of `skip_this_call` that run the user's own code in all calls of this mode.
+        checkpointed_modes: the modes in which the forward of a class contains checkpoints.
+        makes_nested: True if evaluation makes nested tensors when it is not traced.
+        uncaptured: classes of a divided model whose code dynamo could not capture.
+        run_original: True while all calls run the user's own code.
     """
 
     def __init__(self, cut: Cut = Cut.WHOLE):
@@ -75,13 +75,13 @@ class CapturePolicy:
         self.cut = Cut.BLOCKS_AND_HEAD if are_held_by_parts(model) else Cut.BLOCKS
 
     def after_checkpoint(self, kind: type, model: nn.Module | None) -> str:
-        """Take note of an activation checkpoint in a graph of the forward of `kind`.
+        """Note an activation checkpoint in a graph of the forward of `kind`.
 
-        As an operation of a graph, a checkpoint would draw other random numbers when it is repeated: the
-        user's own code runs, in which the blocks are captured if there are any.
+        As an operation of a graph, a checkpoint would draw other random numbers when it is repeated. The
+        user's own code runs instead, and the blocks inside of it are captured.
 
         Returns:
-            Why no graph runs, as a sentence for the report; or "" if the blocks are to be captured.
+            Why no graph runs, as a sentence for the report; or "" if the blocks are captured.
         """
         self.skip_this_call.add(kind)
         found = [] if model is None else blocks(model)
@@ -89,38 +89,38 @@ class CapturePolicy:
         if is_block or not found:
             self.skip_this_mode.add(kind)
             return CHECKPOINTED_INSIDE if is_block else CHECKPOINTED
-        if self.cut is Cut.BLOCKS_AND_HEAD:  # a checkpoint is around a head too
+        if self.cut is Cut.BLOCKS_AND_HEAD:  # the checkpoint is around the head
             self.cut = Cut.BLOCKS
         return ""
 
     def after_nested(self, kind: type) -> str:
-        """Take note of layers of nn.TransformerEncoder in a graph of `kind`. Returns why no graph runs."""
+        """Note layers of nn.TransformerEncoder in a graph of `kind`. Return why no graph runs."""
         self.skip_this_call.add(kind)
         self.makes_nested = True
         return NESTED
 
     def end_call(self, module: nn.Module) -> None:
-        """Take note of a call of `module` that has returned."""
+        """Note that a call of `module` has returned."""
         if type(module) in self.skip_this_mode:
             self.checkpointed_modes.add(mode_of(module))
 
     def __deepcopy__(self, memo: dict) -> CapturePolicy:
-        return CapturePolicy(self.cut)  # what calls have shown is of the model that was copied
+        return CapturePolicy(self.cut)  # the other attributes come from calls of the copied model
 
     def __reduce__(self) -> tuple:
         return CapturePolicy, (self.cut,)
 
 
 def has_checkpoints(captured: fx.GraphModule) -> bool:
-    """Return True if a graph has an activation checkpoint in it, as a graph of its own."""
+    """Return True if a graph contains an activation checkpoint, which is a subgraph."""
     return any("checkpoint" in called(node) for node in captured.graph.nodes if node.op == "call_function")
 
 
 def has_layers_evaluated_whole(captured: fx.GraphModule) -> bool:
-    """Return True if layers of nn.TransformerEncoder are evaluated by a kernel of PyTorch's own."""
+    """Return True if a graph calls PyTorch's fused kernel for layers of nn.TransformerEncoder."""
     return any(node.target is torch._transformer_encoder_layer_fwd for node in captured.graph.nodes)
 
 
 def makes_nested_tensors(module: nn.Module) -> bool:
-    """Return True if it is an nn.TransformerEncoder that makes a nested tensor of padded inputs."""
+    """Return True if the module is an nn.TransformerEncoder that makes nested tensors of padded inputs."""
     return isinstance(module, nn.TransformerEncoder) and bool(getattr(module, "use_nested_tensor", False))

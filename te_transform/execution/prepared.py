@@ -36,8 +36,10 @@ class Prepared:
         return self._with_head(self.run if self.replayed is None else self._replay, arguments)
 
     def signature_of(self, arguments: Sequence[Any], own: int) -> CallSignature | None:
-        """Return the signature of a call, or None without a recording that needs only the first `own`
-        arguments."""
+        """Return the signature of a call, or None.
+
+        Its recording must need only the first `own` arguments.
+        """
         if self.replayed is None:
             return None
         signature = self.replayed.signature_of(opened(arguments, self.forms))
@@ -45,8 +47,7 @@ class Prepared:
         return signature if is_enough else None
 
     def again(self, signature: CallSignature) -> Callable[..., Any] | None:
-        """Return a function of the graph's own arguments that replays the recording, or None if the recording
-        is gone."""
+        """Return a function of the graph's arguments that replays the recording, or None if it was freed."""
         replay = None if self.replayed is None else self.replayed.again(signature)
         return None if replay is None else lambda *arguments: self._with_head(replay, arguments)
 

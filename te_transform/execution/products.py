@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_transform.execution.modes import GraphMode
 
-# callback(parameter, transposed, x, weight, bias, compute) -> what takes the place of compute()
+# callback(parameter, transposed, x, weight, bias, compute) -> the tensor to use instead of compute()
 Callback = Callable[[Tensor, bool, Tensor, Tensor, Tensor | None, Callable[[], Tensor]], Tensor]
 
 _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
@@ -61,7 +61,7 @@ class Products(GraphMode):
 
 
 def _operands(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Return input, weight and bias of a product, or None if the call is no product."""
+    """Return input, weight and bias of a matrix product, or None for other calls."""
     if func is F.linear:
         named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         return named["input"], named["weight"], named.get("bias")

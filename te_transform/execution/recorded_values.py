@@ -52,7 +52,7 @@ class RecordedInputs:
         return cls(copies, static, parameters, sorted(tensors.keys() - {*changes}))
 
     def copy_from(self, arguments: Sequence[Any]) -> None:
-        """Copy the arguments of a call to where the recorded kernels read them."""
+        """Copy the arguments of a call to the tensors that the recorded kernels read."""
         for place, copy in self.copies.items():
             copy.copy_(unexpanded(arguments[place]), non_blocking=True)
 

@@ -1,9 +1,9 @@
-"""CUDA graphs of a captured graph: forward and backward are recorded once and replayed.
+"""CUDA graphs of a captured graph, which record its forward and backward once and replay them.
 
 The CPU then launches two graphs instead of hundreds of kernels. The CUDA graph trees of torch.compile and
 torch.cuda.make_graphed_callables return memory that the next replay overwrites, so a kept or accumulated
-gradient changes silently or raises. Here outputs are copies, a gradient is overwritten only if nobody holds
-it, and the function itself runs where a replay would be wrong.
+gradient changes silently or raises. Here, outputs are copies, a gradient is overwritten only if it has no
+holder, and the function itself runs if a replay would be wrong.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from te_transform.execution.rerun import as_it_was, call_on_views, copied, gradi
 log = logging.getLogger(__name__)
 
 WARM_UPS = 2  # calls before a recording: they load kernels, make plans and show which outputs get gradients
-MOST = 8  # recordings at a time: each holds the memory of a whole step
-# The largest relative difference of a replay from the function: some kernels add in any order
+MOST = 8  # the maximum number of recordings: each holds the memory of a whole step
+# The maximum relative difference of a replay from the function. Some kernels add in any order.
 DIFFERENT = 0.02
-# At most so many reruns of the function measure its rounding if a replay differs by more. A few reruns are
-# not enough: the gradient of a key's bias is rounding alone. It is 10% off for some of cuDNN's summation
-# orders, and some orders are rare.
+# The maximum number of reruns of the function, which measure its rounding if a replay differs by more. A few
+# reruns are not enough: the gradient of a key's bias consists of rounding only. It is 10% off for some of
+# cuDNN's summation orders, and some orders are rare.
 REPEATS = 16
 
 _RECORDING = threading.RLock()  # all threads share PyTorch's capture stream
@@ -76,8 +76,8 @@ class Replayed:
         lies = graphs.inputs.keep_addresses(arguments)
         if not lies:
             self.function.note(
-                "a graph of a divided model runs without CUDA graphs, its parameters lie elsewhere than when "
-                "it was recorded: change what they hold in place, as copy_() and load_state_dict() do"
+                "a graph of a divided model runs without CUDA graphs, because its parameters have other "
+                "addresses than in the recording: change them in place, as copy_() and load_state_dict() do"
             )
         return lies
 
@@ -95,7 +95,7 @@ class Replayed:
         return replay
 
     def signature_of(self, arguments: Sequence[Any]) -> CallSignature:
-        """Return the signature of a call: all but the values of its tensors."""
+        """Return the signature of a call: its mode and arguments, without the values of tensors."""
         told = tuple(
             (a.data_ptr() if static_inputs and not self.is_divided else None, a.requires_grad)
             if isinstance(a, Tensor)
@@ -108,7 +108,7 @@ class Replayed:
             signature = CallSignature(trained_among(arguments))
             while len(self.signatures) >= MOST:
                 del self.signatures[next(iter(self.signatures))]
-        self.signatures[key] = signature  # as the most recent: the oldest is dropped first
+        self.signatures[key] = signature  # the last is the most recent; the first is dropped first
         return signature
 
     def forget_moved(self) -> None:
@@ -125,7 +125,7 @@ class Replayed:
         """
         with _LISTING:
             everyone = list(_ALL)
-        for each in everyone:  # the move of parameters may have made this graph from another
+        for each in everyone:  # if parameters moved, this graph may replace an older one
             each.forget_moved()
         why = _unfit(arguments)
         if not signature.writes <= {*self.function.changes}:
@@ -144,8 +144,8 @@ class Replayed:
     def _refused(self, signature: CallSignature, why: str, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run the function, now and for all later calls with this signature.
 
-        If the call raises, as for inputs that do not fit, the next call is recorded. On several ranks, one
-        rank alone might raise.
+        If the call raises, for example because its inputs do not fit, the next call is recorded. On several
+        ranks, it is not, because a single rank may raise.
         """
         signature.refused = self.is_divided
         outputs = self.function.run(*arguments)
@@ -160,7 +160,7 @@ _ALL: weakref.WeakSet[Replayed] = weakref.WeakSet()
 
 def _why(error: Exception) -> str:
     """Return an error in one line."""
-    log.debug("where that came from", exc_info=error)
+    log.debug("the traceback of this error", exc_info=error)
     return in_a_line(error)
 
 
@@ -174,7 +174,7 @@ def _unfit(arguments: Sequence[Any]) -> str | None:
     devices = set()
     for argument in arguments:
         if isinstance(argument, torch.Generator):
-            return "it is given a random generator"
+            return "it has a random generator as an argument"
         if isinstance(argument, Tensor):
             if type(argument) not in (Tensor, torch.nn.Parameter):
                 return f"it reads a {type(argument).__name__}"
@@ -196,13 +196,13 @@ def _recorded(
     with as_it_was(held, function.changes), noting_waits() as waits:
         with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
             outputs, trained = call_on_views(function.run, held, signature.trained)
-        if (why := _unfit_outputs(outputs, held)) is not None:  # on every rank alike
+        if (why := _unfit_outputs(outputs, held)) is not None:  # the same on every rank
             return None, why
         seeds = {place: torch.randn_like(outputs[place]) for place in sorted(signature.wanted)}
         expected = _with_gradients(outputs, trained, seeds)
     recorded = None
     if waits:
-        why = f"it waits for the GPU: {waits[0]}"
+        why = f"it synchronizes with the GPU: {waits[0]}"
     else:
         try:
             with as_it_was(held, function.changes):
@@ -234,7 +234,7 @@ def _beyond_rounding(
     expected: Sequence[Any],
     off: Sequence[float],
 ) -> str | None:
-    """Return which result of a recording differs from the function by more than rounding, or None.
+    """Return a sentence if a result of a recording differs from the function by more than rounding, or None.
 
     FP8 rounds coarsely, and kernels that add in any order round differently in each call. An embedding's
     gradients add thousands of bf16 numbers to one row and differ by several percent.
@@ -249,11 +249,11 @@ def _beyond_rounding(
 
 
 def _too_far(off: Sequence[float], allowed: Sequence[float]) -> str | None:
-    """Return the result with the largest excess over its allowed distance, or None."""
+    """Return a sentence about the result with the largest excess over its allowed distance, or None."""
     each, most = max(zip(off, allowed, strict=True), key=lambda pair: pair[0] / pair[1])
     if each <= most:
         return None
-    return f"what was recorded computes other numbers, off by {each:.2g} where rounding is {most:.2g}"
+    return f"the recording computes other numbers, off by {each:.2g} where rounding is {most:.2g}"
 
 
 def _distances(
@@ -300,5 +300,5 @@ def _unfit_outputs(outputs: Sequence[Any], arguments: Sequence[Any]) -> str | No
     if any(tensor.untyped_storage()._cdata in given for tensor in tensors):
         return "it returns memory of an argument"
     if any(not on_kernels_device(tensor) for tensor in tensors) or not tensors:
-        return "it returns no tensor on the GPU, or others too"
+        return "it returns no tensor on the GPU, or also tensors on another device"
     return None

@@ -20,9 +20,11 @@ def call_on_views(
 ) -> tuple[list[Any], list[Tensor]]:
     """Call a function on views of its trained arguments, at which the gradients stop.
 
-    Without views, an argument that is computed from another argument would receive a part of that one's
-    gradient, hooks of parameters would run inside of the recording, and autograd would use the stream that it
-    remembers for each parameter.
+    Without views:
+
+    - an argument that is computed from another argument would receive a part of the other gradient;
+    - hooks of parameters would run inside of the recording;
+    - autograd would use the stream that it remembers for each parameter.
 
     Returns:
         The outputs, and the views.
@@ -52,7 +54,7 @@ def trained_among(arguments: Sequence[Any]) -> list[int]:
 
 
 def is_trained(argument: Any) -> bool:
-    """Return True if autograd records what is computed from the argument."""
+    """Return True if autograd records operations on the argument."""
     return isinstance(argument, Tensor) and argument.requires_grad and torch.is_grad_enabled()
 
 

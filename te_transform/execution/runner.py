@@ -1,8 +1,8 @@
-"""The runner of a converted model: where the forward of its class leads.
+"""The runner of a converted model, which the forward of its class calls.
 
-This and classes.py, which swaps the class, are the only files that touch the user's model, but for
-parallel.py, which puts DTensors in the places of the parameters where that was asked for. The model's
-modules, parameters and attributes stay as they are.
+Only this file and classes.py, which swaps the class, touch the user's model. The exception is parallel/,
+which replaces parameters by DTensors on request. The model's modules, parameters and attributes do not
+change.
 """
 
 from __future__ import annotations
@@ -61,37 +61,37 @@ from te_transform.plan.options import Options
 log = logging.getLogger(__name__)
 
 _WRITES = (
-    "an autograd.Function in the forward writes in place to its argument, whose gradients dynamo captures as "
-    "if it had not: it runs as the user's own code"
+    "an autograd.Function in the forward writes in place to its argument, and dynamo captures gradients that "
+    "ignore the write: the forward runs as the user's own code"
 )
 
 _REPLACED = (
-    "somebody has replaced PyTorch's {} by another function, which PyTorch itself would call where it traces "
-    "the one that the forward calls: what calls it runs as the user's own code"
+    "other code has replaced PyTorch's {} by another function, which PyTorch itself would call during a "
+    "trace: forwards that call it run as the user's own code"
 )
 
 _GATHERED = (
-    "fully_shard() gathers the parameters of a divided model anew for each call, CUDA graphs need them where "
-    "they were: graphs run without CUDA graphs"
+    "fully_shard() gathers the parameters of a divided model to new addresses in each call, but CUDA graphs "
+    "need the recorded addresses: graphs run without CUDA graphs"
 )
 
-_calling: ContextVar[bool] = ContextVar("_calling", default=False)  # in a call of a converted model
+_calling: ContextVar[bool] = ContextVar("_calling", default=False)  # True in a call of a converted model
 
 
 class Runner:
-    """Runs the calls of one converted model, and of all its captured blocks.
+    """The runner of the calls of one converted model, and of all its captured blocks.
 
     Attributes:
         options: of the conversion.
-        model_ref: the model itself.
-        policy: what is captured as one forward, and which calls run the user's own code.
-        user_code: runs these calls.
-        captures: what was captured.
+        model_ref: a weak reference to the model.
+        policy: chooses the units that are captured, and the calls that run the user's own code.
+        user_code: the executor of the user's own code.
+        captures: the captured forwards.
         material: for the report.
-        observer: looks at the calls of graphs.
-        precision: that the model runs in.
-        division: of the parameters among ranks.
-        extension: that changes calls from outside.
+        observer: observes the calls of graphs, or None.
+        precision: the FP8 recipe of the model, or None.
+        division: of the parameters among ranks, or None.
+        extension: changes calls from outside of the core, or None.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Runner:
     def call(
         self, role: ModuleRole, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
-        """Run a call of the model, of a part of it, or of a block; `forward` is the one of its own class."""
+        """Run a call of the model, a part or a block. `forward` is the forward of the user's class."""
         if role.kind is Role.PART and _calling.get():
             return forward(module, *args, **kwargs)
         call, extension = ModuleCall(role, module, forward, args, kwargs), self.extension
@@ -139,7 +139,7 @@ class Runner:
             return user_code.run(call)
         if call.is_block and self.division is not None and self.policy.skip_this_call:
             raise _OnStandIns
-        # a copy of which only parts are called, by themselves, knows no model
+        # a copy has no reference to its model if only its parts are called
         model = None if call.is_block else call.module if call.is_root else self.model_ref.model
         if model is not None:
             self._settle(model)
@@ -160,68 +160,68 @@ class Runner:
             return False
         if self.extension is not None and self.extension.is_on():
             return False
-        return options.backend.recipe_now() is None  # else products run in the user's own recipe
+        return options.backend.recipe_now() is None  # in a recipe of the user's, matrix products run in FP8
 
     def _is_around(self, call: ModuleCall) -> bool:
-        """Return True if what is around the blocks of the model is captured in this call."""
+        """Return True if this call captures the head and the loss around the blocks of the model."""
         return self.policy.cut is Cut.BLOCKS_AND_HEAD and call.is_root and self.division is None
 
     def _run_captured(self, call: ModuleCall) -> Any:
-        """Run a call whose forward dynamo captures, or has captured."""
+        """Run a call by dynamo, which captures the forward in the first call."""
         module, kind, policy = call.module, type(call.module), self.policy
         is_around = self._is_around(call)
         run = self.captures.of(kind, partial(self._capture, kind, call.forward, is_around))
         run.turned_off = False
-        policy.skip_this_mode.discard(kind)  # of a call that has raised
+        policy.skip_this_mode.discard(kind)  # left over from a call that raised
         stand_ins = nullcontext() if self.division is None else self.division.standing_in(module.modules())
         try:
             with parts_stay_out(is_around), set_aside(), stand_ins, suppress(_OnStandIns):
                 out = run(module, *call.args, **call.kwargs)
             policy.end_call(module)
             if self.division is not None and (run.turned_off or kind in policy.skip_this_call):
-                # a part of its code ran on stand-ins; blocks are captured by now, if there are any
+                # a part of its code ran on stand-ins, so the call runs again; its blocks are captured by now
                 policy.skip_this_call.discard(kind)
                 policy.uncaptured |= {kind} if run.turned_off else set()
                 out = self.user_code.run(call, but_blocks=policy.by_block)
             return out
         except Exception as error:
-            if run.turned_off:  # a call that the model does not take: begin anew with the next one
+            if run.turned_off:  # the model rejects the arguments: capture anew in the next call
                 self.captures.forget(kind)
             if self.division is None and _may_fail_again(error, call):
                 with preserved(module):
-                    call.run_original()  # raises what the caller may expect
+                    call.run_original()  # raises the error of the user's own code
                     raise
             raise
         finally:
-            if policy.makes_nested and kind in policy.skip_this_call:  # training is captured still
+            if policy.makes_nested and kind in policy.skip_this_call:  # training may still be captured
                 self.captures.forget(kind)
             policy.skip_this_call.discard(kind)
 
     def _settle(self, model: nn.Module) -> None:
-        """Before a call of the model: act on what the last one has shown."""
+        """Apply the results of the last call of the model before the next call."""
         model_ref = self.model_ref
         model_ref.meet(model)
-        if model_ref.scattered and not is_dispatch_mode_on():  # it would take that for a part of the forward
+        if model_ref.scattered and not is_dispatch_mode_on():  # a mode would see the copies as operations
             self.make_adjacent(model)
         self.captures.forget_replaced()
         first = model_ref.first_block
         if (is_sharded(first) or self.policy.by_block) and first is not None and CONVERTED not in vars(first):
             self.capture_blocks(model)
 
-    # what dynamo captures
+    # captures by dynamo
 
     def _capture(self, kind: type, forward: Callable[..., Any], is_around: bool) -> Callable[..., Any]:
-        """Return the forward of a class, to be captured in its calls."""
-        held = weakref.ref(self)  # dynamo lets go of nothing that it was ever given
+        """Return the forward of a class as a function that dynamo captures in its calls."""
+        held = weakref.ref(self)  # dynamo never releases the objects that it was given
         divided = self.division is not None
         return capture(
             forward,
             lambda captured, inputs: held().backend(captured, inputs, kind),
             lambda: kind in held().policy.skip_this_call,
-            False if divided else None,  # shards are of sizes that are known
-            # of what is around blocks, parts end the graphs, which is no reason that anybody is told
+            False if divided else None,  # the sizes of shards are constant
+            # around blocks, calls of parts end the graphs, and these breaks are not reported
             None if is_around else self.material.breaks,
-            # a divided model would run the user's code on stand-ins first
+            # a divided model would first run the user's code on stand-ins
             None if divided else lambda why: held().tell(why),
         )
 
@@ -230,7 +230,7 @@ class Runner:
     ) -> Callable[..., Any]:
         """Rewrite one graph of the forward of `kind`, for dynamo.
 
-        Whatever fails in here, the graph runs as it was captured.
+        If the rewrite fails, the graph runs as captured.
         """
         bind(captured)
         model = self.model_ref.model
@@ -242,10 +242,10 @@ class Runner:
         return fuse(captured) if self.division is None else self.division.graph(captured, fuse)
 
     def _check_capture(self, captured: fx.GraphModule, kind: type, model: nn.Module | None) -> None:
-        """Raise if a graph must not run in the place of its forward.
+        """Raise if a graph must not replace its forward.
 
         Raises:
-            SkipFrame: the user's own code runs.
+            SkipFrame: to run the user's own code.
         """
         if has_checkpoints(captured):
             was = self.policy.cut
@@ -269,20 +269,21 @@ class Runner:
                 put_in_recipe(made, self.options)
             graph = CapturedGraph(made, self)
         except Exception as error:
-            log.warning("a graph of the model runs as it was captured", exc_info=error)
+            log.warning("a graph of the model runs as captured", exc_info=error)
             self.material.notes.append(f"{type(error).__name__}: {error}")
             return captured.forward
         self.graphs.append(graph)
-        held = weakref.ref(graph)  # dynamo lets go of nothing that it was ever given
-        # nor does it always ask whose it was: where it makes no new graphs, any that fits the call is called
+        held = weakref.ref(graph)  # dynamo never releases the objects that it was given
+        # dynamo does not always guard the model: if it makes no new graphs, it may call any that fits the
+        # call
         alone = code_of(captured)
         return lambda *arguments: (held() or alone)(*arguments)
 
     def _choose_backend(self) -> None:
-        """Take the backend that "auto" is for the model as it is now.
+        """Choose the backend of "auto" again, for the current state of the model.
 
-        Trainer and accelerate move to the GPU what was converted before. The report is then of what runs, of
-        the first call from here on.
+        Trainer and accelerate move converted models to the GPU. If the backend changes, the next call makes a
+        new report.
         """
         model = self.model_ref.model
         if model is None or self.division is not None:
@@ -292,7 +293,7 @@ class Runner:
             return
         self.options, self.material.next_call = options, []
 
-    # what captured graphs ask, see captured.Owner
+    # services for captured graphs, see captured_graph.Owner
 
     @property
     def graphs(self) -> list[CapturedGraph]:
@@ -301,18 +302,18 @@ class Runner:
 
     @property
     def scattered(self) -> ScatteredGroups:
-        """Groups of parameters that graphs join and that do not lie next to each other."""
+        """The groups of parameters that graphs join and that are not adjacent in memory."""
         return self.model_ref.scattered
 
     @property
     def ranks(self) -> Ranks | None:
-        """The ranks that the model is divided among."""
+        """The ranks of a divided model, or None."""
         return None if self.division is None else self.division.ranks
 
     def options_now(self) -> Options:
-        """Return the options, without CUDA graphs where FSDP shards the parameters of a divided model again.
+        """Return the options, without CUDA graphs if FSDP also shards the parameters of a divided model.
 
-        It gathers them elsewhere in each call, on each rank by itself.
+        FSDP gathers them to new addresses in each call, independently on each rank.
         """
         if self.division is None or not self.options.graphs or not self.model_ref.is_sharded:
             return self.options
@@ -320,15 +321,17 @@ class Runner:
         return replace(self.options, graphs=False)
 
     def check(self, graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, str]:
-        """Return what is wrong with sites of the graph on the values of its first call, in the model's own
-        dtype."""
+        """Return the sites that compute wrong values in the first call of the graph, with the reasons.
+
+        They are checked in the model's own dtype.
+        """
         checker = self.captures.checker
         if checker is None:
             return {}
         with nullcontext() if self.precision is None else self.precision.paused(), gradient_sums.paused():
             wrong = checker(graph, arguments)
-        if self.material.report is not None:  # which has what was wrong in the calls of the conversion itself
-            later = "taken back in a later call"
+        if self.material.report is not None:  # the report has the sites that were wrong in the conversion
+            later = "rolled back in a later call"
             self.material.notes += (f"{later}: {site.name}, {why}" for site, why in wrong.items())
         return wrong
 
@@ -336,14 +339,14 @@ class Runner:
         """Add a sentence to the report, once."""
         self.material.tell(why)
 
-    # what others ask of a converted model
+    # services for other packages
 
     def capture_blocks(self, model: nn.Module) -> None:
         """Capture the blocks of `model` one by one from now on."""
         before = self.policy.cut
         self.policy.cut_into_blocks(model)
         was_around, is_around = (cut is Cut.BLOCKS_AND_HEAD for cut in (before, self.policy.cut))
-        if is_around != was_around:  # what was captured has the parts in it, or has not
+        if is_around != was_around:  # captures with and without parts differ
             self.captures.forget(type(model))
         skipped = skipped_inside(model, self.options.skip)
         for block in blocks(model):
@@ -352,24 +355,24 @@ class Runner:
                 self.extension.attach(block)
 
     def divide(self, division: Division | None) -> None:
-        """Run on shards of the parameters from now on, or, with None, on whole ones."""
+        """Run on shards of the parameters from now on, or on whole parameters if `division` is None."""
         self.division = division
         self.release()
         self.graphs.clear()
         self.scattered.clear()
 
     def release(self) -> None:
-        """Free what was compiled and recorded, whoever still holds the graphs: dynamo may."""
+        """Free compiled code and recordings, because dynamo may hold the graphs forever."""
         self.captures.clear()
         for graph in self.graphs:
             graph.release()
 
     def make_adjacent(self, model: nn.Module) -> None:
-        """Lay parameters next to each other that had to be copied."""
+        """Make parameters adjacent in memory that a call had to copy."""
         self.note_scattered(model, self.model_ref.make_adjacent(model))
 
     def note_scattered(self, model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Tell the report which parameters are joined by a copy in each call because their memory is held."""
+        """Report the parameters that each call joins by a copy because their memory has other holders."""
         if (why := held_groups_told(model, groups)) is not None:
             self.tell(why)
 
@@ -395,19 +398,19 @@ def _restored(*held: Any) -> Runner:
 
 
 class _OnStandIns(Exception):
-    """Ends a call of a divided model that is going to be made again: FP8 would note what stand-ins give."""
+    """The end of a call of a divided model that will be repeated. FP8 must not see values of stand-ins."""
 
 
 def attach(model: nn.Module, runner: Runner) -> None:
     """Make `model` and its parts run their captured forward."""
     swap_class(model, ModuleRole(runner, Role.MODEL))
     for part in parts(model):
-        with suppress(ModelError):  # it runs as it is where it is called by itself
+        with suppress(ModelError):  # a direct call of the part runs the user's own code
             swap_class(part, ModuleRole(runner, Role.PART))
 
 
 def detach(model: nn.Module) -> None:
-    """Give every module in `model` its own class and forward back; nothing else was ever changed."""
+    """Restore the class and forward of every module in `model`. Nothing else was changed."""
     if (runner := runner_of(model)) is not None:
         runner.release()
         if runner.division is not None:
@@ -420,18 +423,18 @@ def detach(model: nn.Module) -> None:
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Return True if te_transform.parallelize() has divided it, or a part of it, among ranks."""
+    """Return True if te_transform.parallelize() has divided the model, or a part of it, among ranks."""
     return any(runner.division is not None for runner in runners(model))
 
 
 def runner_of(model: nn.Module) -> Runner | None:
-    """Return the runner of a converted model, None if it was not converted."""
+    """Return the runner of a converted model, or None."""
     role = vars(model).get(CONVERTED)
     return role.runner if role is not None else None
 
 
 def without_extensions(model: nn.Module) -> AbstractContextManager[None]:
-    """Run the converted models in `model` without what changes their calls from outside."""
+    """Run the converted models in `model` without their extensions."""
     return _with_setting(runners(model), "extension", None)
 
 
@@ -459,7 +462,7 @@ def runners(model: nn.Module) -> list[Runner]:
 
 
 def _sharing(model: nn.Module, root: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the modules that run a graph of the forward of one of them, its own first."""
+    """Return the paths of the modules that share a graph of the forward of `root`, with `root` first."""
     if root is model:
         return ("",)
     alike = [(path, module) for path, module in model.named_modules() if type(module) is type(root)]
@@ -467,7 +470,7 @@ def _sharing(model: nn.Module, root: nn.Module) -> tuple[str, ...]:
 
 
 def _why_uncaptured(captured: fx.GraphModule) -> str | None:
-    """Return why a graph would compute something else than the forward, None if it does not."""
+    """Return why a graph would compute something different from the forward, or None."""
     if functions.write_to_what_they_are_given(captured):
         return _WRITES
     name = replaced_function(captured.graph)
@@ -475,11 +478,14 @@ def _why_uncaptured(captured: fx.GraphModule) -> str | None:
 
 
 def _may_fail_again(error: Exception, call: ModuleCall) -> bool:
-    """Return True if the user's own code may be run once more, to raise its own error.
+    """Return True if the user's own code may run once more, to raise its own error.
 
-    A compiled graph raises a RuntimeError for an id out of range, and a captured one may leave out a check of
-    the user's code. On a GPU errors come later, other ranks would wait for the collectives of this one, and
-    an argument that the forward changes, as a cache, would be changed twice.
+    A compiled graph raises a RuntimeError for an id out of range, and a captured graph may leave out a check
+    of the user's code. A second run is excluded in three cases:
+
+    - on a GPU, where errors come later;
+    - with several ranks, which would wait for the collectives of this rank;
+    - if the forward might change an argument twice, such as a cache.
     """
     first = next(call.module.parameters(), None)
     on_cpu = first is None or first.device.type == "cpu"

@@ -1,7 +1,8 @@
-"""The size rule: calls with few tokens run as captured, because the CPU sets the pace.
+"""The size rule: calls with few tokens run as captured, because the CPU is the bottleneck.
 
-Fused products gain nothing there, neither in TE's kernels nor in plain PyTorch, and each fused op checks its
-conditions first. A graph without gated MLPs gains nothing at any size, except in a recipe and in CUDA graphs.
+Fused matrix products do not speed up such calls, neither in TE's kernels nor in plain PyTorch, and the checks
+of each fused op take CPU time. Without gated MLPs, fused products are not faster at any size, except in a
+recipe and in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from te_transform.graph.nodes import shape_of, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 
-_GAINS_NOTHING = "a graph without gated MLPs, as fast as it was captured"
-_UNKNOWN = "of sizes that only the values of the call tell"
-_KNOWN = 4096  # cached sizes: generation adds one for each length
+_GAINS_NOTHING = "a graph without gated MLPs, which is as fast as captured"
+_UNKNOWN = "the sizes of the call depend on its values"
+_KNOWN = 4096  # the maximum number of cached sizes; generation adds one per length
 
 
 class Work(NamedTuple):
@@ -78,8 +79,8 @@ class SmallBatch:
     def gains_nothing(self, arguments: Sequence[Any]) -> str | None:
         """Return why fused products gain nothing in a call with these arguments, or None if they gain.
 
-        Counts the products as plain calls. A checkpoint repeats what the forward did, whose recipe need not
-        be on any more.
+        Counts the products as plain calls. A checkpoint repeats the forward's decision, because the recipe
+        may no longer be active.
         """
         if not self.is_possible or limits.ignore_size_limits:
             return None

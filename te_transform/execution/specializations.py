@@ -23,22 +23,25 @@ from te_transform.graph.nodes import called, numel_of, value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 
-# Kinds of calls that one graph is compiled for: each takes seconds to minutes, later ones run uncompiled.
+# The maximum number of specializations of a graph. Each takes seconds to minutes. Later calls run uncompiled.
 MOST = 8
 
-_SEEN = "a mode sees its operations, of which a compiled graph makes none"
+_SEEN = "a mode sees its operations, which a compiled graph does not call"
 _TRANSFORMED = "a function transform or forward-mode differentiation is on"
-_OBSERVED = "verify() or the conversion looks at the call"
-_REPEATED = "a checkpoint repeats the call, and TE's modules keep more than scales"
-_ACCUMULATED = "accumulate() has kernels add gradients to its buffers"
-_UNREADY = "its products have no scales for these weights yet"
+_OBSERVED = "verify() or the conversion observes the call"
+_REPEATED = "a checkpoint repeats the call, and TE's modules keep more state than scales"
+_ACCUMULATED = "in accumulate(), kernels add gradients to buffers"
+_UNREADY = "its matrix products have no scales for these weights yet"
 _FAILED = "no specialization for the call, see the notes"
 
 Make = Callable[[Specialized, Precomputed, Sequence[Any], int | None], Prepared | None]
 
 
 class FirstCall(NamedTuple):
-    """The first call of its kind in a recipe: it runs fused, and shows which products run in FP8."""
+    """The first call with these shapes and mode in a recipe.
+
+    It runs fused, and shows which matrix products run in FP8.
+    """
 
     kind: tuple[Any, ...]
 
@@ -60,18 +63,17 @@ class Ready(NamedTuple):
 
 
 class ProductsInFP8:
-    """The products that run in FP8, by the kind of call.
+    """The matrix products that run in FP8, by the shapes and the mode of a call (its `kind`).
 
-    The first calls of a kind show them. There are several such calls if layers are dropped, until each layer
-    has run in one.
+    The first calls show them. If layers are dropped, several calls are needed until each layer has run.
     """
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], frozenset[Site]] = {}
-        self.unseen: dict[tuple[Any, ...], frozenset[int]] = {}  # layers that no call of a kind has run
+        self.unseen: dict[tuple[Any, ...], frozenset[int]] = {}  # layers that have not run yet, by kind
 
     def note_layers(self, kind: tuple[Any, ...]) -> bool:
-        """Note the layers that a first call of a kind has run. Return True once each layer has run."""
+        """Note the layers that a first call has run. Return True once each layer has run."""
         self.unseen[kind] = self.unseen.get(kind, dropped.get()) & dropped.get()
         return not self.unseen[kind]
 
@@ -79,17 +81,19 @@ class ProductsInFP8:
 class Specializations:
     """The specializations of one captured graph.
 
-    In a recipe, a call runs fused while products take their first scales from it; the first call of its kind
-    shows which of them run in FP8. So do calls in which TE's own modules keep more than scales: of
-    checkpoints, and of accumulate().
+    In a recipe, these calls run fused:
+
+    - calls from which matrix products take their first scales. The first call with the same shapes and mode
+      shows which products run in FP8;
+    - calls of checkpoints and in accumulate(), for which TE's modules keep more state than scales.
 
     Args:
         plan: of the captured graph.
-        scattered: where groups are noted that a call finds scattered, see Join.
+        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
         without: its sites that run as captured.
         options: of the conversion.
-        make: makes what runs calls of one kind, or returns None if the compiler fails.
-        tell: gets a sentence for the report.
+        make: makes the function of a specialization, or returns None if the compiler fails.
+        tell: receives a sentence for the report.
     """
 
     def __init__(
@@ -109,14 +113,14 @@ class Specializations:
         self.never = _why_never(plan, options)
         seen = written(plan.captured.graph)
         self.writes = [place for place, node in enumerate(placeholders) if node in seen]
-        # the fused products, each with the place of its first parameter
+        # the fused products, each with the index of its first parameter
         self.weights = {
             site: names.index(site.weights[0][0].meta["origin"])
             for site in plan.sites
             if site.weights and site not in without
         }
         self.in_fp8 = ProductsInFP8()
-        self.lowered: dict[frozenset[Site], Specialized] = {}  # by what runs in FP8
+        self.lowered: dict[frozenset[Site], Specialized] = {}  # by the products that run in FP8
         self._lower = lambda sites: Specialized(plan, scattered, without, sites, options)
 
     @property
@@ -125,13 +129,13 @@ class Specializations:
         return self.weights if self.options.recipe is not None else {}
 
     def tell(self, why: str) -> str:
-        """Add to the report that the graph does not run so, and why. Returns `why`."""
+        """Report that the graph runs uncompiled, or without CUDA graphs, and why. Return `why`."""
         how = "uncompiled" if self.options.compile else "without CUDA graphs"
         self._tell(f"a graph runs {how}, {why}")
         return why
 
     def refuse(self, call: CallContext) -> str | None:
-        """Return why no specialization runs such a call, whatever its arguments are."""
+        """Return why no specialization can run the call, regardless of its arguments."""
         if call.is_observed:
             return _OBSERVED
         if call.is_transformed:
@@ -141,12 +145,12 @@ class Specializations:
         return None if self.never is None else self.tell(self.never)
 
     def precision(self) -> tuple[Any, Any]:
-        """Return the recipe that is on, and its scaling; None for products in the weights' dtype."""
+        """Return the active recipe and its scaling, or None for products in the dtype of the weights."""
         recipe = self.options.backend.recipe_now() if self.products else None
         return recipe, None if recipe is None else self.options.backend.scaling_of(recipe)
 
     def find(self, call: CallContext) -> Ready | FirstCall | str:
-        """Return what runs a call, made now if the call is the first of its kind; else why nothing does."""
+        """Return the specialization of a call, which may be made now, or why there is none."""
         arguments = call.args
         recipe, scaling = self.precision()
         if recipe is not None and scaling is None:
@@ -173,7 +177,7 @@ class Specializations:
         return Ready(prepared, known, bool(sites), lowered.reads_values)
 
     def run(self, found: Ready | FirstCall, call: CallContext, fused: Callable[[CallContext], Any]) -> Any:
-        """Run a call by what find() returned; `fused` runs the first call of a kind in a recipe."""
+        """Run a call by the result of find(). `fused` runs a FirstCall."""
         if isinstance(found, FirstCall):
             outputs = fused(call)
             self._learn(found, call)
@@ -184,20 +188,20 @@ class Specializations:
         return outputs
 
     def _learn(self, first: FirstCall, call: CallContext) -> None:
-        """Note which products have run in FP8 in a first call of its kind."""
+        """Note the products that ran in FP8 in a first call."""
         if not self.in_fp8.note_layers(first.kind):
             return
         inside = {site for site, told in zip(self.products, first.kind[1], strict=True) if told}
         self.in_fp8.known[first.kind] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
 
     def sizes(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what dynamo has left open: numbers, shapes and strides."""
+        """Return the sizes that dynamo did not guard: numbers, shapes and strides."""
         if not self.varies:
             return ()
         return tuple((a.shape, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
 
     def _only_in_te(self, recipe: Any) -> str:
-        why = f"{type(recipe).__name__} has products in TE's modules alone"
+        why = f"{type(recipe).__name__} runs only in TE's modules"
         self._tell(f"graphs run {'uncompiled' if self.options.compile else 'without CUDA graphs'}, {why}")
         return why
 
@@ -209,7 +213,7 @@ class Specializations:
         shared = self._shared(arguments)
         key = (*known.key, scaling, attention_kernels(), self.sizes(arguments), shared, bucket)
         if key not in lowered.runs:
-            with compile_lock:  # compilers keep what they do in variables that all threads share
+            with compile_lock:  # compilers keep their state in variables that all threads share
                 self._make(key, lowered, known, arguments, bucket)
         return lowered.runs.get(key)
 
@@ -221,7 +225,7 @@ class Specializations:
         arguments: Sequence[Any],
         bucket: int | None,
     ) -> None:
-        """Make what runs such calls, unless another thread has, or there are too many kinds already."""
+        """Make a specialization, unless another thread has made it, or there are too many already."""
         if key in lowered.runs:
             return
         if sum(len(each.runs) for each in self.lowered.values()) < MOST:
@@ -229,12 +233,13 @@ class Specializations:
             return
         made = "compiled" if self.options.compile else "prepared"
         how = "uncompiled" if self.options.compile else "without CUDA graphs"
-        self._tell(f"a graph is {made} for {MOST} kinds of calls at most, others run {how}")
+        self._tell(f"a graph is {made} for at most {MOST} sets of shapes and modes, other calls run {how}")
 
     def _bucket(self, call: CallContext) -> int | None:
-        """Return how many bytes of gradients are reduced at a time while the backward of this call goes on.
+        """Return the bytes of gradients that are reduced at a time during the backward of this call, or None.
 
-        None: all are reduced at its end, or a checkpoint is to repeat the call as one whole, outside of DDP.
+        None means that all gradients are reduced at its end, or that a checkpoint repeats the whole call
+        outside of DDP.
         """
         if self.options.in_cuda_graphs or not call.records_gradients:
             return None
@@ -246,7 +251,7 @@ class Specializations:
         return self.lowered[sites]
 
     def _shared(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return which arguments lie in one storage, and where in it, of a graph that writes to any."""
+        """Return which arguments share a storage, and their offsets, if the graph writes to arguments."""
         if not self.writes:
             return ()
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
@@ -259,7 +264,7 @@ class Specializations:
 
 
 def attention_kernels() -> tuple[bool, ...]:
-    """Return which of its kernels PyTorch's attention may choose from, which dynamo does not guard."""
+    """Return the enabled kernels of PyTorch's attention, which dynamo does not guard."""
     cuda = torch.backends.cuda
     return (
         cuda.flash_sdp_enabled(),
@@ -272,16 +277,16 @@ def attention_kernels() -> tuple[bool, ...]:
 def _why_never(plan: Plan, options: Options) -> str | None:
     """Return why a graph is never compiled or recorded."""
     if any(getattr(module, "draws_per_rank", False) for module in plan.captured.modules()):
-        return "each rank has dropouts of its own in it"
-    # of no rows inductor lays the operands out in a way that PyTorch's products by groups refuse
+        return "it contains dropouts that differ per rank"
+    # without rows, inductor chooses strides that PyTorch's grouped matrix products refuse
     products = (node for node in plan.captured.graph.nodes if called(node).strip("_") == "grouped_mm")
     if options.compile and not all(map(numel_of, products)):
-        return "its products by groups are of no tokens"
+        return "its grouped matrix products have no tokens"
     return None
 
 
 def _varies(placeholder: fx.Node) -> bool:
-    """Return True if the sizes of an argument may differ from those that the graph was captured with."""
+    """Return True if the sizes of an argument may differ from the captured sizes."""
     held = value(placeholder)
     sizes = held.shape if isinstance(held, Tensor) else (held,)
     return any(isinstance(size, torch.SymInt) for size in sizes)

@@ -1,5 +1,4 @@
-"""A captured graph with attention, and products in FP8, lowered for a compiler; and what is known of a call
-before it runs."""
+"""A captured graph that is lowered for a compiler, and the values that are computed before a call runs."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from te_transform.graph.nodes import value
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 
-# what a compiler fuses by itself: all of the catalogue but attention; the op of somebody's own rule stays
+# ops that a compiler fuses without help: all ops but attention; ops of a user's own rules stay
 _LEFT = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEntropy, ChunkedLoss)
 
 
 class States:
-    """The states of the calls of products in FP8; those that share a parameter share tensors."""
+    """The states of FP8 matrix products. Products that share a parameter share tensors."""
 
     def __init__(self, states: dict[fx.Node, ProductState]):
         self.states = states
@@ -39,11 +38,11 @@ class States:
         self.pattern = tuple(places.setdefault(tensor.data_ptr(), len(places)) for tensor in leaves)
         self.tensors = [*dict(zip(self.pattern, leaves, strict=True)).values()]
         kept = {tensor.data_ptr() for state in states.values() for held in state.weights for tensor in held}
-        # the places of those that calls write to: scales and largest values
+        # the indices of the tensors that calls write to: scales and amax
         self.written = [place for place, held in enumerate(self.tensors) if held.data_ptr() not in kept]
 
     def are(self, states: dict[fx.Node, ProductState]) -> bool:
-        """Return True if the states are these very objects, of the same calls."""
+        """Return True if the states are the same objects, of the same calls."""
         return len(states) == len(self.states) and all(map(is_, states.values(), self.states.values()))
 
 
@@ -60,18 +59,18 @@ class Precomputed:
         self.values, self.states = values, states.states
         leaves = [(node, leaf) for node, held in values.items() for leaf in tree_leaves(held)]
         found = [(node, leaf) for node, leaf in leaves if isinstance(leaf, Tensor)]
-        # aliases, of whose writes autograd knows nothing: the next forward may come before this backward
+        # `.data`, so that autograd does not see writes: the next forward may come before this backward
         self.tensors = [*(held for _, held in found), *(tensor.data for tensor in states.tensors)]
         self.static_inputs = [*(node in staying for node, _ in found), *(True for _ in states.tensors)]
         self.written = [len(found) + place for place in states.written]
-        self.computed = len(found)  # so many of the tensors, the first ones
+        self.computed = len(found)  # the number of leading tensors that are computed, not states
         answers = tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves)
         self.key = (answers, states.pattern)
 
     def stay_as(self, arguments: Iterable[Any]) -> list[bool]:
-        """Return `stays`, alike on all ranks.
+        """Return `static_inputs` with the same result on all ranks.
 
-        A precomputed tensor stays if it is memory of these arguments, and not a copy that each call makes.
+        A precomputed tensor is static if it is memory of these arguments, not a copy that each call makes.
         """
         own = {*addresses([argument for argument in arguments if isinstance(argument, Tensor)])}
         where = [*addresses(self.tensors[: self.computed])]
@@ -97,7 +96,7 @@ class Precomputation:
     def of(
         cls, graph: fx.GraphModule, nodes: Sequence[fx.Node], placeholders: Sequence[fx.Node]
     ) -> Precomputation:
-        """Extract these nodes of a graph, and what they are computed from."""
+        """Extract these nodes of a graph, and the nodes that they depend on."""
         module, inputs = edit.extract(graph, nodes, ())
         return cls(nodes, module, [placeholders.index(node) for node in inputs])
 
@@ -108,17 +107,16 @@ class Precomputation:
 
 
 class Specialized:
-    """The graph with attention, and with these products in FP8, and what is computed before it runs: masks,
-    and weights as the products read them.
+    """The graph with fused attention and FP8 products, and the computation of masks and weights before it.
 
     Args:
         plan: of the captured graph.
-        scattered: where groups are noted that a call finds scattered, see Join.
-        without: sites that run as they were captured.
+        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
+        without: sites that run as captured.
         products: the sites that run in FP8.
-        options: a compiler, if there is one, gets all other sites as they were captured, and masks that stay
-            are made in its graph: but not in CUDA graphs, which cannot record what copies a number to the
-            GPU, as masks are made of.
+        options: of the conversion. With a compiler, all other sites run as captured, and the compiled graph
+            computes masks that are not causal or full. CUDA graphs cannot record the computation of a mask,
+            because it copies numbers to the GPU.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class Specialized:
         }
         self.graph = lower(plan, scattered, without | others)
         self.runs: dict[tuple, Prepared | None] = {}
-        self.states = States({})  # of the last call that had no quantized weights
+        self.states = States({})  # of the last call without quantized weights
         nodes = list(self.graph.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         calls = {node.target: node for node in nodes if node.op == "call_module"}
@@ -151,7 +149,7 @@ class Specialized:
         self.before = Precomputation.of(self.graph, [*masks, *self.staying], placeholders)
         for mask in masks if compiles and not options.in_cuda_graphs else ():
             self.before.module.set_submodule(mask.target, LookedAt(self._module(mask)))
-        # of a call, to know what is to run: a mask that is made of sizes alone is the same for equal ones
+        # a mask that depends on sizes only is the same for equal sizes
         self.reads_values = any(
             isinstance(value(arg), Tensor) for mask in masks for arg in mask.all_input_nodes
         )
@@ -172,7 +170,7 @@ class Specialized:
                 return None
             states[node] = state
         known = self.states if self.states.are(states) else States(states)
-        if not any(state.weights for state in states.values()):  # else they could never be freed
+        if not any(state.weights for state in states.values()):  # a reference would keep quantized weights
             self.states = known
         return Precomputed(values, self.staying, known)
 
@@ -186,7 +184,7 @@ class Specialized:
         )
 
     def with_known(self, known: Precomputed) -> fx.GraphModule:
-        """Return the graph to compile. Its arguments are those of the captured graph and `known.tensors`."""
+        """Return the graph to compile. Its arguments are the captured graph's and `known.tensors`."""
         states = {node: {"state": state} for node, state in known.states.items()}
         return edit.with_known(self.graph, known.values, self.staying, states)
 

@@ -25,10 +25,10 @@ from te_transform.graph.preserve import preserved
 
 log = logging.getLogger(__name__)
 
-WARM_UPS = 6  # compilation, calibration and recording end within these calls
-CALLS = 3  # timed together, without a synchronization in between, as in training
-SECONDS = 1.0  # of timed calls, at least three
-SECONDS_IN_ALL = 300.0  # no further mode is timed after these
+WARM_UPS = 6  # untimed calls, in which compilation, calibration and recording end
+CALLS = 3  # calls that are timed together, without a synchronization in between, as in training
+SECONDS = 1.0  # the minimum duration of timed calls, which are at least three
+SECONDS_IN_ALL = 300.0  # no further mode is timed after this duration
 CLEARLY = 0.99  # a mode must take less than this share of the time of a simpler mode
 
 
@@ -106,7 +106,7 @@ def _plain(out: Any) -> Any:
 
 
 def fastest(timings: Sequence[Timing]) -> Timing | None:
-    """Return the fastest timing. A later, more complex mode has to be clearly faster."""
+    """Return the fastest timing. A later, more complex mode must be clearly faster."""
     best = None
     for timing in timings:
         if timing.seconds is None:
@@ -122,7 +122,7 @@ def key_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
 
 
 def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
-    """Describe a value in words that are the same in every process."""
+    """Return a text about the GPU, versions, model, inputs and mode that is the same in every process."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     tensors = [
         (name, tuple(t.shape), str(t.dtype), str(t.device), t.requires_grad)
@@ -135,7 +135,7 @@ def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
 
 
 def version_of(package: str) -> str:
-    """Return the installed version of a package, "" if it is not installed."""
+    """Return the installed version of a package, or "" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -160,7 +160,7 @@ def keep(key: str, timings: Sequence[Timing]) -> None:
         written.write_text(json.dumps(everything, indent=1), encoding="utf-8")
         written.replace(path)
     except OSError as error:
-        log.warning("timings are not kept, %s: %s", type(error).__name__, error)
+        log.warning("timings are not cached, %s: %s", type(error).__name__, error)
 
 
 def _everything() -> dict[str, Any]:

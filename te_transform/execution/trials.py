@@ -1,9 +1,9 @@
 """Choose the faster of captured graphs and the user's own code for calls that fusion does not speed up.
 
-Where every operation runs as it was captured, both compute the same. Captured graphs leave out what modules
-do around their operations, and cost dynamo's guards: where the CPU sets the pace, a call of 12 layers takes
-from 0.9 to 1.2 times as long as its own code does (H100, docs/benchmarks.md). So the first calls of each kind
-are timed, in either way by turns, and later ones run in the faster one.
+If every operation runs as captured, both compute the same. Captured graphs skip the Python code of modules,
+but run dynamo's guards. If the CPU is the bottleneck, a call of 12 layers takes 0.9 to 1.2 times as long as
+the user's own code (H100, docs/benchmarks.md). The first calls with the same shapes and mode are therefore
+timed, alternately with graphs and with the user's own code. Later calls run the faster code.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph
 
 IN_A_ROW = 5  # consecutive timed calls; the first is dropped (cold caches)
-ROWS = 4  # alternating; the fastest call counts, because delays have other causes
+ROWS = 4  # alternating runs of such calls; the fastest call counts, because delays have other causes
 LASTS = 1000  # calls until the next trial: dtypes, trained parameters and the load may change
-MOST = 64  # trials at a time
+MOST = 64  # the maximum number of trials
 
-TOLD = "nothing gains in the call, and the user's own code takes less time than captured graphs"
+TOLD = "fusion does not speed up the call, and the user's own code is faster than captured graphs"
 
 
 @dataclass
@@ -76,8 +76,12 @@ class Trials:
     def of(self, call: ModuleCall) -> Trial | None:
         """Return the trial of a call, or None if the call must run captured graphs.
 
-        Captured graphs must run if a checkpoint repeats the call (both runs must save equally many tensors),
-        if the call is observed or recorded, inside accumulate(), and with deterministic algorithms.
+        Captured graphs must run:
+
+        - if a checkpoint repeats the call, because both runs must save equally many tensors;
+        - if the call is observed or recorded;
+        - inside accumulate();
+        - with deterministic algorithms.
         """
         looked_at = ignore_size_limits or whole_logits or call.is_transformed or call.is_seen_below
         is_repeated = call.is_checkpointed or call.in_backward

@@ -16,10 +16,10 @@ from te_transform.canonicalize import written
 
 
 class Writes:
-    """The content of memory before graphs wrote to it.
+    """The contents of memory before graphs wrote to it.
 
-    Storages are copied rather than tensors: views, expanded tensors and inference tensors then need no rules
-    of their own, and no version counter changes. Storages are held weakly, so activations are freed as usual.
+    Storages are copied rather than tensors, so views, expanded tensors and inference tensors need no special
+    cases, and no version counter changes. References to storages are weak, so activations are freed as usual.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Writes:
         self.generators: dict[torch.Generator, Tensor] = {}
 
     def note_graph(self, captured: fx.GraphModule, arguments: Sequence[Any]) -> None:
-        """Copy what running a graph changes among its arguments, unless that was copied before."""
+        """Copy the arguments that a graph changes, unless they were copied before."""
         placeholders = (node for node in captured.graph.nodes if node.op == "placeholder")
         seen = written(captured.graph)
         self.note([a for n, a in zip(placeholders, arguments, strict=True) if n in seen])
@@ -37,7 +37,7 @@ class Writes:
 
     def note(self, arguments: Sequence[Any]) -> None:
         """Copy the storages of tensors, unless they were copied before."""
-        if not arguments:  # in each replay of a CUDA graph, of which few write
+        if not arguments:  # the fast path of CUDA graph replays, most of which write to no argument
             return
         dead = [key for key, (held, _) in self.storages.items() if held.expired()]
         for key in dead:
@@ -48,18 +48,18 @@ class Writes:
                     self.storages[storage._cdata] = StorageWeakRef(storage), storage.clone()
 
     def undo(self) -> None:
-        """Restore the content of the storages that are still alive, and the states of random generators."""
+        """Restore the contents of living storages, and the states of random generators."""
         for generator, state in self.generators.items():
             generator.set_state(state)
         with _disable_current_modes():
             for held, before in self.storages.values():
                 storage = torch.UntypedStorage._new_with_weak_ptr(held.cdata)
-                if storage is not None and storage.nbytes() == before.nbytes():  # FSDP frees what it gathers
+                if storage is not None and storage.nbytes() == before.nbytes():  # FSDP may have freed it
                     storage.copy_(before)
 
 
 def _storages(argument: Any) -> Iterator[torch.UntypedStorage]:
-    """Return the storages that hold a tensor's numbers; fake and meta tensors have none."""
+    """Return the storages of a tensor. Fake and meta tensors have none."""
     if not isinstance(argument, Tensor) or is_fake(argument) or argument.is_meta:
         return
     while torch._C._functorch.is_functorch_wrapped_tensor(argument):

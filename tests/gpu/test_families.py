@@ -38,4 +38,4 @@ def test_is_as_exact_as_the_original(name: str, recipe: str | None) -> None:
     converted = te_transform.convert(model, given, backend="te", recipe=recipe, verify=False)
     result = te_transform.verify(model, converted, given)
     assert result, str(result)
-    assert not [note for note in te_transform.report(converted).notes if "taken back" in note]
+    assert not [note for note in te_transform.report(converted).notes if "rolled back" in note]

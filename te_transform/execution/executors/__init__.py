@@ -1,7 +1,7 @@
-"""The ways to run a captured graph, each in one file: what a rule is to a graph, an executor is to a call.
+"""The executors, one per file. Each is one way to run a captured graph, as a rule is one way to rewrite it.
 
-A graph asks its executors in order, see execution/captured_graph.py: the first that does not refuse runs the
-call.
+A graph asks its executors in order, see execution/captured_graph.py. The first executor that does not refuse
+runs the call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from te_transform.execution.call_context import CallContext
 
 
 class Executor(Protocol):
-    """One way to run a captured graph.
+    """The protocol of executors, which run captured graphs.
 
     Attributes:
         name: completes "did not run ..." in the report's table of fallbacks.

@@ -1,4 +1,4 @@
-"""The graph as dynamo captured it: for calls in which fused products gain nothing, and for observed calls."""
+"""The graph as dynamo captured it, for observed calls and for calls that fused products do not speed up."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class Captured:
-    """Runs every call: attention is fused, and norms and activations of many operations; products are not.
+    """The executor that runs every call, without fused matrix products.
+
+    It fuses attention, and norms and activations of many operations.
 
     Args:
         plan: of the captured graph.
-        scattered: where groups are noted that a call finds scattered, see Join.
+        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
         without: sites that run as captured.
         options: of the conversion.
-        tell: gets a sentence if the graph cannot be made.
+        tell: receives a sentence if the graph cannot be made.
     """
 
     name = "captured"
@@ -39,10 +41,10 @@ class Captured:
         tell: Callable[[str], None],
     ):
         self.plan, self.scattered, self.without, self.tell = plan, scattered, without, tell
-        self.calls = 0  # that it ran
+        self.calls = 0  # the number of calls so far
         products = [site for site in plan.sites if site.is_product and site not in without]
         self.has_rotations = not any(site.fused.gains for site in products)
-        # what gains where a kernel takes a call, and counts the calls that none takes
+        # ops that gain if a kernel runs a call, and that count the calls without a kernel
         self.in_kernels = [
             site.fused
             for site in plan.sites
@@ -54,7 +56,7 @@ class Captured:
         """Return None: the graph runs any call."""
 
     def run(self, call: CallContext) -> Any:
-        """Run the graph; an observed call runs nothing fused at all."""
+        """Run the graph. An observed call runs no fused op at all."""
         if call.observe_only:
             return self.plan.captured.forward(*call.args)
         self.calls += 1
@@ -62,17 +64,17 @@ class Captured:
 
     @cached_property
     def graph(self) -> Callable[..., Any]:
-        """The graph, made when it first runs; one that cannot be made is what was captured."""
+        """The graph, which is made at its first call. If it cannot be made, it is the captured graph."""
         try:
             return in_pieces(
                 lower_unfused(self.plan, self.scattered, self.without, rotations=self.has_rotations)
             )
         except Exception as error:
-            log.warning("a graph of few tokens runs as it was captured", exc_info=error)
+            log.warning("a graph runs as captured in calls of few tokens", exc_info=error)
             self.tell(f"{type(error).__name__}: {error}")
             return in_pieces(self.plan.captured)
 
     @cached_property
     def changes_nothing(self) -> bool:
-        """True if each operation runs as it was captured, where no kernel takes a call."""
+        """True if each operation runs as captured in calls without a kernel."""
         return is_as_captured(self.plan, self.without)

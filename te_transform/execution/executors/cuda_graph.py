@@ -1,4 +1,4 @@
-"""CUDA graphs: forward and backward of the fused or compiled graph are recorded once and replayed."""
+"""CUDA graphs, which record the forward and backward of the fused or compiled graph once and replay them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from te_transform.graph.nodes import returned, stays_in_place, storages
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 
-_OVERLAP = "runs without CUDA graphs, it returns two tensors in one memory"
+_OVERLAP = "runs without CUDA graphs, it returns two tensors that share memory"
 
 
 class Step(NamedTuple):
-    """The last call without gradients that was replayed.
+    """The last replayed call without gradients.
 
     Attributes:
-        key: all that the next step of a generation has in common with it.
-        prepared: what ran it.
+        key: equal for the next step of generation if the same recording can compute it.
+        prepared: the function that ran the call.
         signature: of the call. The recording may be freed elsewhere.
     """
 
@@ -48,22 +48,22 @@ class Step(NamedTuple):
 
 
 class Again(NamedTuple):
-    """A replay for a call like the last one, by the graph's own arguments."""
+    """A function of the graph's arguments that replays a call like the last one."""
 
     replay: Callable[..., Any]
 
 
 class CudaGraph:
-    """Runs a graph by replay.
+    """The executor that replays a graph.
 
     Args:
         plan: of the captured graph.
-        scattered: where groups are noted that a call finds scattered, see Join.
+        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
         without: its sites that run as captured.
         options: of the conversion.
-        fused: runs the first call of a kind in a recipe.
-        tell: gets a sentence where the graph runs without CUDA graphs.
-        ranks: that the model is divided among.
+        fused: runs the first call with the same shapes and mode in a recipe.
+        tell: receives a sentence if the graph runs without CUDA graphs.
+        ranks: the ranks of a divided model.
     """
 
     name = "as CUDA graphs"
@@ -101,7 +101,7 @@ class CudaGraph:
         return None
 
     def run(self, call: CallContext) -> Any:
-        """Replay what was recorded, or run and record it: the third call of a kind records."""
+        """Replay a recording, or run the call. The third call with the same shapes and mode is recorded."""
         if isinstance(call.found, Again):
             return call.found.replay(*call.args)
         found, step = call.found
@@ -112,17 +112,17 @@ class CudaGraph:
         return outputs
 
     def _keep(self, step: tuple[Any, ...], found: Ready, arguments: Sequence[Any]) -> None:
-        """Keep what ran this call for the next one, if that needs the arguments' own memory alone."""
+        """Keep the function that ran this call for the next one, if it reads only memory of the arguments."""
         tensors = found.known.tensors
-        # what was computed before is the arguments' own memory, not a copy that each call makes anew
+        # True if precomputed tensors are memory of the arguments, not copies that each call makes
         own = {*addresses(tensors)} <= {*step[0]}
         signature = found.prepared.signature_of([*arguments, *tensors], len(arguments)) if own else None
         self.last = None if signature is None else Step(step, found.prepared, weakref.ref(signature))
 
     def _step(self, call: CallContext) -> tuple[Any, ...] | None:
-        """Return what two calls without gradients that one recording computes have in common.
+        """Return a key that is equal for calls without gradients that one recording can compute.
 
-        None: only a look at more than the arguments' memory could tell.
+        Return None if the addresses of the arguments do not decide this.
         """
         if call.records_gradients or self.ranks is not None:
             return None
@@ -141,8 +141,8 @@ class CudaGraph:
         return where, values, sizes, (recipe is None, scaling), attention_kernels(), here
 
     def _repeated(self, step: tuple[Any, ...] | None) -> Again | None:
-        """Return what runs a call like the last one, which takes half of the CPU's time so."""
-        last = self.last  # which another thread may change
+        """Return a replay of a call like the last one, or None. It halves the CPU time of the call."""
+        last = self.last  # read once, because another thread may change it
         if step is None or last is None or last.key != step:
             return None
         signature = last.signature()
@@ -154,11 +154,11 @@ class CudaGraph:
     ) -> Prepared | None:
         graph = lowered.with_known(known)
         compile = partial(compiled, options=self.options, tell=self.tell) if self.options.compile else None
-        head = head_of(graph, compile)  # what it gives is copied by itself
+        head = head_of(graph, compile)  # runs outside of the recording, so its outputs need no copy
         graph = graph if head is None else head.rest
         given = [*arguments, *known.tensors]
         record = self._recorder(graph, known, arguments)
-        if marked(graph.graph):  # each of the layers is recorded by itself
+        if marked(graph.graph):  # each layer has a recording of its own
             record_piece = partial(self._recorded_piece, record)
             if compile is None:
                 run = in_layers(graph, given, None, self.tell, record=record_piece)
@@ -176,12 +176,12 @@ class CudaGraph:
     def _recorder(
         self, graph: fx.GraphModule, known: Precomputed, arguments: Sequence[Any]
     ) -> Callable[..., Prepared]:
-        """Return a function that lets operations of the graph run as CUDA graphs.
+        """Return a function that makes operations of the graph run as CUDA graphs.
 
-        Its arguments are what runs the operations, the nodes that they read, and the head beside them.
+        Its arguments are a function that runs the operations, the nodes that they read, and the head.
         """
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        # what is copied anew lies where the last call's copy lay, unless other layers ran
+        # new copies usually get the address of the last call's copy, but not if other layers ran
         as_own = self.ranks is not None or bool(marked(graph.graph))
         known_stay = known.stay_as(compress(arguments, self.static_inputs)) if as_own else known.static_inputs
         given = dict(zip(placeholders, [*arguments, *known.tensors], strict=True))
@@ -205,7 +205,7 @@ class CudaGraph:
         return record
 
     def _recorded_piece(self, record: Callable[..., Prepared], piece: Piece) -> Callable[..., Any]:
-        """Return what runs a piece of a graph as CUDA graphs of its own."""
+        """Return a function that runs a piece of a graph as CUDA graphs of its own."""
         run = piece.run or self._in_recipe(piece.module)
         if not piece.outputs:
             return run
@@ -215,7 +215,7 @@ class CudaGraph:
         return record(run, piece.inputs)
 
     def _in_recipe(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """Return the graph in the recipe that is on: a backward, too, may run it again."""
+        """Return a function that runs the graph in the active recipe, because a backward may rerun it."""
         recipe, _ = self.specializations.precision()
         if recipe is None:
             return graph.forward
@@ -228,7 +228,7 @@ class CudaGraph:
 
 
 def _overlap(outputs: Iterable[Any], inputs: Iterable[fx.Node]) -> bool:
-    """Return True if two tensors that are returned, and made, lie in one memory."""
+    """Return True if two outputs share memory that is not memory of an input."""
     nodes = [node for node in dict.fromkeys(outputs) if isinstance(node, fx.Node)]
     given = set(storages(inputs))
     made = [storage for storage in storages(nodes) if storage not in given]

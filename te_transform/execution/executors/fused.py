@@ -1,4 +1,4 @@
-"""The graph with the ops of its sites in the place of what they match."""
+"""The graph in which fused ops replace the operations of its sites."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OBSERVED = "the conversion's own calls run as captured"
 
 
 class Fused:
-    """Runs calls of enough tokens, and all that a faster executor has refused.
+    """The executor of calls with enough tokens, and of all calls that a faster executor refused.
 
     Args:
         plan: of the captured graph.
-        scattered: where groups are noted that a call finds scattered, see Join.
+        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
         without: sites that run as captured.
         options: of the conversion.
     """
@@ -31,13 +31,13 @@ class Fused:
         self.graph = in_pieces(lower(plan, scattered, without))
         self.small_batch = SmallBatch(plan, without, options)
         self.is_compiled = bool(options.compile or options.graphs)
-        self.calls = 0  # that it ran
+        self.calls = 0  # the number of calls so far
 
     def refuse(self, call: CallContext) -> str | None:
-        """Return why the call runs as captured: it is observed, or of too few tokens."""
+        """Return why the call runs as captured: it is observed, or has too few tokens."""
         if call.observe_only:
             return _OBSERVED
-        # what a compiler or a recording refuses, and what somebody looks at, has all sites fused
+        # calls that a compiler or a recording refused, and observed calls, run with all sites fused
         if call.is_observed or call.is_transformed or self.is_compiled:
             return None
         return self.small_batch.gains_nothing(call.args)

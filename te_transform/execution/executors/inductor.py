@@ -1,9 +1,9 @@
 """The graph compiled by inductor.
 
-Attention runs in the kernels that an eager call would choose, products of a recipe in FP8, and the op of
-somebody's own rule where it was put. All else stays as captured: inductor fuses it by itself, and on an H100
-separate products of q, k and v are faster there in bf16 than a joined one, whose gradient it would have to
-put together.
+Attention runs in the kernels that an eager call would choose, and the matrix products of a recipe run in FP8.
+Ops of a user's own rules run where the rules put them. All other operations stay as captured, because
+inductor fuses them. In bf16 on an H100, separate q, k and v products are faster there than a joined product,
+whose gradient inductor would have to concatenate.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 log = logging.getLogger(__name__)
 
 _TRACED = {
-    # on a smaller budget it would quantize again in the backward, when TE has updated the scales
+    # with a smaller budget, the backward would quantize again, after TE has updated the scales
     "activation_memory_budget": 1.0,
-    # A backward is called outside of the forward's autocast, which would round what the forward has in fp32.
+    # the backward runs outside of the forward's autocast, which would round fp32 tensors of the forward
     "backward_pass_autocast": "off",
 }
 
 
 def compile_fx(*arguments: Any, **options: Any) -> Callable[..., Any]:
-    """Import inductor's compile_fx at the first graph, which takes seconds, and call it."""
+    """Call inductor's compile_fx. The import at the first graph takes seconds."""
     from torch._inductor.compile_fx import compile_fx as inductor
 
     return inductor(*arguments, **options)
 
 
 class Inductor:
-    """Runs a graph compiled.
+    """The executor that runs a compiled graph.
 
     Args:
         plan: of the captured graph.
-        scattered: where groups are noted that a call finds scattered, see Join.
+        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
         without: its sites that run as captured.
         options: of the conversion.
-        fused: runs the first call of a kind in a recipe.
-        tell: gets a sentence where the graph runs uncompiled.
+        fused: runs the first call with the same shapes and mode in a recipe.
+        tell: receives a sentence if the graph runs uncompiled.
     """
 
     name = "compiled"
@@ -87,7 +87,7 @@ class Inductor:
         return call.found if isinstance(call.found, str) else None
 
     def run(self, call: CallContext) -> Any:
-        """Run the compiled graph, with what is known of the call."""
+        """Run the compiled graph with its precomputed tensors."""
         return self.specializations.run(call.found, call, self.fused.run)
 
     def _make(
@@ -95,7 +95,7 @@ class Inductor:
     ) -> Prepared | None:
         graph = lowered.with_known(known)
         compile = partial(compiled, options=self.options, tell=self.tell)
-        head = None if bucket is None else head_of(graph, compile)  # whose gradient is reduced by itself
+        head = None if bucket is None else head_of(graph, compile)  # the head's gradient is reduced first
         graph = graph if head is None else head.rest
         run = compile(graph, [*arguments, *known.tensors], bucket)
         return None if run is None else Prepared(run, head)
@@ -110,24 +110,25 @@ def compiled(
     options: Options,
     tell: Callable[[str], None],
 ) -> Callable[..., Any] | None:
-    """Compile a graph for such arguments, in pieces of `bucket` bytes of gradients, or that are recorded.
+    """Compile a graph for these arguments, whole or in pieces.
 
     Args:
         graph: of operations and fused ops.
-        arguments: tensors, and numbers, of a call.
-        bucket: how many bytes of gradients are reduced at a time while the backward goes on, or None.
-        record: returns what runs a piece in the place of what was compiled.
+        arguments: the tensors and numbers of a call.
+        bucket: the bytes of gradients per piece, which are reduced during the backward; None without DDP.
+        record: returns the function that runs a compiled piece as CUDA graphs.
         options: of the conversion.
-        tell: gets a sentence if the compiler fails.
+        tell: receives a sentence if the compiler fails.
 
     Returns:
         The compiled graph, or None if the compiler fails.
     """
     if (name := replaced_function(graph.graph)) is not None:
-        tell(f"a graph runs uncompiled, somebody has replaced PyTorch's {name}, which compilers trace")
+        tell(f"a graph runs uncompiled, other code has replaced PyTorch's {name}, which compilers trace")
         return None
-    # By these two the compiler knows graphs of dynamo's, whose nodes say which arguments stay where they
-    # are from call to call: CUDA graphs would copy all parameters in each. A part of one is none.
+    # With these two entries, the compiler treats the graph as one from dynamo, whose nodes name the arguments
+    # with fixed addresses. CUDA graphs would otherwise copy all parameters in each call. A part of a graph
+    # does not have such nodes.
     if all(hasattr(node, "_dynamo_source") for node in graph.graph.nodes if node.op == "placeholder"):
         graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
     doing = f"compiling a graph of {len(graph.graph.nodes)} operations"
@@ -144,13 +145,13 @@ def compiled(
                 return None
             return compile(graph, arguments) if run is None else run
     except Exception as error:
-        # transforms of torch.func are entered and left by operations of the graph; when PyTorch 2.11 has
-        # left the last one it raises
+        # operations of the graph enter and leave transforms of torch.func; PyTorch 2.11 raises when it leaves
+        # the last one
         with suppress(RuntimeError):
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         said = in_a_line(error)
         log.warning("a graph runs uncompiled, %s", said)
-        log.debug("where that came from", exc_info=error)
+        log.debug("the traceback of this error", exc_info=error)
         tell(f"a graph runs uncompiled, {said}")
         return None
     finally:
@@ -165,13 +166,14 @@ def in_layers(
     bucket: int | None = None,
     record: Callable[[Piece], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any] | None:
-    """Return what runs the pieces of a graph, see partition.in_pieces().
+    """Return a function that runs the pieces of a graph, see partition.in_pieces().
 
     Returns:
-        None if the graph has no pieces, or cannot be cut into its layers, which `tell` gets a sentence for.
+        None if the graph has no pieces, or cannot be cut into its layers. In the second case, `tell` receives
+        a sentence.
     """
     run = in_pieces(graph, given, compile, bucket, record)
     if run is None and marked(graph.graph):
         how = "without CUDA graphs" if compile is None else "uncompiled"
-        tell(f"a graph whose layers are dropped runs {how}, it cannot be cut into them")
+        tell(f"a graph whose layers are dropped runs {how}, because it cannot be cut into layers")
     return run

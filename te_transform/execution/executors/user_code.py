@@ -1,4 +1,4 @@
-"""The user's own forward: for the calls that no captured graph runs, or none is faster for."""
+"""The user's own forward, for calls that no captured graph can run, or that graphs do not speed up."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from te_transform.execution.trials import Trials
 _GRAPHS = "captured graphs may run the call"
 
 _NO_STRIDES = (
-    "a nested tensor of layout torch.strided has no sizes to guard, its calls run the user's own code; "
+    "a nested tensor of layout torch.strided has no sizes to guard, so its calls run the user's own code; "
     "pass a padded tensor and a padding mask (src_key_padding_mask of nn.TransformerEncoder), or "
     "layout=torch.jagged"
 )
 
 _OVERRIDES = (
-    "a {} is given, a tensor whose class sees each call of PyTorch's functions by a __torch_function__ of "
-    "its own, of which dynamo captures some calls and not others: such calls run as the user's own code"
+    "expected arguments of class torch.Tensor, got a {} with its own __torch_function__, whose calls dynamo "
+    "captures only in part; calls with such arguments run the user's own code"
 )
 
 
 class UserCode:
-    """Runs a call of a module as the user wrote it.
+    """The executor that runs a call of a module as the user wrote it.
 
     Args:
-        policy: says in which modes nothing is captured.
-        material: is told of tensors that no graph may be given.
+        policy: decides in which modes nothing is captured.
+        material: receives notes on tensors that no graph supports.
     """
 
     name = "the user's own code"
@@ -44,11 +44,11 @@ class UserCode:
         self.policy, self.material, self.trials = policy, material, Trials()
 
     def refuse(self, call: ModuleCall) -> str | None:
-        """Return why a graph may run the call, or None if the user's own code has to."""
+        """Return why a graph may run the call, or None if the user's own code must run."""
         return None if self._has_to(call) else _GRAPHS
 
     def is_faster(self, call: ModuleCall) -> bool:
-        """Return True if the user's own code has turned out to be faster; sets the trial that goes on."""
+        """Return True if trials found the user's own code faster. Set `call.trial` if a trial is not over."""
         trial = self.trials.of(call)
         own = None if trial is None else self.trials.choice(trial)
         call.trial = trial if own is None else None
@@ -65,8 +65,8 @@ class UserCode:
             return True
         if self._has_no_strides(call.tensors) or self._is_overridden(call.tensors):
             return True
-        # Nothing is gained by fused kernels on so little, and a cache that grows would be captured over and
-        # over. One that does not may run as a CUDA graph.
+        # Fused kernels do not speed up single tokens, and a growing cache would cause a capture per token.
+        # With a static cache, the step may run as a CUDA graph.
         if call.is_decoding and not (options.graphs and _has_static_cache(call)):
             return True
         if type(call.module) in policy.uncaptured or (policy.makes_nested and call.is_evaluated):
@@ -74,14 +74,14 @@ class UserCode:
         return mode_of(call.module) in policy.checkpointed_modes
 
     def _has_no_strides(self, tensors: Iterable[Tensor]) -> bool:
-        """Return True if strided nested tensors are given: asking their sizes ends the process."""
+        """Return True if an argument is a strided nested tensor. A read of its sizes ends the process."""
         found = any(value.is_nested and value.layout is torch.strided for value in tensors)
         if found:
             self.material.tell(_NO_STRIDES)
         return found
 
     def _is_overridden(self, tensors: Iterable[Tensor]) -> bool:
-        """Return True if tensors are given whose class changes what PyTorch's functions do."""
+        """Return True if the class of an argument changes the results of PyTorch's functions."""
         kind = next((type(held) for held in tensors if _overrides(type(held))), None)
         if kind is not None:
             self.material.tell(_OVERRIDES.format(kind.__name__))
@@ -98,7 +98,7 @@ class UserCode:
 
 
 def _overrides(kind: type[Tensor]) -> bool:
-    """Return True if a class of tensors has a __torch_function__ that compilers cannot take apart."""
+    """Return True if a class of tensors has a __torch_function__ that compilers cannot trace."""
     if kind is Tensor:
         return False
     own = kind.__torch_function__
@@ -108,6 +108,6 @@ def _overrides(kind: type[Tensor]) -> bool:
 
 
 def _has_static_cache(call: ModuleCall) -> bool:
-    """Return True if there is a cache of keys and values that does not grow, as transformers marks it."""
+    """Return True if an argument is a static cache of keys and values, as transformers marks it."""
     given = (*call.args, *call.kwargs.values())
     return any(getattr(value, "is_compileable", False) is True for value in given)
