@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _UNSAVED = (
     "{}: if the forward changes it, the calls of convert() change it too, and convert() cannot restore it; "
-    "set it anew after convert()"
+    "set it again after convert()"
 )
 
 _DIFFERS = (

@@ -96,13 +96,13 @@ class Replayed:
 
     def signature_of(self, arguments: Sequence[Any]) -> CallSignature:
         """Return the signature of a call: its mode and arguments, without the values of tensors."""
-        told = tuple(
+        values = tuple(
             (a.data_ptr() if static_inputs and not self.is_divided else None, a.requires_grad)
             if isinstance(a, Tensor)
             else a
             for a, static_inputs in zip(arguments, self.function.static_inputs, strict=True)
         )
-        key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), stream_now(), told
+        key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), stream_now(), values
         signature = self.signatures.pop(key, None)
         if signature is None:
             signature = CallSignature(trained_among(arguments))

@@ -1,7 +1,7 @@
 """The size rule: calls with few tokens run as captured, because the CPU is the bottleneck.
 
-Fused matrix products do not speed up such calls, neither in TE's kernels nor in plain PyTorch, and the checks
-of each fused op take CPU time. Without gated MLPs, fused products are not faster at any size, except in a
+Fused matrix products do not speed up such calls, neither in TE's kernels nor in plain PyTorch. The checks of
+each fused op also take CPU time. Without gated MLPs, fused products are not faster at any size, except in a
 recipe and in CUDA graphs.
 """
 
@@ -67,9 +67,9 @@ class SmallBatch:
             )
             for site in self.products
         }
-        # by the sizes of a call: the work of its products, and the last answer
+        # by the sizes of a call: the work of its products, and the last answer of gains_nothing()
         self.rows: dict[tuple[int, ...], list[Work] | None] = {}
-        self.told: dict[tuple[int, ...], str | None] = {}
+        self.answers: dict[tuple[int, ...], str | None] = {}
 
     @property
     def takes_any_number(self) -> bool:
@@ -90,11 +90,11 @@ class SmallBatch:
         if sizes not in self.rows:
             if len(self.rows) >= _KNOWN:
                 self.rows.clear()
-                self.told.clear()
+                self.answers.clear()
             self.rows[sizes] = self._rows(sizes)
-        if not (in_backward() and sizes in self.told):
-            self.told[sizes] = self._why(self.rows[sizes], arguments)
-        return self.told[sizes]
+        if not (in_backward() and sizes in self.answers):
+            self.answers[sizes] = self._why(self.rows[sizes], arguments)
+        return self.answers[sizes]
 
     def _why(self, rows: list[Work] | None, arguments: Sequence[Any]) -> str | None:
         # under accumulate(), kernels must add gradients to its buffers

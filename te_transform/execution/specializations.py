@@ -162,8 +162,8 @@ class Specializations:
             return _ACCUMULATED
         sites: frozenset[Site] = frozenset()
         if scaling is not None:
-            told = [in_recipe(arguments[place], site.fused.in_fp8) for site, place in self.products.items()]
-            kind = (scaling, tuple(told), self.sizes(arguments))
+            in_fp8 = [in_recipe(arguments[place], site.fused.in_fp8) for site, place in self.products.items()]
+            kind = (scaling, tuple(in_fp8), self.sizes(arguments))
             if kind not in self.in_fp8.known:
                 return FirstCall(kind)
             sites = self.in_fp8.known[kind]
@@ -191,7 +191,7 @@ class Specializations:
         """Note the products that ran in FP8 in a first call."""
         if not self.in_fp8.note_layers(first.kind):
             return
-        inside = {site for site, told in zip(self.products, first.kind[1], strict=True) if told}
+        inside = {site for site, in_fp8 in zip(self.products, first.kind[1], strict=True) if in_fp8}
         self.in_fp8.known[first.kind] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
 
     def sizes(self, arguments: Sequence[Any]) -> tuple[Any, ...]:

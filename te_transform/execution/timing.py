@@ -130,8 +130,8 @@ def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
     ]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     versions = [torch.__version__, *map(version_of, ("te_transform", "transformer_engine"))]
-    told = device, versions, kind, model.training, repr(model), tensors, str(sample), more
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(told))  # addresses of functions
+    facts = device, versions, kind, model.training, repr(model), tensors, str(sample), more
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(facts))  # addresses of functions
 
 
 def version_of(package: str) -> str:

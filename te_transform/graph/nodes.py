@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-MADE_ANEW = "te_transform_made_anew"  # in node.meta: True if the argument is no parameter's own memory
+MADE_ANEW = "te_transform_made_anew"  # in node.meta: True if the argument is a copy, not a parameter
 
 _NAME = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 # Dynamo's form of `._modules` for classes with their own __getattr__, such as PEFT's models.
