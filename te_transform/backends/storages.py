@@ -1,4 +1,4 @@
-"""Tell whether the memory of a tensor is its own, or something else holds it too."""
+"""Detection of tensors whose memory has other holders."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.autograd.graph import get_gradient_edge
 def is_sole_owner(tensor: Tensor, imported: bool = False) -> bool:
     """Return True if nothing but `tensor` reads or writes its memory.
 
-    Views, detached tensors, arrays and exports through DLPack count as holders of the storage; so does the
-    Python object of the storage. Memory that came from elsewhere (an array, a file, another library) may be
-    held there: PyTorch marks such a storage as not resizable. It does the same to a storage that an array of
-    numpy reads.
+    Views, detached tensors, arrays and exports through DLPack count as holders of the storage, and so does
+    the Python object of the storage. Imported memory (of an array, a file or another library) may have other
+    holders. PyTorch marks such a storage as not resizable, and also a storage that an array of numpy reads.
 
     Args:
-        imported: True if the memory is known to be this library's own, although it came through DLPack.
+        tensor: the tensor.
+        imported: True if this library allocated the memory, although it came through DLPack.
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.numel() * tensor.element_size():
@@ -27,14 +27,14 @@ def is_sole_owner(tensor: Tensor, imported: bool = False) -> bool:
     if not (imported or storage.resizable()) or _is_sent(storage):
         return False
     del storage
-    # PyTorch's versions hold a storage and its Python object in different ways: compare with a fresh tensor
+    # PyTorch's versions count references to a storage differently: compare with a new tensor
     with torch.inference_mode(False), torch.enable_grad():
         fresh = torch.empty(1, dtype=torch.float32, device="cpu", requires_grad=tensor.requires_grad)
         return _holders(tensor) == _holders(fresh)
 
 
 def sole_owners_needed(names: Sequence[str]) -> str:
-    """Return the report's sentence on parameters that are not moved because something holds their memory."""
+    """Return the report's sentence on parameters that stay because their memory has other holders."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (
         f"expected parameters with memory of their own, got {shown}, whose memory something else holds too "
@@ -44,10 +44,10 @@ def sole_owners_needed(names: Sequence[str]) -> str:
 
 
 def _holders(tensor: Tensor) -> tuple[int, ...]:
-    """Return how many hold the storage's Python object, the storage, and the tensor itself.
+    """Return the reference counts of the storage's Python object, the storage, and the tensor.
 
-    An export through DLPack holds the tensor itself. So does the node that accumulates its gradient, which
-    is made here if there is none.
+    An export through DLPack holds the tensor. So does the node that accumulates its gradient, which this
+    function creates if there is none.
     """
     edge = get_gradient_edge(tensor) if tensor.requires_grad else None
     of_tensor = tensor._use_count() if hasattr(tensor, "_use_count") else 0
@@ -58,7 +58,7 @@ def _holders(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _is_sent(storage: torch.UntypedStorage) -> bool:
-    """Return True if other processes may have the storage. PyTorch calls all storages on a GPU shared."""
+    """Return True if other processes may have the storage. For PyTorch, all storages on a GPU are shared."""
     if storage.device.type == "cpu":
         return storage.is_shared()
     sharing = sys.modules.get("torch.multiprocessing.reductions")

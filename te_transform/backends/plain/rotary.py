@@ -46,7 +46,7 @@ class Rotary(FusedOp):
 
 
 def _cos_and_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines, and cache them on the angles, which all layers of a model share.
+    """Return the cosines and sines, and cache them for this tensor of angles, which all layers share.
 
     A CUDA graph does not use the cache, because its inputs are overwritten before each replay.
     """
