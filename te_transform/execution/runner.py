@@ -1,7 +1,7 @@
 """The runner of a converted model, which the forward of its class calls.
 
-Only this file and classes.py, which swaps the class, touch the user's model. The exception is parallel/,
-which replaces parameters by DTensors on request. The model's modules, parameters and attributes do not
+Only this file and classes.py, which swaps the class, touch the user's model. The exceptions are parallel/ and
+fp8_only.py, which replace parameters on request. The model's modules, parameters and attributes do not
 change.
 """
 
