@@ -55,7 +55,7 @@ class Group:
 
 @dataclass
 class Layout:
-    """How a parameter lies in memory.
+    """The place of a parameter in memory.
 
     Attributes:
         group: the group that the parameter belongs to.

@@ -41,7 +41,7 @@ def running(
     forget_changed: Callable[[], None] | None = None,
     token: Any = None,
 ) -> Iterator[None]:
-    """Let ops know the model that runs.
+    """Tell ops which model runs.
 
     Args:
         weights_stay: True if the weights are those of the last call unless their versions differ.

@@ -1,4 +1,4 @@
-"""What fused ops need to know of weights that are stored only in FP8; te_transform/fp8_only/ makes them."""
+"""The interface of weights that are stored only in FP8, for fused ops; te_transform/fp8_only/ makes them."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ _paused: ContextVar[bool] = ContextVar("_paused", default=False)
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Let autograd return all gradients, for runs that only check results."""
+    """Make autograd return all gradients, for runs that only check results."""
     token = _paused.set(True)
     try:
         yield

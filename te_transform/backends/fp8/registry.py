@@ -57,7 +57,7 @@ def share_state(parameter: Tensor, *others: Tensor) -> None:
 
 
 def known_as(tensor: Tensor, other: Tensor) -> Tensor:
-    """Let `tensor` replace `other` in a rerun of a graph: it gets the origin and the state of `other`."""
+    """Give `tensor`, which replaces `other` in a rerun of a graph, the origin and state of `other`."""
     copy_origin(tensor, other)
     if (state := PARAMETERS.get(other)) is not None:
         PARAMETERS.set(tensor, state)

@@ -31,7 +31,7 @@ _WIDTH = 5 + len(_SEEN)
 
 
 class Kernel(Protocol):
-    """What a backend keeps for the products that begin with one parameter."""
+    """The interface of what a backend keeps for the products that begin with one parameter."""
 
     seen: Seen
     weights: list[Source]
