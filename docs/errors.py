@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import te_transform
+from te_transform.command_line.sentences import raised, refused, yielded
 from te_transform.plan import assign, refusals
-from te_transform.report.sentences import raised, refused, yielded
 
 HEAD = """# Errors and refusals
 

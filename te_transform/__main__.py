@@ -1,5 +1,5 @@
 """Run the command line by `python -m te_transform`."""
 
-from te_transform.cli import main
+from te_transform.command_line.main import main
 
 raise SystemExit(main())

@@ -16,10 +16,10 @@ import transformers
 from torch import nn
 
 import te_transform
-from te_transform.cli import main
+from te_transform.command_line.explain import explanation
+from te_transform.command_line.load import LoadError, load
+from te_transform.command_line.main import main
 from te_transform.execution import timing
-from te_transform.explain import explanation
-from te_transform.load import LoadError, load
 from te_transform.passes import PIPELINE
 from te_transform.plan.rule import Rule
 from tests import test_compiled
@@ -218,7 +218,7 @@ def test_what_dynamo_warns_of_is_not_shown(recwarn: pytest.WarningsRecorder, fol
 def test_a_page_that_this_user_may_not_write_is_said_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("te_transform.cli.os.access", lambda path, mode: False)
+    monkeypatch.setattr("te_transform.command_line.main.os.access", lambda path, mode: False)
     with pytest.raises(SystemExit, match="2"):
         main(["inspect", "nothing", "--html", "page.html"])
     assert (
@@ -261,7 +261,7 @@ def test_a_recipe_that_has_no_emulation_is_said(
     def cannot(*_: Any) -> None:
         raise ValueError("there is no emulation of this recipe")
 
-    monkeypatch.setattr("te_transform.commands.verify", cannot)
+    monkeypatch.setattr("te_transform.command_line.commands.verify", cannot)
     assert main(["verify", "models_of_mine:two", "--length", "4"]) == 2
     assert capsys.readouterr().err == "te-transform: there is no emulation of this recipe\n"
 
@@ -300,7 +300,7 @@ def test_what_is_not_the_same_fails(
         found.register_forward_hook(lambda module, args, out: out * 1.01)
         return found
 
-    monkeypatch.setattr("te_transform.commands.convert", scaled)
+    monkeypatch.setattr("te_transform.command_line.commands.convert", scaled)
     assert main(["verify", "models_of_mine:two", "--length", "4"]) == 1
     assert "NOT the same" in capsys.readouterr().out
 
@@ -467,7 +467,8 @@ LIGHT = (["--help"], ["inspect", "--help"], ["explain"], ["explain", "attention"
 def test_what_needs_no_model_does_not_import_torch() -> None:
     """Torch takes seconds to import: in a process that has not imported it, after each such command."""
     code = (
-        "import sys, te_transform\nfrom contextlib import suppress\nfrom te_transform.cli import main\n"
+        "import sys, te_transform\nfrom contextlib import suppress\n"
+        "from te_transform.command_line.main import main\n"
         f"for command in {LIGHT!r}:\n    with suppress(SystemExit):\n        main(command)\n"
         "    assert not {'torch', 'transformers', 'networkx'} & {*sys.modules}, command\n"
         "from te_transform import Report, convert, inspect\nassert 'torch' in sys.modules\n"

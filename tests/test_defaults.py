@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import te_transform
-from te_transform.explain import explanation
+from te_transform.command_line.explain import explanation
 from te_transform.passes import rotary
 from te_transform.verify import compare
 from tests import ranks, stand_in

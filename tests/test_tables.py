@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import te_transform
-from te_transform.cli import main
+from te_transform.command_line.main import main
 from te_transform.graph.inputs import invent
 
 

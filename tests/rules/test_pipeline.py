@@ -14,12 +14,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 import te_transform
 from te_transform import Rule
 from te_transform.backends.op import FusedOp
+from te_transform.command_line.sentences import refused, yielded
 from te_transform.execution.executors import inductor
 from te_transform.graph import ops
 from te_transform.graph.pattern import AnyOrder, Call, Linear, Var
 from te_transform.passes import PIPELINE, layernorm_linear, layernorm_mlp, linear, merge_siblings
 from te_transform.plan import refusals
-from te_transform.report.sentences import refused, yielded
 from tests import stand_in
 from tests.attacks import Pair
 from tests.models.tiny import Tiny

@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from te_transform.config_file import LoadError
+from te_transform.command_line.config_file import LoadError
 
 WIDTH = 140  # columns of a table without a terminal
 _BATCH = 2
@@ -61,13 +61,13 @@ def _bad_input() -> tuple[type[Exception], ...]:
 
     Errors of modules that are not imported cannot occur.
     """
-    commands = sys.modules.get("te_transform.commands")
+    commands = sys.modules.get("te_transform.command_line.commands")
     return (LoadError,) if commands is None else commands.BAD_INPUT
 
 
 def _with_torch(name: str) -> Callable[[argparse.Namespace], Callable[[argparse.Namespace], int]]:
     """Return a function that imports the command `name`, which needs torch."""
-    return lambda asked: getattr(importlib.import_module("te_transform.commands"), name)
+    return lambda asked: getattr(importlib.import_module("te_transform.command_line.commands"), name)
 
 
 @contextmanager

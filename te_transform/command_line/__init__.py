@@ -1,0 +1,1 @@
+"""The command line, an extra: `te-transform`, or `python -m te_transform`."""
