@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("graph", "canonicalize", "backends", "plan", "passes", "execution", "report", "verify")
-EXTRAS = ("command_line", "fp8_only", "parallel", "training")
+EXTRAS = ("command_line", "fp8_only", "page", "parallel", "training")
 # May name extras: a public name imports its module when it is first read, and python -m runs __main__.
 ROOTS = ("te_transform", "te_transform.__main__")
 FRONT_DOOR = len(ROOMS)  # the files of te_transform itself, right of all rooms
@@ -79,7 +79,9 @@ def test_there_are_no_other_rooms() -> None:
 
 @pytest.mark.parametrize("name", modules())
 def test_the_core_never_imports_an_extra(name: str) -> None:
-    wrong = [f"{modules()[name]}:{line} imports {found}" for found, line in imports(name) if is_extra(found)]
+    told = [(node.value, node.lineno) for node in ast.walk(tree(name)) if is_text(node)]  # of import_module()
+    named = [(found, line) for found, line in (*imports(name), *told) if is_extra(found)]
+    wrong = [f"{modules()[name]}:{line} imports {found}" for found, line in named]
     assert is_extra(name) or name in ROOTS or not wrong, "\n".join(wrong)
 
 
@@ -106,6 +108,10 @@ def fields(kind: ast.ClassDef) -> list[str]:
     stored = (node for init in inits for node in ast.walk(init) if isinstance(node, ast.Attribute))
     own = [node.attr for node in stored if isinstance(node.ctx, ast.Store) and is_self(node.value)]
     return [*dict.fromkeys([*declared, *own])]
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def is_extra(name: str) -> bool:

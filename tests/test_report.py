@@ -1,6 +1,8 @@
 """The report says what was done, where, and why not: in words, in tables, as graphs."""
 
+import pickle
 import re
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, replace
@@ -8,6 +10,7 @@ from html import escape
 from html.parser import HTMLParser
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,9 +24,10 @@ import te_transform
 from te_transform.graph.capture import capture
 from te_transform.graph.edit import copy_graph, snapshot
 from te_transform.graph.nodes import name_in_model
+from te_transform.page.blocks import blocks_of
+from te_transform.page.details import detail
 from te_transform.plan.rule import Outcome
-from te_transform.report import drawing
-from te_transform.report.blocks import blocks_of
+from te_transform.report import renderer
 from te_transform.report.drawing import Part
 from te_transform.report.explain import explain_graphs
 from te_transform.report.places import collapse, gather, most_valuable_first
@@ -362,6 +366,26 @@ def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
         assert full.graph_text(which) in text
     marked = re.findall("<mark>(.*?)</mark>", html)
     assert [line.split()[0] for line in marked] == ["h_0_mlp_layernorm_mlp", "h_1_linear"]
+
+
+def test_a_pickled_report_has_a_page(tmp_path: Path) -> None:
+    full, html = report(*FULL), tmp_path / "report.html"
+    pickle.loads(pickle.dumps(full)).to_html(html)
+    assert f"<h1>{escape(full.title)}</h1>" in html.read_text(encoding="utf-8")
+
+
+def test_a_package_can_draw_reports_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package, full, html = ModuleType("slides"), report(*FULL), tmp_path / "report.html"
+    package.page, package.notebook = "slides of {.title}".format, "a slide of {.title}".format
+    monkeypatch.setitem(sys.modules, "slides", package)
+    monkeypatch.setattr(renderer, "_modules", [])
+    with pytest.raises(RuntimeError, match=r"expected a registered renderer .*, got none; call .* print"):
+        full.to_html(html)
+    assert not html.exists()
+    renderer.register("slides")
+    full.to_html(html)
+    assert html.read_text(encoding="utf-8") == f"slides of {full.title}"
+    assert full._repr_html_() == f"a slide of {full.title}"
 
 
 def test_graph_text_lists_every_operation() -> None:
@@ -719,4 +743,4 @@ def test_a_fused_op_names_each_captured_call_once() -> None:
     for node in report.after.nodes:
         if node.meta.get("fused") == "layernorm_mlp":
             assert node.meta["spelled"] == (*norm, "linear", "linear", "silu", "mul", "linear")
-            assert f"captured as: {', '.join(node.meta['spelled'])}" in drawing.detail(node)
+            assert f"captured as: {', '.join(node.meta['spelled'])}" in detail(node)

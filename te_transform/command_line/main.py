@@ -94,7 +94,7 @@ class _Version(argparse.Action):
     """The action of --version; it looks up the versions only when called."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from te_transform.report.page import versions
+        from te_transform.execution.timing import versions
 
         print(versions())
         parser.exit()

@@ -29,6 +29,7 @@ WARM_UPS = 6  # untimed calls, in which compilation, calibration and recording e
 CALLS = 3  # calls that are timed together, without a synchronization in between, as in training
 SECONDS = 1.0  # the minimum duration of timed calls, which are at least three
 SECONDS_IN_ALL = 300.0  # no further mode is timed after this duration
+_PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")  # reports show their versions
 CLEARLY = 0.99  # a mode must take less than this share of the time of a simpler mode
 
 
@@ -140,6 +141,11 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def versions() -> str:
+    """Return the installed versions of the packages that a conversion depends on."""
+    return ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES if version_of(name))
 
 
 def kept(key: str) -> list[Timing]:

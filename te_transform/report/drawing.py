@@ -5,8 +5,7 @@ The model's own tensors have no line in a listing and no box in a drawing; the c
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,14 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_transform.execution.timing import duration
 from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of, value
-from te_transform.plan.rule import Outcome
 from te_transform.report.places import listed
 
 _ITEMS = 6  # shown items of a list or a dictionary
 _CALL = 120  # shown characters of a call
-_ARGUMENT = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # dynamo's prefixes and suffix of argument names
 _COLORS = ("#dbe9f6", "#fde8d3", "#e2f0d9", "#efe0f2", "#fbf3c4", "#d9f0ee", "#f8dede", "#e6e6ee")
 
 
@@ -41,7 +37,7 @@ class Part:
 def listing(graph: fx.Graph) -> list[tuple[str, bool]]:
     """Return a line per node (name, dtype and shape, module path, operation), and True if it is fused."""
     nodes = [node for node in graph.nodes if not name_in_model(node)]
-    rows = [(node.name, described(node), module_of(node), _call(node)) for node in nodes]
+    rows = [(node.name, described(node), module_of(node), call_of(node)) for node in nodes]
     widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return list(zip(lines, map(is_fused, nodes), strict=True))
@@ -68,11 +64,6 @@ def module_of(node: fx.Node) -> str:
     Dynamo attributes an input to its first reader.
     """
     return "" if node.op == "placeholder" else path_of(node)
-
-
-def argument(node: fx.Node) -> str:
-    """Return the name of a graph input in a call of the model."""
-    return _ARGUMENT.sub("", node.name)
 
 
 def by_block(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
@@ -120,35 +111,8 @@ def described(node: fx.Node) -> str:
     return "" if shape is None else f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def detail(node: fx.Node) -> str:
-    """Describe an operation in lines: name, dtype and shape, module, call, and the model's tensors."""
-    tensors = [
-        f"{name_in_model(source)}: {described(source)}"
-        for source in node.all_input_nodes
-        if name_in_model(source)
-    ]
-    lines = [node.name, described(node), module_of(node), _call(node), *tensors]
-    spelled = node.meta.get("spelled", ())
-    captured = [f"captured as: {', '.join(map(str, spelled))}"] if len(spelled) > 1 else []
-    return "\n".join(filter(None, [*lines, *captured, *_numbers(node.meta.get("outcome"))]))
-
-
-def _numbers(outcome: Outcome | None) -> Iterator[str]:
-    """Yield lines on a fused op's predicted time, precision, memory and measured errors."""
-    if outcome is None:
-        return
-    if outcome.seconds is not None and outcome.fused_seconds is not None:
-        fused, before = duration(outcome.fused_seconds), duration(outcome.seconds)
-        yield f"predicted time of a call on an H100: {fused}, {before} unfused"
-    if outcome.precision:
-        yield outcome.precision
-    if outcome.kept:
-        yield f"predicted memory kept for the backward: {outcome.kept / 2**20:,.1f} MiB"
-    for off in outcome.deviations:
-        yield f"{off.name}: error {off.converted:.1e}, unfused {off.original:.1e}, allowed {off.allowed:.1e}"
-
-
-def _call(node: fx.Node) -> str:
+def call_of(node: fx.Node) -> str:
+    """Return the call of a node as text of bounded length."""
     if node.op == "placeholder":
         return "input"
     path = path_of(node)

@@ -24,9 +24,10 @@ from te_transform.passes import PIPELINE
 from te_transform.plan.memory import Memory
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
-from te_transform.report import drawing, page
+from te_transform.report import drawing
 from te_transform.report.drawing import Part
 from te_transform.report.places import Places, gather, listed, most_valuable_first
+from te_transform.report.renderer import renderer
 
 if TYPE_CHECKING:
     import networkx
@@ -177,40 +178,18 @@ class Report:
         return f"Report({self.title})"
 
     def _repr_html_(self) -> str:
-        return page.in_notebook(self._summary(), self._page())
+        return renderer().notebook(self)
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write the report to `path` as one self-contained HTML page, with both graphs drawn block by block.
 
         Raises:
             TypeError: `path` is not a path.
+            RuntimeError: no renderer is registered; te_transform registers its own.
         """
         if not isinstance(path, (str, PathLike)):
             raise TypeError(f"expected the path of a file, got {path!r}; pass a path such as 'report.html'")
-        Path(path).write_text(self._page(), encoding="utf-8")
-
-    def _summary(self) -> str:
-        inputs = [node for node in self.before.nodes if node.op == "placeholder" and not name_in_model(node)]
-        read = "; ".join(f"{drawing.argument(node)} {drawing.described(node)}" for node in inputs)
-        is_whole = [part.paths for part in self.parts] == [("",)]  # a partial graph reads intermediate values
-        about = {
-            "inputs": read if is_whole or not self.inputs else self.inputs,
-            "options": ", ".join(self.options),
-            "versions": page.versions(),
-        }
-        refused = most_valuable_first(gather(self.refused))
-        return page.summary(self.title, about, gather(self.fused), refused, self.all_notes())
-
-    def _page(self) -> str:
-        from te_transform.report.blocks import blocks_of  # imports networkx, which is slow
-
-        parts = self.parts or (Part(("",), self.before, self.after),)
-        listings = [
-            (f"the graph {which}{part.name and f', of {part.name}'}", drawing.listing(graph))
-            for part in parts
-            for which, graph in (("before", part.before), ("after", part.after))
-        ]
-        return page.whole(self.title, self._summary(), blocks_of(parts, self.refused), listings)
+        Path(path).write_text(renderer().page(self), encoding="utf-8")
 
     def graph_text(self, which: Which = "after") -> str:
         """Return the graph as text, one line per node: name, dtype and shape, module path, call."""

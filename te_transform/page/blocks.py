@@ -11,8 +11,9 @@ import networkx
 from torch import fx
 
 from te_transform.graph.nodes import called, name_in_model
+from te_transform.page.details import argument, detail
 from te_transform.plan.rule import Outcome
-from te_transform.report.drawing import Part, argument, block_of, by_block, described, detail, module_of
+from te_transform.report.drawing import Part, block_of, by_block, described, module_of
 from te_transform.report.places import listed
 
 

@@ -1,4 +1,4 @@
-"""Render a report as an HTML page: one self-contained file that loads nothing from the network.
+"""Write the HTML of a page: one self-contained file that loads nothing from the network.
 
 The model is drawn block by block, as captured and as converted. A script in the page handles clicks, keys and
 the search; without the script, all content is still readable.
@@ -9,18 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from te_transform.execution.timing import duration, version_of
+from te_transform.execution.timing import duration
+from te_transform.page.blocks import Block, Operation
 from te_transform.plan.rule import Outcome
 from te_transform.report.places import Places
 
-if TYPE_CHECKING:
-    from te_transform.report.blocks import Block, Operation
-
 _WIDE, _HIGH, _GAP = 130, 38, 14  # width and height of an operation's box, gap between boxes, in pixels
 _LETTERS = 19  # letters that fit into a box
-_PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")  # the page shows their versions
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -116,12 +112,7 @@ def summary(
     return "\n".join([*head, *tables, *([f"<ul>{listed}</ul>"] if listed else [])])
 
 
-def versions() -> str:
-    """Return the installed versions of the packages that a report depends on."""
-    return ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES if version_of(name))
-
-
-def in_notebook(body: str, whole_page: str) -> str:
+def in_frame(body: str, whole_page: str) -> str:
     """Return a summary with the whole page in a collapsed frame that isolates the page's style and script."""
     frame = f'<iframe srcdoc="{escape(whole_page)}" style="width: 100%; height: 45rem; border: 0"></iframe>'
     return f"{body}\n<details><summary>before and after, block by block</summary>{frame}</details>"
@@ -158,7 +149,7 @@ def whole(
     drawn: Sequence[Block],
     listings: Sequence[tuple[str, list[tuple[str, bool]]]],
 ) -> str:
-    """Return a page with `body`, the drawn blocks, and the listings of drawing.py, which are collapsed.
+    """Return a page with `body`, the drawn blocks, and the listings of report/drawing.py, collapsed.
 
     The marked lines of a listing are highlighted.
     """
