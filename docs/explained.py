@@ -6,7 +6,7 @@ python docs/explained.py
 from pathlib import Path
 
 from te_transform.command_line.explain import explanation
-from te_transform.passes import PIPELINE
+from te_transform.pipeline import PIPELINE
 from te_transform.plan.rule import Rule
 
 HEAD = """# Each rule

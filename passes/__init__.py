@@ -1,10 +1,12 @@
-"""The catalogue of rules, one per file, and the order in which they run."""
+"""The catalogue of rules, one per file, and the order in which they run.
+
+te_transform/pipeline.py adds the rules of extras.
+"""
 
 from te_transform.passes import (
     attention,
     chunked_loss,
     cross_entropy,
-    experts,
     layernorm_linear,
     layernorm_mlp,
     linear,
@@ -13,12 +15,11 @@ from te_transform.passes import (
     rotary,
 )
 
-PIPELINE = (
+CATALOGUE = (
     # first: q, k, v and gate, up become one linear, as in the fused modules
     merge_siblings.RULE,
     rotary.RULE,  # before attention: it looks at attention's queries and keys for other forms of rotation
     attention.RULE,  # matches no linear, so its position is free: next to its projections
-    experts.RULE,  # its products are not linears, so its position is free
     chunked_loss.RULE,  # before the rules that would fuse its linear; off by default
     pad_vocabulary.RULE,  # before the rules that would fuse its linear; off by default
     layernorm_mlp.RULE,  # before layernorm_linear, which would fuse its norm and first linear

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from te_transform.inspect import inspect
     from te_transform.parallel.divided import ParallelError
     from te_transform.parallel.parallelize import parallelize
-    from te_transform.passes import PIPELINE
+    from te_transform.pipeline import PIPELINE
     from te_transform.plan.model import ModelError
     from te_transform.plan.options import OptionError
     from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
@@ -71,7 +71,7 @@ _HOMES = {
     "te_transform.graph.inputs": ("InputError", "TraceError"),
     "te_transform.inspect": ("inspect",),
     "te_transform.parallel.parallelize": ("parallelize",),
-    "te_transform.passes": ("PIPELINE",),
+    "te_transform.pipeline": ("PIPELINE",),
     "te_transform.plan.model": ("ModelError",),
     "te_transform.plan.options": ("OptionError",),
     "te_transform.plan.precision_plan": ("PrecisionError", "PrecisionPlan"),

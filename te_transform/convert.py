@@ -31,7 +31,7 @@ from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, same_random
 from te_transform.graph.state_snapshot import noted
-from te_transform.passes import PIPELINE
+from te_transform.pipeline import PIPELINE
 from te_transform.plan.assign import products_in
 from te_transform.plan.model import CONVERTED, ModelError, check_model, check_module
 from te_transform.plan.options import OptionError, Options, check_skip

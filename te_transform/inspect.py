@@ -16,7 +16,7 @@ from te_transform.execution.timing import Timing
 from te_transform.graph.capture import ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import one_at_a_time, preserved
-from te_transform.passes import PIPELINE
+from te_transform.pipeline import PIPELINE
 from te_transform.plan import cost
 from te_transform.plan.match import Plan
 from te_transform.plan.model import check_model

@@ -1,6 +1,7 @@
-"""The building blocks of rules: graph patterns, canonical ops, and the base class of fused ops."""
+"""The building blocks of rules: graph patterns, canonical ops and forms, and the base class of fused ops."""
 
 from te_transform.backends.op import FusedOp
+from te_transform.canonicalize.op import Forms, Spelling
 from te_transform.graph import ops
 from te_transform.graph.pattern import (
     AnyOrder,
@@ -21,6 +22,7 @@ __all__ = [
     "AnyOrder",
     "Call",
     "Each",
+    "Forms",
     "FusedOp",
     "Linear",
     "Maybe",
@@ -32,6 +34,7 @@ __all__ = [
     "Read",
     "Rule",
     "Siblings",
+    "Spelling",
     "Var",
     "ops",
 ]

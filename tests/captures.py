@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from te_transform.canonicalize import canonicalize
+from te_transform.canonicalize import canonicalize as rewritten
 from te_transform.graph import ops
 from te_transform.graph.capture import SETTINGS
 from te_transform.graph.nodes import name_in_model, value
+from te_transform.pipeline import PIPELINE
+from te_transform.plan.options import Options
 from tests.zoo import tensors
 
 OPS = {f for f in vars(ops).values() if getattr(f, "__module__", "") == ops.__name__}
 BOUND = 1e-5  # relative to the output's norm, in fp32
+FORMS = Options.of(None, PIPELINE, backend="torch").forms
 SIZES = (True, False)  # whether canonical() has them symbolic, the last for what it returns
 
 
@@ -57,6 +60,11 @@ def capture(model: nn.Module, *samples: dict | tuple, dynamic: bool | None = Non
             args, kwargs = ((), sample) if isinstance(sample, dict) else (sample, {})
             forward(*args, **kwargs)
     return found
+
+
+def canonicalize(graph: fx.Graph) -> fx.Graph:
+    """The canonical graph, with the forms of the rules that run by default."""
+    return rewritten(graph, FORMS)
 
 
 def executable(captured: Captured, graph: fx.Graph) -> fx.GraphModule:

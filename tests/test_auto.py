@@ -16,7 +16,7 @@ from te_transform.execution import timing
 from te_transform.execution.runner import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.inspect import plans_of
-from te_transform.passes import PIPELINE
+from te_transform.pipeline import PIPELINE
 from te_transform.plan import cost, options
 from tests import test_compiled, test_replayed
 from tests.attacks import Attends, Pair, X

@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_transform.canonicalize import canonicalize
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of, value
-from tests.captures import BOUND, Captured, capture, error, executable, op_counts, run, targets
+from tests.captures import BOUND, Captured, canonicalize, capture, error, executable, op_counts, run, targets
 from tests.conversions import ALL, each
 from tests.zoo import zero_dropout
 

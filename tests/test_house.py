@@ -9,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("graph", "canonicalize", "backends", "plan", "passes", "execution", "report", "verify")
-EXTRAS = ("command_line", "fp8_only", "page", "parallel", "training")
-# May name extras: a public name imports its module when it is first read, and python -m runs __main__.
-ROOTS = ("te_transform", "te_transform.__main__")
+EXTRAS = ("command_line", "experts", "fp8_only", "page", "parallel", "training")
+# May name extras: a public name imports its module when it is first read, python -m runs __main__, and the
+# pipeline has the rules of extras.
+ROOTS = ("te_transform", "te_transform.__main__", "te_transform.pipeline")
 FRONT_DOOR = len(ROOMS)  # the files of te_transform itself, right of all rooms
 
 # What changes an fx graph: methods of graphs and nodes, and attributes of nodes.

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_transform.canonicalize import canonicalize
 from te_transform.parallel.collectives import Ranks, Redistribution, Shards, moved
 from te_transform.parallel.layout import Layout, lay_out
 from te_transform.parallel.sharded import on_shards
-from tests.captures import Captured, capture, executable
+from tests.captures import FORMS, Captured, canonicalize, capture, executable
 from tests.conversions import each
 from tests.threads import in_threads
 from tests.zoo import CASES, EXTRA, Case, tensors, zero_dropout
@@ -49,7 +48,7 @@ def on_one_rank(captured: Captured, layout: Layout, sequence: bool, ranks: Ranks
     """A function that does the same on shards, with whole gradients."""
     nodes = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
     shards = {node.name: held for node, held in layout.shards.items()}
-    made = on_shards(captured.module, shards, ranks, sequence)
+    made = on_shards(captured.module, shards, ranks, sequence, FORMS)
 
     def run(*leaves: Any) -> Any:
         given = []

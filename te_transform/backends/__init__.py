@@ -33,7 +33,6 @@ class Backend(Protocol):
     LayerNormLinear: Callable[..., FusedOp]
     LayerNormMLP: Callable[..., FusedOp]
     DotProductAttention: Callable[..., FusedOp]
-    Experts: Callable[..., FusedOp]
     Rotary: Callable[[float], FusedOp]
     CrossEntropy: Callable[[], FusedOp]
 

@@ -338,13 +338,6 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def without_experts(x: Tensor, dtype: torch.dtype, *weights: Tensor) -> str | None:
-    """Return why kernels cannot run experts with these tokens and weights, summed in `dtype`, or None."""
-    if why := next(filter(None, (without_kernel(x, weight) for weight in weights)), None):
-        return why
-    return None if dtype is x.dtype else f"a sum in {dtype_name(dtype)}"
-
-
 def without_rotary(x: Tensor, angles: Tensor) -> str | None:
     """Return why TE's rotary kernel cannot or should not run with these tensors, or None."""
     if x.dim() != 4:

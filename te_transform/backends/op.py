@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,6 +19,14 @@ class GraphOp(nn.Module):
         return self.forward(*arguments, **keywords)
 
 
+class StepMemory(NamedTuple):
+    """The bytes of one fused op in a training step."""
+
+    kept: int  # saved for the backward, besides the inputs
+    transient: int  # allocated and freed within the backward
+    gradients: int  # of the weights
+
+
 class FusedOp(GraphOp):
     """A fused op of a graph. It gets its weights as arguments, because one graph may serve many layers.
 
@@ -31,12 +39,23 @@ class FusedOp(GraphOp):
             docs/benchmarks.md).
         plain_calls: the number of calls that ran in plain PyTorch although the backend has a kernel, by
             reason.
+        OUTSIDE_RECIPE: a note for the report of a conversion with a recipe, if the op computes products outside
+            of the recipe.
     """
 
     PRODUCTS: tuple[int, ...] = ()
     in_fp8 = True
     gains = False
+    OUTSIDE_RECIPE = ""
 
     def __init__(self) -> None:
         super().__init__()
         self.plain_calls: Counter[str] = Counter()
+
+    def step_memory(self, *arguments: Any) -> StepMemory | None:
+        """Return the predicted memory of a call in a training step, or None to derive it from `PRODUCTS`.
+
+        Args:
+            arguments: The graph nodes of the call's arguments; constants as they are.
+        """
+        return None

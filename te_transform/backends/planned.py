@@ -9,7 +9,6 @@ from te_transform.backends.plain import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
     CrossEntropy,
-    Experts,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
@@ -20,7 +19,7 @@ from te_transform.backends.plain import (
 
 __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
-    "CrossEntropy", "DotProductAttention", "Experts", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear",
     "PaddedLinear", "Rotary", "multiple", "recipe_now", "recipe_of",
 ]  # fmt: skip
 

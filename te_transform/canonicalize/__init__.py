@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from te_transform.canonicalize.activations import ACTIVATIONS, put_gates_first
 from te_transform.canonicalize.attention import ATTENTION
 from te_transform.canonicalize.composites import inline_composites
-from te_transform.canonicalize.experts import EXPERTS, drop_false_masks, spell_routing
 from te_transform.canonicalize.functions import spell_functions
 from te_transform.canonicalize.grouped import GROUPED_QUERIES
 from te_transform.canonicalize.inplace import barriers, must_stay, put_by_index, read_results, written
@@ -15,7 +16,7 @@ from te_transform.canonicalize.linears import BIASES, FLATTENED, LINEARS, TURNED
 from te_transform.canonicalize.loss import LOSSES
 from te_transform.canonicalize.noise import drop_noise
 from te_transform.canonicalize.norms import NORMS
-from te_transform.canonicalize.op import write
+from te_transform.canonicalize.op import Forms, write
 from te_transform.canonicalize.products import spell_products
 from te_transform.canonicalize.rotary import ROTARY, WIDE_ROTARY, join_halves
 from te_transform.canonicalize.score_layout import drop_score_transposes
@@ -29,11 +30,11 @@ __all__ = ["canonicalize", "written"]
 
 _SPELLINGS = (
     LINEARS, BIASES, FLATTENED, NORMS, TURNED, ACTIVATIONS, ROTARY, WIDE_ROTARY, ATTENTION, GROUPED_QUERIES,
-    EXPERTS, LOSSES,
+    LOSSES,
 )  # fmt: skip
 
 
-def canonicalize(graph: fx.Graph) -> fx.Graph:
+def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     """Return a copy of a captured graph in the ops of graph/ops.py, with its nodes numbered by region.
 
     Calls without such an op stay torch calls. The copy runs and computes what was captured, up to rounding:
@@ -41,13 +42,18 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     stay, except autograd.Functions that are activations.
 
     The captured graph is edited too, and its results do not change. Composite functions are inlined, sizes
-    are read early, and masks that hide nothing are removed. After an in-place write, readers of the tensor
-    read the node of the write, so the write lies between the value and its readers.
+    are read early, and `forms` make their own edits. After an in-place write, readers of the tensor read the
+    node of the write, so the write lies between the value and its readers.
+
+    Args:
+        graph: the captured graph.
+        forms: further forms, which the rules in use need.
     """
     inline_composites(graph)
     put_by_index(graph)
     read_results(graph)
-    drop_false_masks(graph)
+    for each in forms:
+        each.prepare(graph)
     read_sizes_early(graph)
     canonical = edit.copy_graph(graph)
     for node in written(canonical):  # including writes that the copy will replace by a new value
@@ -58,7 +64,6 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     spell_indices(canonical)
     spell_pieces(canonical)
     spell_products(canonical)
-    spell_routing(canonical)
     spell_functions(canonical, graph.owning_module, canonicalize)
     drop_noise(canonical)
     share_angles(canonical)
@@ -67,6 +72,9 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     drop_score_transposes(canonical)
     for spellings in _SPELLINGS:
         write(canonical, spellings)
+    for each in forms:
+        each.spell(canonical)
+        write(canonical, each.spellings)
     share_norms(canonical)
     put_gates_first(canonical)
     drop_noise(canonical)

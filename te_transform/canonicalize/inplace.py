@@ -15,8 +15,6 @@ from te_transform.graph import edit, nodes, ops
 _MAY_ALIAS = frozenset(
     ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem")
 )
-# ops that always return new memory; aten does not have them
-_NEW = frozenset((ops.by_expert, ops.in_order, ops.dispatch, ops.group_ends, ops.grouped_mm, ops.combine))
 _OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 Storage = dict[fx.Node, frozenset[fx.Node]]
 
@@ -122,7 +120,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     if nodes.writes(node):
         target = target_of(node)
         return node.all_input_nodes if target is None else [target]
-    if node.target in _NEW or (node.target is operator.getitem and _is_own(*node.args)):
+    if node.target in ops.NEW or (node.target is operator.getitem and _is_own(*node.args)):
         return []
     operation = node.target if isinstance(node.target, _OPERATIONS) else nodes.called(node)
     return node.all_input_nodes if node.op == "call_module" or _may_alias(operation) else []

@@ -77,7 +77,8 @@ def _is_broadcast_anyway(x: fx.Node, sizes: Any, node: fx.Node) -> bool:
 
 def _is_contiguous_for_nobody(x: fx.Node, node: fx.Node) -> bool:
     """Return True if the argument is already contiguous, or if all readers accept any layout."""
-    return x.target is torch.Tensor.contiguous or all(user.target in _ANY_LAYOUT for user in node.users)
+    accepting = (user.target in _ANY_LAYOUT or ops.is_op(user.target) for user in node.users)
+    return x.target is torch.Tensor.contiguous or all(accepting)
 
 
 def _takes_all(x: fx.Node, index: Any, node: fx.Node) -> bool:
@@ -101,8 +102,7 @@ def _only_part(parts: tuple, dim: int, node: fx.Node) -> fx.Node | None:
     return full[0] if len(full) == 1 and _same_dtype(full[0], node) else None
 
 
-_OPS = {op for op in vars(ops).values() if getattr(op, "__module__", "") == ops.__name__}
-_ANY_LAYOUT = _OPS | {
+_ANY_LAYOUT = {
     torch.reshape, torch.transpose, torch.t, operator.getitem, torch.matmul, torch.bmm, F.linear
 }  # fmt: skip
 _BROADCAST = (torch.add, torch.sub, torch.mul, torch.div, torch.masked_fill, torch.where)

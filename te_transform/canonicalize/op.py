@@ -19,6 +19,26 @@ class Spelling:
     call: Callable[[fx.Graph, Match], tuple[Callable, tuple] | None]
 
 
+def _nothing(graph: fx.Graph) -> None:
+    """Leave the graph as it is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Forms:
+    """Canonical forms that a rule's pattern needs, besides those of canonicalize/.
+
+    Args:
+        spellings: Spellings of ops.
+        spell: A function that rewrites the canonical graph before the spellings. All other forms are there.
+        prepare: A function that edits the captured graph before it is copied. The graph still returns the
+            same values and makes the same in-place writes to its inputs.
+    """
+
+    spellings: Sequence[Spelling] = ()
+    spell: Callable[[fx.Graph], None] = _nothing
+    prepare: Callable[[fx.Graph], None] = _nothing
+
+
 def write(graph: fx.Graph, spellings: Sequence[Spelling]) -> None:
     """Replace every match by its op; the graph is read from its end, so that the largest match wins."""
     by_root: dict[Callable, list[Spelling]] = {}

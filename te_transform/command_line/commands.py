@@ -27,7 +27,7 @@ from te_transform.execution.console import in_a_line, status
 from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, positions
 from te_transform.graph.nodes import dtype_name
 from te_transform.inspect import inspect
-from te_transform.passes import PIPELINE
+from te_transform.pipeline import PIPELINE
 from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError

@@ -1,13 +1,15 @@
 """The canonical ops: one executable reference function per operation, in plain PyTorch.
 
 canonicalize/ rewrites every form of an operation to these ops. Patterns, rules and the plain backend use no
-other ops. All arguments are positional, which gives each operation a single form in a graph.
+other ops, unless a package registers its own. All arguments are positional, which gives each operation a
+single form in a graph.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -284,3 +286,22 @@ def join(*parts: Tensor | int) -> Tensor:
     return torch.cat(
         [like.new_zeros(part, *like.shape[1:]) if isinstance(part, int) else part for part in parts]
     )
+
+
+# ops that aten does not have; they always return new memory
+NEW: set[Callable] = {by_expert, in_order, dispatch, group_ends, grouped_mm, combine}
+
+
+def register(op: Callable) -> Callable:
+    """Register a function of another package as a canonical op, and return it; usable as a decorator.
+
+    The function must be written like those of this file. It must return new memory. Rules then read its
+    arguments by their names.
+    """
+    NEW.add(op)
+    return op
+
+
+def is_op(target: Any) -> bool:
+    """Return True if the target of a call is a canonical op."""
+    return getattr(target, "__module__", "") == __name__ or target in NEW

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from te_transform.backends.fp8.registry import share_state
 from te_transform.backends.joined import local, standing_for
+from te_transform.canonicalize.op import Forms
 from te_transform.graph.nodes import MADE_ANEW, is_parameter
 from te_transform.parallel.collectives import Move, Ranks, Shards
 from te_transform.parallel.layout import Place
@@ -98,12 +99,14 @@ class Parallel:
         ranks: the group.
         sequence: True if residuals and norms are sharded too.
         places: of the model, for the report.
+        forms: the canonical forms that the model's rules need besides the usual ones.
         divided: the parameters by module and name; tied parameters share one entry.
     """
 
     ranks: Ranks
     sequence: bool
     places: tuple[Place, ...]
+    forms: tuple[Forms, ...] = ()
     divided: dict[tuple[nn.Module, str], Divided] = field(default_factory=dict)
     standing: dict[int, Divided] = field(default_factory=dict)  # by the ids of the stand-ins of a call
 
@@ -251,10 +254,10 @@ class _Divided:
                 yield divided.share(self.parallel.ranks, moves.get(name))
 
     def _make(self, shards: dict[str, Shards | None]) -> tuple[Callable[..., Any], dict[str, Move] | None]:
-        ranks, sequence = self.parallel.ranks, self.parallel.sequence
+        ranks, sequence, forms = self.parallel.ranks, self.parallel.sequence, self.parallel.forms
         known = {name: found for name, found in shards.items() if found is not None}
         try:
-            made = on_shards(self.captured, known, ranks, sequence)
+            made = on_shards(self.captured, known, ranks, sequence, forms)
         except Unshardable:  # by parameters that are gathered for each call
             for node in filter(is_parameter, self.captured.graph.nodes):
                 node.meta[MADE_ANEW] = True

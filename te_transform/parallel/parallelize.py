@@ -27,7 +27,7 @@ from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
 from te_transform.parallel.collectives import Ranks, Shards
 from te_transform.parallel.divided import Parallel, ParallelError
-from te_transform.parallel.layout import Place, lay_out
+from te_transform.parallel.layout import Layout, Place, lay_out
 from te_transform.plan.model import wrapped_by
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, check_skip, globs_of
 
@@ -68,9 +68,12 @@ def parallelize(
     if not isinstance(sequence_parallel, bool):
         raise OptionError(f"sequence_parallel is {sequence_parallel!r}, True or False is needed")
     sample = as_inputs(converted, example_inputs)[0]
-    found = _laid_out(converted, sample, ranks, globs)
+    forms = state.options.forms
+    found = _laid_out(
+        converted, sample, lambda graph: lay_out(canonicalize(graph, forms), ranks.count, globs)
+    )
     _check_found(converted, found, ranks)
-    parallel = Parallel(ranks, sequence_parallel, tuple(found.places))
+    parallel = Parallel(ranks, sequence_parallel, tuple(found.places), forms)
     with _keeping_scales(converted, state.precision, ranks) as load_scales:
         before = _outputs(converted, sample, ranks)
         with parallel.distributed(converted, found.shards):
@@ -177,16 +180,14 @@ class _Found:
     places: dict[Place, None] = field(default_factory=dict)
 
 
-def _laid_out(model: nn.Module, sample: Inputs, ranks: Ranks, skip: tuple[str, ...]) -> _Found:
+def _laid_out(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], Layout]) -> _Found:
     """Find what the ranks divide of the forward, on tensors without memory if possible."""
     for tensors in ways_to_call(model):
         found = _Found()
         try:
             with preserved(model), tensors(model, sample) as (args, kwargs):
                 names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-                run = capture(
-                    type(model).forward, _laying_out(found, model, names, ranks, skip), dynamic=False
-                )
+                run = capture(type(model).forward, _laying_out(found, model, names, lay), dynamic=False)
                 run(model.train(), *args, **kwargs)
             return found
         except Exception as error:
@@ -195,11 +196,11 @@ def _laid_out(model: nn.Module, sample: Inputs, ranks: Ranks, skip: tuple[str, .
 
 
 def _laying_out(
-    found: _Found, model: nn.Module, names: dict[int, str], ranks: Ranks, skip: tuple[str, ...]
+    found: _Found, model: nn.Module, names: dict[int, str], lay: Callable[[fx.Graph], Layout]
 ) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     def backend(captured: fx.GraphModule, arguments: list[Any]) -> Callable[..., Any]:
         name_as_in(model, captured, arguments)
-        layout = lay_out(canonicalize(captured.graph), ranks.count, skip)
+        layout = lay(captured.graph)
         shards = {node.name: held for node, held in layout.shards.items()}
         placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
 

@@ -3,7 +3,7 @@ the whole ones, and with the exchanges between ranks that this takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from te_transform.canonicalize import canonicalize
+from te_transform.canonicalize.op import Forms
 from te_transform.graph import edit, ops
 from te_transform.graph.bound import module_of
 from te_transform.graph.nodes import MADE_ANEW, is_random, shape_of, value
@@ -45,7 +46,11 @@ class ShardedGraph:
 
 
 def on_shards(
-    captured: fx.GraphModule, shards: Mapping[str, Shards], ranks: Ranks, sequence: bool
+    captured: fx.GraphModule,
+    shards: Mapping[str, Shards],
+    ranks: Ranks,
+    sequence: bool,
+    forms: Sequence[Forms] = (),
 ) -> ShardedGraph:
     """Return the graph of one rank.
 
@@ -54,19 +59,26 @@ def on_shards(
         shards: of the sharded placeholders, by name.
         ranks: the group, seen from this process.
         sequence: True to shard residual streams and norms by tokens too.
+        forms: the canonical forms that the rules in use need besides the usual ones.
 
     Raises:
         Unshardable: the graph writes in place to a sharded value.
     """
-    return _Sharding(captured, shards, ranks, sequence).made()
+    return _Sharding(captured, canonicalize(captured.graph, forms), shards, ranks, sequence).made()
 
 
 class _Sharding:
     """The edit of a graph by a ShardingPlan, node by node."""
 
-    def __init__(self, captured: fx.GraphModule, shards: Mapping[str, Shards], ranks: Ranks, sequence: bool):
-        self.graph = canonicalize(captured.graph)
-        self.module = module_of(captured, self.graph)
+    def __init__(
+        self,
+        captured: fx.GraphModule,
+        graph: fx.Graph,
+        shards: Mapping[str, Shards],
+        ranks: Ranks,
+        sequence: bool,
+    ):
+        self.graph, self.module = graph, module_of(captured, graph)
         self.plan, self.ranks = ShardingPlan(self.graph, shards, ranks, sequence), ranks
         self.origin: dict[fx.Node, fx.Node] = {}  # of what stands for a node now
         self.moved: dict[tuple, fx.Node] = {}  # what was brought into another placement already

@@ -141,7 +141,7 @@ def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = 
     Args:
         modules: The paths of the modules whose forward the graph is, such as the blocks that share it.
     """
-    canonical = canonicalize(captured.graph)
+    canonical = canonicalize(captured.graph, options.forms)
     made = Plan(captured, canonical, edit.snapshot(canonical), modules)
     for rule in options.passes:
         if rule.needs_kernels and not options.backend.HAS_KERNELS:

@@ -226,8 +226,8 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
         return _Step(node, data)
     if isinstance(site.fused, ChunkedLoss):
         return _of_chunked_loss(node, data)
-    if isinstance(site.fused, plain.Experts):
-        return _of_experts(node, data)
+    if (told := site.fused.step_memory(*node.args)) is not None:
+        return _Step(node, data, *told)
     if not site.weights:
         return _Step(node)  # a rotation
     weights = [value(node.args[place]) for place in site.fused.PRODUCTS]
@@ -256,25 +256,6 @@ def _of_chunked_loss(node: fx.Node, data: list[fx.Node]) -> _Step:
     part = min(NUMBERS, numel_of(x) // shape_of(x)[-1] * shape_of(weight)[0])
     transient = part * dtype_of(x).itemsize + 4 * numel_of(x)
     return _Step(node, data, transient=transient, gradients=bytes_of(weight))
-
-
-def _of_experts(node: fx.Node, data: list[fx.Node]) -> _Step:
-    """Return the memory of fused experts.
-
-    They save the input and output of each product, one row per choice of an expert, and the order of the
-    rows.
-    """
-    experts, fc1, fc2 = node.args[1], *node.args[3:5]
-    size, rows = dtype_of(fc1).itemsize, numel_of(experts)
-    inner, outs, hidden = shape_of(fc2)[1], shape_of(fc1)[2], shape_of(fc1)[1]
-    own = rows * ((inner + outs + 2 * hidden) * size + 8 + 4)
-    return _Step(
-        node,
-        data,
-        own,
-        transient=rows * (inner + outs) * size,
-        gradients=bytes_of(fc1) + bytes_of(fc2),
-    )
 
 
 def _of_attention(node: fx.Node, data: list[fx.Node]) -> _Step:

@@ -13,6 +13,7 @@ from torch import nn
 
 from te_transform.backends import Backend, choose
 from te_transform.backends.limits import cuda_graphs
+from te_transform.canonicalize.op import Forms
 from te_transform.graph import ops
 from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.pattern import Pattern, Siblings, targets_of, within
@@ -77,6 +78,11 @@ class Options:
                     name = ", ".join(word for word in words if word)
                     found[name] = replace(self, compile=compiled, graphs=replayed, recipe=recipe)
         return found
+
+    @property
+    def forms(self) -> tuple[Forms, ...]:
+        """The canonical forms that the rules need besides the usual ones."""
+        return tuple(rule.forms for rule in self.passes if rule.forms is not None)
 
     def asked(self) -> tuple[str, ...]:
         """Return the backend and all non-default options, as keyword arguments of a call of convert()."""
@@ -217,6 +223,7 @@ def _check_rule(rule: Rule) -> None:
         "reads": (_are_names(rule.reads), names),
         "hands_out": (_are_names(rule.hands_out), names),
         "shares": (_are_names(rule.shares), names),
+        "forms": (rule.forms is None or isinstance(rule.forms, Forms), "Forms or None"),
     }
     for field, (is_right, what) in needed.items():
         if not is_right:
@@ -253,7 +260,7 @@ def _check_names(rule: Rule) -> None:
                 f"expected roles of the pattern ({', '.join(found)}) in {field} of the rule {rule.name!r}, "
                 f"got {role!r}"
             )
-        ours = [target for target in found[role] if getattr(target, "__module__", "") == ops.__name__]
+        ours = [target for target in found[role] if ops.is_op(target)]
         known = dict.fromkeys(name for target in ours for name in signature(target).parameters)
         if argument and ours and argument not in known:
             raise OptionError(

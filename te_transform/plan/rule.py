@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from te_transform.backends.op import FusedOp
+from te_transform.canonicalize.op import Forms
 from te_transform.graph import ops
 from te_transform.graph.nodes import argument, is_model_tensor, path_of, shape_of, value
 from te_transform.graph.pattern import Match, Pattern, Siblings
@@ -41,6 +42,7 @@ class Rule:
             `te-transform explain` shows it.
         shares: Roles whose values other operations may also read. If any do, the op returns a tuple with
             these values too; `build` may take a parameter `shared` with their names.
+        forms: Canonical forms that the pattern needs, if canonicalize/ does not have them.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Rule:
     needs_kernels: bool = False
     example: Callable[[], tuple[nn.Module, Any]] | None = None
     shares: tuple[str, ...] = ()
+    forms: Forms | None = None
 
     def __reduce__(self) -> tuple:
         """Pickle the rule by its global name: patterns may hold functions that cannot be pickled."""
@@ -124,7 +127,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a match, with its arguments as attributes, named as in graph/ops.py.
+    """An operation of a match, with its arguments as attributes, named as those of its op.
 
     Examples: `linear.weight.shape`, `norm.eps`, `norm.bias is None`. Tensors are fake tensors with the right
     shape and dtype.
@@ -205,8 +208,7 @@ def roles(match: Match) -> dict[str, Any]:
             return tuple(seen(role, item) for item in found)
         # an operation outside the match is an input, whatever its op
         covered = isinstance(found, fx.Node) and found in match.nodes
-        is_op = covered and getattr(found.target, "__module__", "") == ops.__name__
-        return Operation(role, found) if is_op else found
+        return Operation(role, found) if covered and ops.is_op(found.target) else found
 
     return {role: seen(role, found) for role, found in match.bound.items()}
 

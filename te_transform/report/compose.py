@@ -38,11 +38,6 @@ _AS_FAST = (
 )
 _WIDE = "the example call multiplies in float32: products run in FP8 only under torch.autocast"
 
-_EXPERTS = (
-    "with a recipe, too, experts compute in their weights' own dtype: casts to FP8 would take most of the "
-    "time that FP8 products save"
-)
-
 
 def compose(
     model: nn.Module,
@@ -85,7 +80,7 @@ def compose(
             *([_COMPILED] if compiled else ()),
             *([_REPLAYED] if options.graphs else ()),
             *([_WIDE] if wide else ()),
-            *([_EXPERTS] if precision is not None and _has_experts(plans) else ()),
+            *(_outside_recipe(plans) if precision is not None else ()),
             *([cost.NOTE] if priced else ()),
             *memory.room(model, step),
             *_never(plans, options.passes),
@@ -155,8 +150,10 @@ def _nothing(
         )
 
 
-def _has_experts(plans: Sequence[tuple[str, Plan]]) -> bool:
-    return any(isinstance(site.fused, plain.Experts) for _, plan in plans for site in plan.sites)
+def _outside_recipe(plans: Sequence[tuple[str, Plan]]) -> Iterable[str]:
+    """Return the notes of fused ops that compute products outside of the recipe."""
+    notes = (site.fused.OUTSIDE_RECIPE for _, plan in plans for site in plan.sites)
+    return dict.fromkeys(filter(None, notes))
 
 
 def _multiplies_wide(plans: Sequence[tuple[str, Plan]]) -> bool:

@@ -20,7 +20,7 @@ from torch import fx
 from te_transform.execution.timing import Timing, duration
 from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.nodes import called, name_in_model, path_of
-from te_transform.passes import PIPELINE
+from te_transform.passes import CATALOGUE
 from te_transform.plan.memory import Memory
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Which = Literal["before", "after"]
 
-_CATALOGUE = tuple(rule.name for rule in PIPELINE)
+_CATALOGUE = tuple(rule.name for rule in CATALOGUE)
 _WIDTH = 110  # columns of str(report)
 
 

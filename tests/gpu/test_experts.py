@@ -10,6 +10,8 @@ from torch import Tensor
 
 import te_transform
 from te_transform.backends import limits, plain
+from te_transform.experts.fused import Experts
+from te_transform.experts.kernels import KernelExperts
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOICES = 96, 128, 64, 8, 3
 
@@ -50,15 +52,13 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 def found_in_kernels(how: dict[str, Any], given: list[Tensor]) -> dict[str, Tensor]:
     """What kernels give, and that it is as exact as plain PyTorch."""
-    from te_transform.backends import te
-
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
-    wanted = run(plain.Experts(**how), wide, torch.float64)
+    wanted = run(Experts(**how), wide, torch.float64)
     with limits.ignore_size_limits:
-        op = te.Experts(**how)
+        op = KernelExperts(**how)
         found = run(op, given, torch.bfloat16)
     assert not op.plain_calls
-    ours = run(plain.Experts(**how), given, torch.bfloat16)
+    ours = run(Experts(**how), given, torch.bfloat16)
     for name, value in wanted.items():
         assert off(found[name], value) < max(1.2 * off(ours[name], value), 1e-3), name
     return found
@@ -101,11 +101,9 @@ def test_experts_with_biases_and_limits(how: dict[str, Any], biased: bool) -> No
 
 
 def test_a_second_derivative_is_that_of_plain_pytorch() -> None:
-    from te_transform.backends import te
-
     how: dict[str, Any] = {"activation": "silu", "gated": "first half"}
     found = []
-    for op in (te.Experts(**how), plain.Experts(**how)):
+    for op in (KernelExperts(**how), Experts(**how)):
         x, experts, weights, fc1, fc2 = arguments(True)
         x.requires_grad_()
         with limits.ignore_size_limits:

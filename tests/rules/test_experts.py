@@ -12,10 +12,9 @@ import transformers.integrations.moe  # noqa: F401  which has a product by group
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.canonicalize import canonicalize
 from te_transform.graph import ops
 from tests import stand_in, test_compiled
-from tests.captures import capture, targets
+from tests.captures import canonicalize, capture, targets
 from tests.families import FAMILIES
 from tests.rules.tables import reasons, sites
 from tests.zoo import seeded

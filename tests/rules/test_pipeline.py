@@ -18,7 +18,8 @@ from te_transform.command_line.sentences import refused, yielded
 from te_transform.execution.executors import inductor
 from te_transform.graph import ops
 from te_transform.graph.pattern import AnyOrder, Call, Linear, Var
-from te_transform.passes import PIPELINE, layernorm_linear, layernorm_mlp, linear, merge_siblings
+from te_transform.passes import layernorm_linear, layernorm_mlp, linear, merge_siblings
+from te_transform.pipeline import PIPELINE
 from te_transform.plan import refusals
 from tests import stand_in
 from tests.attacks import Pair
@@ -36,8 +37,9 @@ def test_a_rule_is_a_file_of_its_name_that_says_what_it_saves() -> None:
     names = [rule.name for rule in PIPELINE]
     assert len(set(names)) == len(names)
     for rule in PIPELINE:
-        module = import_module(f"te_transform.passes.{rule.name}")
+        module = import_module(rule.refuse.__module__)
         assert module.RULE is rule
+        assert rule.name in module.__name__.split(".")
         assert module.__doc__
 
 

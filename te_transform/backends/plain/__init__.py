@@ -9,7 +9,6 @@ from typing import Any
 
 from te_transform.backends.plain.attention import DotProductAttention, Given, Mask
 from te_transform.backends.plain.cross_entropy import CrossEntropy, reduced
-from te_transform.backends.plain.experts import PAIRS, Experts, routed, taken
 from te_transform.backends.plain.products import (
     ACTIVATIONS,
     EXACT_GELU,
@@ -26,10 +25,10 @@ from te_transform.backends.plain.products import (
 from te_transform.backends.plain.rotary import Rotary
 
 __all__ = [
-    "ACTIVATIONS", "EXACT_GELU", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME", "PAIRS",
-    "CrossEntropy", "DotProductAttention", "Experts", "Given", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "ACTIVATIONS", "EXACT_GELU", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
+    "CrossEntropy", "DotProductAttention", "Given", "LayerNormLinear", "LayerNormMLP", "Linear",
     "Mask", "PaddedLinear", "Product", "Rotary", "activated", "multiple", "product", "recipe_now",
-    "recipe_of", "reduced", "routed", "taken",
+    "recipe_of", "reduced",
 ]  # fmt: skip
 
 NAME = "torch"

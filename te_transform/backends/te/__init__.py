@@ -11,7 +11,6 @@ from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.te.attention import DotProductAttention, attend, attend_backward
 from te_transform.backends.te.casts import activate, activate_backward, quantize
 from te_transform.backends.te.cross_entropy import CrossEntropy
-from te_transform.backends.te.experts import Experts
 from te_transform.backends.te.products import LayerNormLinear, LayerNormMLP, Linear, PaddedLinear
 from te_transform.backends.te.recipes import (
     autocast,
@@ -28,7 +27,7 @@ from te_transform.backends.te.rotary import Rotary
 
 __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
-    "CrossEntropy", "DotProductAttention", "Experts", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear",
     "PaddedLinear", "Rotary", "autocast", "forgetting_scales", "is_delayed", "multiple", "recipe_now",
     "recipe_of", "scaling_of", "update_scales_after_backward", "within_step",
 ]  # fmt: skip

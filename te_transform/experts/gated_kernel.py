@@ -14,7 +14,7 @@ COLUMNS = 1024  # of what comes out, that a program computes
 
 @triton.jit
 def _load_parts(x, row, columns, width, PAIRS: tl.constexpr):
-    """The gates, and what is beside them, of a row of 2 * width numbers."""
+    """Load the gates and what is beside them, from a row of 2 * width elements."""
     start, inside = x + row * 2 * width, columns < width
     if PAIRS:
         both = columns[:, None] * 2 + tl.arange(0, 2)[None, :]
@@ -76,14 +76,14 @@ def _gradients_of_rows(grad, hidden, bias, groups, out, width, slope, limit, off
 
 
 def gated(hidden: Tensor, bias: Tensor | None, groups: Tensor, *gate: Any) -> Tensor:
-    """See te_transform.backends.gated; hidden lies without gaps."""
+    """Run gated.gated() on a contiguous `hidden`."""
     out = hidden.new_empty(len(hidden), hidden.shape[-1] // 2)
     _run(_gated_rows, (hidden, _held(bias, hidden), groups, out), out.shape, bias is not None, *gate)
     return out
 
 
 def gated_backward(grad: Tensor, hidden: Tensor, bias: Tensor | None, groups: Tensor, *gate: Any) -> Tensor:
-    """See te_transform.backends.gated; the gradient and hidden lie without gaps."""
+    """Run gated.gated_backward() on a contiguous gradient and `hidden`."""
     out = torch.empty_like(hidden)
     given = grad, hidden, _held(bias, hidden), groups, out
     _run(_gradients_of_rows, given, grad.shape, bias is not None, *gate)

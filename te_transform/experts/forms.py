@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from te_transform.canonicalize.inplace import Storage, storage_of, written
-from te_transform.canonicalize.op import Spelling
+from te_transform.canonicalize.op import Forms, Spelling
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import (
     called,
@@ -192,7 +192,7 @@ _INVERSE = Call(torch.index_put, Call(torch.empty_like, _ORDER), Each(_ORDER), V
 _ROWS = Call(torch.reshape, Call(operator.getitem, _WEIGHTED, _INVERSE), role="rows")
 _SUMMED = Call(torch.sum, _ROWS, -2, False)
 
-EXPERTS = (
+_SPELLINGS = (
     Spelling(Call(ops.cast, _SUMMED), _combine),
     Spelling(_SUMMED, _combine),
     Spelling(
@@ -204,3 +204,4 @@ EXPERTS = (
         _dispatch,
     ),
 )
+FORMS = Forms(_SPELLINGS, spell=spell_routing, prepare=drop_false_masks)

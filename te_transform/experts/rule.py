@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from te_transform.experts.forms import FORMS
+from te_transform.experts.fused import Experts
+from te_transform.experts.kernels import KernelExperts
 from te_transform.graph import ops
 from te_transform.graph.nodes import (
     called,
@@ -167,7 +170,8 @@ def build(
     backend, activation: Operation, gated: str, limit: float | None = None, offset: str = "none"
 ) -> nn.Module:
     """Return the fused op."""
-    return backend.Experts(activation=activation.op, gated=gated, limit=limit, offset=int(offset == "one"))
+    experts = KernelExperts if backend.HAS_KERNELS else Experts
+    return experts(activation=activation.op, gated=gated, limit=limit, offset=int(offset == "one"))
 
 
 class Example(nn.Module):
@@ -197,6 +201,7 @@ RULE = Rule(
     build=build,
     reads=("x", "experts", "weights", "fc1.weight", "fc2.weight", "dtype", "fc1_bias", "fc2_bias"),
     example=lambda: (Example(), (torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 4))),
+    forms=FORMS,
 )
 """Saves the passes over [tokens * choices, width] tensors around the two products.
 

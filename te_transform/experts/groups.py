@@ -1,4 +1,4 @@
-"""Sums over groups of rows, as the biases of experts get their gradients."""
+"""Sum groups of rows, such as the gradients of a bias per expert."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from te_transform.backends.tracing import transformed
 from te_transform.graph.bound import F
 
-_ROWS_OF_ONES = 8  # PyTorch's products by groups want 16 bytes of each
+_ROWS_OF_ONES = 8  # PyTorch's grouped products need rows of at least 16 bytes
 
 
 def of_groups(values: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
-    """values[groups]: what each row [rows, width] has of its group, of values [number, width].
+    """Return values[groups], the value [width] of each row's group: values [number, width], groups [rows].
 
-    The rows are sorted by group, and `ends` [number] are where each ends. The gradient is summed_by_group(),
-    where PyTorch would add up rows one by one.
+    The rows are sorted by group; `ends` [number] has the first row after each group. The gradient is
+    summed_by_group(); PyTorch would add up the rows one by one.
     """
     return values[groups] if transformed() else _OfGroups.apply(values, groups, ends)
 
 
 def summed_by_group(rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
-    """The sum of the rows [rows, width] of each group [number, width]."""
+    """Return the sum of the rows [rows, width] of each group: [number, width]."""
     return _summed(rows, groups, ends) if transformed() else _Summed.apply(rows, groups, ends)
 
 
@@ -33,7 +33,7 @@ def _summed(rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("te_transform::sum_by_group", mutates_args=())
 def _sum_by_group(rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
-    """An operation of its own: inductor would lay the ones out otherwise than the product takes them."""
+    """Sum rows in an operation that inductor does not trace: its layout of the ones has no product."""
     if rows.dtype is not torch.bfloat16:
         return _summed(rows, groups, ends)
     ones = rows.new_ones(len(rows), _ROWS_OF_ONES).t()

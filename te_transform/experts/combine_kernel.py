@@ -1,4 +1,4 @@
-"""The kernels that sum up what the experts of a token have made, and compute the gradients of that."""
+"""The kernels of combine.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _gradients_of_rows(grad, y, places, weights, bias, experts, grad_y, grad_wei
 def combine(
     y: Tensor, places: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
 ) -> Tensor:
-    """See te_transform.backends.combine; all lie without gaps."""
+    """Run combine.combine() on contiguous tensors."""
     (tokens, choices), width = places.shape, y.shape[-1]
     out, columns = y.new_empty(tokens, width), _columns(width)
     held = (y if tensor is None else tensor for tensor in (weights, bias, experts))
@@ -66,7 +66,7 @@ def combine(
 def combine_backward(
     grad: Tensor, y: Tensor, places: Tensor, weights: Tensor, bias: Tensor | None, experts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See te_transform.backends.combine; all lie without gaps."""
+    """Run combine.combine_backward() on contiguous tensors."""
     width = y.shape[-1]
     grad_y, grad_weights = torch.empty_like(y), torch.empty_like(weights)
     held = (y if tensor is None else tensor for tensor in (bias, experts))

@@ -1,7 +1,7 @@
-"""What the experts of a token have made, summed up by their weights in fp32, in one pass.
+"""Sum the weighted results of each token's experts in one pass, in fp32.
 
-PyTorch weights, sorts and sums in three passes over all tokens times their choices. TE's kernel is less exact
-(TE 2.20: of three choices off by 4.4e-3, where PyTorch is by 3.4e-3).
+PyTorch weights, sorts and sums in three passes over [tokens * choices, width]. TE's kernel is less exact: the
+error of a sum over three choices is 4.4e-3 in TE 2.20, and 3.4e-3 in PyTorch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_transform.backends.groups import summed_by_group
+from te_transform.experts.groups import summed_by_group
 
 
 def combine(
@@ -21,13 +21,17 @@ def combine(
     bias: Tensor | None = None,
     experts: Tensor | None = None,
 ) -> Tensor:
-    """For each token the sum of its rows of y [rows, width], each times its weight or one.
+    """Return the weighted sum of each token's rows: [tokens, width] in the dtype of y.
 
-    places [tokens, choices] are the rows, weights [tokens, choices] -> [tokens, width] in the dtype of y. A
-    bias [experts, width] is added to the rows that are of the `experts` [tokens, choices].
+    Args:
+        y: the rows, [tokens * choices, width].
+        places: the rows of each token, [tokens, choices].
+        weights: the weight of each choice, [tokens, choices]; None: all are 1.
+        bias: a bias per expert, [experts, width], added to the rows of that expert.
+        experts: the expert of each choice, [tokens, choices]; needed with a bias.
     """
     if y.is_cuda:
-        from te_transform.backends import combine_kernel
+        from te_transform.experts import combine_kernel
 
         return combine_kernel.combine(*_without_gaps(y, places, weights, bias, experts))
     rows = _read(y, places, bias, experts)
@@ -37,9 +41,9 @@ def combine(
 def combine_backward(
     grad: Tensor, y: Tensor, places: Tensor, weights: Tensor, bias: Tensor | None, experts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of y, each row of which is one choice's, and of the weights."""
+    """Return the gradients of y and of the weights."""
     if y.is_cuda:
-        from te_transform.backends import combine_kernel
+        from te_transform.experts import combine_kernel
 
         given = _without_gaps(grad, y, places, weights, bias, experts)
         return combine_kernel.combine_backward(*given)
@@ -58,8 +62,10 @@ def _read(y: Tensor, places: Tensor, bias: Tensor | None, experts: Tensor | None
 
 
 class Combined(torch.autograd.Function):
-    """combine() of weights, and of biases, with its gradient; `groups` [rows] are the experts of the rows of
-    y, and `ends` where they end."""
+    """The function combine(), with gradients.
+
+    `groups` [rows] has the expert of each row of y, `ends` [experts] the first row after each expert.
+    """
 
     @staticmethod
     def forward(
@@ -84,8 +90,10 @@ class Combined(torch.autograd.Function):
 
 
 class Sent(torch.autograd.Function):
-    """x[order // choices]: the rows of the tokens as their experts get them, of which each has `places`
-    [tokens, choices]. Its gradient is summed up by combine()."""
+    """The function x[order // choices]: a row per choice, sorted by expert. Its gradient is a combine().
+
+    `places` [tokens, choices] has the rows of each token.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:

@@ -1,31 +1,37 @@
-"""The experts of mixture models, as products by groups of tokens."""
+"""Compute experts of mixture models by grouped matrix products."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from te_transform.backends.groups import of_groups
-from te_transform.backends.op import FusedOp
+from te_transform.backends.op import FusedOp, StepMemory
 from te_transform.backends.plain.products import GATES
 from te_transform.backends.tracing import transformed
+from te_transform.experts.groups import of_groups
 from te_transform.graph import ops
+from te_transform.graph.nodes import bytes_of, dtype_of, numel_of, shape_of
 
-PAIRS = "pairs"  # gates in every other column
+PAIRS = "pairs"  # gates are every other column
 
 
 class Experts(FusedOp):
-    """fc2(activation(fc1(x))) by the experts that each token was sent to, summed up by their weights.
+    """The weighted sum of fc2(activation(fc1(x))) over the experts that each token chose.
 
     Args:
-        activation: an op of graph/ops.py.
-        gated: which part of fc1's columns is activated, and multiplied with the rest; "pairs" has gates in
-            every other column, from the first one on.
-        limit: what the gate may be at most, and the rest at most and at least.
-        offset: is added to the rest.
+        activation: the name of an op of graph/ops.py.
+        gated: the part of fc1's columns that is activated, and multiplied with the rest; "pairs" means every
+            other column, from the first on.
+        limit: the maximum of the gate, and the maximum absolute value of the rest.
+        offset: a number that is added to the rest.
     """
+
+    OUTSIDE_RECIPE = (
+        "with a recipe, too, experts compute in their weights' own dtype: casts to FP8 would take most of "
+        "the time that FP8 products save"
+    )
 
     def __init__(self, *, activation: str, gated: str = "no", limit: float | None = None, offset: int = 0):
         super().__init__()
@@ -42,12 +48,22 @@ class Experts(FusedOp):
         fc1_bias: Tensor | None = None,
         fc2_bias: Tensor | None = None,
     ) -> Tensor:
-        """x [tokens, hidden], experts and weights [tokens, choices], fc1_weight [experts, hidden, ffn],
-        fc2_weight [experts, ffn, hidden], a bias of each expert -> [tokens, hidden] in `dtype`."""
+        """Compute the experts: [tokens, hidden] in `dtype`.
+
+        Args:
+            x: the tokens, [tokens, hidden].
+            experts: the indices of the experts that each token chose, [tokens, choices].
+            weights: the weight of each choice, [tokens, choices].
+            fc1_weight: [experts, hidden, ffn], or twice as wide if gated.
+            fc2_weight: [experts, ffn, hidden].
+            dtype: the dtype of the result.
+            fc1_bias: a bias per expert.
+            fc2_bias: a bias per expert.
+        """
         order, places, groups, ends = routed(experts, len(fc1_weight))
         rows = ops.grouped_mm(taken(x, order, places, experts.shape[-1]), fc1_weight, ends)
         if fc1_bias is not None:
-            # a bias in float32 is added in place, so that what it is added to is in 16 bits again
+            # models add a float32 bias in place, so the sum is in 16 bits again
             rows = (rows + of_groups(fc1_bias, groups, ends)).to(rows.dtype)
         out = ops.grouped_mm(self.activated(rows), fc2_weight, ends)
         if fc2_bias is not None:
@@ -56,7 +72,7 @@ class Experts(FusedOp):
         return (found * weights.unsqueeze(-1)).sum(1).to(dtype)
 
     def activated(self, hidden: Tensor) -> Tensor:
-        """The activation of what the first product has made."""
+        """Apply the activation, and the gate, to the first product."""
         activate = getattr(ops, self.activation)
         if self.gated == GATES[0]:
             return activate(hidden)
@@ -66,16 +82,28 @@ class Experts(FusedOp):
             gate, beside = gate.clamp(max=self.limit), beside.clamp(-self.limit, self.limit)
         return activate(gate) * (beside + self.offset if self.offset else beside)
 
+    def step_memory(self, *arguments: fx.Node) -> StepMemory:
+        """Predict the memory of a training step.
+
+        Saved are the input and output of each product, one row per choice of an expert, and the order of the
+        rows.
+        """
+        experts, fc1, fc2 = arguments[1], *arguments[3:5]
+        size, rows = dtype_of(fc1).itemsize, numel_of(experts)
+        inner, outs, hidden = shape_of(fc2)[1], shape_of(fc1)[2], shape_of(fc1)[1]
+        kept = rows * ((inner + outs + 2 * hidden) * size + 8 + 4)
+        return StepMemory(kept, rows * (inner + outs) * size, bytes_of(fc1) + bytes_of(fc2))
+
     def extra_repr(self) -> str:
         return self.activation
 
 
 def routed(experts: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How tokens get to their experts [tokens, choices], and back: see ops.
+    """Sort the choices of experts [tokens, choices] by expert.
 
     Returns:
-        The order of the choices by expert, the place of each choice in it, the expert of each place, and
-        where the group of each expert ends.
+        The order of the choices by expert, the row of each choice in this order, the expert of each row, and
+        the first row after each expert.
     """
     chosen, order = experts.flatten().sort()
     places = torch.empty_like(order)
@@ -85,8 +113,10 @@ def routed(experts: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def taken(x: Tensor, order: Tensor, places: Tensor, choices: int = 1) -> Tensor:
-    """x[order // choices], whose gradient is gathered by the inverse of the order, `places`, where PyTorch
-    would add up rows one by one."""
+    """Return x[order // choices]. The gradient is gathered by `places`, the inverse of the order.
+
+    PyTorch would add up the rows of the gradient one by one.
+    """
     return x[order // choices] if transformed() else _Taken.apply(x, order, places, choices)
 
 
@@ -101,6 +131,6 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         order, places = ctx.saved_tensors
         rows = taken(grad, places, order)
-        if ctx.choices > 1:  # by a reshape, which several gradients at once have too
+        if ctx.choices > 1:  # reshape also works for several gradients at once, under vmap
             rows = rows.reshape(-1, ctx.choices, rows.shape[-1]).sum(1)
         return rows, None, None, None

@@ -1,5 +1,7 @@
-"""The gate of experts with biases, or with limits, in one pass: PyTorch adds the bias, clamps, activates and
-multiplies in passes of their own over all tokens times their choices."""
+"""Compute a gated activation with biases or limits in one pass.
+
+PyTorch adds the bias, clamps, activates and multiplies in separate passes over [tokens * choices, width].
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_transform.backends.groups import summed_by_group
+from te_transform.experts.groups import summed_by_group
 
 
 class Gate(NamedTuple):
-    """gate * sigmoid(slope * gate) * (beside + offset): both clamped to `limit`, the gate from above alone;
-    gates are every other column where they come in pairs, else the first half."""
+    """The function gate * sigmoid(slope * gate) * (beside + offset).
+
+    `beside` is clamped to [-limit, limit], the gate from above only. With `pairs`, gates are every other
+    column, else the first half.
+    """
 
     slope: float
     limit: float
@@ -22,9 +27,16 @@ class Gate(NamedTuple):
 
 
 def gated(hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> Tensor:
-    """hidden [rows, 2 width] in 16 bits, bias [experts, 2 width], whose row it is [rows] -> [rows, width]."""
+    """Compute the gate of each row: [rows, width] in the dtype of `hidden`.
+
+    Args:
+        hidden: gates and what is beside them, [rows, 2 * width], in 16 bits.
+        bias: a bias per expert, [experts, 2 * width].
+        groups: the expert of each row, [rows].
+        gate: the function.
+    """
     if hidden.is_cuda:
-        from te_transform.backends import gated_kernel
+        from te_transform.experts import gated_kernel
 
         return gated_kernel.gated(hidden, bias, groups, *gate)
     first, beside = _parts(hidden, bias, groups, gate)
@@ -33,9 +45,9 @@ def gated(hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> Te
 
 
 def gated_backward(grad: Tensor, hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> Tensor:
-    """The gradient of `hidden`, which is that of each row's bias too."""
+    """Return the gradient of `hidden`; the gradient of each row's bias is the same."""
     if hidden.is_cuda:
-        from te_transform.backends import gated_kernel
+        from te_transform.experts import gated_kernel
 
         return gated_kernel.gated_backward(grad.contiguous(), hidden, bias, groups, *gate)
     first, beside = _parts(hidden, bias, groups, gate)
@@ -43,7 +55,7 @@ def gated_backward(grad: Tensor, hidden: Tensor, bias: Tensor | None, groups: Te
     first, beside = first.clamp(max=gate.limit), beside.clamp(-gate.limit, gate.limit)
     share = (gate.slope * first).sigmoid()
     slope = share * (1 + gate.slope * first * (1 - share))
-    parts = (  # where the clamp holds them back they have none, be it beside what is no number
+    parts = (  # a clamped value has no gradient, even if its factor is NaN
         torch.where(counts, grad * slope * (beside + gate.offset), 0.0),
         torch.where(beside_counts, grad * first * share, 0.0),
     )
@@ -57,7 +69,7 @@ def _parts(hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> t
 
 
 class Gated(torch.autograd.Function):
-    """gated(), with its gradient."""
+    """The function gated(), with gradients."""
 
     @staticmethod
     def forward(
