@@ -143,9 +143,7 @@ def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = 
     """
     canonical = canonicalize(captured.graph, options.forms)
     made = Plan(captured, canonical, edit.snapshot(canonical), modules)
-    for rule in options.passes:
-        if rule.needs_kernels and not options.backend.HAS_KERNELS:
-            continue
+    for rule in options.rules:
         misses: list[Miss] = []
         for match in find(rule.pattern, canonical, misses):
             taken = any(node._erased for node in match.nodes)  # overlaps an earlier match

@@ -80,9 +80,14 @@ class Options:
         return found
 
     @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules that run on the backend, in order."""
+        return tuple(rule for rule in self.passes if self.backend.HAS_KERNELS or not rule.needs_kernels)
+
+    @property
     def forms(self) -> tuple[Forms, ...]:
-        """The canonical forms that the rules need besides the usual ones."""
-        return tuple(rule.forms for rule in self.passes if rule.forms is not None)
+        """The canonical forms that these rules need besides the usual ones."""
+        return tuple(dict.fromkeys(rule.forms for rule in self.rules if rule.forms is not None))
 
     def asked(self) -> tuple[str, ...]:
         """Return the backend and all non-default options, as keyword arguments of a call of convert()."""

@@ -63,6 +63,7 @@ def is_number(value: Any) -> bool:
 
 
 TANH = Call(torch.tanh, Call(torch.div, Var("x"), Var("cap", is_number)))
+PRODUCT = Call(torch.mul, TANH, Var("cap", is_number), commute=True)
 RULE = Rule(
     name="capped_linear",
     pattern=Call(soft_cap, Linear(Var("x")), role="capped"),
@@ -70,7 +71,7 @@ RULE = Rule(
     build=CappedLinear,
     reads=("x", "linear.weight", "linear.bias", "capped.cap"),
     forms=Forms(
-        (Spelling(Call(torch.mul, TANH, Var("cap", is_number), commute=True), spelled),),
+        (Spelling(PRODUCT, spelled),),
         spell=spell_ones,
         prepare=drop_clamps,
     ),
@@ -112,7 +113,8 @@ def test_it_refuses_by_the_arguments_of_its_op() -> None:
 
 
 def test_without_the_rule_nothing_has_its_forms() -> None:
-    for rules, is_there in ((RULES, True), (te_transform.PIPELINE, False)):
+    left_out = replace(RULE, needs_kernels=True)  # of the plain backend
+    for rules, is_there in ((RULES, True), (te_transform.PIPELINE, False), ((left_out,), False)):
         graph = sites(SPELLED["behind a clamp"], passes=rules).before
         assert (soft_cap in targets(graph), torch.clamp in targets(graph)) == (is_there, not is_there)
 
@@ -138,6 +140,23 @@ def test_a_model_with_it_is_pickled_by_the_rules_name() -> None:
     te_transform.report(converted).expect(capped_linear=1)
     again = pickle.loads(pickle.dumps(converted))
     assert torch.equal(again(X), converted(X))
+
+
+def test_forms_that_fail_leave_the_model_as_it_was_and_are_noted() -> None:
+    def fails(graph: fx.Graph) -> None:
+        raise ArithmeticError("a mistake in a form")
+
+    for forms in (Forms(spell=fails), Forms(prepare=fails)):
+        report = fused(capping(3.0), passes=(replace(RULE, forms=forms),))
+        assert report.counts == {}
+        assert "ArithmeticError: a mistake in a form" in report.notes
+
+
+def test_a_form_that_is_wrong_is_taken_back() -> None:
+    twice = Spelling(PRODUCT, lambda graph, match: (soft_cap, (match.bound["x"], 2 * match.bound["cap"])))
+    report = fused(capping(3.0), passes=(replace(RULE, forms=Forms((twice,))),))
+    (reason,) = reasons(report, "capped_linear")
+    assert reason.startswith("rolled back: ")
 
 
 def test_forms_are_forms() -> None:
