@@ -39,8 +39,8 @@ class FusedOp(GraphOp):
             docs/benchmarks.md).
         plain_calls: the number of calls that ran in plain PyTorch although the backend has a kernel, by
             reason.
-        OUTSIDE_RECIPE: a note for the report of a conversion with a recipe, if the op computes products outside
-            of the recipe.
+        OUTSIDE_RECIPE: a note for the report of a conversion with a recipe, if the op computes products
+            outside of the recipe.
     """
 
     PRODUCTS: tuple[int, ...] = ()
