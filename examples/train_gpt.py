@@ -37,10 +37,10 @@ from te_transform import training
 GPU = torch.cuda.is_available()
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     """Train, then print, write and draw the losses; with --read, only print and draw them."""
     logging.set_verbosity_error()
-    asked = arguments()
+    asked = arguments(given)
     runs = {Path(file).stem: json.loads(Path(file).read_text()) for file in asked.read}
     if not runs:
         alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
@@ -59,7 +59,7 @@ def main() -> None:
     draw({name: run["eval"] for name, run in runs.items()}, asked.plot)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for flag, what in (
@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
     ):  # fmt: skip
         parser.add_argument(f"--{flag}", type=type(value), default=value, help=f"{what} ({value})")
     parser.add_argument("--read", nargs="+", default=[], help="draw these JSON files, train nothing")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def read(files: list[Path]) -> Tensor:

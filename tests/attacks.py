@@ -215,3 +215,17 @@ def assert_same(name: str, actual: Any, expected: Any, atol: float = 1e-5) -> No
         torch.testing.assert_close(
             actual, expected, atol=atol, rtol=0.0, equal_nan=True, msg=lambda text: f"{name}: {text}"
         )
+
+
+class Loops(nn.Module):
+    """Looks at values in a loop: dynamo leaves that forward alone, and takes those inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            if x.sum() < 1e6:
+                x = part(x)
+        return x

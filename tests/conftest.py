@@ -1,20 +1,35 @@
-"""What all tests run with: fused products too, which calls of a test's size are too small for."""
+"""Fixtures of all tests. By default kernels ignore size limits, because most calls of tests are small."""
+
+from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch._dynamo.guards
 import torch._dynamo.utils
-import transformers  # noqa: F401  what is there is taken out of the garbage collector's sight below
+import transformers  # noqa: F401  frozen below
+from torch import Tensor, nn
 
-from te_transform.backends import limits
+from te_transform.backends import banded_attention, few_rows, limits
+from te_transform.backends.bands import Band
+from te_transform.execution import specializations, timing
+from te_transform.plan import options
+from te_transform.verify import compare
+from tests import recordings, stand_in
 
-# A capture makes objects by the hundred thousand, and dynamo keeps many of them: Python would look through
-# all of them, and all of PyTorch, again and again. What a few tests have left is looked through once.
+if TYPE_CHECKING:
+    from tests.compilers import Compiler
+
+# A capture makes objects by the hundred thousand, and dynamo keeps many of them. Without freeze(), the
+# garbage collector would scan all of them, and all of PyTorch, again and again.
 gc.collect()
 gc.freeze()
 gc.set_threshold(100_000, 20, 1_000_000)
@@ -22,14 +37,14 @@ TESTS_BETWEEN = 80
 numbers = count(1)
 last_group: list[torch.distributed.ProcessGroup] = []
 
-# Half of the time of a small capture goes into logs: dynamo times its guards for them, after it has emptied
-# the CPU's caches, and writes all settings of the compiler as text.
+# Logs take half of the time of a small capture: dynamo times its guards after it has emptied the CPU's
+# caches, and formats all settings of the compiler.
 logging.getLogger("torch.__trace").handlers.clear()
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 torch._dynamo.utils._get_dynamo_config_for_logging = lambda: None
 torch._dynamo.utils._scrubbed_inductor_config_for_logging = lambda: None
 
-# A seed for a device that is not there is kept for the day that it is, with the stack of calls as text.
+# PyTorch queues seeds for missing devices, each with a formatted stack trace.
 for device in (torch.cuda, torch.xpu, torch.mtia):
     if not device.is_available():
         device.manual_seed_all = lambda seed: None
@@ -43,17 +58,116 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture(autouse=True)
 def ignore_size_limits() -> Iterator[None]:
-    """Calls of the few tokens that tests have run fused, in kernels where there are any."""
+    """Run calls with few tokens fused, in kernels if there are any."""
     with limits.ignore_size_limits:
         yield
 
 
 @pytest.fixture
-def process_group() -> Iterator[None]:
-    """This process alone, as a group.
+def at_any_size() -> Iterator[None]:
+    """Run calls with few tokens fused, in a folder whose tests apply the size limits that users have."""
+    with limits.ignore_size_limits:
+        yield
 
-    The group is kept until there is another one: the DistributedDataParallel of a test, if it were the last
-    that has it, would end its threads while it holds the GIL, for which one of them may wait.
+
+@pytest.fixture
+def by_size(ignore_size_limits: None) -> Iterator[None]:
+    """Apply the size limits that users have."""
+    before, limits.ignore_size_limits.entered = limits.ignore_size_limits.entered, 0
+    yield
+    limits.ignore_size_limits.entered = before
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run kernels on the CPU."""
+    monkeypatch.setattr(limits, "DEVICE", "cpu")
+
+
+@pytest.fixture
+def kernels_of_hopper(kernels_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the kernels of a Hopper GPU on the CPU, cuDNN's attention among them."""
+    monkeypatch.setattr(limits, "_is_hopper", lambda device: True)
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Return te_transform.backends.te, imported on the stand-in for Transformer Engine."""
+    yield stand_in.install(monkeypatch)
+    torch._dynamo.reset()  # all models of a class share dynamo's cache, which has its limit
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Return the list of compiled graphs: AOTAutograd traces, and no code is generated."""
+    from tests import compilers  # imports inductor, which takes a second
+
+    return compilers.install(patch=monkeypatch)
+
+
+@pytest.fixture
+def cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> recordings.Recorder:
+    """Record and replay without a GPU, and count both."""
+    torch._dynamo.reset()  # captures of other tests count toward dynamo's limit for a forward
+    return recordings.install(monkeypatch)
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return an empty working folder; modules that are imported from it are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    path = [*sys.path]
+    yield tmp_path
+    sys.path[:] = path
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}/"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def timings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of the file with timings, which does not exist yet, and time few calls."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
+    return tmp_path / "te_transform/timings.json"
+
+
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare FP8 in verify() on three draws of the inputs."""
+    monkeypatch.setattr(compare, "DRAWS", 3)
+
+
+@pytest.fixture
+def bands(monkeypatch: pytest.MonkeyPatch) -> list[Band]:
+    """Return the bands of keys that attention is computed in."""
+    found: list[Band] = []
+    attended = banded_attention.attended
+
+    def noted(*arguments: Any) -> Tensor:
+        found.append(arguments[4])
+        return attended(*arguments)
+
+    monkeypatch.setattr(banded_attention, "attended", noted)
+    return found
+
+
+@pytest.fixture
+def buckets(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets the bytes of a bucket of gradients, as DDP does while it runs a model."""
+
+    def set_size(size: int) -> None:
+        monkeypatch.setattr(specializations, "bucket_size", lambda: size)
+
+    return set_size
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Make this process a group.
+
+    The group lives until the next one: the DistributedDataParallel of a test, if it held the last reference,
+    would join its threads under the GIL, for which one of them may wait.
     """
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
@@ -63,17 +177,36 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.fixture
-def by_size(ignore_size_limits: None) -> Iterator[None]:
-    """Calls run as they do outside of tests."""
-    before, limits.ignore_size_limits.entered = limits.ignore_size_limits.entered, 0
-    yield
-    limits.ignore_size_limits.entered = before
-
-
-@pytest.fixture
 def as_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verify() compares on the example inputs alone. That it varies them is test_verify.py's, and most of its
-    time: captures at other sizes."""
+    """Compare in verify() on the example inputs alone.
+
+    Most of its time goes into captures at other sizes, which test_verify.py tests.
+    """
     module = import_module("te_transform.verify.verify")
     own = module.variations
     monkeypatch.setattr(module, "variations", lambda model, samples: [*own(model, samples)][: len(samples)])
+
+
+@pytest.fixture
+def as_if_te_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan in convert(backend="te") as on a machine with TE, until TE itself is needed."""
+    real = options.choose
+
+    def choose(name: str, model: nn.Module, planning: bool, **rest: Any) -> tuple[Any, str]:
+        return real(name, model, planning=True, **rest)
+
+    monkeypatch.setattr(options, "choose", choose)
+
+
+@pytest.fixture
+def products_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return the shapes of x in products with FP8-only weights that read the bytes of the weights."""
+    shapes: list[tuple[int, ...]] = []
+    original = few_rows.op
+
+    def noted(x: Tensor, *rest: Tensor | None) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return original(x, *rest)
+
+    monkeypatch.setattr(few_rows, "op", noted)
+    return shapes

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_module_simplified
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import te_transform
 from te_transform.backends import limits
 from te_transform.backends.fp8 import scale_table
-from te_transform.execution.executors import inductor
-from tests import stand_in
+from tests import compilers, stand_in
 
 WIDTH, LENGTH = 32, 16
 NAMES = ("replicas", "shards")  # of the dimensions of a mesh for HSDP
@@ -31,11 +28,10 @@ NAMES = ("replicas", "shards")  # of the dimensions of a mesh for HSDP
 def spawn(
     work: Callable[..., Any], ranks: int, folder: Path, *arguments: Any, backend: str = "gloo"
 ) -> list[Any]:
-    """What work(*arguments) returns in each of so many processes, which are one group; with "nccl" each has a
-    GPU.
+    """Run work(*arguments) in processes that form one group, and return the results.
 
-    The first exception of a process is raised here, by torch.multiprocessing. Where there is no GPU to be
-    initialized, processes are forked off one that has imported what they need: each of them takes seconds.
+    Each process has a GPU if the backend is "nccl". torch.multiprocessing raises the first exception of a
+    process. Without a GPU, processes are forked from one that has imported torch, which takes seconds.
     """
     method = "spawn" if backend == "nccl" else "forkserver"
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
@@ -73,7 +69,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(approximate="tanh"), nn.Linear(64, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A norm that two linears read, a linear, and an MLP."""
+        """Compute a norm that two linears read, a linear, and an MLP."""
         y = self.norm(x)
         x = x + self.o(self.q(y) * torch.tanh(self.k(y)))
         return x + self.mlp(self.norm2(x))
@@ -93,19 +89,19 @@ class Net(nn.Module):
 
 
 def net(blocks: int = 2) -> nn.Module:
-    """In bf16, the same at each call."""
+    """Return the model in bf16, the same at each call."""
     torch.manual_seed(0)
     return Net(blocks).to(torch.bfloat16)
 
 
 def inputs(step: int, rank: int = 0) -> Tensor:
-    """Those of later ranks are larger, so that each would find scales of its own."""
+    """Return inputs that grow with the rank, so that each rank would find scales of its own."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return (torch.randn(2, LENGTH, WIDTH, generator=generator) * 3**rank).to(torch.bfloat16)
 
 
 def in_fp8(**options: Any) -> nn.Module:
-    """The model, converted on the stand-in for Transformer Engine, which install_stand_in() puts there."""
+    """Return the model, converted on the stand-in for Transformer Engine; call install_stand_in() before."""
     options = {"backend": "te", "recipe": "fp8-delayed", "verify": False, **options}
     return te_transform.convert(net(), inputs(0), **options)
 
@@ -152,8 +148,7 @@ def train(
 
 
 def scales_before(train: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, list[float]]]:
-    """What each step of train() quantizes by, after processes agreed: scales, or what the first ones are made
-    of."""
+    """Return the scales of each step of train() after the ranks agreed, or what first scales come from."""
     found, agree = [], scale_table.RankTable.agree
 
     def noting(shared: scale_table.RankTable, maximum: Any) -> None:
@@ -174,16 +169,12 @@ def _scales(kernel: scale_table.Kernel) -> Iterator[tuple[str, list[float]]]:
         yield f"{name} seen", amaxes
 
 
-def traced(graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
-    return aot_module_simplified(graph, arguments, fw_compiler=lambda g, _: make_boxed_func(g.forward))
-
-
 def scales_of(wraps: tuple[Callable[[nn.Module], nn.Module], ...], compiles: bool = False) -> dict[str, Any]:
     """By the name of what a model was wrapped in: the scales of each step, the state to be saved, and what
     runs uncompiled."""
     install_stand_in()
-    if compiles:  # what inductor would compile is traced, as in test_compiled.py
-        inductor.compile_fx = traced
+    if compiles:
+        compilers.install()
     found = {}
     for wrap in wraps:
         model = in_fp8(compile=compiles)
@@ -195,5 +186,5 @@ def scales_of(wraps: tuple[Callable[[nn.Module], nn.Module], ...], compiles: boo
 
 
 def mesh(device: str = "cpu") -> DeviceMesh:
-    """Of all processes, in one dimension."""
+    """Return a mesh of all processes, in one dimension."""
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -637,12 +636,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(limits, "DEVICE", "cpu")
     state = FP8GlobalStateManager.quantization_state
     state.global_scale_buffer, state.steps = {"all": []}, 0
-    monkeypatch.setattr(Base, "quantized", 0)
+    Base.quantized = 0
     return imported
-
-
-@pytest.fixture
-def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """What install() returns."""
-    yield install(monkeypatch)
-    torch._dynamo.reset()  # all models of a class share dynamo's cache, which has its limit

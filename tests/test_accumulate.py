@@ -13,7 +13,6 @@ from te_transform.backends.fp8.registry import state_of
 from te_transform.execution.runner import runner_of
 from tests import stand_in
 
-te = stand_in.te  # a fixture
 WIDTH = 32
 
 
@@ -111,7 +110,7 @@ def test_sums_are_kept_in_the_dtype_that_was_asked_for(model: nn.Module) -> None
     assert {buffer.dtype for buffer in buffers} == {torch.bfloat16}
 
 
-def test_what_was_there_before_is_added_to(model: nn.Module) -> None:
+def test_gradients_from_before_are_added_to(model: nn.Module) -> None:
     train(model, X[:1])
     with te_transform.accumulate(model, steps=2):
         train(model, X[1:])
@@ -184,7 +183,7 @@ def test_weights_that_change_in_an_accumulation_are_quantized_anew(te: object, m
         assert torch.equal(found, model(X[0]))
 
 
-def test_where_the_body_raises_nothing_is_handed_over(model: nn.Module) -> None:
+def test_a_body_that_raises_sets_no_gradients(model: nn.Module) -> None:
     with pytest.raises(ZeroDivisionError), te_transform.accumulate(model, steps=3):
         _train_and_fail(model)
     assert all(model.get_parameter(name).grad is None for name in TAKING_PART)
@@ -200,7 +199,7 @@ def _train_and_fail(model: nn.Module) -> None:
     raise ZeroDivisionError
 
 
-def test_what_is_wrong_is_said(model: nn.Module) -> None:
+def test_mistakes_are_named(model: nn.Module) -> None:
     for steps in (0, -1, 2.5, None):
         with pytest.raises(
             te_transform.AccumulationError, match=r"expected 1 or more forward passes for steps"
@@ -233,7 +232,7 @@ def test_ddp_is_refused(model: nn.Module, process_group: None) -> None:
         te_transform.accumulate(wrapped, steps=1).__enter__()
 
 
-def test_in_plain_pytorch_all_is_as_always() -> None:
+def test_accumulate_changes_nothing_in_plain_pytorch() -> None:
     model = te_transform.convert(Net(), X[0].float(), verify=False).train()
     train(model, [x.float() for x in X])
     wanted = gradients(model)

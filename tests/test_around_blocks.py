@@ -163,7 +163,7 @@ def test_modules_that_a_forward_held_where_its_graph_ended_have_their_paths() ->
     ]
 
 
-def test_what_is_changed_is_seen() -> None:
+def test_changes_around_the_blocks_are_seen() -> None:
     pair = Pair.of(Model)
     pair.attack(lambda model: setattr(model.norm, "eps", 2.0), trained)
     pair.attack(lambda model: model.head.register_forward_hook(lambda *args: args[-1] * 2), trained)
@@ -195,7 +195,7 @@ def test_copies_have_it_too(copied: Any) -> None:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("head", [False, True], ids=["the root has the head", "the head by itself"])
-def test_under_fsdp(head: bool) -> None:
+def test_fsdp_gives_the_same_losses_and_gradients(head: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = torch.distributed.init_device_mesh("cpu", (1,))

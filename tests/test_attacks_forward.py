@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from tests.attacks import OTHER, Attends, Block, Pair, X, each, odd, with_input_gradient
 from tests.conversions import calls
+from tests.functions import Cube, Doubled, Tripled
 from tests.models.tiny import WIDTH, Tiny
-from tests.test_attacks_reading import Cube, Doubled, Tripled
 from tests.zoo import seeded
 
 # Modes that a forward enters

@@ -385,7 +385,7 @@ def test_a_copy_that_reads_parameters_of_the_original_is_refused() -> None:
         te_transform.convert(model, X, verify=False)
 
 
-def test_in_place_a_function_that_holds_modules_is_fused() -> None:
+def test_a_function_that_holds_modules_is_fused_in_place() -> None:
     model, reference = seeded(Lambda), seeded(Lambda)
     assert te_transform.convert(model, X, inplace=True, verify=False) is model
     assert te_transform.report(model).counts["layernorm_mlp"] == 1

@@ -223,7 +223,7 @@ def test_what_stands_around_a_call(name: str) -> None:
     Pair.shared(Tiny).agree(act, atol=1e-4)
 
 
-def test_what_is_packed_for_the_backward_may_be_changed() -> None:
+def test_tensors_packed_for_the_backward_may_be_changed() -> None:
     """As a compressor of activations does: it sees whatever is kept, by whichever op."""
     seen: list[int] = []
 

@@ -91,7 +91,7 @@ def test_losses(name: str) -> None:
     assert ("error" in found) == (name == "no such word")
 
 
-def test_what_is_logged_once_ends_no_graph() -> None:
+def test_warning_once_ends_no_graph() -> None:
     """GPT-2 logs which loss it takes, before it takes it."""
     sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 32}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
@@ -129,7 +129,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.integration  # as attributes of models that are written by hand
-def test_what_is_set_later_is_read() -> None:
+def test_attributes_set_later_are_read() -> None:
     pair = pair_of()
     for name, change in CHANGES.items():
         with named(name):

@@ -153,7 +153,7 @@ def test_converted_again_after_reverting() -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_what_was_done_in_inference_mode_is_trained_later(copied: bool) -> None:
+def test_training_may_follow_a_conversion_in_inference_mode(copied: bool) -> None:
     """What is made in there cannot be saved for a backward: copies, and parameters that are laid together."""
     original = seeded(Tiny)
     with torch.inference_mode():

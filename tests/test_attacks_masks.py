@@ -11,12 +11,11 @@ from torch import Tensor, fx, nn
 
 import te_transform
 from te_transform.backends import masks
-from tests import test_compiled
 from tests.attacks import Block, Pair, X, named
+from tests.compilers import Compiler
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded
 
-compilations = test_compiled.compilations  # a fixture, of what is compiled
 HEADS, SIZE, LONGEST = 2, 8, 12
 NEGATIVE, MINIMUM = float("-inf"), torch.finfo(torch.float32).min
 
@@ -263,7 +262,7 @@ def test_masks_that_meet_in_padded_batches(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", ["scores as low as the fill", "scores as low as both"])
-def test_compiled_graphs_on_a_cpu_count_fills(name: str, compilations: test_compiled.Compilations) -> None:
+def test_compiled_graphs_on_a_cpu_count_fills(name: str, compilations: Compiler) -> None:
     model, seen = seeded(by_steps(*TWICE[name])), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
     pair = Pair.of(model, (X, torch.ones_like(seen)), compile=True)
     pair.agree(lambda model, x: model(x, seen))
@@ -428,7 +427,7 @@ def times_one(length: int) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("make", [negated, fill_of_rows, fill_of_a_diagonal, times_one])
-def test_what_a_mask_is_made_of_is_written_to_before_it_is_applied(make: Callable[..., Any]) -> None:
+def test_parts_of_a_mask_may_be_written_before_the_mask_is_applied(make: Callable[..., Any]) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         q, k, v = self.heads(x)
         masked = make(x.shape[1])
@@ -457,7 +456,7 @@ def nearby(length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [near, nearby], ids=["an operation", "a function"])
-def test_what_somebody_elses_code_makes_is_made_at_each_call(
+def test_tensors_of_foreign_code_are_made_in_each_call(
     function: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may read what nobody guards: what it made once is no answer for later calls."""

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_transform
-from te_transform.execution.executors import inductor
-from te_transform.execution.trials import Trials
 from tests.attacks import OTHER, Act, Attends, Block, Pair, X
+from tests.compilers import Compiler
 from tests.models.tiny import WIDTH, Tiny
-from tests.test_attacks_python import ABSENT, Options, Reads, reads
-from tests.test_compiled import trace
+from tests.reading import ABSENT, Options, Reads, reads
 from tests.zoo import seeded
 
 SCALE = 1.0
@@ -112,7 +110,7 @@ GLOBALS = {
 
 
 @pytest.mark.parametrize("name", GLOBALS)
-def test_what_is_global_may_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globals_may_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read, change = GLOBALS[name]
     reads(read, ABSENT).attack(lambda model: change(monkeypatch))
 
@@ -135,12 +133,10 @@ HELD = {
     + [pytest.param(name, True, marks=() if "matched" in name else pytest.mark.integration) for name in HELD],
 )
 def test_a_function_that_the_model_holds_is_the_one_that_runs(
-    name: str, compile: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, compile: bool, compilations: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In calls that were captured before, and in those that are captured, and compiled, afterwards."""
+    """Calls may have been captured before, or are captured, and compiled, afterwards."""
     home, attribute, read = HELD[name]
-    monkeypatch.setattr(inductor, "compile_fx", trace)
-    monkeypatch.setattr(Trials, "of", lambda *_: None)  # else some calls run the user's own code
     pair = Pair.of(type("Reads", (Reads,), {"read": read}), compile=compile)
     pair.agree()
     monkeypatch.setattr(home, attribute, twice(getattr(home, attribute)))

@@ -204,7 +204,7 @@ def test_modules_and_parameters_are_replaced(name: str) -> None:
     tiny().attack(CHANGES[name])
 
 
-def test_what_prune_and_parametrize_made_permanent() -> None:
+def test_permanent_pruning_and_parametrization_may_follow() -> None:
     pair = tiny()
     for model in pair.models:
         k, fc1 = parts(K, FC1)(model)
@@ -431,7 +431,7 @@ def test_memory_that_something_else_holds_is_not_left(name: str, frozen: bool) -
     assert "got attention.q_proj.weight" in note
 
 
-def test_what_was_held_before_and_what_optimizers_hold_may_be_moved() -> None:
+def test_parameters_that_optimizers_hold_may_be_moved() -> None:
     model = seeded(Attends)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(X).sum().backward()

@@ -12,52 +12,7 @@ from torch import Tensor, nn
 
 from tests.attacks import Block, Pair
 from tests.models.tiny import WIDTH
-from tests.zoo import seeded
-
-
-class Reads(Block):
-    """A block whose MLP's result is scaled by what a function reads; each case has a subclass of its own."""
-
-    scale = 1.0
-    read: Callable[[Any, Tensor], Any]
-
-    def __init__(self):
-        super().__init__()
-        self.register_module("child", None)
-        self.register_buffer("buffer", None)
-        self.register_parameter("parameter", None)
-        self.doubled = self.norm.late = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x)) * self.read(x)
-
-    def method(self) -> float:
-        return 1.0
-
-    @property
-    def half(self) -> float:
-        return self.doubled / 2
-
-    @property
-    def own_class(self) -> type:
-        """The class that the case has: a conversion may have put a subclass in its place."""
-        return next(c for c in type(self).__mro__ if c.__mro__[1] is Reads)
-
-
-class Options:
-    """An object of the user's own, with truth, length and items."""
-
-    def __init__(self, scale: float = 1.0):
-        self.scale, self.items = scale, [1]
-
-    def __bool__(self) -> bool:
-        return self.scale == 1.0
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, key: str) -> float:
-        return getattr(self, key)
+from tests.reading import ABSENT, Options, reads
 
 
 def through(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
@@ -104,8 +59,6 @@ def array(value: float = 1.0) -> numpy.ndarray:
 
 
 # Each case: what the forward reads, what `late` is at first (made for each model), and what changes.
-
-ABSENT = object()
 
 
 def late(model: Any, x: Tensor) -> Any:
@@ -231,21 +184,11 @@ MISSING = {
 }
 
 
-def reads(read: Callable[[Any, Tensor], Any], first: Any) -> Pair:
-    def build() -> nn.Module:
-        model = type("Reads", (Reads,), {"read": read})()
-        if first is not ABSENT:
-            model.late = first()
-        return model
-
-    return Pair.of(seeded(build))
-
-
 CASES = ATTRIBUTES | MODULES | CONTAINERS | MISSING
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_forward_reads_of_its_model_may_change(name: str) -> None:
+def test_attributes_that_a_forward_reads_may_change(name: str) -> None:
     read, first, change = CASES[name]
     reads(read, first).attack(change)
 

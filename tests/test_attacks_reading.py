@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.attacks import OTHER, Pair, X
+from tests.functions import Cube, Doubled, Tripled
 from tests.models.tiny import MLP, WIDTH, Attention
 
 
@@ -28,43 +29,6 @@ class Normed(nn.Module):
         if first:
             return read(y), self.mlp(y)
         return self.mlp(y), read(y)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
-
-
-class Doubled(torch.autograd.Function):
-    """Hands its input on; only its gradient is twice what it was."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
-class Tripled(torch.autograd.Function):
-    """Changes its input in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(3)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 3 * grad
 
 
 class NewKind(torch.autograd.Function):
@@ -145,18 +109,18 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_whoever_reads_a_norm_gets_its_value(name: str) -> None:
+def test_other_readers_of_a_norm_get_its_value(name: str) -> None:
     Pair.shared(Normed).agree(lambda model, x: model(x.requires_grad_() * 1, READERS[name]))
 
 
 @pytest.mark.parametrize("name", ["itself", "in place", "in place, Function", "numpy", "view"])
-def test_whoever_reads_a_norm_without_gradients_gets_its_value(name: str) -> None:
+def test_other_readers_of_a_norm_get_its_value_without_gradients(name: str) -> None:
     with torch.no_grad():
         Pair.shared(Normed).agree(lambda model, x: model(x, READERS[name], False))
 
 
 @pytest.mark.parametrize("name", ["itself", "Function without change", "hook", "in place", "detach", "view"])
-def test_whoever_reads_a_norm_after_its_product_gets_its_value(name: str) -> None:
+def test_later_readers_of_a_norm_get_its_value(name: str) -> None:
     """Where autograd refuses a change after the product has kept the norm, it refuses it in both."""
     found = Pair.shared(Normed).agree(lambda model, x: model(x.requires_grad_(), READERS[name], False))
     assert ("error" in found) == (name == "in place")
@@ -294,7 +258,7 @@ LOOKS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("look", LOOKS)
-def test_what_is_turned_lies_in_memory_as_it_did(look: str, turn: str) -> None:
+def test_transposed_outputs_keep_their_strides(look: str, turn: str) -> None:
     def act(model: nn.Module, x: Tensor) -> list[Any]:
         y = model(x, LOOKS[look], turn)
         return [y, y.is_contiguous(), y.storage_offset()]

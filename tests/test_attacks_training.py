@@ -202,7 +202,7 @@ def write_between(pair: Pair, path: str, write: Callable, of_input: bool) -> Non
 
 
 @pytest.mark.parametrize("trained", ["all", "norms frozen", "one of the joined"])
-def test_what_no_backward_reads_may_be_written_to_before_it(trained: str) -> None:
+def test_tensors_that_no_backward_reads_may_be_written_before_it(trained: str) -> None:
     """A bias, a weight whose input needs no gradient, one of which autocast has made a copy."""
     pair = tiny()
     for name, parameter in (item for model in pair.models for item in model.named_parameters()):

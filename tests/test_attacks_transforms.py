@@ -123,7 +123,7 @@ def test_after_a_transform_that_dynamo_fails_on_the_graphs_run_again(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["vmap", "gradients of each sample", "an ensemble"])
-def test_what_dynamo_fails_on_in_a_transform_is_not_traced_again(name: str) -> None:
+def test_a_failed_capture_inside_a_transform_is_not_repeated(name: str) -> None:
     """Each call took dynamo a hundred times of what the original takes."""
     pair, frames = Pair.of(Causal), counters["frames"]
     for number in range(3):
@@ -265,7 +265,7 @@ class Alike(nn.Module):
         return self.first(read) + self.second(read).tanh()
 
 
-def test_what_is_read_for_its_dtype_alone_is_no_part_of_a_site() -> None:
+def test_tensors_read_for_their_dtype_are_no_part_of_a_site() -> None:
     """A site is checked by itself: half of a vmap() does not run."""
     Pair.of(Alike, rules="merge_siblings", verify=True).agree(with_input_gradient)
 
@@ -276,7 +276,7 @@ def test_dynamos_reset_is_survived() -> None:
     pair.agree(with_input_gradient)
 
 
-def test_it_is_exported_and_traced() -> None:
+def test_converted_models_are_exported_and_traced() -> None:
     pair = Pair.of(Tiny, rules=JOINED)
     expected = pair.original(X)
     exported = torch.export.export(pair.converted, (X,)).module()
@@ -301,7 +301,7 @@ def test_shapes_alone(model: type[nn.Module]) -> None:
         assert_same("output", converted(X), seeded(model)(X))
 
 
-def test_what_convert_gives_is_converted_again_when_reverted() -> None:
+def test_a_reverted_model_can_be_converted_again() -> None:
     pair = Pair.of(Tiny, rules=JOINED)
     again = te_transform.convert(te_transform.revert(pair.converted), X, verify=False)
     assert te_transform.report(again).fused

@@ -8,32 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx, nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import te_transform
 from te_transform import OptionError
+from te_transform.convert import te_transform as backend
 from te_transform.execution import timing
 from te_transform.execution.runner import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.inspect import plans_of
 from te_transform.pipeline import PIPELINE
 from te_transform.plan import cost, options
-from tests import test_compiled, test_replayed
 from tests.attacks import Attends, Pair, X
 from tests.bitwise import untouched
 from tests.conversions import ALL
-from tests.models.llama import shape_of_8b
+from tests.executors.helpers import Deep
+from tests.models.llama import llama_of_8b
 from tests.zoo import seeded
 
-compilations, counts = test_compiled.compilations, test_replayed.counts  # fixtures
 WAYS = ("as it is", "torch", "torch, compiled", "torch, as CUDA graphs", "torch, compiled, as CUDA graphs")
 
 
-@pytest.fixture(autouse=True)
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where timings are kept."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "te_transform" / "timings.json"
+pytestmark = pytest.mark.usefixtures("timings_file")
 
 
 def way_of(model: nn.Module) -> str:
@@ -72,7 +68,7 @@ def convert(model: nn.Module, **how: object) -> nn.Module:
     return te_transform.convert(model, X, compile="auto", **{"verify": False} | how)
 
 
-@pytest.mark.usefixtures("compilations", "counts")
+@pytest.mark.usefixtures("compilations", "cuda_graphs")
 @pytest.mark.parametrize("best", ["as it is", "torch", "torch, compiled, as CUDA graphs"])
 def test_the_fastest_stays(best: str, times: Times) -> None:
     model = seeded(Attends)
@@ -96,13 +92,13 @@ def test_the_simpler_one_where_nothing_is_clearly_faster(times: Times) -> None:
     assert runner_of(copy.deepcopy(convert(seeded(Attends)))).options.run_original
 
 
-def test_without_a_gpu_there_are_no_cuda_graphs(times: Times, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_tries_no_cuda_graphs_without_a_gpu(times: Times, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "cuda_graphs", lambda: False)
     convert(seeded(Attends))
     assert times.asked == ["as it is", "torch, compiled", "torch"]
 
 
-@pytest.mark.usefixtures("counts")
+@pytest.mark.usefixtures("cuda_graphs")
 def test_a_way_that_fails_is_said_and_left(times: Times) -> None:
     times.update(dict.fromkeys(WAYS[1:], 0.0))
     converted = convert(seeded(Attends))
@@ -110,7 +106,7 @@ def test_a_way_that_fails_is_said_and_left(times: Times) -> None:
     assert "note: torch: OutOfMemoryError: CUDA out of memory." in str(te_transform.report(converted))
 
 
-def test_where_all_fail_it_is_converted_all_the_same(times: Times) -> None:
+def test_a_model_is_converted_if_all_settings_fail(times: Times) -> None:
     times.update(dict.fromkeys(WAYS, 0.0))
     assert way_of(convert(seeded(Attends))) == "torch"
 
@@ -123,7 +119,7 @@ def test_time_is_limited_and_the_promising_come_first(times: Times, monkeypatch:
     assert all("not timed" in each.why for each in te_transform.report(converted).timings)
 
 
-def test_timings_are_kept(times: Times, file: Path) -> None:
+def test_timings_are_kept(times: Times, timings_file: Path) -> None:
     times["torch"] = 0.5
     model = seeded(Attends)
     convert(model)
@@ -135,10 +131,10 @@ def test_timings_are_kept(times: Times, file: Path) -> None:
     te_transform.convert(model, X[:1], compile="auto")  # another size
     convert(model, skip="attention")
     assert len(times.asked) == 4 * before
-    assert len(json.loads(file.read_text())) == 4
+    assert len(json.loads(timings_file.read_text())) == 4
 
 
-def test_what_timings_are_kept_by_is_the_same_in_another_process() -> None:
+def test_keys_of_timings_are_equal_in_another_process() -> None:
     chosen = options.Options.of(seeded(Attends), te_transform.PIPELINE, compile="auto")
     told = timing.told_of(seeded(Attends), Inputs((X,)), vars(chosen))
     assert "merge_siblings" in told
@@ -146,16 +142,16 @@ def test_what_timings_are_kept_by_is_the_same_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', "1"])
-def test_a_file_that_is_something_else(file: Path, content: str) -> None:
-    file.parent.mkdir()
-    file.write_text(content)
+def test_a_file_that_is_something_else(timings_file: Path, content: str) -> None:
+    timings_file.parent.mkdir()
+    timings_file.write_text(content)
     assert timing.kept("key") == []
     timing.keep("key", [timing.Timing("torch", 0.5)])
     assert timing.kept("key") == [timing.Timing("torch", 0.5)]
 
 
-def test_where_nothing_can_be_written(file: Path) -> None:
-    file.parent.write_text("a file in its place")
+def test_where_nothing_can_be_written(timings_file: Path) -> None:
+    timings_file.parent.write_text("a file in its place")
     timing.keep("key", [timing.Timing("torch", 0.5)])
     assert timing.kept("key") == []
 
@@ -163,10 +159,9 @@ def test_where_nothing_can_be_written(file: Path) -> None:
 @pytest.mark.usefixtures("compilations")
 @pytest.mark.integration
 @pytest.mark.parametrize("training", [True, False])
-def test_timing_changes_nothing(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_changes_nothing(training: bool) -> None:
     """On this CPU, for real; the copy too is as it was, but for what conversion does."""
-    monkeypatch.setattr(timing, "SECONDS", 0.0)
-    model = seeded(test_replayed.Deep).train(training)
+    model = seeded(Deep).train(training)
     model.p = 0.5
     state = torch.get_rng_state()
     with untouched(model):
@@ -191,18 +186,10 @@ def test_bad_input() -> None:
     with pytest.raises(OptionError, match="which times CUDA graphs by itself"):
         convert(seeded(Attends), graphs=True)
     with pytest.raises(OptionError, match="which times a whole model"):
-        test_compiled.backend(fx.GraphModule({}, fx.Graph()), [], options={"compile": "auto"})
+        backend(fx.GraphModule({}, fx.Graph()), [], options={"compile": "auto"})
     with pytest.raises(te_transform.InputError, match="of the sizes that the model will run on"):
         te_transform.convert(ALL["llama"].build(), compile="auto")
     assert te_transform.inspect(seeded(Attends), X, compile="auto").fused
-
-
-def llama(layers: int = 1) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Layers of the 8B shape and 8192 tokens, in no memory."""
-    config = shape_of_8b(layers, 32000, length=4096)
-    with torch.device("meta"):
-        ids = torch.zeros(2, 4096, dtype=torch.int64)
-        return LlamaForCausalLM(config).to(torch.bfloat16), {"input_ids": ids, "labels": ids}
 
 
 def predicted(model: nn.Module, inputs: dict[str, torch.Tensor], **options: object) -> dict[str, float | str]:
@@ -213,7 +200,7 @@ def predicted(model: nn.Module, inputs: dict[str, torch.Tensor], **options: obje
 
 @pytest.mark.integration  # test_cli.py prints them
 def test_inspect_predicts_the_times() -> None:
-    model, inputs = llama(layers=4)
+    model, inputs = llama_of_8b(layers=4)
     asked = {"backend": "te", "recipe": "fp8-delayed"}
     report = te_transform.inspect(model.train(), inputs, compile="auto", **asked)
     found = {each.name: each.seconds for each in report.timings}
@@ -231,7 +218,7 @@ def test_inspect_predicts_the_times() -> None:
 
 @pytest.mark.parametrize("recipe", [pytest.param(None, marks=pytest.mark.integration), "fp8-delayed"])
 def test_places_have_their_parts_of_what_is_predicted(recipe: str | None) -> None:
-    model, inputs = llama(layers=2)
+    model, inputs = llama_of_8b(layers=2)
     report = te_transform.inspect(model.train(), inputs, backend="te", recipe=recipe, compile="auto")
     whole = {each.name: each.seconds for each in report.timings}
     parts = [site for site in report.sites if site.seconds is not None]
@@ -245,7 +232,7 @@ def test_places_have_their_parts_of_what_is_predicted(recipe: str | None) -> Non
 
 @pytest.mark.parametrize("layers", [2, 9])
 def test_inspect_predicts_a_call(layers: int) -> None:
-    model, inputs = llama(layers=layers)
+    model, inputs = llama_of_8b(layers=layers)
     (told,) = (note for note in te_transform.inspect(model, inputs, backend="te").notes if "unfused" in note)
     number = r"[\d.]+ ms"
     assert re.fullmatch(
@@ -319,7 +306,7 @@ def test_calls_of_few_tokens_are_predicted_as_they_run(kind: str) -> None:
         assert found["te"] < 0.9 * found["as it is"]
 
 
-def test_what_inspect_cannot_predict() -> None:
+def test_times_that_inspect_cannot_predict_have_a_reason() -> None:
     in_fp32 = predicted(seeded(Attends), X, backend="te")
     why = "predicted for products of 16-bit numbers alone (te-transform: --dtype bfloat16)"
     assert {*in_fp32.values()} == {why}
@@ -331,7 +318,7 @@ def test_what_inspect_cannot_predict() -> None:
     found = predicted(seeded(Attends).bfloat16(), X.bfloat16(), backend="torch")
     assert isinstance(found.pop("as it is"), float)
     assert {*found.values()} == {"predicted for backend='te' alone"}
-    found = predicted(*llama(), backend="te", recipe="fp8-current")
+    found = predicted(*llama_of_8b(), backend="te", recipe="fp8-current")
     assert found["te, fp8-current"] == "predicted for recipe='fp8-delayed' alone"
     assert isinstance(found["te"], float)
 

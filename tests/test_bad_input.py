@@ -161,7 +161,7 @@ MODELS = {
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_no_plain_model_is_named(name: str, inplace: bool):
+def test_errors_name_models_that_are_no_plain_modules(name: str, inplace: bool):
     make, sentence = MODELS[name]
     model = make()
     with untouched(model if isinstance(model, nn.Module) else nn.Module()):
@@ -184,7 +184,7 @@ OTHERS: dict[str, Callable[[object], object]] = {
 
 @pytest.mark.parametrize("what", [None, "gpt2", nn.Linear, {}], ids=str)
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_model_is_named_by_the_other_functions(name: str, what: object):
+def test_other_functions_name_arguments_that_are_no_models(name: str, what: object):
     with pytest.raises(ModelError) as raised:
         OTHERS[name](what)
     assert str(raised.value) == (
@@ -625,7 +625,7 @@ def test_a_model_that_is_not_converted_is_not_reverted():
             te_transform.revert(reverted)
 
 
-def test_what_raises_in_the_captured_forward_is_said_without_the_graph():
+def test_errors_of_a_captured_forward_leave_out_the_graph():
     with pytest.raises(TraceError) as raised:
         te_transform.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), X.long())
     assert str(raised.value) == (
@@ -646,7 +646,7 @@ def test_a_backend_that_is_not_there_says_what_is_missing():
             te_transform.convert(tiny(), X, backend="te")
 
 
-def test_what_is_no_tensor_is_told_how_to_become_one():
+def test_errors_tell_how_to_make_an_input_a_tensor():
     for given in (numpy.zeros((2, 8)), [1, 2], [[1, 2]]):
         with pytest.raises(InputError, match=r"tensor with a batch dimension, torch\.as_tensor\(\.\.\.\)"):
             te_transform.convert(tiny(), given)
@@ -703,7 +703,7 @@ def assert_told(rule: te_transform.Rule, told: str) -> None:
     assert any("the rule 'linear'" in note and told in note for note in notes), notes
 
 
-def test_what_a_rule_names_is_in_its_pattern():
+def test_names_of_a_rule_must_be_in_its_pattern():
     linear = te_transform.PIPELINE[-2]
     for changes, told in {
         (

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -17,11 +16,10 @@ from te_transform.backends.banded_attention import OPEN, attended, ops
 from te_transform.backends.bands import Band, banded, sees_itself, within, within_documents
 from te_transform.backends.masks import SEEING, what_is
 from te_transform.graph.ops import sdpa
-from tests import stand_in, test_compiled, test_replayed
 from tests.conversions import ALL, error, gradients, run
+from tests.recordings import Recorder
 from tests.zoo import zero_dropout
 
-te, compilations = stand_in.te, test_compiled.compilations  # fixtures
 LATER = pytest.mark.integration
 
 SIZE = 12
@@ -88,13 +86,6 @@ NO_BANDS = {
 }
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are taken to run on the CPU."""
-    monkeypatch.setattr(limits, "DEVICE", "cpu")
-    monkeypatch.setattr(limits, "_is_hopper", lambda device: True)
-
-
 def as_numbers(mask: Tensor, hides: float = -torch.inf) -> Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, hides)
 
@@ -109,7 +100,7 @@ def kept_by(band: Band, ends: Tensor | None, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", BANDS | DOCUMENTS)
-def test_a_band_is_found_and_is_the_mask(name: str, kernels: None) -> None:
+def test_a_band_is_found_and_is_the_mask(name: str, kernels_of_hopper: None) -> None:
     mask, band = (BANDS | DOCUMENTS)[name]
     assert what_is(mask) == band
     # rows that numbers hide as a whole are uniform, or NaN
@@ -125,14 +116,14 @@ def test_a_band_is_found_and_is_the_mask(name: str, kernels: None) -> None:
 
 
 @pytest.mark.parametrize("name", NO_BANDS)
-def test_what_is_no_band(name: str, kernels: None) -> None:
+def test_masks_without_a_band_are_found(name: str, kernels_of_hopper: None) -> None:
     mask = NO_BANDS[name]
     assert what_is(mask) is None
     sees = bool(mask.any(-1).all())  # every query some key, as kernels of masks that are added need it
     assert what_is(as_numbers(mask), beside_sinks=True) == (SEEING if sees else None)
 
 
-def test_numbers_that_do_not_hide_are_no_band(kernels: None) -> None:
+def test_numbers_that_do_not_hide_are_no_band(kernels_of_hopper: None) -> None:
     mask = BANDS["window"][0]
     assert what_is(as_numbers(mask, -1e4)) == SEEING
     assert what_is(as_numbers(mask) + 0.5) == SEEING
@@ -145,13 +136,13 @@ def test_bands_are_looked_for_where_kernels_are() -> None:
     assert what_is(BANDS["window"][0]) is None
 
 
-def test_bands_are_looked_for_where_attention_is_large_enough(kernels: None, by_size: None) -> None:
+def test_bands_are_looked_for_where_attention_is_large_enough(kernels_of_hopper: None, by_size: None) -> None:
     assert what_is(BANDS["window"][0]) is None
     assert isinstance(what_is(F.pad(short(5, 12), (0, 256))), Band)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_band_is_found(seed: int, kernels: None) -> None:
+def test_any_band_is_found(seed: int, kernels_of_hopper: None) -> None:
     random = torch.Generator().manual_seed(seed)
     queries, keys, before, after = torch.randint(1, 20, (4,), generator=random).tolist()
     lengths = torch.randint(1, keys + 1, (3,), generator=random, dtype=torch.int32)
@@ -213,7 +204,7 @@ def compiled(*given: object) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_is_attention_with_the_mask(name: str, kind: str) -> None:
+def test_attention_in_a_band_is_attention_with_the_mask(name: str, kind: str) -> None:
     queries, keys, *_ = REACHES[name]
     mask, band, ends = within_reach(name, kind)
     parts = [part.transpose(1, 2).double().requires_grad_() for part in parts_of(queries, keys)]
@@ -337,12 +328,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_says_why_not(name: str, kernels: None) -> None:
+def test_says_why_not(name: str, kernels_of_hopper: None) -> None:
     parts, *rest, why = REFUSED[name]
     assert why in limits.without_band(*parts, *rest)
 
 
-def test_another_kernel_that_was_asked_for_runs(kernels: None) -> None:
+def test_another_kernel_that_was_asked_for_runs(kernels_of_hopper: None) -> None:
     mask = torch.ones(2, 1, 64, 64, dtype=torch.bool)
 
     def whys() -> list[str | None]:
@@ -362,7 +353,7 @@ def test_another_kernel_that_was_asked_for_runs(kernels: None) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_masks_that_cudnn_cannot_take(kernels: None) -> None:
+def test_masks_that_cudnn_cannot_take(kernels_of_hopper: None) -> None:
     parts = (heads(64),) * 3
     assert "a mask of shape" in limits.without_attention(*parts, torch.ones(2, 1, 64, 1).bool(), False)
     assert "a mask of shape" in limits.without_attention(*parts, torch.ones(4, 64, 64).bool(), False)
@@ -374,25 +365,9 @@ def test_masks_that_cudnn_cannot_take(kernels: None) -> None:
     assert "a gradient" in limits.without_attention(*parts, learned, False)
 
 
-@pytest.fixture
-def calls(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Band]]:
-    """The bands that models attend within, on the stand-in."""
-    from te_transform.backends.te import attention
-
-    found = []
-
-    def noted(*arguments: object) -> Tensor:
-        found.append(arguments[4])
-        return attended(*arguments)
-
-    monkeypatch.setattr(limits, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(attention.banded_attention, "attended", noted)
-    return found
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lengths_of_which_there_are_many(
-    te: ModuleType, kernels: None, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+    te: ModuleType, kernels_of_hopper: None, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels would be planned for each of them."""
     core, packed = te.DotProductAttention(written_out=False), []
@@ -415,7 +390,9 @@ def test_lengths_of_which_there_are_many(
     assert not packed  # dropout is PyTorch's
 
 
-def test_a_mask_that_is_expanded_along_the_keys_is_no_band_of_them(te: ModuleType, kernels: None) -> None:
+def test_a_mask_that_is_expanded_along_the_keys_is_no_band_of_them(
+    te: ModuleType, kernels_of_hopper: None
+) -> None:
     core = te.DotProductAttention(written_out=False)
     torch.manual_seed(0)
     mask = torch.ones(1, 1, 4, 1, dtype=torch.bool)
@@ -436,11 +413,10 @@ def test_a_mask_that_is_expanded_along_the_keys_is_no_band_of_them(te: ModuleTyp
     ids=str,
 )
 @LATER
-@pytest.mark.usefixtures("compilations")
+@pytest.mark.usefixtures("compilations", "kernels_of_hopper", "te")
 def test_padded_batches_of_any_lengths(
-    name: str, options: dict, calls: list[Band], monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict, bands: list[Band], cuda_graphs: Recorder
 ) -> None:
-    test_replayed.emulate(monkeypatch)
     case = ALL[name]
     model = zero_dropout(case.build(num_hidden_layers=1)).bfloat16()
     inputs = case.sample(padded=True)
@@ -456,16 +432,16 @@ def test_padded_batches_of_any_lengths(
         of_embedding = [[next(iter(each.values()))] for each in grads]
         allowed = 1.5 * error(of_embedding[1], of_embedding[0]) + 2**-8
         assert error(of_embedding[2], of_embedding[0]) <= allowed
-    assert calls
+    assert bands
     notes = te_transform.report(converted).notes
     assert not any(f"{runs} uncompiled" in note for note in notes for runs in ("run", "runs"))
-    assert ("graphs" in options) == bool(test_replayed.Emulated.counts["forward"])
+    assert ("graphs" in options) == bool(cuda_graphs["forward"])
 
 
 @pytest.mark.parametrize("written_out", [False, True])
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_in_the_core(
-    name: str, written_out: bool, te: ModuleType, calls: list[Band], kernels: None
+    name: str, written_out: bool, te: ModuleType, bands: list[Band], kernels_of_hopper: None
 ) -> None:
     """Queries that see nothing are zero, and so are the gradients of what lies there."""
     mask, band = DOCUMENTS[name]
@@ -475,7 +451,7 @@ def test_documents_in_the_core(
     exact = F.scaled_dot_product_attention(*wide, mask, enable_gqa=True)
     core = te.DotProductAttention(written_out=written_out)
     out = core(*parts, banded(mask, band), 0.0, False, None, True)
-    assert calls == [band]
+    assert bands == [band]
     if written_out and band.blind:  # as a softmax makes them of -inf alone, and their gradients
         exact = torch.where(sees_itself(mask)[:, None, :, None], exact, torch.nan)
     torch.testing.assert_close(out.double(), exact, atol=2**-7, rtol=2**-7, equal_nan=True)
@@ -497,12 +473,9 @@ def test_documents_in_the_core(
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("compilations")
-def test_documents_of_models(
-    name: str, options: dict, calls: list[Band], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("compilations", "kernels_of_hopper", "te")
+def test_documents_of_models(name: str, options: dict, bands: list[Band], cuda_graphs: Recorder) -> None:
     """Sequences that are packed, as transformers finds by their positions, or padded at the start."""
-    test_replayed.emulate(monkeypatch)
     case = ALL[name]
     model = zero_dropout(case.build(num_hidden_layers=1)).bfloat16()
     ids = case.sample()["input_ids"]
@@ -523,5 +496,5 @@ def test_documents_of_models(
         of_embedding = [[next(iter(each.values()))] for each in grads]
         allowed = 1.5 * error(of_embedding[1], of_embedding[0]) + 2**-8
         assert error(of_embedding[2], of_embedding[0]) <= allowed
-    assert {band.blind for band in calls if band.documents} == {True, False}
+    assert {band.blind for band in bands if band.documents} == {True, False}
     assert [note for note in te_transform.report(converted).notes if "uncompiled" in note] == []

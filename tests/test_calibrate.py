@@ -16,7 +16,6 @@ from te_transform.graph.inputs import Inputs
 from tests import stand_in
 from tests.bitwise import untouched
 
-te = stand_in.te  # a fixture
 pytestmark = pytest.mark.usefixtures("te")
 WIDTH = 32
 

@@ -249,7 +249,7 @@ def test_the_rms_norm_of_a_unit_vector_has_its_limits(length: float, dtype: torc
         assert (one - other).double().norm() <= bound * one.double().norm()
 
 
-def test_in_fp16_a_unit_vector_of_nothing_is_nan_and_stays_so() -> None:
+def test_a_normalized_zero_vector_stays_nan_in_fp16() -> None:
     x, w = torch.randn(4, HIDDEN).half(), torch.randn(HIDDEN).half()
     graph = canonical(NORMALIZE["x-transformers"][0], x, w=w)
     assert op_counts(graph) == {}
@@ -266,9 +266,7 @@ SCALED = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("spelling", "rest"), SCALED.values(), ids=SCALED)
-def test_what_a_norm_without_scale_is_multiplied_by_is_its_scale(
-    spelling, rest: tuple, dtype: torch.dtype
-) -> None:
+def test_a_factor_behind_a_norm_without_scale_is_its_scale(spelling, rest: tuple, dtype: torch.dtype) -> None:
     x, w, b = (torch.randn(*s, HIDDEN, dtype=dtype) for s in ((2, 5), (), ()))
     graph = canonical(spelling, x, w=w, b=b, bound=BOUND if dtype is torch.float32 else 0.02)
     (op,) = targets(graph)
@@ -621,7 +619,7 @@ def test_an_empty_cache_and_a_whole_slice_are_noise() -> None:
     assert torch.cat in targets(graph)
 
 
-def test_what_is_broadcast_anyway_is_not_expanded() -> None:
+def test_expand_before_broadcasting_is_removed() -> None:
     x, row, number = torch.randn(2, 5), torch.randn(5), torch.tensor(2.0, dtype=torch.float64)
     assert targets(canonical(lambda m, x, row: x + row.expand_as(x), x, row)) == {torch.add}
     assert targets(canonical(lambda m, x, row: row.expand(2, -1) * x, x, row)) == {torch.mul}

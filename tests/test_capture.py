@@ -10,6 +10,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from te_transform.execution.runner import Runner, runner_of
 from te_transform.graph import capture
 from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
-from tests.attacks import Block, Pair, X, call, odd, with_input_gradient
+from tests.attacks import Block, Loops, Pair, X, call, odd, with_input_gradient
 from tests.conversions import calls, logged
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
@@ -325,20 +326,6 @@ def test_the_report_says_what_breaks_in_later_calls() -> None:
     assert "cannot capture a part of the forward (Unsupported context manager)" in lock
 
 
-class Loops(nn.Module):
-    """Looks at values in a loop: dynamo leaves that forward alone, and takes those inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            if x.sum() < 1e6:
-                x = part(x)
-        return x
-
-
 def test_a_forward_that_is_left_alone_has_its_parts_rewritten() -> None:
     pair = Pair.of(Loops)
     assert [site.path for site in te_transform.report(pair.converted).fused] == ["parts.0.mlp", "parts.1.mlp"]
@@ -356,7 +343,7 @@ class Untraced(Block):
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_what_dynamo_does_not_take_runs_as_it_is_and_the_report_says_so(inplace: bool) -> None:
+def test_code_that_dynamo_cannot_capture_runs_and_is_reported(inplace: bool) -> None:
     model = seeded(Untraced)
     expected = model(X)
     converted = te_transform.convert(model, X, inplace=inplace)
@@ -366,7 +353,7 @@ def test_what_dynamo_does_not_take_runs_as_it_is_and_the_report_says_so(inplace:
     assert torch.equal(converted(X), expected)
 
 
-def test_what_dynamo_fails_on_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_failure_runs_the_users_code(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     def fails(*_: Any) -> None:
@@ -481,17 +468,23 @@ class GivesUp(nn.Module):
         return self.part(x)
 
 
-def test_who_gives_up_on_a_forward_is_not_taken_for_a_compiler() -> None:
+def test_a_failed_capture_does_not_warn_of_torch_compile() -> None:
     with logged("te_transform", logging.WARNING) as said:
         report = te_transform.report(te_transform.convert(seeded(GivesUp), X))
     assert said == []
     assert not [note for note in report.notes if "Logger" in note or "method call" in note]  # of our own
 
 
+@pytest.fixture
+def recompile_limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets how many graphs dynamo captures of one forward."""
+    return partial(monkeypatch.setitem, SETTINGS, "recompile_limit")
+
+
 def test_a_limit_on_graphs_is_kept_and_beyond_it_the_users_own_code_runs(
-    monkeypatch: pytest.MonkeyPatch,
+    recompile_limit: Callable[[int], None],
 ) -> None:
-    monkeypatch.setitem(SETTINGS, "recompile_limit", 3)
+    recompile_limit(3)
     pair = Pair.of(Tiny)
     for eps in (1.0, 2.0, 3.0, 4.0):  # a graph for each
         for model in pair.models:
@@ -505,8 +498,8 @@ def test_a_limit_on_graphs_is_kept_and_beyond_it_the_users_own_code_runs(
     pair.agree()
 
 
-def test_models_of_one_class_have_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SETTINGS, "recompile_limit", 2)
+def test_models_of_one_class_have_limits_of_their_own(recompile_limit: Callable[[int], None]) -> None:
+    recompile_limit(2)
     models = [te_transform.convert(seeded(Tiny), X, verify=False) for _ in range(4)]
     assert [linears(model, X) for model in models] == [7] * 4
 
@@ -533,8 +526,10 @@ class LoopsOver(Loops):
         self.parts = nn.ModuleList(map(Scaled, scales))
 
 
-def test_beyond_a_limit_no_graph_of_another_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SETTINGS, "recompile_limit", 2)
+def test_no_graph_of_another_model_runs_beyond_the_recompile_limit(
+    recompile_limit: Callable[[int], None],
+) -> None:
+    recompile_limit(2)
     other = Pair.of(LoopsOver(1, 2)).converted
     with calls(other) as found:
         pair = LoopsOver(3, 4, 5)
@@ -542,7 +537,7 @@ def test_beyond_a_limit_no_graph_of_another_model_runs(monkeypatch: pytest.Monke
     assert not found
 
 
-def test_what_a_process_has_captured_is_no_limit_for_the_next_model() -> None:
+def test_earlier_captures_of_a_process_do_not_limit_the_next_model() -> None:
     """As of code that all models share, whose graphs dynamo counts over all of them."""
     with torch._dynamo.config.patch(accumulated_recompile_limit=2):
         models = [te_transform.convert(LoopsOver(scale), X, verify=False) for scale in range(2, 8)]
@@ -785,7 +780,7 @@ class RanksOtherwiseWhereItIsTraced(AsksWhetherItIsTraced):
         return self.block(x).argsort(descending=torch.compiler.is_compiling())
 
 
-def test_whole_numbers_that_are_others_where_it_is_traced_are_noticed() -> None:
+def test_integers_that_differ_under_tracing_are_noticed() -> None:
     model = RanksOtherwiseWhereItIsTraced()
     converted = te_transform.convert(model, X)
     assert any("computes other numbers" in note for note in te_transform.report(converted).notes)

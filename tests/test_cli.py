@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,6 @@ from te_transform.command_line.main import main
 from te_transform.execution import timing
 from te_transform.pipeline import PIPELINE
 from te_transform.plan.rule import Rule
-from tests import test_compiled
-
-compilations = test_compiled.compilations  # a fixture: the compiler is AOTAutograd's tracing alone
 
 FACTORY = """
 import torch
@@ -90,18 +88,15 @@ class made:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current one, with a module of models and the config of a Llama."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models_of_mine.py").write_text(FACTORY)
-    monkeypatch.delitem(sys.modules, "models_of_mine", raising=False)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def folder(working_folder: Path) -> Path:
+    """Return the working folder, with a module of models and the config of a Llama."""
+    (working_folder / "models_of_mine.py").write_text(FACTORY)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64}
     config = transformers.LlamaConfig(
         **sizes, num_hidden_layers=12, max_position_embeddings=32, architectures=["LlamaForCausalLM"]
     )
-    config.save_pretrained(tmp_path / "llama")
-    return tmp_path
+    config.save_pretrained(working_folder / "llama")
+    return working_folder
 
 
 def written(folder: Path, **changed: Any) -> str:
@@ -166,16 +161,14 @@ def test_inspect_predicts_times(capsys: pytest.CaptureFixture[str], inference: b
 
 @pytest.mark.usefixtures("compilations")
 def test_tune_keeps_the_fastest(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, timings_file: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr(timing, "SECONDS", 0.0)
     arguments = ["tune", "models_of_mine:two", "--input", "2x4x16", "--inference"]
     assert main(arguments) == 0
     told = capsys.readouterr().out
     assert len(re.findall(r": [\d.]+ (?:us|ms|s)", told)) >= 2
     assert told.count(", chosen") == 1
-    assert str(folder / "cache/te_transform/timings.json") in told
+    assert str(timings_file) in told
     monkeypatch.setattr(timing, "seconds_of", None)  # nothing is timed again
     assert main(arguments) == 0
     assert capsys.readouterr().out == told
@@ -189,21 +182,21 @@ class Full(io.StringIO):
 
 
 def test_output_that_cannot_be_written_is_no_success(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", Full())
-    assert main(["inspect", "models_of_mine:two"]) == 2
+    with redirect_stdout(Full()):
+        assert main(["inspect", "models_of_mine:two"]) == 2
     assert capsys.readouterr().err == "te-transform: [Errno 28] No space left on device\n"
 
 
-def test_what_is_expected_decides_the_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_expectations_decide_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "models_of_mine:two", "--expect", "layernorm_mlp=2", "linear=0"]) == 0
     assert main(["inspect", "models_of_mine:two", "--expect", "layernorm_mlp=3"]) == 1
     assert "layernorm_mlp: expected 3, found 2" in capsys.readouterr().err
     assert main(["inspect", "models_of_mine:two", "--expect", "layernorm_mlp=3", "--expect", "linear=0"]) == 1
 
 
-def test_what_dynamo_warns_of_is_not_shown(recwarn: pytest.WarningsRecorder, folder: Path) -> None:
+def test_warnings_of_dynamo_are_hidden(recwarn: pytest.WarningsRecorder, folder: Path) -> None:
     sizes = {
         "num_hidden_layers": 1,
         "intermediate_size": 64,
@@ -268,9 +261,8 @@ def test_a_recipe_that_has_no_emulation_is_said(
 
 @pytest.mark.integration  # test_tune_keeps_the_fastest tunes a module
 def test_tune_a_config(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, timings_file: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr(timing, "seconds_of", lambda model, sample: 1.0)
     assert main(["tune", "llama", "--layers", "1", "--length", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -291,9 +283,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.integration  # test_verify.py finds what is not the same
 @pytest.mark.usefixtures("as_given")
-def test_what_is_not_the_same_fails(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_different_numbers_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def scaled(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         x = torch.zeros(2, 4, 16, device=next(model.parameters()).device)
         found = te_transform.convert(model, x, verify=False)
@@ -315,7 +305,7 @@ def test_inputs_may_be_told(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_what_pads_a_vocabulary_may_be_allowed() -> None:
+def test_padding_a_vocabulary_may_be_allowed() -> None:
     asked = ["inspect", "models_of_mine:head", "--expect", "pad_vocabulary=1"]
     assert [main(asked), main([*asked, "--pad-vocabulary"])] == [1, 0]
 
@@ -325,7 +315,7 @@ def test_a_language_model_of_ones_own_has_no_labels(capsys: pytest.CaptureFixtur
     assert "(int64[2, 4])" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_a_factory_prints_is_no_part_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_factory_is_no_part_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "models_of_mine:prints", "--input", "2x4x16", "--json"]) == 0
     told, errors = capsys.readouterr()
     assert json.loads(told)["fused"] == {"layernorm_mlp": 2}
@@ -442,7 +432,7 @@ def test_code_beside_a_config_runs_if_it_is_trusted(folder: Path, monkeypatch: p
         assert type(load(name, on_meta=True, layers=1, trust_remote_code=True)).__name__ == "Own"
 
 
-def test_says_that_weights_are_quantized(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_quantized_weights_are_reported(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (folder / "llama/config.json").write_text(
         Path(written(folder, quantization_config=quantized)).read_text()
@@ -464,7 +454,7 @@ def test_says_that_weights_are_quantized(capsys: pytest.CaptureFixture[str], fol
 LIGHT = (["--help"], ["inspect", "--help"], ["explain"], ["explain", "attention"], ["models", "bert"], [])
 
 
-def test_what_needs_no_model_does_not_import_torch() -> None:
+def test_commands_without_a_model_do_not_import_torch() -> None:
     """Torch takes seconds to import: in a process that has not imported it, after each such command."""
     code = (
         "import sys, te_transform\nfrom contextlib import suppress\n"
@@ -480,7 +470,7 @@ def test_what_needs_no_model_does_not_import_torch() -> None:
 
 
 @pytest.mark.parametrize("rule", PIPELINE, ids=lambda rule: rule.name)
-def test_what_explain_prints_is_what_the_code_says(rule: Rule, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_sentences_of_the_code(rule: Rule, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", rule.name]) == 0
     written = capsys.readouterr().out.rstrip("\n")
     told = "\n".join(explanation(rule))

@@ -45,7 +45,7 @@ DETR = {"architectures": ["DetrModel"], "model_type": "detr", "d_model": 32}
 
 @pytest.fixture(autouse=True)
 def reached(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What was asked of the hub, of the network and of files of code; nothing may be."""
+    """Fail if anything is asked of the hub, of the network or of files of code."""
     calls: list[Any] = []
 
     def recorded(name: str) -> Callable[..., Any]:
@@ -56,10 +56,13 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> Any:
         return call
 
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda *_: True)
-    monkeypatch.setattr(hub_kernels, "get_kernel", recorded("get_kernel"))
-    monkeypatch.setattr(dynamic_module_utils, "get_class_in_module", recorded("get_class_in_module"))
-    monkeypatch.setattr(socket, "getaddrinfo", recorded("getaddrinfo"))
-    monkeypatch.setattr(socket.socket, "connect", recorded("connect"))
+    for home, name in (
+        (hub_kernels, "get_kernel"),
+        (dynamic_module_utils, "get_class_in_module"),
+        (socket, "getaddrinfo"),
+        (socket.socket, "connect"),
+    ):
+        monkeypatch.setattr(home, name, recorded(name))
     yield
     assert calls == []
 
@@ -130,7 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_could_name_code_is_refused(name: str, tmp_path: Path) -> None:
+def test_configs_that_may_name_code_are_refused(name: str, tmp_path: Path) -> None:
     config, sentence = REFUSED[name]
     with pytest.raises(LoadError, match=re.escape(sentence)):
         load(folder(tmp_path, config), on_meta=True)
@@ -154,7 +157,7 @@ UNREAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_what_no_config_of_its_class_has_is_not_read(name: str, tmp_path: Path) -> None:
+def test_unknown_keys_of_a_config_are_not_read(name: str, tmp_path: Path) -> None:
     where = folder(tmp_path, LLAMA | UNREAD[name])
     model = load(where, on_meta=True)
     assert not hasattr(model.config, name)
@@ -210,7 +213,7 @@ READ: dict[str, tuple[dict[str, Any], Callable[[Any], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_names_no_code_is_read(name: str, tmp_path: Path) -> None:
+def test_keys_that_name_no_code_are_read(name: str, tmp_path: Path) -> None:
     config, of, expected = READ[name]
     where = folder(tmp_path, config)
     if name == "what a class asks for by name":

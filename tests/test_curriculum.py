@@ -360,7 +360,7 @@ def test_tokens_behind_the_length_become_rows() -> None:
     assert all(tensor.is_contiguous() for tensor in found.values())
 
 
-def test_what_is_left_of_a_row_is_dropped() -> None:
+def test_the_rest_of_a_row_is_dropped() -> None:
     found = cut(ids(2, 28), max_length=28, reshape=True)
     assert torch.equal(found, torch.cat([ids(2, 28)[row, :24].view(3, 8) for row in range(2)]))
 
@@ -436,7 +436,7 @@ def test_a_batch_that_is_not_clear_is_an_error(message: str) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_become_rows_is_an_error(other: dict[str, Tensor]) -> None:
+def test_batches_that_cannot_become_rows_are_an_error(other: dict[str, Tensor]) -> None:
     with pytest.raises(
         CurriculumError, match=r"expected tensors of \[batch, sequence, ...\] to reshape, got"
     ):

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,12 +14,9 @@ from torch.distributed.tensor import DTensor
 import te_transform
 from te_transform.command_line.explain import explanation
 from te_transform.passes import rotary
-from te_transform.verify import compare
 from tests import ranks, stand_in
 from tests.attacks import named
 from tests.zoo import seeded
-
-te = stand_in.te  # a fixture
 
 DEFAULTS = (torch.float64, torch.bfloat16, "meta")
 
@@ -71,9 +67,8 @@ def converted(model: nn.Module, batches: list[Tensor]) -> tuple[str, list[Any]]:
     return str(te_transform.verify(model, second, batches[0])), [losses, state, steps(second, batches)]
 
 
-@pytest.mark.usefixtures("as_given")
-def test_a_conversion_in_fp8(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "DRAWS", 1)
+@pytest.mark.usefixtures("as_given", "few_draws", "te")
+def test_a_conversion_in_fp8() -> None:
     model, batches = ranks.net(1), [ranks.inputs(step) for step in range(2)]
     same_under_all(partial(converted, model, batches))
 

@@ -29,11 +29,10 @@ def blocks(file: str) -> list[str]:
 
 @pytest.mark.usefixtures("as_given")
 @pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/rules.md"])
-def test_examples_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(file: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ModuleType("page")  # a rule is found again by its name in its module
     page.__dict__.update(model=llama(), batch={"input_ids": LLAMA_IDS[:2], "labels": LLAMA_IDS[:2]})
     monkeypatch.setitem(sys.modules, "page", page)
-    monkeypatch.chdir(tmp_path)
     for block in blocks(file):
         exec(compile(block, file, "exec"), page.__dict__)
 
@@ -63,9 +62,8 @@ TORCHTITAN.register_model_converter = lambda cls, name: TORCHTITAN._registry_mod
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process_group: None) -> dict[str, Any]:
+def given(working_folder: Path, monkeypatch: pytest.MonkeyPatch, process_group: None) -> dict[str, Any]:
     """What the recipes start from, in a folder and a process group of their own."""
-    monkeypatch.chdir(tmp_path)
     ids = LLAMA_IDS[:2]
     batch = {"input_ids": ids, "labels": ids}
     dataset = [dict.fromkeys(batch, row) for row in LLAMA_IDS]

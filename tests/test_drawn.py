@@ -26,9 +26,8 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.backends import limits
 from te_transform.execution import trials
-from te_transform.execution.executors import inductor
 from te_transform.execution.runner import runner_of
-from tests import stand_in
+from tests import compilers, recordings
 from tests.attacks import each
 from tests.models.drawn import (
     ACTIVATIONS,
@@ -44,10 +43,6 @@ from tests.models.drawn import (
     WORDS,
     Drawn,
 )
-from tests.test_compiled import trace
-from tests.test_replayed import emulate
-
-te = stand_in.te  # a fixture
 
 MODELS = int(os.environ.get("TE_TRANSFORM_FUZZ", "8"))
 # Each is one test, of the models that its number gives. The first few numbers, which come last, give two that
@@ -647,13 +642,13 @@ def as_exact(own: Tensor, found: Tensor, wanted: Tensor) -> None:
 
 @contextmanager
 def emulated(way: str) -> Iterator[None]:
-    """CUDA graphs without a GPU, and compiling without a compiler, see test_replayed.py, test_compiled.py.
+    """CUDA graphs without a GPU, and compiling without a compiler, see recordings.py, compilers.py.
 
     Few tokens run captured and as the user's own code by turns, where that is tried at all.
     """
     with pytest.MonkeyPatch.context() as patch:
-        emulate(patch)
-        patch.setattr(inductor, "compile_fx", trace)
+        recordings.install(patch)
+        compilers.install(patch=patch)
         patch.setattr(limits.ignore_size_limits, "entered", int(way != "few tokens"))
         patch.setattr(trials, "IN_A_ROW", 1)
         patch.setattr(trials, "ROWS", 1000)

@@ -6,10 +6,11 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,90 +19,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform import ModelError, OptionError
-from te_transform.backends import limits
-from te_transform.execution.executors import inductor
 from te_transform.execution.runner import runner_of
-from te_transform.training import LayerDropping, drop_layers
+from te_transform.training import drop_layers
 from te_transform.training.layer_calls import decide_on_layers
-from tests import ranks, stand_in
+from tests import ranks
+from tests.compilers import Compiler
 from tests.conversions import DISTINCT, as_built, each, run
-
-WIDTH, LAYERS = ranks.WIDTH, 4
-X = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
-PASSED = 1000  # steps after which theta(t) is at its limit
-
-
-class Net(nn.Module):
-    """Pre-norm layers of two branches, and a head."""
-
-    def __init__(self, layers: int = LAYERS, reentrant: bool | None = None):
-        super().__init__()
-        self.blocks = nn.ModuleList(ranks.Block() for _ in range(layers))
-        self.head, self.reentrant = nn.Linear(WIDTH, 8), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if self.training and self.reentrant is not None:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-            else:
-                x = block(x)
-        return self.head(x)
-
-
-def net(**options: Any) -> nn.Module:
-    """The converted model, the same at every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Net(**{name: options.pop(name) for name in ("layers", "reentrant") if name in options})
-    return te_transform.convert(model, X, verify=False, inplace=True, **options).train()
-
-
-def dropping(model: nn.Module, **options: Any) -> LayerDropping:
-    """A schedule whose theta(t) has come to its limit."""
-    schedule = drop_layers(model, 100, **options)
-    schedule.load_state_dict({**schedule.state_dict(), "steps": PASSED})
-    return schedule
-
-
-def gradients(model: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
-    """Of the mean square of the output, zeros where there are none."""
-    model.zero_grad()
-    model(x).square().mean().backward()
-    named = model.named_parameters()
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
-
-
-def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(map(torch.equal, one.values(), other.values()))
-
-
-class Fixed:
-    """A policy whose draws are given, by the layers' paths."""
-
-    def __init__(self, factors: dict[str, float | None]):
-        self.factors = factors
-
-    def is_on(self) -> bool:
-        return True
-
-    def factor(self, path: str) -> float | None:
-        return self.factors[path]
-
-
-def by_hand(model: nn.Module, factors: dict[str, float | None], x: Tensor = X) -> Tensor:
-    """What the model is to compute: each branch times the layer's factor."""
-    for number, block in enumerate(model.blocks):
-        factor = factors[f"blocks.{number}"]
-        if factor is not None:
-            y = block.norm(x)
-            x = x + block.o(block.q(y) * torch.tanh(block.k(y))) * factor
-            x = x + block.mlp(block.norm2(x)) * factor
-    return model.head(x)
-
+from tests.dropped import LAYERS, WIDTH, Fixed, Net, X, are_equal, by_hand, dropping, gradients, net
 
 # what is drawn
 
@@ -205,7 +132,7 @@ def test_the_mean_over_all_draws_is_the_model_without_dropping() -> None:
 
 
 @pytest.mark.parametrize("theta", [1, 0.5])
-def test_where_theta_is_1_it_is_bitwise_the_plain_model(theta: float) -> None:
+def test_the_model_is_bitwise_the_plain_model_while_theta_is_1(theta: float) -> None:
     plain, model = net(), net()
     drop_layers(model, 100, theta=theta)  # whose first step has 1 anyway
     assert torch.equal(model(X), plain(X))
@@ -295,14 +222,6 @@ def test_removing_lets_all_layers_run_again() -> None:
 # in FP8, on the stand-in for Transformer Engine
 
 
-@pytest.fixture
-def in_fp8(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], nn.Module]]:
-    """Models whose products have scales."""
-    stand_in.install(monkeypatch)
-    with limits.ignore_size_limits:
-        yield trained_in_fp8
-
-
 def trained_in_fp8() -> nn.Module:
     model = ranks.in_fp8().train()
     for step in range(3):
@@ -310,8 +229,8 @@ def trained_in_fp8() -> nn.Module:
     return model
 
 
-def test_scales_of_a_dropped_layer_stay(in_fp8: Callable[[], nn.Module]) -> None:
-    model = in_fp8()
+def test_scales_of_a_dropped_layer_stay(te: ModuleType) -> None:
+    model = trained_in_fp8()
     decide_on_layers(model, runner_of(model), Fixed({"blocks.0": None, "blocks.1": 1.0}))
     before = te_transform.scaling_state(model)
     for step in range(3, 9):  # the history has 4
@@ -322,13 +241,13 @@ def test_scales_of_a_dropped_layer_stay(in_fp8: Callable[[], nn.Module]) -> None
     assert not stayed["blocks.1.q.weight"]
 
 
-def test_a_factor_of_1_is_bitwise_the_plain_model_in_fp8(in_fp8: Callable[[], nn.Module]) -> None:
+def test_a_factor_of_1_is_bitwise_the_plain_model_in_fp8(te: ModuleType) -> None:
     grads = []
     for policy in (
         None,
         Fixed({"blocks.0": 1.0, "blocks.1": 1.0}),
     ):  # one by one: TE's steps are of all models
-        model = in_fp8()
+        model = trained_in_fp8()
         decide_on_layers(model, runner_of(model), policy)
         for step in range(3, 6):
             model(ranks.inputs(step)).sum().backward()
@@ -380,21 +299,8 @@ def test_a_run_goes_on_from_its_state() -> None:
 # compiled, and on several ranks
 
 
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs that are compiled; AOTAutograd traces what inductor would compile."""
-    found: list[Any] = []
-
-    def compile(graph: Any, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
-        found.append(graph)
-        return ranks.traced(graph, arguments, config_patches)
-
-    monkeypatch.setattr(inductor, "compile_fx", compile)
-    return found
-
-
 @pytest.mark.parametrize("reentrant", [None, False])
-def test_compiled_layers_are_left_out(reentrant: bool | None, compilations: list[Any]) -> None:
+def test_compiled_layers_are_left_out(reentrant: bool | None, compilations: Compiler) -> None:
     plain, model = net(), net(compile=True, reentrant=reentrant)
     schedules = dropping(plain), dropping(model)
     for _ in range(6):

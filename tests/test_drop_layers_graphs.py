@@ -1,34 +1,31 @@
-"""Progressive layer dropping with CUDA graphs: each layer is a recording of its own, emulated as in
-test_replayed.py."""
+"""Progressive layer dropping with CUDA graphs: each layer is a recording of its own, see recordings.py."""
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
-from te_transform.backends import limits
-from te_transform.execution import replayed
 from te_transform.execution.runner import runner_of
-from te_transform.training import layered
 from te_transform.training.layer_calls import decide_on_layers
-from tests import ranks, stand_in, test_drop_layers, test_replayed
+from tests import ranks
 from tests.conversions import ALL
-from tests.test_drop_layers import LAYERS, Fixed, Net, X, are_equal, by_hand, dropping, gradients, net
+from tests.dropped import LAYERS, Fixed, Net, X, are_equal, by_hand, dropping, gradients, net
+from tests.recordings import Recorder
 from tests.zoo import seeded, zero_dropout
 
-counts, compilations = test_replayed.counts, test_drop_layers.compilations  # fixtures
-FEW = "something that no recording can"
 KEPT = {f"blocks.{number}": 1.0 for number in range(LAYERS)}
 PIECES = LAYERS + 1  # and the head
 
 
 class Counts(Net):
-    """A model that counts its calls between its layers and its head."""
+    """A model that cuda_graphs its calls between its layers and its head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +37,7 @@ class Counts(Net):
 
 
 def recorded(factors: dict[str, float | None], **options: bool) -> nn.Module:
-    """A model each of whose layers was recorded, and that now runs with these factors."""
+    """Return a model whose layers were recorded one by one, and that now runs with these factors."""
     model = net(graphs=True, **options)
     policy = Fixed(KEPT)
     decide_on_layers(model, runner_of(model), policy)
@@ -52,7 +49,7 @@ def recorded(factors: dict[str, float | None], **options: bool) -> nn.Module:
 
 @pytest.mark.usefixtures("compilations")
 @pytest.mark.parametrize("compile", [False, True])
-def test_every_step_is_that_of_the_uncompiled_model(compile: bool, counts: Counter) -> None:
+def test_every_step_is_that_of_the_uncompiled_model(compile: bool, cuda_graphs: Recorder) -> None:
     plain, model = net(), net(graphs=True, compile=compile)
     schedules = dropping(plain), dropping(model)
     ran: Counter = Counter()
@@ -66,53 +63,53 @@ def test_every_step_is_that_of_the_uncompiled_model(compile: bool, counts: Count
         for schedule in schedules:
             schedule.step()
     # two warm-ups of each piece; a check of each recording is one replay more
-    assert counts["recorded"] == PIECES
-    assert counts["forward"] == counts["backward"] == ran.total() + 20 - PIECES
+    assert cuda_graphs["recorded"] == PIECES
+    assert cuda_graphs["forward"] == cuda_graphs["backward"] == ran.total() + 20 - PIECES
     assert not runner_of(model).material.notes
 
 
-def test_a_factor_is_an_argument_of_a_replay(counts: Counter) -> None:
+def test_a_factor_is_an_argument_of_a_replay(cuda_graphs: Recorder) -> None:
     model = recorded(KEPT)
     policy = runner_of(model).extension.policy
-    before = Counter(counts)
+    before = Counter(cuda_graphs)
     for factor in (None, 2.0, 1.25, None, 1.0):
         policy.factors = KEPT | {"blocks.1": factor}
         torch.testing.assert_close(model(X), by_hand(model, policy.factors))
-    assert counts - before == {"forward": 5 * PIECES - 2}
+    assert cuda_graphs - before == {"forward": 5 * PIECES - 2}
 
 
-def test_a_factor_of_1_is_bitwise_the_recorded_model(counts: Counter) -> None:
+def test_a_factor_of_1_is_bitwise_the_recorded_model(cuda_graphs: Recorder) -> None:
     whole, model = net(graphs=True), recorded(KEPT)
     for _ in range(3):
         wanted = gradients(whole)
-    assert counts["recorded"] == 1 + PIECES
+    assert cuda_graphs["recorded"] == 1 + PIECES
     assert are_equal(gradients(model), wanted)
     assert torch.equal(model(X), whole(X))
 
 
-def test_where_theta_is_1_the_whole_is_replayed(counts: Counter) -> None:
+def test_the_whole_model_is_replayed_while_theta_is_1(cuda_graphs: Recorder) -> None:
     whole, model = net(graphs=True), net(graphs=True)
     dropping(model, theta=1)
     for _ in range(4):
         assert are_equal(gradients(model), gradients(whole))
-    assert counts["recorded"] == 2
+    assert cuda_graphs["recorded"] == 2
 
 
-def test_a_dropped_layer_replays_nothing(counts: Counter) -> None:
+def test_a_dropped_layer_replays_nothing(cuda_graphs: Recorder) -> None:
     model = recorded(dict.fromkeys(KEPT))
-    before = Counter(counts)
+    before = Counter(cuda_graphs)
     gradients(model)
-    assert counts - before == {"forward": 1, "backward": 1}  # of the head
+    assert cuda_graphs - before == {"forward": 1, "backward": 1}  # of the head
     assert [name for name, p in model.named_parameters() if p.grad is not None] == [
         "head.weight",
         "head.bias",
     ]
 
 
-def test_gradients_of_a_dropped_layer_are_those_that_were_accumulated(counts: Counter) -> None:
+def test_gradients_of_a_dropped_layer_are_those_that_were_accumulated(cuda_graphs: Recorder) -> None:
     model = recorded(KEPT)
     alone = gradients(model)
-    before = counts["recorded"]
+    before = cuda_graphs["recorded"]
     runner_of(model).extension.policy.factors = KEPT | {"blocks.2": None}
     model(X).square().mean().backward()
     weight = model.blocks[2].q.weight
@@ -120,31 +117,33 @@ def test_gradients_of_a_dropped_layer_are_those_that_were_accumulated(counts: Co
     model.zero_grad(set_to_none=False)
     model(X).square().mean().backward()
     assert not weight.grad.any()
-    assert counts["recorded"] == before  # what `.grad` still holds is copied, also that of joined weights
+    assert (
+        cuda_graphs["recorded"] == before
+    )  # what `.grad` still holds is copied, also that of joined weights
 
 
-def test_evaluation_replays_the_whole(counts: Counter) -> None:
+def test_evaluation_replays_the_whole(cuda_graphs: Recorder) -> None:
     whole, model = net(graphs=True), recorded(dict.fromkeys(KEPT))
     whole.eval(), model.eval()
     with torch.no_grad():
         for _ in range(4):
             assert torch.equal(model(X), whole(X))
-    assert counts["recorded"] == PIECES + 2
+    assert cuda_graphs["recorded"] == PIECES + 2
 
 
-def test_recordings_of_the_whole_are_let_go_of(counts: Counter) -> None:
+def test_recordings_of_the_whole_are_let_go_of(cuda_graphs: Recorder) -> None:
     model = net(graphs=True)
     for _ in range(3):
         gradients(model)
-    assert len(test_replayed.Emulated.all) == 1
+    assert len(cuda_graphs.alive) == 1
     dropping(model)
     gradients(model)
     gc.collect()
-    assert counts["recorded"] == 1
-    assert not test_replayed.Emulated.all
+    assert cuda_graphs["recorded"] == 1
+    assert not cuda_graphs.alive
 
 
-def test_two_forwards_before_a_backward(counts: Counter) -> None:
+def test_two_forwards_before_a_backward(cuda_graphs: Recorder) -> None:
     plain, model = net(), recorded(KEPT)
     factors = KEPT | {"blocks.0": None, "blocks.3": 2.0}
     runner_of(model).extension.policy.factors = factors
@@ -163,7 +162,7 @@ def test_two_forwards_before_a_backward(counts: Counter) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_repeat_the_draw(reentrant: bool, counts: Counter) -> None:
+def test_checkpoints_repeat_the_draw(reentrant: bool, cuda_graphs: Recorder) -> None:
     plain, model = net(), net(graphs=True, reentrant=reentrant)
     schedules, x = (dropping(plain), dropping(model)), X.clone().requires_grad_()
     for _ in range(5):
@@ -174,73 +173,73 @@ def test_checkpoints_repeat_the_draw(reentrant: bool, counts: Counter) -> None:
             schedule.step()
 
 
-def test_zeros_for_ranks_that_wait_for_all_gradients(
-    counts: Counter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outputs without a gradient, such as logits beside a loss, stay without: else steps that drop layers and
-    steps that drop none would be recorded in turns."""
-    monkeypatch.setattr(layered, "waits_for_all_gradients", lambda: True)
+def test_parameters_of_dropped_layers_get_zeros_under_ddp(cuda_graphs: Recorder, process_group: None) -> None:
+    """DDP waits for all gradients.
+
+    Outputs without a gradient, such as logits beside a loss, stay without. Otherwise steps that drop layers
+    and steps that drop none would be recorded in turns.
+    """
     case = ALL["nanogpt_flash"]
     inputs = case.sample() | {"targets": case.sample()["idx"]}
     model = te_transform.convert(zero_dropout(case.build()).train(), inputs, verify=False, graphs=True)
-    schedule = dropping(model)
+    schedule, ddp = dropping(model), DistributedDataParallel(model)
     for _ in range(10):
         model.zero_grad()
-        model(**inputs)[1].backward()
+        ddp(**inputs)[1].backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         schedule.step()
     # the logits' own gradient, which the loss has, shows only in the first replay
-    assert counts["recorded"] == len(schedule.layers) + 3
+    assert cuda_graphs["recorded"] == len(schedule.layers) + 3
     assert not runner_of(model).material.notes
 
 
-def test_a_piece_that_cannot_be_recorded_runs_as_it_is(
-    counts: Counter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_that_cannot_be_recorded_runs_without_cuda_graphs(cuda_graphs: Recorder) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    cuda_graphs.record = fail
     model = net(graphs=True)
     schedule = dropping(model)
     runner_of(model).extension.policy = Fixed(KEPT)
-    monkeypatch.setattr(replayed, "_unfit_outputs", lambda outputs, arguments: "it returns " + FEW)
     wanted = gradients(net())
     for _ in range(4):
         for name, grad in gradients(model).items():
             torch.testing.assert_close(grad, wanted[name])
-    assert counts["recorded"] == 0
-    assert runner_of(model).material.notes == ["a graph runs without CUDA graphs, it returns " + FEW]
+    assert cuda_graphs["recorded"] == 0
+    assert runner_of(model).material.notes == ["a graph runs without CUDA graphs, RuntimeError: no memory"]
     schedule.remove()
 
 
-def test_layers_that_write_run_without_cuda_graphs(counts: Counter) -> None:
+def test_layers_that_write_run_without_cuda_graphs(cuda_graphs: Recorder) -> None:
     model = te_transform.convert(seeded(Counts), X, verify=False, graphs=True, inplace=True).train()
     decide_on_layers(model, runner_of(model), Fixed(KEPT))
     for call in range(1, 5):
         gradients(model)
         assert model.calls == call
-    assert counts["recorded"] == 0
+    assert cuda_graphs["recorded"] == 0
     assert runner_of(model).material.notes == [
         "a graph whose layers are dropped runs without CUDA graphs, because it cannot be cut into layers"
     ]
 
 
-def test_fp8(monkeypatch: pytest.MonkeyPatch, counts: Counter) -> None:
-    """Scales of a dropped layer stay. With factors of 1, all else is as where the whole is recorded."""
-    stand_in.install(monkeypatch)
+@pytest.mark.usefixtures("te")
+def test_scales_of_a_dropped_layer_stay(cuda_graphs: Recorder) -> None:
+    """With factors of 1, all else is as if the whole graph was recorded."""
     kept, found = {"blocks.0": 1.0, "blocks.1": 1.0}, []
-    with limits.ignore_size_limits:
-        for policy in (None, Fixed(kept)):  # one by one: TE's steps are of all models
-            model = ranks.in_fp8(graphs=True).train()
-            decide_on_layers(model, runner_of(model), policy)
-            for step in range(6):
-                model(ranks.inputs(step)).sum().backward()
-            grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-            found.append((te_transform.scaling_state(model), grads))
-        assert counts["recorded"] == 1 + 3  # two layers and the head
-        policy.factors, replays = kept | {"blocks.0": None}, counts["forward"]
-        states = []
-        for step in range(6, 12):
-            model(ranks.inputs(step) * step).sum().backward()
-            states.append(te_transform.scaling_state(model))
-    assert counts["forward"] == replays + 6 * 2
+    for policy in (None, Fixed(kept)):  # one by one: TE's steps are of all models
+        model = ranks.in_fp8(graphs=True).train()
+        decide_on_layers(model, runner_of(model), policy)
+        for step in range(6):
+            model(ranks.inputs(step)).sum().backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append((te_transform.scaling_state(model), grads))
+    assert cuda_graphs["recorded"] == 1 + 3  # two layers and the head
+    policy.factors, replays = kept | {"blocks.0": None}, cuda_graphs["forward"]
+    states = []
+    for step in range(6, 12):
+        model(ranks.inputs(step) * step).sum().backward()
+        states.append(te_transform.scaling_state(model))
+    assert cuda_graphs["forward"] == replays + 6 * 2
     assert are_equal(found[0][1], found[1][1])
     assert all(torch.equal(found[1][0][name]["scale"], state["scale"]) for name, state in found[0][0].items())
     # the first step that drops a layer still takes in the step before
@@ -249,20 +248,18 @@ def test_fp8(monkeypatch: pytest.MonkeyPatch, counts: Counter) -> None:
     assert not stayed["blocks.1.q.weight"]
 
 
-@pytest.mark.usefixtures("compilations", "counts")
+@pytest.mark.usefixtures("compilations", "cuda_graphs", "te")
 @pytest.mark.parametrize("options", [{"compile": True}, {"graphs": True}], ids=str)
 def test_layers_that_the_first_steps_drop_run_in_fp8_later(
-    options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, bool],
 ) -> None:
-    """As where a run goes on in the middle of its schedule."""
-    stand_in.install(monkeypatch)
-    with limits.ignore_size_limits:
-        model = ranks.in_fp8(**options).train()
-        policy = Fixed({"blocks.0": None, "blocks.1": 1.0})
-        decide_on_layers(model, runner_of(model), policy)
-        for step in range(8):
-            model(ranks.inputs(step)).sum().backward()
-            policy.factors = {"blocks.0": 1.0, "blocks.1": 1.0 if step % 2 else None}
+    """A resumed run begins in the middle of its schedule."""
+    model = ranks.in_fp8(**options).train()
+    policy = Fixed({"blocks.0": None, "blocks.1": 1.0})
+    decide_on_layers(model, runner_of(model), policy)
+    for step in range(8):
+        model(ranks.inputs(step)).sum().backward()
+        policy.factors = {"blocks.0": 1.0, "blocks.1": 1.0 if step % 2 else None}
     (graph,) = runner_of(model).graphs
     layered = runner_of(model).extension.executor(graph).layered[0]
     compiled = layered.run.executors[0].specializations

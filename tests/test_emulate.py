@@ -17,14 +17,11 @@ from te_transform.execution.products import Products
 from te_transform.execution.runner import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.plan.precision_plan import PrecisionPlan
-from te_transform.verify import compare
 from te_transform.verify.emulate import E4M3, E5M2, Formats, Quantizer, emulated, formats_of, product
 from te_transform.verify.replay import Subject, run
 from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify
 from tests import stand_in
-
-te = stand_in.te  # a fixture
 
 KINDS = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8")
 
@@ -306,7 +303,7 @@ def test_each_weight_in_the_recipe_is_emulated_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_under_autocast_products_are_emulated_as_it_casts_their_inputs(dtype: torch.dtype) -> None:
+def test_products_under_autocast_are_emulated_with_cast_inputs(dtype: torch.dtype) -> None:
     x, weight, bias, grad = (torch.randn(size) for size in ((6, 32), (16, 32), (16,), (6, 16)))
     weight, bias = nn.Parameter(weight.to(dtype)), nn.Parameter(bias.to(dtype))
     found = x.requires_grad_()
@@ -322,7 +319,7 @@ def test_under_autocast_products_are_emulated_as_it_casts_their_inputs(dtype: to
     assert torch.equal(dw, wanted_dw)
 
 
-def test_what_no_fp8_kernel_takes_runs_as_it_is() -> None:
+def test_products_without_an_fp8_kernel_are_not_emulated() -> None:
     model, x = mixed(torch.float32)
     expected = model(x)
     with emulated(model.parameters(), FORMATS["mxfp8"]):
@@ -399,9 +396,10 @@ def coarser(bits: int) -> Callable[..., Tensor]:
 
 @pytest.mark.integration  # the next one fails in the same way
 @pytest.mark.usefixtures("as_given")
-def test_one_with_fewer_bits_than_fp8_fails(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_with_fewer_bits_than_fp8_fails(
+    te: ModuleType, few_draws: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = mixed()
-    monkeypatch.setattr(compare, "DRAWS", 3)  # more would not help
     monkeypatch.setattr(stand_in, "rounded", coarser(3))
     result = verify(model, converted_in(Current(), model, x), x)
     assert not any(row.ok for row in output_rows(result))
@@ -410,19 +408,18 @@ def test_one_with_fewer_bits_than_fp8_fails(te: ModuleType, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("as_given")
 def test_one_that_quantizes_a_product_it_should_not_fails(
-    te: ModuleType, monkeypatch: pytest.MonkeyPatch
+    te: ModuleType, few_draws: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = mixed()
     converted = converted_in(Current(), model, x)
     assert not state_of(converted.last.weight).in_fp8
-    monkeypatch.setattr(compare, "DRAWS", 3)  # more would not help
     own, rounded = plain.Linear.plain, stand_in.rounded
     monkeypatch.setattr(plain.Linear, "plain", lambda *a: own(*a[:2], rounded(a[2]), rounded(a[3]), a[4]))
     assert not verify(model, converted, x)
 
 
 @pytest.mark.usefixtures("as_given")
-def test_in_place_neither_the_reference_nor_the_original_is_in_the_recipe(te: ModuleType) -> None:
+def test_neither_reference_nor_original_runs_in_the_recipe_in_place(te: ModuleType) -> None:
     model, x = mixed()
     itself = converted_in(Current(), model, x, inplace=True)
     result = verify(itself, itself, x)
@@ -456,7 +453,7 @@ def test_a_recipe_without_emulation_is_said_before_anything_runs(te: ModuleType)
 
 
 @pytest.mark.usefixtures("as_given")
-def test_without_a_recipe_nothing_is_emulated() -> None:
+def test_nothing_is_emulated_without_a_recipe() -> None:
     model, x = mixed(torch.float32)
     result = verify(model, te_transform.convert(model, x), x)
     assert result

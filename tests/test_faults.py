@@ -88,6 +88,16 @@ def raising(error: type[BaseException], step: Callable, after: bool = False, at:
     return fails
 
 
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that lets a step of a module or class raise."""
+
+    def fail(place: Any, step: str, error: type[BaseException], after: bool = False) -> None:
+        monkeypatch.setattr(place, step, raising(error, getattr(place, step), after))
+
+    return fail
+
+
 def fault_leaves_no_trace(inplace: bool, error: type[BaseException], **options: Any) -> None:
     trained = Trained()
     with untouched(trained.model, storages=not inplace), pytest.raises(error):
@@ -135,10 +145,9 @@ INSIDE: dict[str, ModuleType] = {
 )
 @pytest.mark.parametrize("step", STEPS)
 def test_every_step_may_fail(
-    step: str, after: bool, error: type, inplace: bool, monkeypatch: pytest.MonkeyPatch
+    step: str, after: bool, error: type, inplace: bool, fail: Callable[..., None]
 ) -> None:
-    place = STEPS[step]
-    monkeypatch.setattr(place, step, raising(error, getattr(place, step), after))
+    fail(STEPS[step], step, error, after)
     fault_leaves_no_trace(inplace, error)
 
 
@@ -166,19 +175,17 @@ def test_the_steps_are_those_of_convert() -> None:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("step", INSIDE)
 def test_every_step_of_a_capture_may_be_interrupted(
-    step: str, after: bool, monkeypatch: pytest.MonkeyPatch
+    step: str, after: bool, fail: Callable[..., None]
 ) -> None:
-    place = INSIDE[step]
-    monkeypatch.setattr(place, step, raising(KeyboardInterrupt, getattr(place, step), after))
+    fail(INSIDE[step], step, KeyboardInterrupt, after)
     fault_leaves_no_trace(True, KeyboardInterrupt)
 
 
 @pytest.mark.parametrize("step", ["plan", "lower"])
 def test_a_capture_that_fails_is_noted_and_the_model_runs_as_it_is(
-    step: str, monkeypatch: pytest.MonkeyPatch
+    step: str, fail: Callable[..., None]
 ) -> None:
-    place = INSIDE[step]
-    monkeypatch.setattr(place, step, raising(Fault, getattr(place, step)))
+    fail(INSIDE[step], step, Fault)
     model = seeded(Attentions)
     result = te_transform.convert(model, X)
     assert torch.equal(result(X), model(X))
@@ -239,7 +246,7 @@ def lines_of(model: nn.Module, inputs: Any, line: int = 0) -> int:
     return tracer.lines
 
 
-def test_it_may_be_interrupted_at_any_line() -> None:
+def test_a_conversion_may_be_interrupted_at_any_line() -> None:
     model = seeded(Attentions)
     model.attentions[1].q_proj.weight = model.attentions[0].q_proj.weight
     lines = [lines_of(copy.deepcopy(model), X) for _ in range(2)][-1]  # the first in a process has more

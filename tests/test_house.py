@@ -120,7 +120,7 @@ def is_extra(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", modules())
-def test_what_is_imported_is_there(name: str) -> None:
+def test_imported_modules_exist(name: str) -> None:
     ours = [(found, line) for found, line in imports(name) if found.split(".")[0] == "te_transform"]
     wrong = [f"{modules()[name]}:{line} imports {found}" for found, line in ours if found not in modules()]
     assert not wrong, "\n".join(wrong)
@@ -248,3 +248,15 @@ def lines_of_examples(name: str) -> set[int]:
         if of_class or (isinstance(node, ast.keyword) and node.arg == "example"):
             found.update(range(node.lineno, node.end_lineno + 1))
     return found
+
+
+def test_no_file_of_tests_imports_another_one() -> None:
+    """Fixtures of several files are in conftest.py, helpers in files that pytest does not collect."""
+    wrong = []
+    for file in (ROOT / "tests").rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if parts[0] == "tests" and any(part.startswith("test_") for part in parts):
+                wrong.append(f"{file}:{node.lineno}")
+    assert not wrong, "\n".join(wrong)

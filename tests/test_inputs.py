@@ -41,7 +41,7 @@ def test_token_ids_are_tried_where_floats_fail(takes: str, shape: tuple[int, ...
     assert te_transform.verify(model, converted)
 
 
-def test_who_has_dummy_inputs_need_not_be_of_transformers() -> None:
+def test_models_with_dummy_inputs_need_no_transformers() -> None:
     model = Reads("ids")
     model.dummy_inputs = {}
     assert te_transform.inspect(model).counts["linear"] == 1

@@ -15,7 +15,6 @@ from te_transform.plan.memory import Memory, room
 from tests.conversions import ALL, DISTINCT, PLANNED_LATER, each, planned
 from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
-from tests.test_te_plan import as_if_te_ran
 
 MIB = 2**20
 PLAIN_LOSS = tuple(rule for rule in te_transform.PIPELINE if rule.name != "cross_entropy")
@@ -94,8 +93,7 @@ def test_by_hand() -> None:
     assert found.peak == found.kept + found.gradients + out + rows * 64 * 2
 
 
-def test_a_conversion_reports_what_its_plan_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_if_te_ran(monkeypatch)
+def test_a_conversion_reports_what_its_plan_predicted(as_if_te_ran: None) -> None:
     model, inputs = ALL["llama"].build().bfloat16(), ALL["llama"].sample()
     inputs["labels"] = inputs["input_ids"]
     plan = te_transform.inspect(model, inputs, backend="te")

@@ -116,7 +116,7 @@ def test_hands_out_hidden_states_and_attentions(name: str) -> None:
 
 
 @each(["nanogpt_manual", "llama", "torch_encoder_pre"], later=["llama"])
-def test_where_no_weights_are_joined_nothing_differs(name: str) -> None:
+def test_models_without_joined_weights_are_bitwise_equal(name: str) -> None:
     passes = (layernorm_linear.RULE, linear.RULE)
     model = ALL[name].build()
     converted = te_transform.convert(model, ALL[name].sample(), passes=passes, verify=False)

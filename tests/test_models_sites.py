@@ -40,8 +40,7 @@ COUNTS = {
     **dict.fromkeys(("mistral", "qwen2", "gemma"), LLAMA),
     "bert": ENCODER,
     "gpt_neox": GPT2,
-    # the forward of its decoder runs as it is: dynamo does not take a loop that drops layers at random
-    "opt": {"merge_siblings": 1, "attention": 1, "layernorm_mlp": 1, "layernorm_linear": 1, "linear": 2},
+    "opt": {"merge_siblings": 1, "attention": 1, "layernorm_mlp": 1, "layernorm_linear": 2, "linear": 1},
     "vit": {"attention": 2} | VISION,
     "t5": {"merge_siblings": 4, "attention": 4, "layernorm_linear": 7, "linear": 9},
     "torch_encoder_pre": {"layernorm_linear": 4, "linear": 4},
@@ -57,8 +56,8 @@ COUNTS = {
     **dict.fromkeys(("distilbert", "roberta"), ENCODER),
     "clip_text": {"attention": 2} | CLIP,
     "clip_vision": CLIP,
-    "whisper": {"merge_siblings": 6, "attention": 2, "layernorm_mlp": 4, "layernorm_linear": 6, "linear": 9},
-    "bart": {"merge_siblings": 6, "attention": 6, "layernorm_mlp": 4, "layernorm_linear": 2, "linear": 13},
+    "whisper": {"merge_siblings": 5, "attention": 2, "layernorm_mlp": 4, "layernorm_linear": 8, "linear": 6},
+    "bart": {"merge_siblings": 5, "attention": 6, "layernorm_mlp": 4, "layernorm_linear": 6, "linear": 8},
 }
 
 # whisper as OpenAI has it is in test_styles.py, and GPT2's table is that of its parts

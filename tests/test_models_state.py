@@ -80,7 +80,7 @@ def test_the_parameters_are_the_original_ones(name: str) -> None:
 
 
 @each(["llama", "gpt2", "t5", "torch_mha"], later=["gpt2", "t5"])
-def test_in_place_the_parameters_are_the_users_own_objects(name: str) -> None:
+def test_parameters_stay_the_users_own_objects_in_place(name: str) -> None:
     model = ALL[name].build()
     parameters = list(model.named_parameters(remove_duplicate=False))
     converted = te_transform.convert(model, ALL[name].sample(), inplace=True, verify=False)

@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.execution.runner import runner_of
-from tests.attacks import Block, Pair, X, call, with_input_gradient
+from tests.attacks import Block, Loops, Pair, X, call, with_input_gradient
 from tests.models.tiny import WIDTH
-from tests.test_capture import Loops
 from tests.zoo import seeded
 
 
@@ -103,7 +102,7 @@ def test_the_report_has_the_models_own_names(way: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("skip", ["inner.layers.0", "inner.layers.0.*", "*0.mlp.fc1"])
-def test_what_is_skipped_is_left_alone(way: type[nn.Module], skip: str) -> None:
+def test_skipped_modules_are_left_alone(way: type[nn.Module], skip: str) -> None:
     pair = Pair.of(way, skip=skip)
     report = te_transform.report(pair.converted)
     assert "layernorm_mlp" not in {
@@ -155,7 +154,7 @@ def test_blocks_of_a_copy_skip_what_they_skipped(copied: Callable[[nn.Module], n
     assert found[("layers.2",)] == ["mlp.fc1.layernorm_linear"]
 
 
-def test_what_is_skipped_in_one_of_the_modules_that_share_a_graph_is_in_all() -> None:
+def test_skipping_a_module_skips_all_modules_that_share_its_graph() -> None:
     pair = Pair.of(Loops, skip="parts.0.mlp.fc1")
     report = te_transform.report(pair.converted)
     assert not report.counts["layernorm_mlp"]

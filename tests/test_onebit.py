@@ -116,7 +116,7 @@ def test_local_steps_decay_weights_as_adamw_and_follow_the_rate(found: Found) ->
         assert rank["low rate"] < 100  # eight steps; errors of the rate before would be 1e6
 
 
-def test_what_ranks_do_differently_is_refused(found: Found) -> None:
+def test_differences_among_ranks_are_refused(found: Found) -> None:
     for rank in (each["refused"] for each in found):
         assert "leave out ZeroRedundancyOptimizer" in rank["ZeRO"]
         assert rank["weights"].startswith("expected the same weights on every rank, got others")

@@ -51,7 +51,7 @@ def _build(what: str, source: Path, target: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, check=True)
 
 
-def test_has_every_file(installed: Path) -> None:
+def test_the_package_has_every_file(installed: Path) -> None:
     found = {str(file.relative_to(installed)) for file in (installed / "te_transform").rglob("*")}
     wanted = {
         str(file.relative_to(ROOT))

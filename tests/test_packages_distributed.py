@@ -233,7 +233,7 @@ def test_a_model_on_meta_is_converted_sharded_and_loaded(load: Callable[..., Non
     close([one[1][0], other[1][0]], first, rtol=1e-4)
 
 
-def test_what_was_converted_on_meta_lies_together_later():
+def test_parameters_converted_on_meta_become_adjacent_later():
     """q, k and v in one buffer, once there is memory."""
     batch = [tensor.to("meta") for tensor in BATCHES[0]]
     model = te_transform.convert(original(blocks=2).to("meta"), (*batch,), inplace=True)

@@ -13,10 +13,7 @@ from torch.utils.data import Dataset
 
 import te_transform
 from te_transform.backends.fp8.registry import state_of
-from tests import stand_in
 from tests.packages import LLAMA_IDS, close, converted_llama, llama
-
-te = stand_in.te  # a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("trainer")]  # `runs` once a process
 

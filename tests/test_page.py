@@ -13,7 +13,7 @@ import te_transform
 from te_transform.execution.timing import duration
 from te_transform.report.report import Report
 from tests.conversions import ALL, as_built
-from tests.test_auto import llama as of_8b
+from tests.models.llama import llama_of_8b
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -58,7 +58,7 @@ def page(request: pytest.FixtureRequest, browser: object, tmp_path: Path) -> Ite
 
 
 def test_a_click_shows_the_predicted_time_and_memory(browser: object, tmp_path: Path) -> None:
-    model, inputs = of_8b()
+    model, inputs = llama_of_8b()
     report = te_transform.inspect(model.train(), inputs, backend="te", recipe="fp8-delayed")
     with opened_page(browser, report, tmp_path) as page:
         page.locator(".operation.fused", has_text="layernorm_mlp").first.click()

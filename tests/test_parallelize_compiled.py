@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import te_transform
-from te_transform.execution.executors import inductor
-from tests.ranks import install_stand_in, mesh, spawn, traced
-from tests.test_parallelize import Dropped, gradients, sample_of
-from tests.test_parallelize_fp8 import CASES, original
+from tests import compilers
+from tests.divided import FP8_CASES, Dropped, gradients, original_for_fp8, sample_of
+from tests.ranks import install_stand_in, mesh, spawn
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 
@@ -21,12 +20,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 def compared(by_inductor: bool, recipe: str | None = None) -> dict[str, Any]:
     """How far the loss and gradients of a second call are from those of a model that is not compiled."""
     install_stand_in()
-    if not by_inductor:  # as in test_compiled.py
-        inductor.compile_fx = traced
-    sample, found, notes = sample_of(CASES["llama"]), [], []
+    if not by_inductor:
+        compilers.install()
+    sample, found, notes = sample_of(FP8_CASES["llama"]), [], []
     options = {"backend": "te", "recipe": recipe} if recipe else {"backend": "torch"}
     for compiles in (False, True):
-        model = original("llama").to(torch.bfloat16 if recipe else torch.float32)
+        model = original_for_fp8("llama").to(torch.bfloat16 if recipe else torch.float32)
         model = te_transform.convert(model, sample, verify=False, compile=compiles, **options)
         te_transform.parallelize(model, mesh(), sample, sequence_parallel=True)
         for _ in range(2):
@@ -40,14 +39,14 @@ def compared(by_inductor: bool, recipe: str | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by_inductor", [False, True])
-def test_gives_the_uncompiled_numbers(by_inductor: bool, tmp_path: Path) -> None:
+def test_compiled_shards_give_the_uncompiled_numbers(by_inductor: bool, tmp_path: Path) -> None:
     for found in spawn(partial(compared, by_inductor), 2, tmp_path):
         assert found["loss"] < 1e-6
         assert found["gradients"] < 1e-5
         assert not found["notes"]
 
 
-def test_gives_them_in_fp8(tmp_path: Path) -> None:
+def test_compiled_shards_give_the_uncompiled_numbers_in_fp8(tmp_path: Path) -> None:
     """Of operands that round otherwise: E4M3 keeps four bits."""
     for found in spawn(partial(compared, by_inductor=False, recipe="fp8-delayed"), 2, tmp_path):
         assert found["loss"] < 0.005

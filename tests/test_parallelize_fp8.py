@@ -15,38 +15,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import te_transform
+from tests.divided import FP8_CASES, errors, gradients, original_for_fp8, sample_of
 from tests.ranks import install_stand_in, mesh, scales_before, spawn
 from tests.stand_in import Base
-from tests.test_parallelize import errors, gradients, sample_of
-from tests.zoo import GPT2, LLAMA, Case, hf_case, zero_dropout
+from tests.zoo import Case
 
 distributed = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 
 # sizes of which each of four ranks has a multiple of 16; q, k and v apart, and as one weight that is stored
 # transposed
-_LLAMA = LLAMA | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
-CASES = {
-    "llama": hf_case("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA | {"num_key_value_heads": 4}),
-    "gpt2": hf_case("gpt2", "GPT2LMHeadModel", "GPT2Config", GPT2 | {"n_layer": 1, "n_embd": 64}),
-}
 PRODUCTS = {"llama": 4, "gpt2": 3}  # norms are fused with them where tokens are not sharded; without the head
 
 
 TWO = {"llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 2}}  # blocks, to be captured one by one
 
 
-def original(name: str, **sizes: int) -> nn.Module:
-    return zero_dropout(CASES[name].build(**sizes)).to(torch.bfloat16).train()
-
-
 def converted(name: str, *, sizes: dict[str, int] | None = None, **options: Any) -> nn.Module:
     options = {"backend": "te", "recipe": "fp8-delayed", "verify": False, **options}
-    return te_transform.convert(original(name, **(sizes or {})), sample_of(CASES[name]), **options)
+    return te_transform.convert(
+        original_for_fp8(name, **(sizes or {})), sample_of(FP8_CASES[name]), **options
+    )
 
 
 def divided(name: str, *, sizes: dict[str, int] | None = None, **options: Any) -> nn.Module:
     model = converted(name, sizes=sizes)
-    return te_transform.parallelize(model, mesh(), sample_of(CASES[name]), **options)
+    return te_transform.parallelize(model, mesh(), sample_of(FP8_CASES[name]), **options)
 
 
 def batch(case: Case, step: int) -> dict[str, Any]:
@@ -76,9 +69,9 @@ def compared(name: str, recipe: str, sequence_parallel: bool) -> dict[str, Any]:
     """A model that is divided after its first step beside the one that is not, and beside the original in
     fp64."""
     install_stand_in()
-    case = CASES[name]
+    case = FP8_CASES[name]
     sample = sample_of(case)
-    wide = original(name).double()
+    wide = original_for_fp8(name).double()
     whole, model = (first_step(converted(name, recipe=recipe), case) for _ in range(2))
     before = te_transform.scaling_state(model)
     te_transform.parallelize(model, mesh(), sample, sequence_parallel=sequence_parallel)
@@ -142,7 +135,7 @@ class TestParity:
 def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
     install_stand_in()
     model = divided("llama")
-    train(model, CASES["llama"], range(3))
+    train(model, FP8_CASES["llama"], range(3))
     scales = te_transform.scaling_state(model)
     dcp.save({"model": model.state_dict(), "scales": scales}, checkpoint_id=folder)
     return scales
@@ -156,7 +149,7 @@ def loaded(folder: Path, on_ranks: bool) -> tuple[dict[str, dict[str, Tensor]], 
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     te_transform.load_scaling_state(model, state["scales"])
-    return te_transform.scaling_state(model), train(model, CASES["llama"], range(3, 5))
+    return te_transform.scaling_state(model), train(model, FP8_CASES["llama"], range(3, 5))
 
 
 class TestCheckpoints:
@@ -179,7 +172,7 @@ class TestCheckpoints:
 def in_other_ways() -> dict[str, Any]:
     """What a model does in other calls than steps of training."""
     install_stand_in()
-    case, found = CASES["gpt2"], {}
+    case, found = FP8_CASES["gpt2"], {}
     sample, one = sample_of(case), {"input_ids": batch(case, 7)["input_ids"][:1]}
     model = first_step(divided("gpt2", sizes=TWO["gpt2"], sequence_parallel=True), case)
     with torch.no_grad():
@@ -193,7 +186,7 @@ def in_other_ways() -> dict[str, Any]:
         found["made again"] = again in (1, 2) and not torch.equal(first, other)
         model.transformer.h[0].mlp.c_proj.weight.mul_(0.5)
         found["as before"] = torch.equal(model(**one).logits, first)
-    exact = gradients(original("gpt2", **TWO["gpt2"]).double(), sample)
+    exact = gradients(original_for_fp8("gpt2", **TWO["gpt2"]).double(), sample)
     worst = max(errors(gradients(model.train(), sample), exact).values())
 
     def off() -> float:
@@ -231,7 +224,7 @@ class TestOtherCalls:
 def sharded_twice() -> tuple[list[Any], list[float]]:
     """The scales of each step and the losses of two ranks of data by two of tensors."""
     install_stand_in()
-    case = CASES["llama"]
+    case = FP8_CASES["llama"]
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sample = sample_of(case)
     model = converted("llama", sizes=TWO["llama"])

@@ -1,6 +1,6 @@
 """Divided models as CUDA graphs: ranks record together, and what they exchange is replayed.
 
-Recordings are emulated as in test_replayed.py; tests/gpu runs them as CUDA graphs.
+recordings.py emulates CUDA graphs; tests/gpu runs them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import te_transform
-from te_transform.execution import graph_recording, replayed
-from te_transform.execution.executors import inductor
-from tests.ranks import install_stand_in, mesh, spawn, traced
-from tests.test_parallelize import ALL, loss_of, sample_of, zero_dropout
-from tests.test_replayed import Emulated, emulate
+from te_transform.execution import replayed
+from tests import compilers, recordings
+from tests.divided import ALL, loss_of, sample_of
+from tests.ranks import install_stand_in, mesh, spawn
+from tests.recordings import Recording
+from tests.zoo import zero_dropout
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 
@@ -58,8 +59,8 @@ def notes(model: nn.Module) -> list[str]:
 def trained(name: str, recipe: str | None = None, compiles: bool = False) -> dict[str, Any]:
     """How far each of some calls is from the same model's that is never recorded; weights change between."""
     install_stand_in()
-    inductor.compile_fx = traced
-    emulate(pytest.MonkeyPatch())
+    compilers.install()
+    recorder = recordings.install()
     options = {"backend": "te", "recipe": recipe} if recipe else {"backend": "torch"}
     dtype = torch.bfloat16 if recipe else torch.float32
     models = [divided(name, dtype, compile=compiles, graphs=True, **options) for _ in range(2)]
@@ -74,7 +75,7 @@ def trained(name: str, recipe: str | None = None, compiles: bool = False) -> dic
                     parameter -= 0.01 * parameter.grad
             model.zero_grad()
         off.append(distance(*found[::-1]))
-        counts.append(dict(Emulated.counts))
+        counts.append(dict(recorder))
     return {"off": off, "counts": counts, "notes": notes(models[1][0])}
 
 
@@ -100,15 +101,15 @@ def test_trains_in_fp8_as_without(compiles: bool, tmp_path: Path) -> None:
 
 def without_agreement() -> dict[str, Any]:
     """One of the ranks cannot record: the other does not either, and both go on."""
-    emulate(pytest.MonkeyPatch())
+    recorder = recordings.install()
     if dist.get_rank() == 1:
-        graph_recording.CudaGraphPair = Failing
+        recorder.record = partial(Failing, recorder)
     model, sample = divided("llama", graphs=True)
     found = [gradients(model, sample) for _ in range(CALLS) if model.zero_grad() is None]
-    return {"off": distance(found[-1], found[0]), "counts": dict(Emulated.counts), "notes": notes(model)}
+    return {"off": distance(found[-1], found[0]), "counts": dict(recorder), "notes": notes(model)}
 
 
-class Failing(Emulated):
+class Failing(Recording):
     """Fails when all is recorded: what is emulated exchanges numbers meanwhile, as no recording does."""
 
     def __init__(self, *arguments: Any):
@@ -125,14 +126,14 @@ def test_ranks_agree_on_what_is_recorded(tmp_path: Path) -> None:
 
 
 def sharded_too() -> list[str]:
-    emulate(pytest.MonkeyPatch())
+    recorder = recordings.install()
     model, sample = divided("llama", graphs=True)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh())
     for _ in range(CALLS):
         gradients(model, sample)
         model.zero_grad()
-    assert not Emulated.counts
+    assert not recorder
     return notes(model)
 
 
@@ -145,7 +146,7 @@ def test_shards_of_shards_run_without(tmp_path: Path) -> None:
 def accumulated() -> dict[str, Any]:
     """How far gradients are that four batches are added to, once calls are replayed, and whether those of an
     evaluation in between are in the way."""
-    emulate(pytest.MonkeyPatch())
+    recorder = recordings.install()
     found = []
     for warm_ups in (100, 2):
         replayed.WARM_UPS = warm_ups
@@ -161,7 +162,7 @@ def accumulated() -> dict[str, Any]:
                 model.eval()(**batch)
             model.train()
         found.append(last)
-    return {"off": distance(*found[::-1]), "counts": dict(Emulated.counts), "notes": notes(model)}
+    return {"off": distance(*found[::-1]), "counts": dict(recorder), "notes": notes(model)}
 
 
 def test_gradients_of_shards_are_accumulated(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_gradients_of_shards_are_accumulated(tmp_path: Path) -> None:
 
 def held_on_one_rank() -> dict[str, Any]:
     """One rank's gradients are somebody's, who may not see them change."""
-    emulate(pytest.MonkeyPatch())
+    recorder = recordings.install()
     model, sample = divided("llama", graphs=True)
     parameter, kept = model.model.layers[0].mlp.down_proj.weight, []
     for _ in range(CALLS):
@@ -183,7 +184,7 @@ def held_on_one_rank() -> dict[str, Any]:
             kept.append(parameter.grad.to_local().detach())
         model.zero_grad()
     off = max([(grad - last["model.layers.0.mlp.down_proj.weight"]).norm() for grad in kept], default=0)
-    return {"off": float(off), "counts": dict(Emulated.counts), "notes": notes(model)}
+    return {"off": float(off), "counts": dict(recorder), "notes": notes(model)}
 
 
 def test_a_rank_whose_gradients_are_kept_keeps_up(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_a_rank_whose_gradients_are_kept_keeps_up(tmp_path: Path) -> None:
 
 def moved_on_one_rank() -> dict[str, Any]:
     """One rank's parameters are laid elsewhere: it calls the function, the other goes on replaying."""
-    emulate(pytest.MonkeyPatch())
+    recorder = recordings.install()
     model, sample = divided("llama", graphs=True)
     found = []
     for number in range(CALLS):
@@ -205,7 +206,7 @@ def moved_on_one_rank() -> dict[str, Any]:
             local.data = local.data.clone()
         found.append(gradients(model, sample))
         model.zero_grad()
-    return {"off": distance(found[-1], found[0]), "counts": dict(Emulated.counts), "notes": notes(model)}
+    return {"off": distance(found[-1], found[0]), "counts": dict(recorder), "notes": notes(model)}
 
 
 def test_a_rank_whose_parameters_moved_keeps_up(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_a_rank_whose_parameters_moved_keeps_up(tmp_path: Path) -> None:
 
 def ended() -> dict[str, Any]:
     """What is freed when another group ends, and when that of a divided model does, which is still there."""
-    emulate(pytest.MonkeyPatch())
+    recorder = recordings.install()
     group, other = (dist.new_group([0, 1]) for _ in range(2))
     sample = sample_of(ALL["llama"], torch.float32)
     model = te_transform.convert(ALL["llama"].build(), sample, backend="torch", verify=False, graphs=True)
@@ -231,10 +232,10 @@ def ended() -> dict[str, Any]:
     freed = []
     for each in (other, group):
         dist.destroy_process_group(each)
-        freed.append(Emulated.counts["freed"])
-    return {"freed": freed, "recorded": Emulated.counts["recorded"], "loss": kept.item()}
+        freed.append(recorder["freed"])
+    return {"freed": freed, "recorded": recorder["recorded"], "loss": kept.item()}
 
 
-def test_what_is_recorded_is_freed_before_its_group_ends(tmp_path: Path) -> None:
+def test_recordings_are_freed_before_their_group_ends(tmp_path: Path) -> None:
     for found in spawn(ended, 2, tmp_path):
         assert found["freed"] == [0, found["recorded"]] == [0, 1]

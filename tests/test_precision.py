@@ -19,10 +19,9 @@ from te_transform import PrecisionPlan
 from te_transform.backends.fp8.current_model import is_evaluating
 from te_transform.backends.fp8.precision import Precision
 from te_transform.backends.fp8.registry import state_of
-from tests import stand_in, test_compiled
+from tests import stand_in
 from tests.ranks import WIDTH, Block
 
-te, compilations = stand_in.te, test_compiled.compilations  # fixtures
 STATE = stand_in.FP8GlobalStateManager.quantization_state
 RECIPES = ("fp8-delayed", "fp8-current")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -99,7 +98,7 @@ def test_a_model_in_a_recipe_rounds_and_is_its_own_class(recipe: str) -> None:
 
 
 @by_delayed_scales
-def test_what_is_captured_later_is_checked_in_the_models_own_dtype(recipe: str) -> None:
+def test_later_captures_are_checked_in_the_dtype_of_the_model(recipe: str) -> None:
     fused = te_transform.convert(net(), inputs(), backend="te", recipe=recipe)
     before = STATE.steps
     assert distance(answer(fused), answer(net())) < 0.2  # another mode, and so another graph
@@ -140,7 +139,7 @@ class Adds(nn.Module):
 
 
 @each_recipe
-def test_what_a_product_gives_may_be_written_to(recipe: str) -> None:
+def test_outputs_of_products_may_be_written_in_place(recipe: str) -> None:
     model = Adds().to(torch.bfloat16)
     fused = converted(recipe, model)
     for number in range(3):
@@ -229,7 +228,7 @@ def test_weights_in_float32_run_in_fp8_under_autocast(recipe: str, compile: bool
     assert sum(ran) == 3  # of the block: q and k, o, the MLP
 
 
-def test_what_is_raised_leaves_the_recipe() -> None:
+def test_an_exception_leaves_the_recipe() -> None:
     fused = converted("fp8-current")
     expected = answer(fused)
     with pytest.raises(Exception, match=r"shape|size|dim"):
@@ -416,7 +415,7 @@ def served() -> nn.Module:
     return converted("fp8-current").eval()
 
 
-def test_under_autocast_weights_in_float32_are_quantized_once() -> None:
+def test_float32_weights_under_autocast_are_quantized_once() -> None:
     fused = converted("fp8-current", net().float(), inputs().float()).eval()
     counts = []
     for _ in range(3):
@@ -505,7 +504,7 @@ def training(model: nn.Module) -> Iterator[None]:
     model.eval()
 
 
-def test_what_was_kept_is_forgotten_in_another_mode(served: nn.Module) -> None:
+def test_kept_weights_are_forgotten_in_another_mode(served: nn.Module) -> None:
     assert quantized(served) == [WEIGHTS]
     for mode in (training(served), torch.enable_grad()):
         with mode:

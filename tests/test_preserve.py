@@ -98,7 +98,7 @@ def test_everything_that_a_forward_changes_is_put_back() -> None:
     model.linear.register_buffer("b", torch.zeros(1))  # the dictionary is there again
 
 
-def test_it_is_put_back_where_the_forward_raises() -> None:
+def test_state_is_restored_if_the_forward_raises() -> None:
     model = Writes()
     before = state(model)
     with contextlib.suppress(RuntimeError), preserved(model):
@@ -128,7 +128,7 @@ def test_a_tensor_of_another_shape_gets_its_own_back(write: Callable[[Tensor], o
     assert model.held[1] is model.cache
 
 
-def test_what_collections_hold_is_put_back() -> None:
+def test_contents_of_collections_are_restored() -> None:
     model = nn.Linear(4, 4)
     model.seen, model.above = UserDict(n=0), ChainMap({"n": 0})
     with preserved(model):
@@ -169,7 +169,7 @@ def counter() -> Callable[[], int]:
     return count
 
 
-def test_what_is_held_by_slots_classes_and_functions_is_put_back() -> None:
+def test_values_of_slots_classes_and_functions_are_restored() -> None:
     model, items, arrays = OfTheClass(4, 4), [], [bytearray(b"ab"), array("d", [1.0, 2.0])]
     model.slots, model.held = Slots(), [counter(), functools.partial(list.append, items), *arrays]
     model.register_forward_hook(lambda *_: items.append(0))
@@ -194,7 +194,7 @@ def test_what_is_held_by_slots_classes_and_functions_is_put_back() -> None:
     assert model.objects.tolist() == objects.tolist()
 
 
-def test_what_tensors_have_beside_numbers_is_put_back() -> None:
+def test_attributes_of_tensors_are_restored() -> None:
     model = nn.BatchNorm1d(4)
     model.weight.calls = 0
     with preserved(model):
@@ -209,7 +209,7 @@ def test_what_tensors_have_beside_numbers_is_put_back() -> None:
     assert model.running_mean.tolist() == [0.0] * 4
 
 
-def test_what_cannot_be_put_back_leaves_nothing_else_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_cannot_be_restored_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.BatchNorm1d(4)
     model.queue = deque([1])
     monkeypatch.setattr(model, "seen", type("Odd", (dict,), {"clear": None})(), raising=False)
@@ -250,7 +250,7 @@ def test_odd_tensors_are_put_back(name: str) -> None:
     assert same_bits(before, model.held)
 
 
-def test_what_does_not_change_is_not_written_to() -> None:
+def test_unchanged_values_are_not_written() -> None:
     model = nn.BatchNorm1d(4).eval()
     model.running_mean.fill_(float("nan"))  # which equals nothing
     versions = [buffer._version for buffer in model.buffers()]
@@ -267,7 +267,7 @@ def test_tensors_made_in_inference_mode_are_put_back() -> None:
     assert model.num_batches_tracked == 0
 
 
-def test_what_goes_in_circles_is_passed_once() -> None:
+def test_circular_references_are_visited_once() -> None:
     model = nn.Linear(2, 2)
     model.counts = Counts()
     model.counts.model, model.counts.itself = [model], model.counts
@@ -422,7 +422,7 @@ def test_objects_of_libraries_are_put_back(name: str) -> None:
     assert read(value) == before
 
 
-def test_what_lies_deep_is_put_back() -> None:
+def test_deep_values_are_restored() -> None:
     model = nn.Linear(2, 2)
     model.first = last = SimpleNamespace(calls=0, next=None)
     for _ in range(2000):
@@ -491,7 +491,7 @@ def test_parameters_that_are_written_through_data_are_put_back(write: Callable[[
     assert model.weight.data_ptr() == place
 
 
-def test_what_a_refused_forward_has_written_is_put_back() -> None:
+def test_writes_of_a_refused_forward_are_restored() -> None:
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     with torch.no_grad(), pytest.raises(RuntimeError, match="got one that writes to"), preserved(model):
@@ -499,7 +499,7 @@ def test_what_a_refused_forward_has_written_is_put_back() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_what_cannot_be_put_back_is_named_with_its_path(tmp_path: Path) -> None:
+def test_errors_name_the_path_of_values_that_cannot_be_restored(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].source = {"a": [(number for number in range(3))]}
     model.pair, model.lock, model.log = (itertools.count(),), threading.Lock(), logging.getLogger("a")

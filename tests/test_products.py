@@ -47,7 +47,7 @@ def test_a_product_is_found_with_its_operands(name: str) -> None:
     assert torch.equal(compute(), out)
 
 
-def test_what_the_callback_returns_is_gone_on_with() -> None:
+def test_results_of_the_callback_replace_the_products() -> None:
     layer = nn.Linear(4, 4)
     with Products([layer.weight], lambda parameter, transposed, x, weight, bias, compute: compute() * 2):
         out = layer(X)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends import few_rows, limits
+from te_transform.backends import limits
 from te_transform.backends.fp8.fp8_only import exact, is_fp8_only
 from te_transform.backends.joined import Join
 from te_transform.execution.fp8_only import dequantize_weights
@@ -21,7 +21,6 @@ from te_transform.execution.runner import runner_of
 from te_transform.fp8_only.weights import FP8Weight, quantize
 from tests import stand_in
 
-te = stand_in.te  # a fixture
 WIDTH = 32
 
 
@@ -50,24 +49,10 @@ def test_a_weight_is_its_rounded_values_to_everybody() -> None:
     assert held.held.nbytes == weight.numel()
 
 
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of x in products of few rows, which read the bytes."""
-    shapes: list[tuple[int, ...]] = []
-    original = few_rows.op
-
-    def noted(x: Tensor, *rest: Tensor | None) -> Tensor:
-        shapes.append(tuple(x.shape))
-        return original(x, *rest)
-
-    monkeypatch.setattr(few_rows, "op", noted)
-    return shapes
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("bias", [None, random(16, seed=2)], ids=["without bias", "with bias"])
 def test_products_of_few_rows_read_the_bytes(
-    mode: Callable, bias: Tensor | None, products: list[tuple[int, ...]]
+    mode: Callable, bias: Tensor | None, products_of_few_rows: list[tuple[int, ...]]
 ) -> None:
     (held,) = quantize([random(16, 32)])
     with mode():
@@ -75,18 +60,18 @@ def test_products_of_few_rows_read_the_bytes(
             x = random(*shape, seed=1)
             linear = nn.functional.linear
             assert torch.equal(linear(x, held, bias), linear(x, exact(held), bias))
-    assert products == [(1, 32), (6, 32), (16, 32)]
+    assert products_of_few_rows == [(1, 32), (6, 32), (16, 32)]
 
 
-def test_products_in_another_dtype_or_along_the_rows_read_the_values(products: list) -> None:
+def test_products_in_another_dtype_or_along_the_rows_read_the_values(products_of_few_rows: list) -> None:
     (held,), x = quantize([random(16, 32)]), random(4, 16)
     assert torch.equal(x @ held, x @ exact(held))
     wide = nn.functional.linear(random(4, 32).float(), held.float())
     assert torch.allclose(wide, random(4, 32).float() @ exact(held.float()).t())
-    assert products == []
+    assert products_of_few_rows == []
 
 
-def test_gradients_through_products_of_few_rows(products: list) -> None:
+def test_gradients_through_products_of_few_rows(products_of_few_rows: list) -> None:
     (held,) = quantize([random(16, 32)])
     found = []
     for weight in (held, exact(held)):
@@ -94,10 +79,10 @@ def test_gradients_through_products_of_few_rows(products: list) -> None:
         nn.functional.linear(x, weight).square().sum().backward()
         found.append(x.grad)
     assert torch.equal(*found)
-    assert len(products) == 1
+    assert len(products_of_few_rows) == 1
 
 
-def test_what_is_copied_into_a_transposed_one_is_quantized() -> None:
+def test_copies_into_a_transposed_weight_are_quantized() -> None:
     weights = [random(16, 32, seed=seed) for seed in range(2)]
     parts, new = quantize(weights), random(16, 32, seed=2)
     with torch.no_grad():
@@ -135,7 +120,7 @@ def test_joined_weights_are_rows_of_one_tensor() -> None:
         assert torch.equal(plain, torch.cat([exact(part) for part in others]))
 
 
-def test_what_is_copied_into_it_is_quantized() -> None:
+def test_copies_into_an_fp8_only_weight_are_quantized() -> None:
     (held,) = quantize([random(16, 32)])
     with torch.no_grad():
         held.copy_(random(16, 32, seed=1) * 100)
@@ -152,7 +137,7 @@ WRITES: dict[str, Callable[[Tensor], None]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_what_is_written_to_it_is_quantized(write: str) -> None:
+def test_writes_to_an_fp8_only_weight_are_quantized(write: str) -> None:
     (held,) = quantize([random(16, 32)])
     before, version = exact(held), held.held._version
     with torch.no_grad():
@@ -171,7 +156,7 @@ PARTS: dict[str, Callable[[Tensor], None]] = {
 
 
 @pytest.mark.parametrize("write", PARTS)
-def test_what_is_written_to_a_part_of_it_is_quantized(write: str) -> None:
+def test_writes_to_a_part_of_an_fp8_only_weight_are_quantized(write: str) -> None:
     (held,) = quantize([random(16, 32)])
     wanted = exact(held)
     PARTS[write](wanted)
@@ -204,7 +189,7 @@ def test_a_write_to_a_view_of_it_is_refused(view: str, mode: Callable) -> None:
     assert torch.equal(VIEWS[view](exact(held)), wanted)
 
 
-def test_it_cannot_be_trained() -> None:
+def test_fp8_only_weights_cannot_be_trained() -> None:
     (held,) = quantize([random(16, 32)])
     for set_to in (held.requires_grad_, partial(setattr, held, "requires_grad"), partial(nn.Parameter, held)):
         set_to(False)
@@ -213,7 +198,7 @@ def test_it_cannot_be_trained() -> None:
     assert not held.requires_grad
 
 
-def test_who_reads_memory_gets_the_values() -> None:
+def test_readers_of_memory_get_the_values() -> None:
     one, other = quantize([random(16, 32).float(), random(16, 32, seed=1).float()])
     values = exact(other)
     for read in (torch.from_dlpack, numpy.from_dlpack, numpy.asarray, lambda held: held.tolist()):
@@ -225,7 +210,7 @@ def test_who_reads_memory_gets_the_values() -> None:
     assert is_fp8_only(Join([])(one, other))
 
 
-def test_what_is_copied_into_one_of_several_gives_all_of_them_a_scale() -> None:
+def test_a_copy_into_one_of_several_weights_gives_all_of_them_a_scale() -> None:
     weights = [random(16, 32, seed=seed) for seed in range(2)]
     parts, new = quantize(weights), random(16, 32, seed=2) * 100
     with torch.no_grad():
@@ -256,7 +241,7 @@ def test_copies_hold_bytes_of_their_own(how: str) -> None:
     assert exact(one).any()
 
 
-def test_it_moves_and_changes_its_dtype() -> None:
+def test_fp8_only_weights_move_and_change_their_dtype() -> None:
     (held,) = quantize([random(16, 32)])
     wide = held.float()
     assert (is_fp8_only(wide), wide.dtype) == (True, torch.float32)
@@ -335,7 +320,7 @@ def test_calls_of_all_lengths_share_a_capture(te: ModuleType) -> None:
     assert len(runner_of(fused).graphs) <= before + 2  # of the first length, and of any
 
 
-def test_says_why_the_rest_stays(te: ModuleType) -> None:
+def test_reasons_of_weights_that_are_not_quantized(te: ModuleType) -> None:
     fused = converted(net())
     answer(fused)
     found = te_transform.quantize_weights(fused)
@@ -440,7 +425,7 @@ def test_kernels_and_captures_do_not_keep_them_from_moving(te: ModuleType, garba
     assert torch.equal(found, before)
 
 
-def test_what_is_trained_beside_them_gets_the_same_gradients(te: ModuleType) -> None:
+def test_trained_parameters_beside_fp8_only_weights_get_the_same_gradients(te: ModuleType) -> None:
     found = []
     for alone in (False, True):
         fused = converted(net())

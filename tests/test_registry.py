@@ -18,10 +18,8 @@ from te_transform.backends.fp8.fp8_only import exact
 from te_transform.backends.fp8.registry import PARAMETERS, Source, share_state, state_of
 from te_transform.backends.tensor_registry import TensorRegistry
 from te_transform.fp8_only.weights import quantize
-from tests import stand_in
 from tests.ranks import WIDTH, Block
 
-te = stand_in.te  # a fixture
 REGISTRIES = (PARAMETERS, joined._LAYOUTS, joined._ORIGINS)
 
 

@@ -188,7 +188,7 @@ def test_prints_collapsed_tables_and_notes() -> None:
     ]
 
 
-def test_says_which_fused_sites_are_not_active_and_why() -> None:
+def test_inactive_sites_have_a_reason() -> None:
     small = "a call of 64 tokens, fused products gain from 1,491 on (width 4096)"
     idle = [replace(site, inactive=small) for site in fused("linear", "h.0.fc", "h.1.fc")]
     found = report(*idle, *fused("attention", "h.0.attn", "h.1.attn"), *fused("linear", "h.2.fc"))
@@ -242,7 +242,7 @@ def test_loses_nothing_of_a_path_too_long_for_the_line() -> None:
         (refused("linear", "fc"), "GPT: 0 sites fused, 1 site refused"),
     ],
 )
-def test_says_in_words_what_happened(sites: list[Outcome], words: str) -> None:
+def test_the_report_names_what_was_fused_and_refused(sites: list[Outcome], words: str) -> None:
     some = report(*sites)
     assert str(some).splitlines()[0] == words
     assert words in some._repr_html_()
@@ -512,7 +512,7 @@ class Broken(nn.Module):
         return self.fc(y * scale)
 
 
-def test_says_where_dynamo_broke_the_forward() -> None:
+def test_the_report_names_graph_breaks() -> None:
     graphs = captured(Broken(), torch.zeros(2, 8))
     first, second = explain_graphs(("", graph) for graph in graphs)
     assert first == (
@@ -542,7 +542,7 @@ def test_names_a_branch_on_a_value() -> None:
     assert any("(Data-dependent branching)" in note for note in explain_graphs(("", g) for g in graphs))
 
 
-def test_says_which_blocks_share_a_graph() -> None:
+def test_the_report_names_blocks_that_share_a_graph() -> None:
     (graph,) = captured(Block(), torch.zeros(2, 8))
     shared = [(f"h.{layer}", graph) for layer in range(32)]
     sentence = (
@@ -558,21 +558,21 @@ def test_says_which_blocks_share_a_graph() -> None:
     ]
 
 
-def test_says_once_which_blocks_share_several_graphs() -> None:
+def test_the_report_names_blocks_that_share_several_graphs_once() -> None:
     graphs = captured(Broken(), torch.zeros(2, 8))  # of a block that dynamo breaks in two
     _, shared, why = explain_graphs((f"h.{layer}", graph) for layer in range(2) for graph in graphs)
     assert shared.startswith("h.{0,1} share 2 graphs; this report leaves out the code around them")
     assert "scale = y.sum().item()" in why
 
 
-def test_says_that_nothing_was_captured() -> None:
+def test_the_report_says_that_nothing_was_captured() -> None:
     assert list(explain_graphs([])) == ["the forward was not captured: your own code runs"]
     with torch._dynamo.config.patch(disable=True):
         (said,) = explain_graphs([])
     assert "dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, " in said
 
 
-def test_what_is_captured_after_the_conversion_is_told_from_then_on() -> None:
+def test_later_captures_are_reported() -> None:
     x = torch.zeros(2, 8)
     with torch.compiler.set_stance("force_eager"):
         converted = te_transform.convert(Block(), x)
@@ -610,7 +610,7 @@ class Dropping(nn.Module):
         return x
 
 
-def test_says_which_code_kept_dynamo_from_capturing_more() -> None:
+def test_the_report_names_code_that_dynamo_cannot_capture() -> None:
     report = te_transform.inspect(Dropping(), torch.ones(2, 8))
     line = Dropping.forward.__code__.co_firstlineno + 2
     if torch.__version__ < (2, 13):  # where dynamo does not say which line it was

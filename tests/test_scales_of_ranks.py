@@ -16,10 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import te_transform
 from te_transform.backends import limits
 from te_transform.backends.fp8 import precision, scale_table
-from tests import ranks, stand_in
-
-te = stand_in.te  # a fixture
-
+from tests import ranks
 
 KERNELS = 6  # a joined product, one by itself and an MLP in each block; the head is not in FP8
 
@@ -166,7 +163,7 @@ def test_a_resumed_run_goes_on_with_the_same_losses(recipe: str, stop: int, te: 
     assert losses + trained(model, optimizer, range(stop, 8)) == expected
 
 
-def test_without_its_scales_a_run_goes_on_with_others(te: ModuleType) -> None:
+def test_a_run_resumed_without_scales_has_other_scales(te: ModuleType) -> None:
     expected = trained(*begun(), range(8))
     model, optimizer = begun()
     trained(model, optimizer, range(4))
@@ -190,7 +187,7 @@ def test_scales_are_loaded_into_a_model_that_has_run(te: ModuleType) -> None:
     trained(model, optimizer, range(5, 6))
 
 
-def test_what_is_saved_is_known_before_anything_has_run(te: ModuleType) -> None:
+def test_scaling_state_has_all_names_before_the_first_call(te: ModuleType) -> None:
     """As torch.distributed.checkpoint wants it, which loads into what is there."""
     model, optimizer = begun()
     before = {name: sorted(row) for name, row in te_transform.scaling_state(model).items()}
@@ -200,7 +197,7 @@ def test_what_is_saved_is_known_before_anything_has_run(te: ModuleType) -> None:
     assert "head.weight" not in before
 
 
-def test_what_is_agreed_on_is_laid_out_once(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_of_shared_scales_is_made_once(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else runs: the head, which is not in FP8, and a product that is not trained."""
     monkeypatch.setattr(precision, "groups_of", lambda model: (None,))
     monkeypatch.setattr(precision, "maximum", lambda numbers, groups: None)

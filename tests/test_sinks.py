@@ -12,13 +12,14 @@ import transformers
 from torch import Tensor, nn
 
 import te_transform
+from te_transform.backends.bands import Band
 from te_transform.graph import ops
-from tests import attacks, stand_in, test_bands, test_compiled, test_replayed
+from tests import attacks
+from tests.compilers import Compiler
 from tests.conversions import error, run
 from tests.families import FAMILIES
 from tests.zoo import seeded
 
-te, kernels, compilations = stand_in.te, test_bands.kernels, test_compiled.compilations  # fixtures
 gpt_oss = FAMILIES["gpt_oss"]
 
 
@@ -90,7 +91,7 @@ OTHER = {
 
 @attacks.each(SAME, "without a shift", "by index", "as Granite")
 @pytest.mark.usefixtures("as_given")
-def test_what_is_taken_for_sinks(name: str, te: ModuleType) -> None:
+def test_sinks_are_recognized(name: str, te: ModuleType) -> None:
     model = Attention(**SAME[name])
     converted = te_transform.convert(model, sample(), backend="te", verify=False)
     te_transform.report(converted).expect(attention=1)
@@ -98,13 +99,13 @@ def test_what_is_taken_for_sinks(name: str, te: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_what_is_not_taken_for_sinks(name: str, te: ModuleType) -> None:
+def test_other_scores_are_no_sinks(name: str, te: ModuleType) -> None:
     """By the rule itself: a conversion would compare, and take a wrong site back."""
     report = te_transform.inspect(Attention(**OTHER[name]), sample(), backend="te")
     assert [outcome.status for outcome in report.sites if outcome.rule == "attention"] == ["refused"]
 
 
-def test_without_kernels_it_says_why_not() -> None:
+def test_sinks_without_kernels_have_a_reason() -> None:
     report = te_transform.inspect(Attention(), sample(), backend="torch")
     (reason,) = next(o for o in report.sites if o.rule == "attention").reasons
     assert "the attention has sinks" in reason
@@ -125,14 +126,9 @@ def test_the_op_is_a_softmax_with_a_column_more() -> None:
 
 @pytest.mark.integration  # of the parts that are tested one by one above
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"graphs": True}], ids=str)
-@pytest.mark.usefixtures("compilations", "kernels")
-def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("compilations", "cuda_graphs", "kernels_of_hopper")
+def test_gpt_oss(options: dict, te: ModuleType, bands: list[Band]) -> None:
     """Trained and evaluated, with and without padding, at lengths on both sides of the window."""
-    test_replayed.emulate(monkeypatch)
-    from te_transform.backends import banded_attention
-
-    bands, real = set(), banded_attention.attended
-    monkeypatch.setattr(banded_attention, "attended", lambda *a: (bands.add(a[4]), real(*a))[1])
     model = gpt_oss.build().bfloat16()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -171,8 +167,8 @@ def test_gpt_oss(options: dict, te: ModuleType, monkeypatch: pytest.MonkeyPatch)
     }  # fmt: skip
 
 
-@pytest.mark.usefixtures("kernels")
-def test_sinks_are_compiled(te: ModuleType, compilations: test_compiled.Compilations) -> None:
+@pytest.mark.usefixtures("kernels_of_hopper")
+def test_sinks_are_compiled(te: ModuleType, compilations: Compiler) -> None:
     model, inputs = seeded(Looked, True).bfloat16(), {k: tensor.bfloat16() for k, tensor in sample().items()}
     converted = te_transform.convert(model, inputs, backend="te", compile=True, verify=False)
     for each in (model, converted):
@@ -181,7 +177,7 @@ def test_sinks_are_compiled(te: ModuleType, compilations: test_compiled.Compilat
     assert error([converted.sinks.grad], [model.sinks.grad]) <= 0.02
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels_of_hopper")
 def test_who_sees_the_tokens_before_alone(te: ModuleType) -> None:
     """Without its own, which no kernel's band leaves out."""
     model, inputs = Looked(True).bfloat16(), {k: tensor.bfloat16() for k, tensor in sample().items()}
@@ -200,12 +196,8 @@ SMALL = {
 
 @pytest.mark.integration  # of the parts that GPT-OSS has
 @pytest.mark.parametrize("name", ["GraniteSWA", "MiMoV2Flash"])
-@pytest.mark.usefixtures("kernels")
-def test_other_families(name: str, te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from te_transform.backends import banded_attention
-
-    calls, real = [], banded_attention.attended
-    monkeypatch.setattr(banded_attention, "attended", lambda *a: (calls.append(a[4]), real(*a))[1])
+@pytest.mark.usefixtures("kernels_of_hopper")
+def test_other_families(name: str, te: ModuleType, bands: list[Band]) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SMALL)
     model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
@@ -219,7 +211,7 @@ def test_other_families(name: str, te: ModuleType, monkeypatch: pytest.MonkeyPat
     converted = te_transform.convert(model, given, backend="te")
     te_transform.report(converted).expect(attention=2)
     assert te_transform.verify(model, converted, given)
-    assert calls
+    assert bands
 
 
 def of_all(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -262,8 +254,8 @@ class Looked(nn.Module):
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.usefixtures("kernels")
-def test_what_attention_gives_lies_in_memory_as_it_did(look: str, has_sinks: bool, te: ModuleType) -> None:
+@pytest.mark.usefixtures("kernels_of_hopper")
+def test_attention_keeps_the_strides_of_its_output(look: str, has_sinks: bool, te: ModuleType) -> None:
     """Kernels have the heads of a token next to each other, and their backward reads what they returned."""
     model = seeded(Looked, has_sinks).bfloat16()
     model.look = look

@@ -1,6 +1,5 @@
 """Invented inputs have no more tokens than a model has positions for, and no ids beyond its tables."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,25 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import te_transform
 from te_transform.command_line.main import main
 from te_transform.graph.inputs import invent
-
-
-class Reads(nn.Module):
-    """Token ids and positions, each from a table; positions are the first."""
-
-    rows = 5
-    words = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Embedding(self.rows, 16)
-        self.tokens = nn.Embedding(self.words, 16)
-        self.head = nn.Linear(16, self.words)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.tokens(ids) + self.places(ids))
-
-    def places(self, ids: Tensor) -> Tensor:
-        return self.positions(torch.arange(ids.shape[1], device=ids.device))
+from tests.models.tables import Reads
 
 
 class Offset(Reads):
@@ -176,7 +157,7 @@ def test_a_failure_that_the_number_of_tokens_does_not_change_is_left_to_the_call
 
 
 FACTORY = """
-from tests.test_tables import Reads
+from tests.models.tables import Reads
 
 class Short(Reads):
     rows = 64
@@ -185,11 +166,8 @@ class Short(Reads):
 
 
 @pytest.fixture
-def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "short_of_mine", raising=False)
-    (tmp_path / "short_of_mine.py").write_text(FACTORY)
+def short(working_folder: Path) -> str:
+    (working_folder / "short_of_mine.py").write_text(FACTORY)
     return "short_of_mine:Short"
 
 

@@ -22,8 +22,6 @@ from te_transform.backends.joined import Join, make_adjacent
 from te_transform.graph import ops
 from tests import stand_in
 
-te = stand_in.te  # a fixture
-
 ROWS, WIDTH, INNER = 32, 32, 48
 NORMS = {
     **dict.fromkeys(("layer", "layer, no bias", "layer, bare"), ("LayerNorm", False)),
@@ -122,7 +120,7 @@ def test_computes_what_plain_pytorch_does(te: ModuleType, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["norm linear", "rms linear", "mlp", "bare rms mlp", "gated mlp"])
-def test_runs_in_tes_modules_where_these_are_faster(
+def test_calls_that_gain_run_in_tes_modules(
     te: ModuleType, name: str, by_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's kernels of norms, and of an activation without a gate, are as fast."""
@@ -206,29 +204,30 @@ def test_a_copy_of_a_parameter_has_a_state_of_its_own(te: ModuleType, copied: An
 # Why not
 
 
-def test_says_why_a_call_ran_in_plain_pytorch(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_in_plain_pytorch_have_a_reason(
+    te: ModuleType, by_size: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(te, **CASES["gated mlp"])
-    case.op(X.double(), *(None if t is None else t.double() for t in case.tensors))
+    with limits.ignore_size_limits:
+        case.op(X.double(), *(None if t is None else t.double() for t in case.tensors))
     assert case.op.plain_calls == {"float64, which TE would multiply in TF32": 1}
-    with monkeypatch.context() as small:  # undone before the fixture leaves at_any_size
-        small.setattr(limits.ignore_size_limits, "entered", 0)
+    case.op(X, *case.tensors)
+    with te.autocast(te.recipe_of("fp8-current")):
         case.op(X, *case.tensors)
-        with te.autocast(te.recipe_of("fp8-current")):
+        with limits.small_calls_in_fp8:
             case.op(X, *case.tensors)
-            with limits.small_calls_in_fp8:
-                case.op(X, *case.tensors)
     assert case.op.plain_calls["a call too small to be faster in fused products"] == 1
     assert case.op.plain_calls["a call too small to be faster in FP8"] == 1
     monkeypatch.setattr(limits, "DEVICE", "cuda")
-    case.op(X, *case.tensors)
+    with limits.ignore_size_limits:
+        case.op(X, *case.tensors)
     assert case.op.plain_calls["an input on cpu"] == 1
 
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_attention_that_may_be_replayed_says_what_cudnn_needs(
-    te: ModuleType, monkeypatch: pytest.MonkeyPatch, captured: bool
+    te: ModuleType, kernels_of_hopper: None, monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
-    monkeypatch.setattr(limits, "_is_hopper", lambda device: True)
     monkeypatch.setattr(limits, "recorded", lambda: captured)
     odd, whole = (
         limits.without_attention(*(torch.zeros(1, 2, length, 64, dtype=BF16),) * 3, None, True)
@@ -323,7 +322,7 @@ def test_padding_never_reaches_the_largest_values(te: ModuleType) -> None:
     torch.testing.assert_close(*seen, rtol=0.02, atol=0)
 
 
-def test_what_a_plan_keeps_out_of_the_recipe_stays_out(te: ModuleType) -> None:
+def test_sites_outside_of_a_precision_plan_stay_out_of_the_recipe(te: ModuleType) -> None:
     case = Case(te, **CASES["norm linear"])
     wanted = case.step(case.op, X)[0]
     case.op.in_fp8 = False
@@ -665,13 +664,12 @@ def test_cross_entropy_of_nothing_is_nan_and_of_no_word_raises(te: ModuleType) -
 
 
 def test_cross_entropy_says_why_it_ran_in_plain_pytorch(
-    te: ModuleType, monkeypatch: pytest.MonkeyPatch
+    te: ModuleType, by_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     op, each = te.CrossEntropy(), (-100, "none", torch.bfloat16)
     wide = LOGITS.float(), TARGETS, -100, "mean", torch.float32
     assert torch.equal(op(*wide), ops.cross_entropy(*wide))
     assert op.plain_calls == {"the loss, logits in float32, targets in int64": 1}
-    monkeypatch.setattr(limits, "ignore_size_limits", limits.Switch())
     op(LOGITS, TARGETS, *each)
     op(LOGITS[:1], TARGETS[:1], *each)  # a sentence for each size would fill the report
     assert (

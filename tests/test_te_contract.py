@@ -18,7 +18,6 @@ from te_transform.backends.op import FusedOp
 from tests import stand_in
 from tests.te_contract import record
 
-te = stand_in.te  # a fixture
 CONTRACT = json.loads(record.FILE.read_text(encoding="utf-8"))
 TE = record.source()
 FORMS = {record.title(name, given): (name, given) for name, given in record.argument_sets()}

@@ -28,7 +28,6 @@ from te_transform.backends import limits, plain
 from te_transform.execution.runner import runner_of
 from te_transform.graph.capture import capture
 from te_transform.graph.nodes import value
-from te_transform.plan import options as plan_options
 from te_transform.plan.match import Site, plan
 from te_transform.plan.options import Options
 from te_transform.report.places import gather
@@ -42,8 +41,6 @@ from tests.models.tiny import WIDTH
 from tests.packages import LLAMA_IDS, llama
 from tests.te_contract import record as te_contract
 from tests.zoo import CASES, HIDDEN, VOCAB, Case, seeded
-
-te = stand_in.te  # a fixture
 
 NO_GPU = "this machine has no GPU that PyTorch can use"
 PLANNED = f"backend 'te', planned only, because {NO_GPU}"
@@ -133,7 +130,7 @@ def refused(report: Report) -> dict[tuple[str, ...], list[str]]:
 
 
 @each(DISTINCT, later=PLANNED_LATER)
-def test_is_planned_for_te_and_changes_nothing(name: str) -> None:
+def test_a_plan_for_te_changes_nothing(name: str) -> None:
     report = planned(name)
     assert report.counts == COUNTS[name]
     assert refused(report) == REFUSED.get(name, {})
@@ -536,23 +533,12 @@ MISTAKES = {
 }
 
 
-def as_if_te_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let convert() get as far as it would where TE runs."""
-    real = plan_options.choose
-
-    def choose(name: str, model: nn.Module, planning: bool, **rest: Any) -> tuple[Any, str]:
-        return real(name, model, planning=True, **rest)
-
-    monkeypatch.setattr(plan_options, "choose", choose)
-
-
 @pytest.mark.parametrize("entry", [te_transform.inspect, te_transform.convert], ids=["inspect", "convert"])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_named_before_the_model_is_run(
-    name: str, entry: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    name: str, entry: Callable[..., Any], as_if_te_ran: None
 ) -> None:
     options, sentence = MISTAKES[name]
-    as_if_te_ran(monkeypatch)
     model = Untouchable()
     with untouched(model), pytest.raises(OptionError) as raised:
         entry(model, X, **{"backend": "te"} | options)
@@ -575,8 +561,7 @@ def test_a_recipe_where_auto_is_torch() -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_paths_where_no_product_is_fused(inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_if_te_ran(monkeypatch)
+def test_paths_where_no_product_is_fused(inplace: bool, as_if_te_ran: None) -> None:
     model = seeded(Attends)
     unknown = {"norm": "fp8", "attention.k_proj": "why not", "attention.out_proj": "known"}
     asked = PrecisionPlan("fp8-delayed", unknown)

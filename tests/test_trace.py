@@ -174,7 +174,7 @@ class Looks(nn.Module):
         return self.linear(y if y.sum() > 0 else -y)
 
 
-def test_what_is_captured_in_pieces_has_no_one_trace() -> None:
+def test_trace_refuses_a_forward_with_graph_breaks() -> None:
     model = Looks()
     sentence = (
         "expected one graph for the forward of Looks, got 2 from dynamo; te_transform.inspect() lists the "
@@ -199,7 +199,7 @@ def test_a_list_of_samples_and_every_form_of_a_sample() -> None:
 # What captures are given by: graph/capture.py
 
 
-def test_what_a_backend_raises_leaves_the_forward_as_it_is() -> None:
+def test_a_backend_that_raises_leaves_the_forward_unchanged() -> None:
     def fails(graph: fx.GraphModule, inputs: list[Any]) -> Any:
         raise ArithmeticError("no")
 

@@ -25,27 +25,24 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_in_one_process(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_one_process(example: Any, tmp_path: Path) -> None:
     """With the curriculum, steps are shorter and the budget of tokens lasts longer; the curves are drawn."""
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *TINY, *SHORT])
-    found = example.Run(example.arguments(), 0, 1).train()
+    found = example.Run(example.arguments([*TINY, *SHORT]), 0, 1).train()
     assert [step["length"] for step in found["train"]] == [128, 64, 64, 64, 128, 128, 128, 128]
     assert [point["tokens"] for point in found["eval"]] == [512 + 3 * 256, 5 * 512 + 3 * 256]
     assert found["eval"][-1]["loss"] < found["train"][0]["loss"]
     (tmp_path / "short.json").write_text(json.dumps(found))
     drawn = ["--read", str(tmp_path / "short.json"), "--plot", str(tmp_path / "loss.svg")]
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *drawn])
-    example.main()
+    example.main(drawn)
     picture = (tmp_path / "loss.svg").read_text()
     assert picture.count("<polyline") == 2
     assert "short: " in picture
 
 
 @pytest.mark.usefixtures("process_group")
-def test_the_techniques_together(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_techniques_together(example: Any) -> None:
     """Dropped layers are left out of the graphs of all lengths."""
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *TINY, *SHORT, "--drop-layers", "--one-bit"])
-    run = example.Run(example.arguments(), 0, 1)
+    run = example.Run(example.arguments([*TINY, *SHORT, "--drop-layers", "--one-bit"]), 0, 1)
     found = run.train()
     assert [step["length"] for step in found["train"]] == [128, 64, 64, 64, 128, 128, 128, 128]
     assert run.drops.steps == len(found["train"])

@@ -89,7 +89,7 @@ def test_one_argument_may_be_computed_from_another() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_what_is_linear_keeps_nothing_and_has_every_derivative() -> None:
+def test_linear_ops_save_nothing_and_have_every_derivative() -> None:
     turn = torch.randn(3, 3, dtype=torch.float64)
 
     class Turned(torch.autograd.Function):

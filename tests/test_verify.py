@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -374,9 +375,7 @@ def test_a_site_that_is_built_otherwise_is_checked_by_itself(layer: int) -> None
 
 
 @pytest.mark.usefixtures("as_given")
-def test_what_runs_by_the_size_of_a_call_is_looked_at_too(
-    by_size: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_checks_the_graphs_of_small_calls(by_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     converted = te_transform.convert(model, X)
     assert verify(model, converted, X)
@@ -393,13 +392,28 @@ def test_what_runs_by_the_size_of_a_call_is_looked_at_too(
     assert {row.inputs for row in result.rows if not row.ok} == {"example inputs, training, as called"}
 
 
-def test_a_site_that_raises_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_op(op: type[plain.LayerNormLinear]) -> Rule:
+    """Return the rule of norms and linears with an op of the test."""
+
+    def build(backend: Any, norm: Any, shared: tuple[str, ...]) -> nn.Module:
+        return op(
+            eps=norm.eps,
+            normalization=layernorm_linear.NORMALIZATION[norm.op],
+            zero_centered_gamma=norm.zero_centered_gamma,
+            returns_norm="norm" in shared,
+        )
+
+    return replace(layernorm_linear.RULE, build=build)
+
+
+class Raises(plain.LayerNormLinear):
     def forward(self, *arguments: Tensor) -> Tensor:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr(plain.LayerNormLinear, "forward", forward)
+
+def test_a_site_that_raises_is_taken_back() -> None:
     model = tiny()
-    converted = te_transform.convert(model, X, backend="torch", passes=[layernorm_linear.RULE])
+    converted = te_transform.convert(model, X, backend="torch", passes=[with_op(Raises)])
 
     assert rolled_back(converted)
     assert not sites(converted)
@@ -407,13 +421,13 @@ def test_a_site_that_raises_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(converted(X), model(X))
 
 
-def test_a_site_that_raises_in_a_later_call_is_taken_back_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self, *arguments: Tensor) -> Tensor:
-        raise NotImplementedError("no such kernel")
+def test_a_site_that_raises_in_a_later_call_is_taken_back_and_named() -> None:
+    class Breaks(Raises):
+        forward = plain.LayerNormLinear.forward
 
     model = tiny()
-    converted = te_transform.convert(model, X, backend="torch", passes=[layernorm_linear.RULE])
-    monkeypatch.setattr(plain.LayerNormLinear, "forward", forward)
+    converted = te_transform.convert(model, X, backend="torch", passes=[with_op(Breaks)])
+    del Breaks.forward  # from here on, the op raises
     with torch.no_grad():  # another mode, and so another graph
         assert torch.equal(converted.eval()(X), model.eval()(X))
     found = [note for note in te_transform.report(converted).notes if "rolled back in a later call" in note]
@@ -532,20 +546,20 @@ class Functional(nn.Module):
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2])
-def test_each_of_several_outputs_is_looked_at(monkeypatch: pytest.MonkeyPatch, wrong: int | None) -> None:
-    own = plain.LayerNormLinear.forward
+def test_verify_checks_each_output(wrong: int | None) -> None:
+    class Scales(plain.LayerNormLinear):
+        def forward(self, *arguments: Tensor) -> Tensor:
+            out = super().forward(*arguments)
+            if wrong is None:
+                return out
+            scale = torch.ones(24, dtype=out.dtype)
+            scale[8 * wrong] += 1e-2
+            return out * scale
 
-    def forward(self, *arguments: Tensor) -> Tensor:
-        out = own(self, *arguments)
-        if wrong is None:
-            return out
-        scale = torch.ones(24, dtype=out.dtype)
-        scale[8 * wrong] += 1e-2
-        return out * scale
-
-    monkeypatch.setattr(plain.LayerNormLinear, "forward", forward)
+    own = layernorm_linear.RULE
+    rules = [with_op(Scales) if rule is own else rule for rule in te_transform.PIPELINE]
     torch.manual_seed(0)
-    converted = te_transform.convert(Functional(), torch.randn(2, 3, 8))
+    converted = te_transform.convert(Functional(), torch.randn(2, 3, 8), passes=rules)
     assert bool(rolled_back(converted)) is (wrong is not None)
 
 
@@ -572,7 +586,7 @@ def test_sizes_that_the_original_refuses_are_noted() -> None:
 
 
 @pytest.mark.parametrize("other", [nn.Linear(8, 8), "a model"], ids=["not_converted", "no_model"])
-def test_what_is_no_pair_is_refused(other: object) -> None:
+def test_verify_refuses_models_that_are_no_pair(other: object) -> None:
     with pytest.raises(ValueError, match="expected a converted model as the second model"):
         verify(nn.Linear(8, 8), other)
 
@@ -830,7 +844,7 @@ def test_fp64_ties_what_is_tied_and_reaches_all() -> None:
     assert model(x).dtype is torch.float32
 
 
-def test_without_gradients_outputs_alone_are_compared() -> None:
+def test_outputs_without_gradients_are_compared_alone() -> None:
     model, inputs = nn.Linear(8, 8), Inputs((torch.randn(2, 8),))
     twin = Subject.of(model, lambda: in_double(model))
     with torch.no_grad():

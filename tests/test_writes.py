@@ -79,7 +79,7 @@ WRITES = (by_mask, by_index, by_out, in_a_view, as_a_whole, by_scatter)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_what_a_graph_writes_stays_until_the_conversions_call_has_ended(write: Write) -> None:
+def test_writes_of_a_graph_last_until_the_call_of_the_conversion_ends(write: Write) -> None:
     seen().clear()
     pair = Pair.of(Helped(write), X, "layernorm_mlp", verify=True)
     expected = X + 1.0

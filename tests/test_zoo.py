@@ -22,7 +22,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 @every_case
-def test_runs_at_any_shape_in_both_modes(case: Case) -> None:
+def test_models_run_at_any_shape_in_both_modes(case: Case) -> None:
     model = case.build()
     for training in (True, False):
         model.train(training)
@@ -33,7 +33,7 @@ def test_runs_at_any_shape_in_both_modes(case: Case) -> None:
 
 
 @every_case
-def test_is_deterministic(case: Case) -> None:
+def test_models_are_deterministic(case: Case) -> None:
     before = torch.get_rng_state()
     first, second = case.build(), case.build()
     assert torch.equal(before, torch.get_rng_state())

@@ -67,9 +67,14 @@ class Trial:
 
 
 class Trials:
-    """The trials of a converted model by shapes and mode."""
+    """The trials of a converted model by shapes and mode.
 
-    def __init__(self) -> None:
+    Args:
+        clock: returns a timestamp of a device, see now().
+    """
+
+    def __init__(self, clock: Callable[[torch.device], Any] | None = None) -> None:
+        self.clock = clock or now
         self.trials: dict[tuple, Trial] = {}
         self.own_calls = 0  # calls that ran the user's own code
 
@@ -119,8 +124,8 @@ class Trials:
         is_own = trial.own
         call = own if is_own else captured
         # other threads may capture graphs meanwhile
-        before, began = [(graph, graph.calls()) for graph in graphs], now(trial.device)
-        out, ended = call(), now(trial.device)
+        before, began = [(graph, graph.calls()) for graph in graphs], self.clock(trial.device)
+        out, ended = call(), self.clock(trial.device)
         if len(graphs) > len(before):  # the call was captured
             return out
         if any(graph.has_gained(calls) for graph, calls in before):

@@ -137,7 +137,7 @@ def test_autocast_casts_what_is_in_float32() -> None:
         ((2, 4, 512, 64), {"mask": True}, "attention too small"),
     ],
 )
-def test_says_what_it_leaves_to_pytorch(
+def test_attention_left_to_pytorch_has_a_reason(
     shape: tuple[int, ...], options: dict, why: str, by_size: None
 ) -> None:
     from te_transform.backends import te
@@ -150,7 +150,7 @@ def test_says_what_it_leaves_to_pytorch(
     assert any(why in reason for reason in core.plain_calls), core.plain_calls
 
 
-def test_of_a_joined_product_the_values_alone_are_kept() -> None:
+def test_attention_keeps_only_the_values_of_a_joined_product() -> None:
     """Queries and keys are turned, and so are other tensors than those that the product gave."""
     from te_transform.backends import te
 

@@ -8,8 +8,7 @@ import torch
 
 import te_transform
 from te_transform.execution import timing
-from tests.gpu.test_compiled import error, gradients, model_of
-from tests.gpu.test_models import sample
+from tests.gpu.zoo import error, gradients, model_of, sample
 
 
 def allocated() -> int:
@@ -19,9 +18,7 @@ def allocated() -> int:
 
 
 @pytest.mark.parametrize("recipe", [None, "fp8-delayed"])
-def test_all_ways_are_timed(recipe: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(timing, "SECONDS", 0.1)
+def test_all_ways_are_timed(recipe: str | None, timings_file: Path) -> None:
     model, inputs = model_of("llama"), sample("llama", seq=64)
     before = allocated()
     converted = te_transform.convert(model, inputs, backend="te", recipe=recipe, compile="auto")
@@ -33,9 +30,7 @@ def test_all_ways_are_timed(recipe: str | None, monkeypatch: pytest.MonkeyPatch,
     assert allocated() - before < 2 * held + 2**26  # nothing of the other ways
 
 
-def test_the_chosen_way_is_as_exact_as_the_original(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(timing, "SECONDS", 0.1)
+def test_the_chosen_way_is_as_exact_as_the_original(timings_file: Path) -> None:
     model, inputs = model_of("llama"), sample("llama", seq=64)
     converted = te_transform.convert(model, inputs, backend="te", compile="auto")
     exact = gradients(copy.deepcopy(model).double(), inputs)

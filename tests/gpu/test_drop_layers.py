@@ -15,8 +15,8 @@ import te_transform
 from te_transform.execution.runner import runner_of
 from te_transform.training import LayerDropping, drop_layers
 from te_transform.training.layer_calls import decide_on_layers
-from tests.gpu.test_training import batch, distance, llama, step
-from tests.test_drop_layers import Fixed
+from tests.dropped import Fixed
+from tests.gpu.llama import batch, distance, llama, step
 from tests.zoo import seeded
 
 LAYERS, STEPS = 4, 20
@@ -90,7 +90,7 @@ def test_steps_are_as_exact_as_uncompiled_ones(recipe: str | None, compile: bool
     assert not [note for note in te_transform.report(model).notes if "a graph runs" in note]
 
 
-def test_where_theta_is_1_it_is_bitwise_the_recorded_model() -> None:
+def test_the_model_is_bitwise_the_recorded_model_while_theta_is_1() -> None:
     whole, model = converted(graphs=True), converted(graphs=True)
     schedule = dropping(model, theta=1)
     for number in range(6):

@@ -7,7 +7,7 @@ import te_transform
 from te_transform import PrecisionPlan
 from te_transform.backends.fp8.registry import state_of
 from tests.conversions import ALL, Pair
-from tests.gpu.test_models import converted, sample
+from tests.gpu.zoo import converted, sample
 from tests.zoo import Inputs
 
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")

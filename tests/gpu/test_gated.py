@@ -88,7 +88,7 @@ def with_cast(activation: str) -> Callable[..., tuple[Tensor | None, Any]]:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @each_format
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_what_it_computes_is_what_te_computes(
+def test_the_kernel_computes_what_te_computes(
     activation: str, fp8: torch.dtype, size: tuple[int, int]
 ) -> None:
     """One FP8 step apart, in few places, because TE rounds to bf16 before it rounds to FP8.
@@ -117,7 +117,7 @@ def test_what_it_computes_is_what_te_computes(
 
 
 @each_format
-def test_what_is_too_large_becomes_the_largest_number(fp8: torch.dtype) -> None:
+def test_large_values_saturate(fp8: torch.dtype) -> None:
     """As in TE: a scale that was right for earlier steps makes no infinity and no NaN in this one."""
     grad, act_input = inputs(SIZES[0])
     scale = 8 * scale_for(in_float64("swiglu", grad, act_input), fp8)

@@ -1,7 +1,6 @@
 """Attention with masks on a GPU, against fp64: bands of keys, batches that are padded, and any other mask."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from te_transform.backends import limits
 from te_transform.backends.banded_attention import attended, ops
 from te_transform.backends.bands import Band, banded, within, within_documents
 from te_transform.backends.masks import what_is
+from tests.gpu.attended import ends_of, poison, random, recorded
 
 # queries and keys, and how far a query sees
 REACHES = {
@@ -30,21 +30,6 @@ REACHES = {
     "ahead": (1024, 1024, None, 100),
     "behind": (1024, 1024, 100, None),
 }
-
-
-def random(batch: int, heads: int, length: int, width: int) -> Tensor:
-    x = torch.randn(batch, length, heads, width, device="cuda", dtype=torch.bfloat16)
-    return x.transpose(1, 2).requires_grad_()
-
-
-def ends_of(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def poison() -> None:
-    """What is allocated next is full of NaN."""
-    blocks = [torch.full((size,), torch.nan, device="cuda") for size in (10, 1000, 10**5, 10**6, 10**7) * 8]
-    del blocks
 
 
 def close(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
@@ -87,17 +72,6 @@ def test_bands_are_as_exact_as_masks(name: str, widths: tuple[int, int]) -> None
         close(found, exact(parts, mask.expand(3, 1, queries, keys), cotangent))
         with torch.no_grad():
             assert torch.equal(core(*parts, banded(mask, band), 0.0, False, None, True), out)
-
-
-def recorded(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A CUDA graph of it, and what its replays write to."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
-    return graph, found
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -342,13 +316,8 @@ def check(model: nn.Module, converted: nn.Module, given: dict[str, Tensor]) -> N
 
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"graphs": True}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_models_with_padded_batches(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other lengths at each call, which do not show in any guard."""
-    from te_transform.backends.te import attention
-
-    calls = []
-    real = attention.banded_attention.attended
-    monkeypatch.setattr(attention.banded_attention, "attended", lambda *a: (calls.append(1), real(*a))[1])
+def test_models_with_padded_batches(name: str, options: dict, bands: list[Band]) -> None:
+    """Lengths vary with each call, which no guard shows."""
     model = built(name)
     converted = te_transform.convert(model, batch(512, [512, 300]), backend="te", **options)
     for length, lengths in ((512, [512, 300]), (512, [17, 512]), (512, [512, 512]), (640, [640, 5])):
@@ -356,18 +325,13 @@ def test_models_with_padded_batches(name: str, options: dict, monkeypatch: pytes
             given = batch(length, lengths)
             given["attention_mask"] = given["attention_mask"].flip(1 if flipped else ())
             check(model, converted, given)
-    assert calls
+    assert bands
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"graphs": True}], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
-def test_models_with_packed_documents(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which transformers finds by their positions."""
-    from te_transform.backends.te import attention
-
-    bands = []
-    real = attention.banded_attention.attended
-    monkeypatch.setattr(attention.banded_attention, "attended", lambda *a: (bands.append(a[4]), real(*a))[1])
+def test_models_with_packed_documents(name: str, options: dict, bands: list[Band]) -> None:
+    """Transformers finds documents by their positions."""
     model = built(name)
 
     def packed(*lengths: int) -> dict[str, Tensor]:

@@ -1,28 +1,12 @@
 """Every model of the zoo on Transformer Engine: to design section 9 in bf16, and in each FP8 recipe."""
 
-from functools import cache
-
 import pytest
-import torch
 
 import te_transform
 from te_transform.backends.fp8.registry import state_of
 from te_transform.execution.runner import runner_of
-from tests.conversions import ALL, Pair, cast
-from tests.zoo import Inputs, zero_dropout
-
-
-def sample(name: str, batch: int = 2, seq: int = 16, **options: object) -> Inputs:
-    inputs = cast(ALL[name].sample(batch, seq, **options), torch.bfloat16)
-    moved = {id(tensor): tensor.cuda() for tensor in inputs.values()}
-    return {key: moved[id(tensor)] for key, tensor in inputs.items()}
-
-
-@cache
-def converted(name: str, recipe: str | None = None) -> Pair:
-    """Without dropout, in bf16, on the GPU."""
-    model = zero_dropout(ALL[name].build()).to("cuda", torch.bfloat16)
-    return Pair(ALL[name], model, te_transform.convert(model, sample(name), backend="te", recipe=recipe))
+from tests.conversions import ALL
+from tests.gpu.zoo import converted, sample
 
 
 @pytest.mark.parametrize("name", ALL)

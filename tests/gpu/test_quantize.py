@@ -11,7 +11,7 @@ from torch import nn
 import te_transform
 from te_transform.backends import few_rows
 from te_transform.fp8_only.weights import quantize
-from tests.gpu.test_training import batch, converted, gradients, llama
+from tests.gpu.llama import batch, converted, gradients, llama
 from tests.zoo import seeded
 
 RECIPES = ("fp8-delayed", "fp8-current")  # those with one scale for a weight
@@ -77,7 +77,7 @@ def test_state_dicts_have_their_names_and_load(recipe: str) -> None:
 
 
 @each_recipe
-def test_what_is_trained_beside_them_gets_the_same_gradients(recipe: str) -> None:
+def test_trained_parameters_beside_fp8_only_weights_get_the_same_gradients(recipe: str) -> None:
     def trained(alone: bool) -> dict[str, torch.Tensor]:
         model = converted(recipe)
         for name, parameter in model.named_parameters():

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from te_transform.backends import plain
 from te_transform.backends.bands import Band, banded, within
-from tests.gpu.test_masks import ends_of, poison, random, recorded
+from tests.gpu.attended import ends_of, poison, random, recorded
 
 # queries and keys, and how far a query sees
 REACHES = {

@@ -7,67 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import te_transform
 from te_transform.backends import limits
 from te_transform.backends.fp8.registry import state_of
 from tests.conversions import same_bits
+from tests.gpu.llama import batch, converted, distance, gradients, llama, step
 from tests.zoo import seeded
 
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
-VOCAB, HIDDEN = 512, 256
-
-
-def llama(width: int = HIDDEN, layers: int = 4) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    return LlamaForCausalLM(config).to("cuda", torch.bfloat16)
-
-
-def batch(seed: int = 0, rows: int = 2, length: int = 64) -> dict[str, Tensor]:
-    ids = torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
-    return {"input_ids": ids, "labels": ids}
-
-
-def converted(recipe: str | None, model: nn.Module | None = None, **options: Any) -> nn.Module:
-    model = seeded(llama) if model is None else model
-    return te_transform.convert(model, batch(), backend="te", recipe=recipe, **options).train()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def kernels(model: nn.Module, in_fp8: bool = True) -> list[Any]:
     """What belongs to the products that have run in FP8, in the order of their first parameters."""
     found = [kernel for parameter in model.parameters() for kernel in state_of(parameter).kernels.values()]
     return [kernel for kernel in found if kernel.in_fp8] if in_fp8 else found
-
-
-def step(model: nn.Module, inputs: dict[str, Tensor], scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    loss = model(**inputs).loss * scale
-    loss.backward()
-    found = gradients(model)
-    model.zero_grad()
-    return loss.detach(), found
-
-
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """How far two sets of gradients are apart, relative to the norm of the second."""
-    assert one.keys() == other.keys()
-    pairs = [(one[name].double(), other[name].double()) for name in one]
-    return (sum((a - b).norm() ** 2 for a, b in pairs) / sum(b.norm() ** 2 for _, b in pairs)).sqrt().item()
 
 
 # Steps
@@ -85,7 +40,7 @@ def test_the_first_step_of_delayed_scaling_is_as_good_as_the_hundredth() -> None
     assert errors[0] <= 1.05 * errors[-1]
 
 
-def test_without_scales_the_first_step_would_be_worse() -> None:
+def test_the_first_step_is_worse_without_scales() -> None:
     """What first scales are for: were this not so, the test above would show nothing."""
     model = seeded(llama)
     small = 2**-14  # a loss like the mean over a large batch
@@ -377,7 +332,7 @@ def test_copies_go_on_by_themselves(recipe: str | None) -> None:
         assert not torch.equal(before, state.amax_history)
 
 
-def test_on_the_cpu_the_same_weights_run_in_plain_pytorch() -> None:
+def test_weights_moved_to_the_cpu_run_in_plain_pytorch() -> None:
     model = seeded(llama)
     fused = converted("fp8-current", model).eval().cpu()
     exact, ids = copy.deepcopy(model).double().cpu().eval(), batch()["input_ids"].cpu()
@@ -388,7 +343,7 @@ def test_on_the_cpu_the_same_weights_run_in_plain_pytorch() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_what_comes_to_the_gpu_after_its_conversion_trains_in_te(autocast: bool) -> None:
+def test_a_model_moved_to_the_gpu_after_its_conversion_trains_in_te(autocast: bool) -> None:
     """As Trainer and accelerate move it there; weights in float32 are for autocast then."""
     dtype = torch.float32 if autocast else torch.bfloat16
     model = seeded(lambda: llama(2048, layers=1)).to("cpu", dtype)

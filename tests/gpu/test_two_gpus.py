@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import te_transform
 from te_transform.backends import limits
 from te_transform.execution.runner import runner_of
-from tests.gpu.test_training import VOCAB, llama
+from tests.divided import check_dropouts, dropouts, equal, errors, gradients, whole
+from tests.gpu.llama import VOCAB, llama
 from tests.ranks import mesh, scales_before, spawn
-from tests.test_parallelize import check_dropouts, dropouts, equal, errors, gradients, whole
 from tests.zoo import seeded
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs are here")

@@ -1,6 +1,11 @@
 """The Llama that is measured, and whose memory is predicted: the shape of the 8B model, with fewer layers."""
 
-from transformers import LlamaConfig
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 
 def shape_of_8b(layers: int, vocab_size: int, length: int) -> LlamaConfig:
@@ -16,3 +21,11 @@ def shape_of_8b(layers: int, vocab_size: int, length: int) -> LlamaConfig:
         use_cache=False,
         attn_implementation="sdpa",
     )
+
+
+def llama_of_8b(layers: int = 1) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Layers of the 8B shape and 8192 tokens, in no memory."""
+    config = shape_of_8b(layers, 32000, length=4096)
+    with torch.device("meta"):
+        ids = torch.zeros(2, 4096, dtype=torch.int64)
+        return LlamaForCausalLM(config).to(torch.bfloat16), {"input_ids": ids, "labels": ids}

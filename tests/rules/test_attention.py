@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_transform.backends import limits, plain
+from te_transform.backends import plain
 from te_transform.graph import ops
 from tests.rules.tables import HEADS, H, Make, fused, linear, reasons, sites, written
 
@@ -336,7 +336,7 @@ FOLLOWED = {  # what the sentences advise
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_is_advised_is_fused(name: str) -> None:
+def test_the_advised_spelling_is_fused(name: str) -> None:
     sites(FOLLOWED[name], backend="te").expect(attention=1)
 
 
@@ -350,12 +350,12 @@ def routed(model, q, k, v):
 
 
 @pytest.mark.parametrize("core", [normalized_otherwise, routed])
-def test_what_is_no_attention_stays(core) -> None:
+def test_other_products_are_no_attention(core) -> None:
     report = fused(attends(core, router=linear(WIDTH, 2)))
     assert not any(site.rule == "attention" for site in report.sites)
 
 
-def test_is_reported_at_the_module_around_it() -> None:
+def test_the_site_is_reported_at_the_module_around_it() -> None:
     make = written(lambda m, x: m.inner(x), inner=attends(written_out))
     (site,) = (site for site in sites(make).sites if site.rule == "attention")
     assert (site.path, site.status) == ("inner", "fused")
@@ -437,7 +437,7 @@ def masks() -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", masks())
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_few_queries_with_a_mask_written_out(
-    name: str, scale: float | None, monkeypatch: pytest.MonkeyPatch
+    name: str, scale: float | None, kernels_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = ((2, 6, 1, 8), (2, 2, 600, 8), (2, 2, 600, 8))
@@ -445,7 +445,6 @@ def test_few_queries_with_a_mask_written_out(
     how = {"scale": scale, "enable_gqa": True}
     wide = mask if mask.dtype is torch.bool else mask.double()
     exact = F.scaled_dot_product_attention(*(part.double() for part in parts), attn_mask=wide, **how)
-    monkeypatch.setattr(limits, "DEVICE", "cpu")
     monkeypatch.setattr(ops, "sdpa", None)  # is not called
     with torch.no_grad():
         found = plain.DotProductAttention().attend(*parts, mask, 0.0, False, scale, True)

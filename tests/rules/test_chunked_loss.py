@@ -112,7 +112,7 @@ def test_words_that_are_nearly_certain(gain: float) -> None:
         assert (one - wide).norm() <= 1.5 * (own - wide).norm() + 1e-7 * wide.norm()
 
 
-def test_holds_no_logits_and_says_so_by_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_withheld_logits_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, logits_of_part = [], chunked_loss.Part.logits
 
     def counted(part: Any, rows: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def test_a_target_that_is_no_word_raises(target: int) -> None:
         converted(X)
 
 
-def test_is_off_unless_it_is_asked_for_and_then_says_what_reads_the_logits() -> None:
+def test_the_rule_is_off_by_default_and_names_readers_of_the_logits() -> None:
     def read(model: nn.Module, x: Tensor) -> Any:
         logits = logits_of(model, x)
         return F.cross_entropy(logits.flatten(0, 1), model.targets.flatten()) + logits.logsumexp(-1).mean()

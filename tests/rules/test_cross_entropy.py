@@ -8,11 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from tests import stand_in
 from tests.rules.tables import H, Make, Written, X, linear, reasons, sites, written
 from tests.zoo import seeded
-
-te = stand_in.te  # a fixture
 
 WORDS = 11
 TARGETS = torch.randint(WORDS, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -57,7 +54,7 @@ def step(model: nn.Module) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", ["flattened", "in fp32", "each"])
-def test_without_the_kernel_it_is_computed_as_the_model_does(
+def test_calls_without_a_kernel_compute_the_loss_of_the_model(
     name: str, te: ModuleType, by_size: None
 ) -> None:
     model = seeded(lambda: FUSES[name]().bfloat16())

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.graph import ops
-from tests import stand_in, test_compiled
 from tests.captures import canonicalize, capture, targets
 from tests.families import FAMILIES
 from tests.rules.tables import reasons, sites
 from tests.zoo import seeded
-
-te, compilations = stand_in.te, test_compiled.compilations  # fixtures
 
 LATER = pytest.mark.integration
 HIDDEN, INNER, EXPERTS, CHOICES = 16, 24, 4, 2
@@ -212,7 +209,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_no_router_is_known_to_choose_stays_with_its_masks(name: str) -> None:
+def test_experts_without_a_known_router_keep_their_masks(name: str) -> None:
     model = seeded(made(route=OTHERS[name]))
     converted = te_transform.convert(model, X)
     te_transform.report(converted).expect(experts=0)
@@ -353,7 +350,7 @@ def beyond(chosen: Tensor, perm: Tensor) -> None:
 
 
 @pytest.mark.parametrize("after", [swap, forget, beyond])
-def test_what_is_written_to_once_the_choices_are_sorted_is_read_then(after) -> None:
+def test_writes_after_the_choices_are_sorted_are_read(after) -> None:
     model = seeded(made(after=after))
     with torch.no_grad():  # the backward of topk would read the choices
         assert close(te_transform.convert(model, X)(X), model(X))
@@ -399,7 +396,7 @@ def exchange(counts: Tensor, weights: Tensor, places: Tensor, by: Tensor) -> Non
 
 
 @pytest.mark.parametrize("write", [nothing, move_one, weigh, exchange])
-def test_what_is_written_to_before_the_choices_are_sorted_is_read_so(write) -> None:
+def test_writes_before_the_choices_are_sorted_are_read(write) -> None:
     model = seeded(lambda: InAnotherOrder(write).bfloat16())
     converted = te_transform.convert(model, (X, torch.tensor(0)))
     te_transform.report(converted).expect(experts=int(write is nothing))

@@ -153,7 +153,7 @@ def test_a_fused_op_may_read_another() -> None:
     assert [node.op for node in read] == ["placeholder", "call_module"]
 
 
-def test_is_reported_at_the_linear() -> None:
+def test_the_site_is_reported_at_the_linear() -> None:
     (site,) = fused(written(in_order, norm=norm(), linear=linear())).sites
     assert site.path == "linear"
 
@@ -237,7 +237,7 @@ FOLLOWED = {  # what the sentence advises
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_is_advised_is_fused(name: str) -> None:
+def test_the_advised_spelling_is_fused(name: str) -> None:
     followed = of_vectors(FOLLOWED[name])
     torch.testing.assert_close(seeded(followed)(X), seeded(REFUSES[name][0])(X))
     assert fused(followed).counts == {"layernorm_linear": 1}
@@ -274,7 +274,7 @@ def test_refuses_a_norm_that_is_written_to_later() -> None:
 
 
 @pytest.mark.parametrize("between", [nn.Tanh, lambda: nn.LayerNorm(H)])
-def test_what_stands_between_them_is_no_reason_that_somebody_could_act_on(between: Make) -> None:
+def test_operations_between_norm_and_linear_are_no_reason(between: Make) -> None:
     report = fused(sequential(norm(), between, nn.Tanh, linear()))
     assert reasons(report, "layernorm_linear") == set()
 

@@ -151,7 +151,7 @@ def test_fuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_is_fused_beside_attention_that_reads_the_same_norm_before(joined: bool) -> None:
+def test_fuses_beside_attention_that_reads_the_same_norm_before(joined: bool) -> None:
     """As in Cohere: gate and up are a product by themselves, and the op gives attention the norm."""
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ UNLIKE_ANY = {
 
 
 @pytest.mark.parametrize("name", UNLIKE_ANY)
-def test_what_stands_between_the_linears_is_told(name: str) -> None:
+def test_operations_between_the_linears_are_named(name: str) -> None:
     make, sentence = UNLIKE_ANY[name]
     report = fused(make)
     report.expect(layernorm_mlp=0)
@@ -350,7 +350,7 @@ def test_a_factor_of_the_activation_is_one_of_the_second_weight() -> None:
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_is_advised_is_fused(name: str) -> None:
+def test_the_advised_spelling_is_fused(name: str) -> None:
     sites(FOLLOWED[name], backend="te").expect(layernorm_mlp=1)
 
 
@@ -361,7 +361,7 @@ def test_refuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["exact gelu, gated", "an uneven gate", "dropout", "one bias"])
-def test_what_is_refused_stays_right(name: str) -> None:
+def test_refused_sites_compute_the_same(name: str) -> None:
     report = fused(REFUSES[name][0])
     report.expect(layernorm_mlp=0)
     assert report.counts["layernorm_linear"] + report.counts["linear"] == 2
@@ -398,7 +398,7 @@ def test_approximate_allows_the_tanh_gelu(make: Make, combine: Act) -> None:
     torch.testing.assert_close(converted(X), expected)
 
 
-def test_is_reported_at_the_module_around_it() -> None:
+def test_the_site_is_reported_at_the_module_around_it() -> None:
     make = written(lambda m, x: m.inner(x), inner=mlp(F.relu))
     (site,) = sites(make).sites
     assert (site.path, site.status) == ("inner", "fused")

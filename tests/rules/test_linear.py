@@ -11,11 +11,8 @@ from torch.nn.utils.parametrize import remove_parametrizations
 
 import te_transform
 from te_transform.backends import limits
-from tests import stand_in
 from tests.rules.tables import H, Make, X, fused, linear, reasons, sequential, written
 from tests.zoo import seeded
-
-te = stand_in.te  # a fixture
 
 
 class Conv1D(nn.Module):
@@ -192,7 +189,7 @@ FOLLOWED = {  # what the sentences advise
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_is_advised_is_fused(name: str) -> None:
+def test_the_advised_spelling_is_fused(name: str) -> None:
     make, count = FOLLOWED[name]
     report = fused(make)
     report.expect(linear=count)

@@ -11,11 +11,8 @@ import te_transform
 from te_transform.backends.joined import Split, adjacent
 from te_transform.execution.runner import runner_of
 from te_transform.graph.nodes import value
-from tests import stand_in
 from tests.rules.tables import FFN, H, Make, Written, X, assert_refused, fused, linear, sites, written
 from tests.zoo import CASES, seeded
-
-te = stand_in.te  # a fixture
 
 
 def added(model: Written, x: Tensor) -> Tensor:
@@ -130,7 +127,7 @@ class Adapted(nn.Module):
         return (q + self.q(x)) * self.k(x) + v + self.v(x)
 
 
-def test_what_is_trained_stays_apart_from_what_is_frozen() -> None:
+def test_trained_and_frozen_siblings_are_not_joined() -> None:
     """A merged linear would have the gradients of all."""
     converted = te_transform.convert(seeded(Adapted), X)
     te_transform.report(converted).expect(merge_siblings=2)
@@ -232,7 +229,7 @@ FOLLOWED = {  # what the sentences advise
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_is_advised_is_fused(name: str) -> None:
+def test_the_advised_spelling_is_fused(name: str) -> None:
     fused(FOLLOWED[name]).expect(merge_siblings=1)
 
 
@@ -256,7 +253,7 @@ def without_gradients(model: Written, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [written_between, without_gradients])
-def test_what_reads_something_else_is_no_sibling(function) -> None:
+def test_linears_of_other_inputs_are_no_siblings(function) -> None:
     report = fused(written(function, q=linear(), k=linear()))
     assert report.counts == {"linear": 2}
 
@@ -274,13 +271,13 @@ def test_parameters_stay_apart_and_lie_next_to_each_other() -> None:
     assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
 
 
-def test_is_reported_at_the_module_around_the_siblings() -> None:
+def test_the_site_is_reported_at_the_module_around_the_siblings() -> None:
     make = written(lambda m, x: m.inner(x), inner=written(added, **three()))
     (site, _) = sites(make).fused
     assert (site.rule, site.path) == ("merge_siblings", "inner")
 
 
-def test_of_a_joined_product_the_values_alone_are_kept(
+def test_attention_keeps_only_the_values_of_a_joined_product(
     te: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries and keys are read where the product left them, and rotated ones take their place."""

@@ -34,10 +34,8 @@ def step(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Kernels run on the CPU; how many rows the weights of fused products had."""
-    monkeypatch.setattr(limits, "DEVICE", "cpu")
-    monkeypatch.setattr(limits, "MIN_PADDED_TOKENS", 1)
+def as_on_a_gpu(kernels_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run kernels on the CPU. Return the numbers of rows of the weights of fused products."""
     rows, product = [], plain.product
 
     def counting(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,7 +80,7 @@ def plain_calls(model: nn.Module, x: Tensor = TARGETS) -> dict[str, int]:
     return te_transform.report(converted).plain_calls
 
 
-def test_says_which_calls_gain_nothing(by_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_gain_nothing_are_reported(by_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the head without padding, a tensor on cpu" in plain_calls(LanguageModel())
     monkeypatch.setattr(limits, "DEVICE", "cpu")
     assert "the head without padding, a matrix product in float32" in plain_calls(LanguageModel())
@@ -93,7 +91,7 @@ def heads(**options: bool | str) -> Report:
     return te_transform.inspect(seeded(LanguageModel), TARGETS, backend="torch", **options)
 
 
-def test_is_off_unless_it_is_asked_for() -> None:
+def test_the_rule_is_off_by_default() -> None:
     why = (
         "a product with 4,099 rows, not a multiple of 8, takes three times as long on a GPU as a product "
         "padded with zeros: set pad_vocabulary=True"

@@ -15,20 +15,15 @@ import te_transform
 from te_transform import Rule
 from te_transform.backends.op import FusedOp
 from te_transform.command_line.sentences import refused, yielded
-from te_transform.execution.executors import inductor
 from te_transform.graph import ops
 from te_transform.graph.pattern import AnyOrder, Call, Linear, Var
 from te_transform.passes import layernorm_linear, layernorm_mlp, linear, merge_siblings
 from te_transform.pipeline import PIPELINE
 from te_transform.plan import refusals
-from tests import stand_in
 from tests.attacks import Pair
 from tests.models.tiny import Tiny
 from tests.rules import tables
 from tests.rules.tables import FFN, H, Make, Written, X, fused, reasons, sites, written
-from tests.test_compiled import trace
-
-te = stand_in.te  # a fixture
 
 # The catalogue
 
@@ -135,15 +130,12 @@ class Counted(ScaledLinear):
         return super().forward(*arguments)
 
 
-@pytest.mark.usefixtures("by_size", "te")
+@pytest.mark.usefixtures("by_size", "compilations", "te")
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(
     "options", [{"backend": "torch"}, {"backend": "te"}, {"backend": "te", "recipe": "fp8-current"}]
 )
-def test_it_runs_in_calls_of_any_size(
-    options: dict[str, str], compile: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inductor, "compile_fx", trace)
+def test_an_op_of_the_user_runs_at_any_size(options: dict[str, str], compile: bool) -> None:
     x, rules = X.bfloat16(), (replace(OWN, build=lambda: Counted()), *PIPELINE)
     original = scaling(2.0)().bfloat16()
     model = te_transform.convert(original, x, passes=rules, verify=False, compile=compile, **options)

@@ -11,11 +11,8 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends import limits, plain
 from te_transform.backends.plain.rotary import ROTATIONS
-from tests import stand_in
 from tests.rules.tables import HEADS, Make, Written, linear, reasons, sites, written
 from tests.zoo import seeded
-
-te = stand_in.te  # a fixture
 
 WIDTH = 8
 Q = torch.randn(2, HEADS, 5, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
@@ -433,7 +430,7 @@ FOLLOWED = {  # what the sentences advise
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_is_advised_is_fused(name: str, te: ModuleType) -> None:
+def test_the_advised_spelling_is_fused(name: str, te: ModuleType) -> None:
     converted = te_transform.convert(seeded(model_of(FOLLOWED[name])).float(), Q.float(), backend="te")
     te_transform.report(converted).expect(rotary=1)
     assert not te_transform.report(converted).refused

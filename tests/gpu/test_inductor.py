@@ -1,28 +1,18 @@
 """What inductor makes of captured graphs on a GPU, by itself and in CUDA graphs, in bf16."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import te_transform
-from te_transform.backends import limits
-from tests.conversions import ALL, run
-from tests.gpu.test_models import sample
-from tests.zoo import Inputs, tensors, zero_dropout
+from tests.conversions import run
+from tests.gpu.zoo import error, gradients, hold_in_fp8, model_of, overwrite_free_memory, sample
+from tests.zoo import Inputs, tensors
 
 LENGTH = 512
-
-
-def model_of(name: str) -> nn.Module:
-    return zero_dropout(ALL[name].build()).to("cuda", torch.bfloat16)
-
-
-def error(actual: list[Tensor], exact: list[Tensor]) -> float:
-    return sum(((a.double() - e) ** 2).sum() for a, e in zip(actual, exact, strict=True)).sqrt().item()
 
 
 @pytest.mark.parametrize("mode", [True, "reduce-overhead"])
@@ -41,14 +31,6 @@ def test_is_as_exact_as_the_original(name: str, mode: bool | str) -> None:
         exact = [*run(wide, wide_inputs), *gradients(wide, wide_inputs)]
         assert error(found, exact) <= 1.1 * error(own, exact), each
     assert not any("uncompiled" in note for note in te_transform.report(converted).notes)
-
-
-def gradients(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """Of a loss that is large enough for bf16, for every parameter that has one."""
-    outputs = [output for output in tensors(model.train()(**inputs)) if output.requires_grad]
-    loss = sum(output.double().square().sum() for output in outputs)
-    found = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
-    return [grad.clone() for grad in found if grad is not None]
 
 
 def test_attention_runs_in_cudnns_kernels() -> None:
@@ -91,43 +73,8 @@ def backward(model: nn.Module, inputs: Inputs) -> None:
     sum(output.double().square().sum() for output in outputs).backward()
 
 
-def overwrite_free_memory() -> None:
-    """Let what is read of memory that was freed be noticed."""
-    held = [torch.full((2**size,), torch.nan, device="cuda") for size in range(8, 22) for _ in range(8)]
-    torch.cuda.synchronize()
-    del held
-
-
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
 @pytest.mark.parametrize("mode", [True, "reduce-overhead"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 def test_is_as_exact_as_uncompiled_in_fp8(name: str, mode: bool | str, recipe: str) -> None:
     hold_in_fp8(name, recipe, compile=mode)
-
-
-def hold_in_fp8(name: str, recipe: str, **how: Any) -> None:
-    """Converted in some way, a model is as exact as it is without, in training and in evaluation.
-
-    Over several inputs: on one alone the errors of two ways to round differ by a sixth.
-    """
-    model = model_of(name)
-    batches = [sample(name, seq=64, seed=seed) for seed in range(7)]
-    options = {"backend": "te", "recipe": recipe, "verify": False}
-    with limits.small_calls_in_fp8:
-        eager = te_transform.convert(model, batches[0], **options)
-        converted = te_transform.convert(model, batches[0], **how, **options)
-        wide = copy.deepcopy(model).double()
-        for act in (gradients, outputs):
-            found, own = 0.0, 0.0
-            for batch in batches:  # delayed scaling calibrates, CUDA graphs are warmed up, recorded, replayed
-                exact = act(wide, batch)
-                found += error(act(converted, batch), exact)
-                own += error(act(eager, batch), exact)
-            assert found <= 1.1 * own, act.__name__
-    assert not any("a graph runs" in note for note in te_transform.report(converted).notes)
-
-
-def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """Of an evaluation; a model that is in it stays in it, with the weights that it has quantized."""
-    with torch.no_grad():
-        return [out.clone() for out in tensors((model.eval() if model.training else model)(**inputs))]

@@ -1,4 +1,4 @@
-"""Calls in which nothing gains run captured graphs or the user's own code, whichever is faster."""
+"""The executor of the user's own code: it runs the calls for which graphs turn out to be slower."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.execution.captured_graph import CapturedGraph
-from te_transform.execution.runner import Runner, runner_of
-from te_transform.execution.trials import IN_A_ROW, LASTS, MOST, ROWS, TOLD, Trial
-from tests import stand_in
+from te_transform.execution.executors.captured import Captured
+from te_transform.execution.executors.fused import Fused
+from te_transform.execution.executors.user_code import UserCode
+from te_transform.execution.runner import runner_of
+from te_transform.execution.trials import IN_A_ROW, LASTS, MOST, ROWS, TOLD, Trial, Trials
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import CASES, seeded
 
-te = stand_in.te  # a fixture
-OWN, CAPTURED = True, False
+OWN, CAPTURED = UserCode.name, Captured.name
 TRIAL = ([CAPTURED] * IN_A_ROW + [OWN] * IN_A_ROW) * (ROWS // 2)
-
-pytestmark = pytest.mark.usefixtures("by_size")
 
 
 class Dropping(Tiny):
@@ -39,68 +37,61 @@ class Dropping(Tiny):
         return F.dropout(super().forward(F.dropout(x, 0.3, self.training)), 0.3, self.training)
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Which way each call ran, in their order."""
-    found: list[bool] = []
-    call, captured = Runner._run, Runner._run_captured
+class Clock:
+    """A clock by which calls take one second, or two in the code that is not `faster`.
 
-    def called(*args: Any) -> Any:
-        found.append(OWN)
-        return call(*args)
+    It is read before and after each call.
+    """
 
-    def ran_captured(*args: Any) -> Any:
-        found[-1] = CAPTURED
-        return captured(*args)
+    def __init__(self, ran: list[str]):
+        self.ran, self.faster, self.seconds, self.is_running = ran, OWN, 0.0, False
 
-    monkeypatch.setattr(Runner, "_run", called)
-    monkeypatch.setattr(Runner, "_run_captured", ran_captured)
-    return found
+    def __call__(self, device: torch.device) -> float:
+        if self.is_running:
+            self.seconds += 1.0 if (self.ran[-1:] == [OWN]) == (self.faster == OWN) else 2.0
+        self.is_running = not self.is_running
+        return self.seconds
 
 
 @pytest.fixture
-def faster(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Says which way is faster, the user's own code until then."""
-    note, seconds = Trial.note, {OWN: 1.0, CAPTURED: 2.0}
-
-    def set_to(way: bool) -> None:
-        seconds.update({way: 1.0, not way: 2.0})
-
-    monkeypatch.setattr(Trial, "note", lambda self, own, *_: note(self, own, 0.0, seconds[own]))
-    return set_to
+def clock(ran: list[str]) -> Clock:
+    """Return a clock by which the user's own code is faster."""
+    return Clock(ran)
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def converted(model: nn.Module, sample: Tensor, **options: Any) -> nn.Module:
-    return te_transform.convert(copy.deepcopy(model), sample, verify=False, **options)
+def converted(model: nn.Module, sample: Any, clock: Clock, **options: Any) -> nn.Module:
+    """Return a converted copy of the model, whose calls are timed by the clock."""
+    made = te_transform.convert(copy.deepcopy(model), sample, verify=False, **options)
+    runner_of(made).user_code.trials.clock = clock
+    return made
 
 
 def end_trial(model: nn.Module, x: Tensor) -> None:
-    """Call the model until it is settled what such calls run."""
+    """Call the model until the trial of such calls ends."""
     for _ in range(len(TRIAL)):
         model(x)
 
 
 @pytest.mark.parametrize("way", [OWN, CAPTURED])
-def test_the_faster_way_is_found_and_taken(way: bool, ran: list[bool], faster: Callable) -> None:
-    faster(way)
+def test_the_faster_code_runs_after_a_trial(way: bool, ran: list[str], clock: Clock) -> None:
+    clock.faster = way
     x = rows(2, 3)
-    model = converted(seeded(Tiny), x)
+    model = converted(seeded(Tiny), x, clock)
     ran.clear()
     for _ in range(len(TRIAL) + 3):
         model(x)
     assert ran == [*TRIAL, way, way, way]
     told = te_transform.report(model).plain_calls
-    assert told.get(TOLD, 0) == (3 if way is OWN else 0)
+    assert told.get(TOLD, 0) == (3 if way == OWN else 0)
 
 
-@pytest.mark.usefixtures("faster")
-def test_both_ways_compute_the_same_bits_and_draw_the_same_numbers(ran: list[bool]) -> None:
+def test_a_trial_computes_the_original_bits_and_random_numbers(ran: list[str], clock: Clock) -> None:
     original, x = seeded(Dropping), rows(2, 3)
-    model = converted(original, x)
+    model = converted(original, x, clock)
     ran.clear()
     for seed in range(len(TRIAL) + 2):
         found = []
@@ -114,9 +105,8 @@ def test_both_ways_compute_the_same_bits_and_draw_the_same_numbers(ran: list[boo
     assert set(ran) == {OWN, CAPTURED}
 
 
-@pytest.mark.usefixtures("faster")
-def test_each_kind_of_call_has_a_trial(ran: list[bool]) -> None:
-    model = converted(seeded(Tiny), rows(2, 3))
+def test_each_shape_and_mode_has_a_trial(ran: list[str], clock: Clock) -> None:
+    model = converted(seeded(Tiny), rows(2, 3), clock)
     for _ in range(len(TRIAL)):
         model(rows(2, 3))
     kinds: list[tuple[Callable[[], Any], Tensor]] = [
@@ -139,10 +129,9 @@ def test_each_kind_of_call_has_a_trial(ran: list[bool]) -> None:
     assert len(runner_of(model).user_code.trials.trials) <= MOST
 
 
-@pytest.mark.usefixtures("faster")
-def test_a_choice_does_not_last_for_ever(ran: list[bool]) -> None:
+def test_a_choice_ends_with_the_next_trial(ran: list[str], clock: Clock) -> None:
     x = rows(1, 2)
-    model = converted(seeded(Tiny), x)
+    model = converted(seeded(Tiny), x, clock)
     end_trial(model, x)
     ran.clear()
     for _ in range(LASTS + 1):
@@ -155,7 +144,7 @@ def _checkpointed(model: nn.Module, x: Tensor) -> None:
 
 
 def _repeated(model: nn.Module, x: Tensor) -> None:
-    """The second call is made in the backward."""
+    """Call the model in a reentrant checkpoint, which calls it again in the backward."""
     checkpoint(model, x.requires_grad_(), use_reentrant=True).sum().backward()
 
 
@@ -190,26 +179,25 @@ def _accumulating(model: nn.Module, x: Tensor) -> None:
 CALLS = [_checkpointed, _repeated, _in_a_mode, _deterministic, _checked]
 
 
-@pytest.mark.usefixtures("faster")
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_that_are_repeated_or_looked_at_are_captured(
-    call: Callable[[nn.Module, Tensor], None], ran: list[bool]
+def test_repeated_and_observed_calls_run_graphs(
+    call: Callable[[nn.Module, Tensor], None], ran: list[str], clock: Clock
 ) -> None:
     x = rows(2, 3)
-    model = converted(seeded(Tiny), x)
+    model = converted(seeded(Tiny), x, clock)
     end_trial(model, x)
     model(x)
-    assert ran[-1] is OWN
+    assert ran[-1] == OWN
     ran.clear()
     call(model, rows(2, 3))
-    assert ran[-1] is CAPTURED
+    assert OWN not in ran
 
 
-@pytest.mark.usefixtures("faster", "as_given")
-def test_verify_looks_at_captured_graphs(ran: list[bool]) -> None:
+@pytest.mark.usefixtures("as_given")
+def test_verify_checks_graphs(ran: list[str], clock: Clock) -> None:
     x = rows(2, 3)
     original = seeded(Tiny)
-    model = converted(original, x)
+    model = converted(original, x, clock)
     end_trial(model, x)
     ran.clear()
     assert te_transform.verify(original, model, x)
@@ -217,13 +205,12 @@ def test_verify_looks_at_captured_graphs(ran: list[bool]) -> None:
     assert OWN not in ran
 
 
-@pytest.mark.usefixtures("faster")
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.integration)])
-def test_graphs_that_have_fewer_operations_run_always(name: str, ran: list[bool]) -> None:
+def test_graphs_with_fewer_operations_always_run(name: str, ran: list[str], clock: Clock) -> None:
     """An activation or a norm of many operations is one: it needs less memory, too."""
     inputs = CASES[name].sample()
     one_layer = {"n_layer": 1} if name == "gpt2" else {}
-    model = te_transform.convert(CASES[name].build(**one_layer), inputs, backend="torch", verify=False)
+    model = converted(CASES[name].build(**one_layer), inputs, clock, backend="torch")
     ran.clear()
     for _ in range(len(TRIAL) + 1):
         model(**inputs)
@@ -242,10 +229,9 @@ class WrittenOut(nn.Module):
         return (scores.softmax(-1) @ self.v(x)[:, None])[:, 0]
 
 
-@pytest.mark.usefixtures("faster")
-def test_attention_that_was_written_out_runs_fused_always(ran: list[bool]) -> None:
+def test_fused_attention_always_runs(ran: list[str], clock: Clock) -> None:
     x = rows(2, 3)
-    model = converted(seeded(WrittenOut), x)
+    model = converted(seeded(WrittenOut), x, clock)
     assert te_transform.report(model).fused
     ran.clear()
     for _ in range(len(TRIAL) + 1):
@@ -269,43 +255,43 @@ class WithAttention(Tiny):
         return self.attention(super().forward(x))
 
 
-@pytest.mark.usefixtures("faster")
 @pytest.mark.parametrize("takes", [True, False])
-def test_calls_that_kernels_take_are_captured(
-    takes: bool, ran: list[bool], te: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_graphs_run_if_a_kernel_takes_the_call(
+    takes: bool, ran: list[str], clock: Clock, te: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from te_transform.backends import cudnn
 
     monkeypatch.setattr(cudnn, "without_attention", lambda *_: None if takes else "no kernel")
     x = rows(2, 8, dtype=torch.bfloat16)
-    model = converted(seeded(WithAttention).bfloat16(), x, backend="te")
+    model = converted(seeded(WithAttention).bfloat16(), x, clock, backend="te")
     ran.clear()
     for _ in range(len(TRIAL) + 1):
         model(x)
     assert (OWN in ran) is not takes
 
 
-@pytest.mark.usefixtures("faster", "te")
+@pytest.mark.usefixtures("te")
 @pytest.mark.parametrize(
     "name",
     ["bert", *(pytest.param(name, marks=pytest.mark.integration) for name in ("vit", "gpt_neox", "opt"))],
 )
-def test_models_in_whose_calls_no_kernel_gains_run_both_ways(name: str, ran: list[bool]) -> None:
+def test_models_without_faster_kernels_may_run_their_own_code(
+    name: str, ran: list[str], clock: Clock
+) -> None:
     """Rotations, masks, losses and attention are found, and each is left as it was."""
     original, inputs = CASES[name].build(num_hidden_layers=1).bfloat16().eval(), CASES[name].sample()
     inputs = {key: x.bfloat16() if x.is_floating_point() else x for key, x in inputs.items()}
-    model = te_transform.convert(copy.deepcopy(original), inputs, backend="te", verify=False).eval()
+    model = converted(original, inputs, clock, backend="te").eval()
     ran.clear()
     wanted = original(**inputs).logits
     for _ in range(len(TRIAL) + 1):
         assert torch.equal(model(**inputs).logits, wanted)
-    assert ran[-1] is OWN
+    assert ran[-1] == OWN
 
 
-@pytest.mark.usefixtures("faster")
-def test_a_recipe_that_a_user_puts_on_is_that_of_captured_graphs(ran: list[bool], te: ModuleType) -> None:
+def test_graphs_run_in_the_recipe_of_the_user(ran: list[str], clock: Clock, te: ModuleType) -> None:
     x = rows(2, 3, dtype=torch.bfloat16)
-    model = converted(seeded(Tiny).bfloat16(), x, backend="te")
+    model = converted(seeded(Tiny).bfloat16(), x, clock, backend="te")
     end_trial(model, x)
     ran.clear()
     model(x)
@@ -314,40 +300,44 @@ def test_a_recipe_that_a_user_puts_on_is_that_of_captured_graphs(ran: list[bool]
     assert ran == [OWN, CAPTURED]
 
 
-@pytest.mark.usefixtures("faster", "te")
-def test_gradients_that_accumulate_are_those_of_captured_graphs(ran: list[bool]) -> None:
+@pytest.mark.usefixtures("te")
+def test_graphs_run_inside_accumulate(ran: list[str], clock: Clock) -> None:
     x = rows(2, 3, dtype=torch.bfloat16)
-    model = converted(seeded(Tiny).bfloat16(), x, backend="te")
+    model = converted(seeded(Tiny).bfloat16(), x, clock, backend="te")
     for _ in range(len(TRIAL) + 1):
         model(x)
-    assert ran[-1] is OWN
+    assert ran[-1] == OWN
     ran.clear()
     _accumulating(model, x)
-    assert ran == [CAPTURED]
+    assert ran == [Fused.name]
 
 
-@pytest.mark.usefixtures("faster")
-def test_graphs_that_another_thread_captures_meanwhile_are_none_of_a_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    x = rows(2, 3)
-    model = converted(seeded(Tiny), x)
-    graphs = runner_of(model).graphs
+class Gained:
+    """A graph whose calls gain nothing; another thread captures a graph when it is asked."""
 
-    def has_gained(*_: Any) -> bool:
-        graphs.append(graphs[0])
+    def __init__(self, graphs: list[Gained]):
+        self.graphs = graphs
+
+    def calls(self) -> None: ...
+
+    def has_gained(self, before: None) -> bool:
+        self.graphs.append(Gained(self.graphs))
         return False
 
-    model(x)
-    monkeypatch.setattr(CapturedGraph, "has_gained", has_gained)
-    assert torch.equal(model(x), model(x))
+
+def test_other_threads_may_capture_graphs_during_a_trial() -> None:
+    graphs: list[Any] = []
+    graphs.append(Gained(graphs))
+    trials, trial = Trials(), Trial(torch.device("cpu"))
+    for calls in range(1, 4):
+        assert trials.run(trial, lambda: OWN, lambda: CAPTURED, graphs) == CAPTURED
+        assert len(trial.calls) == calls
 
 
-@pytest.mark.usefixtures("faster")
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_make_trials_of_their_own(copied: Callable, ran: list[bool]) -> None:
+def test_copies_have_trials_of_their_own(copied: Callable, ran: list[str], clock: Clock) -> None:
     x = rows(2, 3)
-    model = converted(seeded(Tiny), x)
+    model = converted(seeded(Tiny), x, clock)
     end_trial(model, x)
     twin = copied(model)
     ran.clear()
@@ -356,10 +346,9 @@ def test_copies_make_trials_of_their_own(copied: Callable, ran: list[bool]) -> N
     assert ran == [OWN, CAPTURED]
 
 
-@pytest.mark.usefixtures("faster")
-def test_hooks_and_changes_are_seen_in_the_users_own_code(ran: list[bool]) -> None:
+def test_own_code_sees_hooks_and_changes(ran: list[str], clock: Clock) -> None:
     original, x = seeded(Tiny), rows(2, 3)
-    model = converted(original, x)
+    model = converted(original, x, clock)
     end_trial(model, x)
     for each in (original, model):
         each.blocks[0].register_forward_hook(lambda module, args, out: 2 * out)
@@ -393,7 +382,6 @@ def _nested(layout: torch.layout) -> Tensor:
     return torch.nested.nested_tensor([*rows(2, 3)], layout=layout)
 
 
-@pytest.mark.usefixtures("faster")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("call", "times"),
@@ -405,11 +393,11 @@ def _nested(layout: torch.layout) -> Tensor:
     ],
     ids=["text", "symbolic", "nested", "jagged"],
 )
-def test_arguments_that_have_no_sizes_or_no_hash_are_taken(
-    call: Callable[[nn.Module], Tensor], times: int
+def test_arguments_may_have_no_sizes_or_no_hash(
+    call: Callable[[nn.Module], Tensor], times: int, clock: Clock
 ) -> None:
     original = seeded(Told)
-    model = converted(original, rows(2, 3))
+    model = converted(original, rows(2, 3), clock)
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             wanted = call(original)

@@ -1,4 +1,4 @@
-"""Calls as CUDA graphs, on a GPU: what tests/test_replayed.py says of an emulation."""
+"""Calls as CUDA graphs, on a GPU: what tests/executors/test_cuda_graph.py says of an emulation."""
 
 import copy
 from collections import Counter
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.execution import graph_recording, replayed
 from tests.conversions import run
-from tests.gpu.test_compiled import error, gradients, hold_in_fp8, model_of, overwrite_free_memory
-from tests.gpu.test_models import sample
+from tests.executors.helpers import Deep
+from tests.gpu.zoo import error, gradients, hold_in_fp8, model_of, overwrite_free_memory, sample
 from tests.models.tiny import WIDTH
-from tests.test_replayed import Deep
 from tests.zoo import seeded
 
 

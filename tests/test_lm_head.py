@@ -1,6 +1,7 @@
-"""Heads, and the losses that read them, beside CUDA graphs: when they are, and that nothing else changes."""
+"""The LM head, and a loss that reads it, run beside a recording or a piece, with the same numbers."""
 
-from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,24 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.execution import lm_head, specializations
-from tests import stand_in, test_compiled, test_replayed
+from te_transform.execution import lm_head
 from tests.attacks import WIDTH, Block, Pair, X
-from tests.test_compiled import Compilations
-from tests.test_replayed import Emulated
+from tests.compilers import Compiler
+from tests.recordings import Recorder
 from tests.zoo import seeded
 
-te, compilations, counts = stand_in.te, test_compiled.compilations, test_replayed.counts  # fixtures
-pytestmark = pytest.mark.usefixtures("counts", "te")
+pytestmark = pytest.mark.usefixtures("compilations", "cuda_graphs", "te")
 
 COLUMNS = 4100
 LABELS = torch.randint(COLUMNS, X.shape[:2], generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
-def beside_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits of tests are few."""
-    monkeypatch.setattr(lm_head, "COPIED", 0)
+def set_limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Run the head beside at any number of logits. Return a function that sets a limit of lm_head.py."""
+    set_limit = partial(monkeypatch.setattr, lm_head)
+    set_limit("COPIED", 0)
+    return set_limit
 
 
 class Words(nn.Module):
@@ -56,9 +57,10 @@ def words(kind: type[Words] = Words, loss: bool = True) -> nn.Module:
     return seeded(kind, loss)
 
 
-def in_graphs() -> set[int]:
-    """How many columns there are in what the recorded graphs return."""
-    return {output.shape[-1] for graphs in Emulated.all for output in graphs.outputs if output.dim()}
+def are_recorded(recorder: Recorder) -> bool:
+    """Return True if a recording returns the logits."""
+    outputs = (output for recording in recorder.alive for output in recording.outputs)
+    return any(output.shape[-1:] == (COLUMNS,) for output in outputs)
 
 
 def agree_in_evaluation(pair: Pair) -> None:
@@ -72,7 +74,7 @@ def agree_in_evaluation(pair: Pair) -> None:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Any:
-    """What is returned, of which the first alone has a gradient, if it is a loss."""
+    """Return the outputs; beside a loss, the others have no gradient."""
     first, *others = model(x)
     return [1e3 * first, *(other.detach() for other in others)] if model.loss else [first, *others]
 
@@ -85,19 +87,19 @@ def agree_in_training(pair: Pair) -> None:
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("loss", [False, True])
-def test_runs_beside_the_graph(compile: bool, loss: bool) -> None:
+def test_the_head_runs_beside_the_recording(compile: bool, loss: bool, cuda_graphs: Recorder) -> None:
     pair = Pair.of(words(loss=loss), graphs=True, compile=compile, backend="te")
     agree_in_evaluation(pair)
     # uncompiled, a loss would be launched operation by operation
-    assert (COLUMNS in in_graphs()) == (loss and not compile)
+    assert are_recorded(cuda_graphs) == (loss and not compile)
     agree_in_training(pair)
-    assert (COLUMNS in in_graphs()) == (not compile)  # in training
+    assert are_recorded(cuda_graphs) == (not compile)  # in training
     agree_in_evaluation(pair)
     assert not any("a graph" in note for note in te_transform.report(pair.converted).notes)
 
 
 def loss_and_logits(model: nn.Module, x: Tensor) -> Any:
-    """All that is returned, each with a gradient."""
+    """Return all outputs, each with a gradient."""
     loss, logits, hidden = model(x)
     return [1e3 * loss, logits, hidden.detach()]
 
@@ -107,7 +109,9 @@ def logits_alone(model: nn.Module, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("of", [loss_and_logits, logits_alone])
-def test_a_gradient_of_the_logits_beside_the_loss(of: Any, compilations: Compilations) -> None:
+def test_logits_beside_a_loss_may_have_a_gradient(
+    of: Any, compilations: Compiler, cuda_graphs: Recorder
+) -> None:
     pair = Pair.of(words(), graphs=True, compile=True, backend="te")
     agree_in_training(pair)
     compiled = len(compilations)
@@ -117,12 +121,14 @@ def test_a_gradient_of_the_logits_beside_the_loss(of: Any, compilations: Compila
     assert len(compilations) == compiled + 1  # the head, with a gradient of all that it returns
     agree_in_training(pair)
     assert len(compilations) == compiled + 1
-    assert COLUMNS not in in_graphs()
+    assert not are_recorded(cuda_graphs)
 
 
-def test_runs_beside_pieces(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under DDP: the gradient of the head is there before that of all else is computed."""
-    monkeypatch.setattr(specializations, "bucket_size", lambda: 1)
+def test_the_head_runs_beside_pieces_under_ddp(
+    compilations: Compiler, buckets: Callable[[int], None]
+) -> None:
+    """The gradient of the head is ready before all other gradients."""
+    buckets(1)
     pair = Pair.of(words(), compile=True, backend="te")
     for of in (loss_of, loss_and_logits, logits_alone, loss_of):
         pair.agree(of)
@@ -142,25 +148,27 @@ def write_to_logits(model: nn.Module, x: Tensor) -> Any:
     return 1e3 * loss
 
 
-def test_a_write_to_the_logits() -> None:
+def test_logits_may_be_written_before_the_backward() -> None:
     pair = Pair.of(words(), graphs=True, compile=True, backend="te")
     agree_in_training(pair)
     pair.agree(write_to_logits)
 
 
 @pytest.mark.parametrize("paced", [0, pytest.param(2**30, marks=pytest.mark.integration)])
-def test_few_logits_are_copied(paced: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm_head, "COPIED", 2**20)
-    monkeypatch.setattr(lm_head, "PACED", paced)
+def test_few_logits_are_copied(
+    paced: int, cuda_graphs: Recorder, set_limit: Callable[[str, int], None]
+) -> None:
+    set_limit("COPIED", 2**20)
+    set_limit("PACED", paced)
     pair = Pair.of(words(), graphs=True, compile=True, backend="te")
     agree_in_evaluation(pair)
-    assert (COLUMNS in in_graphs()) == bool(paced)  # where the CPU sets the pace
+    assert are_recorded(cuda_graphs) == bool(paced)  # where the CPU sets the pace
     agree_in_training(pair)
-    assert COLUMNS in in_graphs()
+    assert are_recorded(cuda_graphs)
 
 
 @pytest.mark.integration  # as what is changed between other recordings
-def test_another_head_and_another_size() -> None:
+def test_the_head_and_the_size_may_change(cuda_graphs: Recorder) -> None:
     pair = Pair.of(words(), graphs=True, compile=True, backend="te")
     agree_in_training(pair)
     for model in pair.models:
@@ -177,11 +185,11 @@ def test_another_head_and_another_size() -> None:
         pair.x = X[:rows]
         for _ in range(4):
             pair.agree(loss_of)
-    assert COLUMNS not in in_graphs()
+    assert not are_recorded(cuda_graphs)
 
 
 class Twice(Words):
-    """Returns its logits twice."""
+    """A model that returns its logits twice."""
 
     def forward(self, x: Tensor) -> Any:
         found = super().forward(x)
@@ -189,10 +197,10 @@ class Twice(Words):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_logits_that_are_returned_twice(compile: bool) -> None:
+def test_logits_may_be_returned_twice(compile: bool, cuda_graphs: Recorder) -> None:
     pair = Pair.of(words(Twice, loss=False), graphs=True, compile=compile, backend="te")
     agree_in_evaluation(pair)
-    assert COLUMNS not in in_graphs()
+    assert not are_recorded(cuda_graphs)
     agree_in_training(pair)
 
 
@@ -202,7 +210,7 @@ class Dropped(Words):
 
 
 class Counted(Words):
-    """Writes after its head."""
+    """A model that writes after its head."""
 
     def __init__(self, loss: bool):
         super().__init__(loss)
@@ -215,14 +223,14 @@ class Counted(Words):
 
 
 class Scaled(Words):
-    """Another parameter reads the logits."""
+    """A model whose logits are multiplied by another parameter."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) * self.bonus
 
 
 class Unrecorded(Words):
-    """Changes the mode after its head."""
+    """A model that changes the grad mode after its head."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         found = super().logits(hidden)
@@ -232,7 +240,7 @@ class Unrecorded(Words):
 
 
 class Shared(Words):
-    """What its loss reads is read by the layers too."""
+    """A model whose layers read a tensor that the loss reads too."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         shift = LABELS[..., None] / COLUMNS
@@ -243,8 +251,8 @@ LATER = (pytest.param(kind, marks=pytest.mark.integration) for kind in (Dropped,
 
 
 @pytest.mark.parametrize("kind", [Counted, Shared, *LATER])
-def test_stays_in_the_graph(kind: type[Words], counts: Counter) -> None:
+def test_a_head_with_other_readers_stays_in_the_recording(kind: type[Words], cuda_graphs: Recorder) -> None:
     pair = Pair.of(words(kind), graphs=True, compile=True, backend="te")
     agree_in_training(pair)
-    assert COLUMNS in in_graphs()
+    assert are_recorded(cuda_graphs)
     agree_in_evaluation(pair)

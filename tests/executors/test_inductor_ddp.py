@@ -1,6 +1,6 @@
-"""Compiled graphs under DDP, in two processes over gloo: gradients are reduced while the backward goes on.
+"""The executor of inductor under DDP: gradients are reduced while the backward goes on.
 
-As in test_compiled.py, AOTAutograd traces what inductor would compile.
+Two processes over gloo; tests/compilers.py traces graphs in the place of inductor.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_module_simplified
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.execution.executors import inductor
-from tests import ranks
+from tests import compilers, ranks
+from tests.compilers import Compiler
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 BUCKET = 1e-3  # MiB: the head has as many gradients, and each product in a block
@@ -28,28 +26,6 @@ RECIPES = (None, "fp8-delayed")
 ATTENTION, MLP = ("norm", "q", "k", "o"), ("norm2", "mlp.0", "mlp.2")  # what a block calls
 
 Events = list[str]
-
-
-class Compiler:
-    """In the place of inductor; notes what is compiled, and when a backward begins."""
-
-    def __init__(self, events: Events):
-        self.events, self.compilations = events, 0
-
-    def __call__(self, graph: fx.GraphModule, arguments: list[Any], config_patches: dict[str, Any]) -> Any:
-        self.compilations += 1
-        return aot_module_simplified(graph, arguments, fw_compiler=_forward, bw_compiler=self._backward)
-
-    def _backward(self, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            self.events.append(BEGIN)
-            return graph.forward(*arguments)
-
-        return make_boxed_func(run)
-
-
-def _forward(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-    return make_boxed_func(graph.forward)
 
 
 def reduced(events: Events, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -64,7 +40,7 @@ class Trained:
     def __init__(self, bucket: float | None = BUCKET, **options: Any):
         ranks.install_stand_in()
         self.events: Events = []
-        self.compiler = inductor.compile_fx = Compiler(self.events)
+        self.compiler = compilers.install(Compiler(lambda: self.events.append(BEGIN)))
         self.model = ranks.in_fp8(**{"compile": True, **options})
         self.ddp = DistributedDataParallel(
             self.model, gradient_as_bucket_view=True, **({} if bucket is None else {"bucket_cap_mb": bucket})
@@ -78,7 +54,7 @@ class Trained:
         self.events.append(name)
 
     def step(self, number: int, run: nn.Module | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and the gradients; `events` are those of its backward."""
+        """Return the loss and the gradients; `events` are then the events of the backward."""
         loss = (run or self.ddp)(ranks.inputs(number, dist.get_rank()))
         self.events.clear()
         loss.backward()
@@ -89,11 +65,11 @@ class Trained:
 
 
 def order_of_events(recipe: str | None) -> tuple[Events, list[int], list[str]]:
-    """Those of a fourth step, the compilations after each one, and what runs uncompiled."""
+    """Return the events of a fourth step, the compilations after each step, and uncompiled graphs."""
     trained, compilations = Trained(recipe=recipe), []
     for number in range(4):
         trained.step(number)
-        compilations.append(trained.compiler.compilations)
+        compilations.append(len(trained.compiler))
     notes = [note for note in te_transform.report(trained.model).notes if "uncompiled" in note]
     return trained.events, compilations, notes
 
@@ -104,7 +80,7 @@ def with_pieces_and_whole(recipe: str | None) -> list[list[tuple[Tensor, dict[st
     for bucket, compilations in ((BUCKET, 4), (None, 1)):  # the small model is one of DDP's own buckets
         trained = Trained(bucket, recipe=recipe)
         found.append([trained.step(number) for number in range(4)])
-        assert trained.compiler.compilations == compilations
+        assert len(trained.compiler) == compilations
     return found
 
 
@@ -120,7 +96,7 @@ class Repeated(nn.Module):
 
 
 def ways_to_call() -> dict[str, int]:
-    """How many graphs each way to call one model has compiled, the first time and later."""
+    """Return how many graphs each caller of one model compiles, at its first call and later."""
     trained = Trained(recipe=None)
     repeated = DistributedDataParallel(Repeated(trained.model), bucket_cap_mb=BUCKET)
 
@@ -143,18 +119,18 @@ def ways_to_call() -> dict[str, int]:
     found = {}
     for again in ("", ", again"):
         for name, run in ways.items():
-            before = trained.compiler.compilations
+            before = len(trained.compiler)
             trained.step(0, run)
-            found[name + again] = trained.compiler.compilations - before
+            found[name + again] = len(trained.compiler) - before
     return found
 
 
 def in_cuda_graphs() -> int:
-    """How many graphs are compiled."""
+    """Return the number of compiled graphs."""
     trained = Trained(recipe=None, compile="reduce-overhead")
     for number in range(2):
         trained.step(number)
-    return trained.compiler.compilations
+    return len(trained.compiler)
 
 
 def all_of_them() -> dict[str, Any]:
@@ -172,8 +148,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_come_layer_by_layer(recipe: str | None, results: list[dict[str, Any]]) -> None:
-    """Those of joined parameters too: the head's first, then each block's, the first one's in two parts."""
+def test_gradients_are_reduced_layer_by_layer(recipe: str | None, results: list[dict[str, Any]]) -> None:
+    """The head's come first, then each block's, the first block's in two parts."""
     for rank in results:
         events, compilations, notes = rank["events"][recipe]
         begins = [place for place, event in enumerate(events) if event == BEGIN]
@@ -191,7 +167,9 @@ def test_gradients_come_layer_by_layer(recipe: str | None, results: list[dict[st
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_pieces_compute_what_the_whole_does(recipe: str | None, results: list[dict[str, Any]]) -> None:
+def test_pieces_compute_what_the_whole_graph_computes(
+    recipe: str | None, results: list[dict[str, Any]]
+) -> None:
     """Bitwise, where nothing is fused."""
     for rank in results:
         pieces, whole = rank["steps"][recipe]
@@ -199,12 +177,12 @@ def test_pieces_compute_what_the_whole_does(recipe: str | None, results: list[di
         assert all(loss.isfinite() for loss, _ in pieces)
 
 
-def test_what_ddp_does_not_run_is_compiled_whole(results: list[dict[str, Any]]) -> None:
+def test_calls_outside_of_ddp_are_compiled_whole(results: list[dict[str, Any]]) -> None:
     """Each kind once, however often and by turns they are called."""
     first = {"DDP": 4, "no_sync": 0, "alone": 1, "evaluated": 1, "a checkpoint": 0}
     for rank in results:
         assert rank["ways"] == first | {f"{name}, again": 0 for name in first}
 
 
-def test_cuda_graphs_are_of_the_whole(results: list[dict[str, Any]]) -> None:
+def test_modes_with_cuda_graphs_compile_the_whole_graph(results: list[dict[str, Any]]) -> None:
     assert [rank["in CUDA graphs"] for rank in results] == [1, 1]

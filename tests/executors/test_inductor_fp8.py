@@ -1,32 +1,26 @@
-"""Compiled graphs with products in FP8, on the stand-in for Transformer Engine.
+"""The executor of inductor in FP8, on the stand-in for Transformer Engine.
 
-As in test_compiled.py, AOTAutograd traces what inductor would compile; the operations that quantize run in
-plain PyTorch. tests/gpu holds TE's kernels and inductor to the same.
+tests/compilers.py traces graphs in the place of inductor. The ops that quantize run in plain PyTorch.
+tests/gpu tests TE's kernels and inductor alike.
 """
 
 import copy
 from collections.abc import Callable
-from functools import partial
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.backends import plain
 from te_transform.backends.fp8.products import Scaling
 from te_transform.backends.fp8.registry import state_of
-from te_transform.execution import partition
-from tests import stand_in, test_compiled
 from tests.attacks import Attends, Block
+from tests.compilers import Compiler
 from tests.conversions import ALL, gradients, run
 from tests.models.tiny import WIDTH
-from tests.test_compiled import Compilations
 from tests.zoo import Inputs, seeded, zero_dropout
 
-te, compilations = stand_in.te, test_compiled.compilations  # fixtures
-pytestmark = pytest.mark.usefixtures("compilations")
+pytestmark = pytest.mark.usefixtures("at_any_size", "compilations", "te")
 
 RECIPES = ("fp8-delayed", "fp8-current")
 X = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -51,7 +45,7 @@ class Converted:
 
     @property
     def notes(self) -> list[str]:
-        """What the report says of calls that run uncompiled."""
+        """Return the sentences of the report on uncompiled calls."""
         return [note for note in te_transform.report(self.compiled).notes if "uncompiled" in note]
 
 
@@ -69,8 +63,8 @@ def of_module(build: Callable[[], nn.Module], x: Tensor = X, recipe: object = "f
 
 @pytest.mark.parametrize(("name", "recipe"), [("llama", "fp8-delayed"), ("gpt2", "fp8-current")])
 @pytest.mark.integration
-def test_is_as_exact_as_uncompiled(
-    te: ModuleType, name: str, recipe: str, compilations: Compilations
+def test_compiled_models_are_as_exact_as_uncompiled_models(
+    name: str, recipe: str, compilations: Compiler
 ) -> None:
     case = ALL[name]
     pair = Converted(zero_dropout(case.build(num_hidden_layers=1)), case.sample(), recipe)
@@ -87,13 +81,13 @@ def test_is_as_exact_as_uncompiled(
 
 
 def scales(model: nn.Module) -> list[Tensor]:
-    """Of delayed scaling, forward and backward, of every product."""
+    """Return the scales of delayed scaling, forward and backward, of each product."""
     kernels = [kernel for parameter in model.parameters() for kernel in state_of(parameter).kernels.values()]
     metas = [kernel.module.fp8_meta for kernel in kernels if kernel.te.made is not None]
     return [meta[key].scale.clone() for meta in metas for key in ("scaling_fwd", "scaling_bwd")]
 
 
-def test_scales_are_updated_once_a_step_as_tes_modules_do(te: ModuleType) -> None:
+def test_scales_are_updated_once_a_step_as_by_tes_modules() -> None:
     pair = of_module(Attends)
     pair.hold(trained)  # which gives them the first ones
     before: list[Tensor] = []
@@ -110,20 +104,17 @@ def test_scales_are_updated_once_a_step_as_tes_modules_do(te: ModuleType) -> Non
                     parameter.mul_(1.3)  # a history notices at once what is larger than all before
 
 
-@pytest.mark.integration  # in bf16 they are in test_compiled.py
-def test_equal_layers_are_compiled_once_with_scales_of_their_own(
-    te: ModuleType, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partition, "FEWEST", 2)
+@pytest.mark.integration  # test_inductor_pieces.py has bf16
+def test_equal_layers_are_compiled_once_with_scales_of_their_own(deep: None, compilations: Compiler) -> None:
     case = ALL["llama"]
-    pair = Converted(case.build(num_hidden_layers=2), case.sample(), "fp8-delayed")
+    pair = Converted(case.build(num_hidden_layers=4), case.sample(), "fp8-delayed")
     for _ in range(2):
         pair.hold(trained)
     assert len(compilations) == 3  # embeddings, a layer, and the loss
     assert not pair.notes
 
 
-def test_two_forwards_before_a_backward(te: ModuleType) -> None:
+def test_two_forwards_may_precede_a_backward() -> None:
     pair = of_module(Block)
 
     def twice(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -137,7 +128,7 @@ def test_two_forwards_before_a_backward(te: ModuleType) -> None:
 
 
 class Shared(nn.Module):
-    """A block that is called twice: its products have one state."""
+    """A block that is called twice, so its products share a state."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +139,7 @@ class Shared(nn.Module):
 
 
 class PostNorm(Block):
-    """A norm that the residual reads too, as BERT's."""
+    """A block whose residual reads the norm too, as in BERT."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
@@ -175,7 +166,7 @@ class Differentiates(Block):
         return super().forward(x), torch.func.grad(lambda z: self.mlp(self.norm(z)).sum())(x)
 
 
-def test_products_within_a_transform_run_in_their_own_dtype(te: ModuleType) -> None:
+def test_products_inside_a_transform_run_in_their_own_dtype() -> None:
     pair = of_module(Differentiates)
     for _ in range(4):
         pair.hold(trained)
@@ -185,7 +176,7 @@ def test_products_within_a_transform_run_in_their_own_dtype(te: ModuleType) -> N
 @pytest.mark.parametrize(
     "build", [*(pytest.param(build, marks=pytest.mark.integration) for build in (Shared, Repeated)), PostNorm]
 )
-def test_products_that_share_a_state_or_a_graph(te: ModuleType, build: type[nn.Module]) -> None:
+def test_products_may_share_a_state_or_a_graph(build: type[nn.Module]) -> None:
     pair = of_module(build)
     for _ in range(4):
         pair.hold(trained)
@@ -195,14 +186,14 @@ def test_products_that_share_a_state_or_a_graph(te: ModuleType, build: type[nn.M
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[0], pytest.param(RECIPES[1], marks=pytest.mark.integration)])
-def test_any_number_of_rows(te: ModuleType, recipe: str) -> None:
+def test_any_number_of_rows_runs_in_fp8(recipe: str) -> None:
     pair = of_module(Attends, X[:, :5], recipe)
     for _ in range(3):
         pair.hold(trained)
 
 
 @pytest.mark.integration  # test_attacks_training.py freezes parts
-def test_gradients_of_some_parameters_alone(te: ModuleType) -> None:
+def test_frozen_parameters_get_no_gradients() -> None:
     pair = of_module(Attends)
     for frozen in (("norm.weight", "norm.bias"), ("attention.q_proj.weight",), ()):
         for model in (pair.exact, pair.eager, pair.compiled):
@@ -212,7 +203,7 @@ def test_gradients_of_some_parameters_alone(te: ModuleType) -> None:
             pair.hold(trained)
 
 
-def test_the_gradient_of_an_input(te: ModuleType) -> None:
+def test_inputs_get_gradients() -> None:
     pair = of_module(Attends)
 
     def of_input(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -223,7 +214,7 @@ def test_the_gradient_of_an_input(te: ModuleType) -> None:
         pair.hold(of_input)
 
 
-def test_weights_are_quantized_once_in_evaluation(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_quantized_once_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = of_module(Block)
     quantized: list[int] = []
     whole = Scaling.quantized
@@ -250,7 +241,7 @@ def test_weights_are_quantized_once_in_evaluation(te: ModuleType, monkeypatch: p
         pair.hold(served)
 
 
-def test_training_goes_on_where_inference_mode_began(te: ModuleType) -> None:
+def test_training_may_follow_inference_mode() -> None:
     pair = of_module(Block)
     for _ in range(3):
         with torch.inference_mode():
@@ -260,7 +251,7 @@ def test_training_goes_on_where_inference_mode_began(te: ModuleType) -> None:
     assert not pair.notes
 
 
-def test_what_tes_modules_keep_more_for_runs_uncompiled(te: ModuleType, compilations: Compilations) -> None:
+def test_accumulate_and_checkpoints_run_uncompiled(compilations: Compiler) -> None:
     pair = of_module(Block)
 
     def accumulated(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -287,7 +278,7 @@ def test_what_tes_modules_keep_more_for_runs_uncompiled(te: ModuleType, compilat
     assert compilations
 
 
-def test_what_a_reentrant_checkpoint_repeats_of_a_compiled_forward_is_in_fp8(te: ModuleType) -> None:
+def test_a_reentrant_checkpoint_repeats_a_compiled_forward_in_fp8() -> None:
     options = {"backend": "te", "recipe": "fp8-delayed", "compile": True, "verify": False}
     model = te_transform.convert(seeded(Block).bfloat16(), {"x": X}, **options).train()
     for _ in range(3):
@@ -296,9 +287,7 @@ def test_what_a_reentrant_checkpoint_repeats_of_a_compiled_forward_is_in_fp8(te:
     assert not any((of_gradients[::2] == 1).any() for of_gradients in scales(model)[1::2])
 
 
-def test_weights_that_are_held_in_fp8_alone_run_uncompiled(
-    te: ModuleType, compilations: Compilations
-) -> None:
+def test_fp8_only_weights_run_uncompiled(compilations: Compiler) -> None:
     pair = of_module(Block)
     for _ in range(2):
         pair.hold(run)
@@ -309,7 +298,7 @@ def test_weights_that_are_held_in_fp8_alone_run_uncompiled(
     assert not compilations
 
 
-def test_a_recipe_that_only_tes_modules_have_is_named(te: ModuleType, compilations: Compilations) -> None:
+def test_recipes_without_compiled_products_run_uncompiled_with_a_reason(compilations: Compiler) -> None:
     pair = of_module(Block, recipe="fp8-block")
     for _ in range(2):
         pair.hold(trained)
@@ -317,72 +306,9 @@ def test_a_recipe_that_only_tes_modules_have_is_named(te: ModuleType, compilatio
     assert pair.notes == ["graphs run uncompiled, Float8BlockScaling runs only in TE's modules"]
 
 
-def test_a_precision_plan_holds(te: ModuleType, compilations: Compilations) -> None:
+def test_sites_that_a_precision_plan_excludes_compile_without_fp8(compilations: Compiler) -> None:
     plan = te_transform.PrecisionPlan("fp8-delayed", {"mlp": "as asked"})
     pair = of_module(Block, recipe=plan)
     for _ in range(2):
         pair.hold(trained)
     assert [node for node in compilations[0][0].graph.nodes if "state" in node.kwargs] == []
-
-
-@pytest.mark.parametrize(
-    ("dtype", "turned"),
-    [
-        (torch.float8_e4m3fn, True),  # as activations and weights are quantized
-        pytest.param(torch.float8_e4m3fn, False, marks=pytest.mark.integration),
-        pytest.param(torch.float8_e5m2, True, marks=pytest.mark.integration),
-        pytest.param(torch.float8_e5m2, False, marks=pytest.mark.integration),
-    ],
-)
-def test_the_operations_are_such_as_a_compiler_expects(dtype: torch.dtype, turned: bool) -> None:
-    x, scales_of, history = torch.randn(16, 32), torch.tensor([2.0, 30.0]), torch.zeros(3, 2)
-    ops, rest = torch.ops.te_transform, (scales_of, history, 1, dtype, turned)
-    for op, arguments in (
-        (ops.quantize, (x, *rest)),
-        (ops.quantize, (x, scales_of, None, *rest[2:])),
-        (ops.activate, (x, "swiglu", *rest)),
-        (ops.activate, (x, "gelu", *rest)),
-        (ops.activate_backward, (torch.randn(16, 16), x, "swiglu", False, *rest)),
-        (ops.activate_backward, (torch.randn(16, 32), x, "gelu", True, *rest)),
-        (ops.cat, ([x, x[:, :5]],)),
-    ):
-        torch.library.opcheck(op, arguments)
-
-
-def test_quantizing_saturates_and_notes_the_largest_value() -> None:
-    x, history = torch.tensor([[1.0, -3.0], [1000.0, 0.5]]), torch.zeros(2, 3)
-    arguments = (torch.tensor([1.0, 2.0, 1.0]), history, 1, torch.float8_e4m3fn, True)
-    held, transposed, inverse = torch.ops.te_transform.quantize(x, *arguments)
-    assert held.float().tolist() == [[2.0, -6.0], [448.0, 1.0]]
-    assert torch.equal(transposed.float(), held.float().t())
-    assert inverse.tolist() == [0.5]
-    assert history.tolist() == [[0.0, 1000.0, 0.0], [0.0, 0.0, 0.0]]
-    torch.ops.te_transform.quantize(x / 2, *arguments)
-    assert history[0, 1] == 1000.0
-
-
-@pytest.mark.parametrize(
-    "activation",
-    [
-        *(each for each in plain.ACTIVATIONS.values() if each != plain.EXACT_GELU),
-        *plain.GATED_ACTIVATIONS.values(),
-    ],
-)
-def test_an_activation_and_its_gradient(activation: str) -> None:
-    x = torch.randn(8, 12, requires_grad=True)
-    out = plain.activated(activation, x)
-    grad = torch.randn_like(out)
-    (expected,) = torch.autograd.grad(out, x, grad)
-    ops, rest = torch.ops.te_transform, (torch.float8_e4m3fn, False)
-    *_, total = ops.activate_backward(
-        grad, x.detach(), activation, True, torch.ones(1), torch.zeros(1, 1), 0, *rest
-    )
-    torch.testing.assert_close(total, expected.sum(0))
-    for computed, wide in (
-        (partial(ops.activate, x.detach(), activation), out),
-        (partial(ops.activate_backward, grad, x.detach(), activation, False), expected),
-    ):
-        history = torch.zeros(1, 1)
-        held, *_ = computed(torch.ones(1), history, 0, *rest)
-        assert torch.equal(held.float(), wide.detach().to(torch.float8_e4m3fn).float())
-        torch.testing.assert_close(history[0, 0], wide.abs().amax())

@@ -1,0 +1,151 @@
+"""The executor of each call, and the reason, as docs/architecture.md and the report give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import te_transform
+from te_transform.execution.executors import captured, cuda_graph, fused, inductor, user_code
+from tests.attacks import Block
+from tests.models.tiny import WIDTH
+from tests.zoo import seeded
+
+OWN, CAPTURED, FUSED = user_code.UserCode.name, captured.Captured.name, fused.Fused.name
+COMPILED, REPLAYED = inductor.Inductor.name, cuda_graph.CudaGraph.name
+X = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+IN_FP8 = {"recipe": te_transform.PrecisionPlan("fp8-current", small_calls=True), "compile": True}
+
+Call = Callable[[nn.Module], Any]
+
+
+def in_training(model: nn.Module) -> None:
+    model(X).sum().backward()
+
+
+def decoding(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(X[:, :1])
+
+
+def checkpointed(model: nn.Module) -> None:
+    checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
+
+
+def under_ddp(model: nn.Module) -> None:
+    in_training(DistributedDataParallel(model))
+
+
+def in_vmap(model: nn.Module) -> None:
+    torch.vmap(model)(X[:, None])
+
+
+def in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        model(X)
+
+
+def replayed(model: nn.Module) -> None:
+    for _ in range(2):
+        in_training(model)
+
+
+def add_hook(model: nn.Module) -> None:
+    in_training(model)
+    model.mlp.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def divide(model: nn.Module) -> None:
+    te_transform.parallelize(model, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), X)
+
+
+def nothing(model: nn.Module) -> None:
+    """Do nothing: the call is the first of its shape."""
+
+
+@dataclass
+class Row:
+    """A call of a model in bf16.
+
+    Attributes:
+        executor: the file of the executor that runs the call.
+        options: of the conversion.
+        call: the call.
+        ran: the executors that run it; inductor passes the first call of a shape in FP8 to another one.
+        why: the sentence of the report, "" if there is none.
+        before: what is done to the model before.
+        fixtures: of the call.
+    """
+
+    executor: ModuleType
+    options: dict[str, Any]
+    call: Call
+    ran: list[str]
+    why: str = ""
+    before: Call = in_training
+    fixtures: tuple[str, ...] = ()
+
+
+REPEATED = (
+    "1 calls of graphs did not run compiled: a checkpoint repeats the call, and TE's modules keep more state "
+    "than scales"
+)
+IN_VMAP = (
+    "dynamo cannot capture a part of the forward (Unsupported functorch tracing attempt): your own code runs "
+    "there"
+)
+SMALL = "1 calls ran in plain PyTorch: a graph without gated MLPs, which is as fast as captured"
+COMPILE, DDP = {"compile": True}, ("process_group",)
+
+CALLS: dict[str, Row] = {
+    "decoding": Row(user_code, COMPILE, decoding, [OWN]),
+    "in vmap": Row(user_code, COMPILE, in_vmap, [OWN], IN_VMAP),
+    "with a new hook": Row(user_code, COMPILE, in_training, [OWN], before=add_hook),
+    "third of a shape": Row(cuda_graph, {"graphs": True}, in_training, [REPLAYED], before=replayed),
+    "compiled in FP8": Row(inductor, IN_FP8, in_training, [COMPILED]),
+    "under DDP": Row(inductor, COMPILE, under_ddp, [COMPILED], fixtures=DDP),
+    "divided": Row(inductor, COMPILE, in_training, [COMPILED], before=divide, fixtures=DDP),
+    "in inference mode": Row(inductor, COMPILE, in_inference_mode, [COMPILED]),
+    "first of a shape in FP8": Row(fused, IN_FP8, in_training, [COMPILED, FUSED], before=nothing),
+    "checkpointed in FP8": Row(fused, IN_FP8, checkpointed, [FUSED], REPEATED),
+    "too small": Row(captured, {}, in_training, [CAPTURED], SMALL, before=nothing),
+}
+
+
+@pytest.mark.usefixtures("te", "compilations", "cuda_graphs")
+@pytest.mark.parametrize("name", CALLS)
+def test_the_executor_and_its_reason(name: str, ran: list[str], request: pytest.FixtureRequest) -> None:
+    row = CALLS[name]
+    for fixture in row.fixtures:
+        request.getfixturevalue(fixture)
+    model = seeded(Block).bfloat16()
+    model = te_transform.convert(model, X, verify=False, backend="te", **row.options)
+    row.before(model)
+    ran.clear()
+    row.call(model)
+    assert (ran or [OWN]) == row.ran  # dynamo itself runs the user's own code where it captures nothing
+    assert [*reasons(te_transform.report(model))] == [row.why] * bool(row.why)
+
+
+def reasons(report: te_transform.Report) -> Iterator[str]:
+    """Yield the sentences of the report on calls that run otherwise than asked for."""
+    told = (*report.fallbacks, *report.plain_calls, *report.breaks)
+    return (note for note in report.all_notes() if note.endswith(told))
+
+
+def test_architecture_has_the_calls_of_each_executor() -> None:
+    text = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8")
+    for module in (user_code, cuda_graph, inductor, fused, captured):
+        row = next(line for line in text.splitlines() if f"| `{Path(module.__file__).name}` |" in line)
+        examples = row.split("|")[4].strip().split(", ")
+        assert examples == [name for name, call in CALLS.items() if call.executor is module]
