@@ -19,10 +19,10 @@ def halves(fc1: Pattern) -> tuple[Call, Call]:
     return Call(ops.columns, fc1, 0, Var("half")), Call(ops.columns, fc1, Var("half"), Var("end"))
 
 
-def activated(fc1: Pattern) -> OneOf:
+def activation_pattern(fc1: Pattern) -> OneOf:
     """Return the pattern of the activation after the first product `fc1`; `gated` is the activated part."""
     first, second = halves(fc1)
-    act = partial(Call, ops.ACTIVATIONS, role="activation")
+    act = partial(Call, ops.ACTIVATION_OPS, role="activation")
     gates = {"first half": (first, second), "second half": (second, first)}
     return OneOf(
         gated={"no": act(fc1)} | {k: Call(torch.mul, act(g), other) for k, (g, other) in gates.items()}
@@ -30,7 +30,7 @@ def activated(fc1: Pattern) -> OneOf:
 
 
 _FC1 = Linear(Norm(Var("x")), role="fc1")
-_HIDDEN, _OTHER = activated(_FC1), Pointwise(_FC1, role="functions")
+_HIDDEN, _OTHER = activation_pattern(_FC1), Pointwise(_FC1, role="functions")
 
 
 def _dropped(hidden: Pattern) -> Call:

@@ -10,7 +10,7 @@ from te_transform.graph.nodes import is_parameter, value
 from te_transform.graph.pattern import Siblings
 from te_transform.plan.rule import Operation, Rule, reshaped, stored_in
 
-ROWS = 16  # FP8 kernels need a multiple of this number of rows
+MULTIPLE = 16  # FP8 kernels need a multiple of this number of rows
 
 
 def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
@@ -18,11 +18,11 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
     if not all(linear.weight.shape[0] for linear in linears):
         yield "one of the linears has no rows, but each needs at least one: remove it from the model"
     mixed = len({linear.bias is None for linear in linears}) > 1
-    narrow = [linear.weight.shape[0] for linear in linears if linear.weight.shape[0] % ROWS]
+    narrow = [linear.weight.shape[0] for linear in linears if linear.weight.shape[0] % MULTIPLE]
     if mixed and narrow:
         yield (
             f"some of the linears have a bias and some have none, and one has {narrow[0]} rows, but kernels "
-            f"for the merged linear need a multiple of {ROWS}: give it a multiple of {ROWS} rows"
+            f"for the merged linear need a multiple of {MULTIPLE}: give it a multiple of {MULTIPLE} rows"
         )
     if len({linear.sources("weight") for linear in linears}) < len(linears):
         yield (
@@ -48,7 +48,7 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
         )
 
 
-_KEPT = (*ops.ACTIVATIONS, ops.columns)  # the calls between a linear and the product of a gate
+_KEPT = (*ops.ACTIVATION_OPS, ops.columns)  # the calls between a linear and the product of a gate
 
 
 def group(linear: fx.Node) -> fx.Node | bool:
@@ -70,7 +70,7 @@ def gated_product(linear: fx.Node) -> fx.Node | None:
     if others or product is None or product.target is not torch.mul or linear.args[0].target not in ops.NORMS:
         return None
     factors = product.all_input_nodes
-    is_gated = len(factors) == 2 and any(factor.target in ops.ACTIVATIONS for factor in factors)
+    is_gated = len(factors) == 2 and any(factor.target in ops.ACTIVATION_OPS for factor in factors)
     sources = map(_source, factors)
     alike = all(node.target is ops.linear and node.args[0] is linear.args[0] for node in sources)
     return product if is_gated and alike else None

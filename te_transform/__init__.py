@@ -111,4 +111,4 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 # The page is imported when a report is first drawn.
-import_module("te_transform.report.renderer").register("te_transform.page.render")
+import_module("te_transform.report.renderer").register_renderer("te_transform.page.render")

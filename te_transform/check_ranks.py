@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_transform.execution.runner import runner_of
-from te_transform.execution.timing import version_of
+from te_transform.execution.timing import installed_version
 from te_transform.graph.keywords import suggests
 from te_transform.plan.options import Options
 from te_transform.reporting import report
@@ -78,7 +78,7 @@ def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str
         "the recipe": "none" if precision is None else f"{precision.recipe} ({_digest([precision.sites])})",
         "the options": " ".join(f"{name}={told}" for name, told in _told(options).items()),
         "the mesh": "none" if mesh is None else f"{mesh.mesh.tolist()} {mesh.mesh_dim_names}",
-        **{f"the version of {name}": version_of(name) or "none" for name in _PACKAGES},
+        **{f"the version of {name}": installed_version(name) or "none" for name in _PACKAGES},
     }
 
 

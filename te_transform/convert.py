@@ -23,7 +23,7 @@ from te_transform.execution import timing
 from te_transform.execution.calibrate import calibrate
 from te_transform.execution.classes import give_classes_back
 from te_transform.execution.console import in_a_line, progress
-from te_transform.execution.first_calls import Seen, fails_captured, first_calls, traced_otherwise
+from te_transform.execution.first_calls import FirstGraphs, fails_captured, first_calls, traced_otherwise
 from te_transform.execution.fp8_only import dequantize_weights
 from te_transform.execution.runner import Runner, attach, detach, runner_of
 from te_transform.execution.timing import Timing
@@ -143,7 +143,7 @@ def _capture_and_report(
     made: nn.Module, original: nn.Module | None, runner: Runner, samples: Sequence[Inputs]
 ) -> None:
     attach(made, runner)
-    seen, why = Seen(), None
+    seen, why = FirstGraphs(), None
     try:
         seen = first_calls(made, runner, samples, original)
         if runner.policy.by_block:  # known only after a first call
@@ -185,7 +185,7 @@ def _fastest(
     """Convert `made` with the options that are fastest on the first sample, in its current mode."""
     ways = options.ways()
     key = timing.key_of(made, samples[0], {**vars(options), "backend": options.backend.NAME}, *ways)
-    timings = timing.kept(key)
+    timings = timing.kept_timings(key)
     if not timings:
         timings = _timings(made, original, ways, samples)
         timing.keep(key, timings)
@@ -229,7 +229,7 @@ def _free_gpu_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _enter_recipe(model: nn.Module, runner: Runner, seen: Seen, samples: Sequence[Inputs]) -> None:
+def _enter_recipe(model: nn.Module, runner: Runner, seen: FirstGraphs, samples: Sequence[Inputs]) -> None:
     """Run the products that the plan names in its recipe; delayed scaling calibrates on the samples."""
     backend, plan = runner.options.backend, runner.material.report.precision
     recipe = backend.recipe_of(plan.recipe)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from te_transform.execution import timing
-from te_transform.execution.first_calls import Seen, raises_captured, watched
+from te_transform.execution.first_calls import FirstGraphs, raises_captured, watched_calls
 from te_transform.execution.runner import Runner, attach, detach
 from te_transform.execution.timing import Timing
 from te_transform.graph.capture import ways_to_call
@@ -60,8 +60,8 @@ def _predicted_call(
     if why and plans and options.backend.HAS_KERNELS:
         yield f"no time is predicted for a call, times are {why}"
     elif why is None:
-        fused = cost.seconds_of(plans, options, precision, training)
-        before = cost.seconds_of(plans, replace(options, run_original=True), None, training)
+        fused = cost.predicted_seconds(plans, options, precision, training)
+        before = cost.predicted_seconds(plans, replace(options, run_original=True), None, training)
         mode = "forward and backward" if training else "forward"
         taken, unfused = timing.duration(fused), timing.duration(before)
         yield f"a call is predicted to take {taken} on an H100, {unfused} unfused ({mode})"
@@ -78,7 +78,7 @@ def _predicted(
     for name, options in ways.items():
         why = cost.unknown(plans, options)
         inside = precision if options.recipe is not None else None
-        seconds = None if why else cost.seconds_of(plans, options, inside, training)
+        seconds = None if why else cost.predicted_seconds(plans, options, inside, training)
         found.append(Timing(name, seconds, why or "predicted"))
     return found
 
@@ -99,7 +99,7 @@ def _asked(model: nn.Module, example_inputs: Any, options: dict[str, Any]) -> tu
     return asked, as_inputs(model, example_inputs)[0]
 
 
-def _planned(model: nn.Module, options: Options, sample: Inputs) -> tuple[Runner, Seen]:
+def _planned(model: nn.Module, options: Options, sample: Inputs) -> tuple[Runner, FirstGraphs]:
     """Capture the forward, without memory unless the forward branches on values."""
     for tensors in ways_to_call(model):
         planned = Runner(options)
@@ -110,13 +110,13 @@ def _planned(model: nn.Module, options: Options, sample: Inputs) -> tuple[Runner
     with suppress(Exception), preserved(model), tensors(model, sample) as (args, kwargs):
         model.train()(*args, **kwargs)
         planned.material.notes.append(raises_captured(failed.__cause__ or failed))
-        return planned, Seen()
+        return planned, FirstGraphs()
     raise failed
 
 
-def _dry_call(model: nn.Module, planned: Runner, sample: Inputs, tensors: Callable[..., Any]) -> Seen:
+def _dry_call(model: nn.Module, planned: Runner, sample: Inputs, tensors: Callable[..., Any]) -> FirstGraphs:
     """Capture the forward in training mode; nothing is fused."""
-    with preserved(model), watched(planned, model) as seen:
+    with preserved(model), watched_calls(planned, model) as seen:
         attach(model, planned)
         try:
             with tensors(model, sample) as (args, kwargs):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from te_transform.execution.blocks import blocks
-from te_transform.execution.first_calls import Seen
+from te_transform.execution.first_calls import FirstGraphs
 from te_transform.execution.runner import Runner, runner_of
 from te_transform.execution.trials import TOLD
 from te_transform.graph.inputs import Inputs
@@ -74,7 +74,7 @@ def _report_of_next_call(model: nn.Module, runner: Runner) -> Report:
     return replace(made, memory=told.memory, timings=told.timings, chosen=told.chosen, inputs=told.inputs)
 
 
-def reported(model: nn.Module, runner: Runner, seen: Seen, sample: Inputs) -> Report:
+def reported(model: nn.Module, runner: Runner, seen: FirstGraphs, sample: Inputs) -> Report:
     options, plans = runner.options, list(seen.plans())
     precision = None
     if options.recipe is not None:

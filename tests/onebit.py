@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from te_transform.training import OneBitAdam, OneBitError, OneBitLamb, ZeroOneAdam
 from te_transform.training.one_bit.compressed import CompressedMean
-from te_transform.training.one_bit.layout import Layout
+from te_transform.training.one_bit.layout import FlatLayout
 
 FEATURES = 13  # an odd number: no size is a multiple of 8 times the ranks
 
@@ -90,7 +90,7 @@ def exchanges() -> dict[str, Any]:
         nn.Parameter(torch.zeros(5)),
         nn.Parameter(torch.zeros(3, 1)),
     ]
-    layout = Layout([parameters], dist.get_world_size())
+    layout = FlatLayout([parameters], dist.get_world_size())
     mean, generator = CompressedMean(layout, dist.group.WORLD), torch.Generator().manual_seed(dist.get_rank())
     inputs, results, is_exact = [], [], True
     for _ in range(20):
@@ -119,7 +119,7 @@ def exchanges() -> dict[str, Any]:
 
 def vectors_alone() -> bool:
     parameter = nn.Parameter(torch.zeros(3))
-    layout = Layout([[parameter]], dist.get_world_size())
+    layout = FlatLayout([[parameter]], dist.get_world_size())
     values = layout.buffer()
     layout.view(values, parameter).copy_(torch.tensor([1.0, 2.0, 3.0]) * dist.get_rank())
     CompressedMean(layout, dist.group.WORLD)(values)
@@ -130,7 +130,7 @@ def vectors_alone() -> bool:
 def matrices_alone() -> bool:
     """One number: the chunks of all ranks but the first are padding."""
     parameter = nn.Parameter(torch.zeros(1, 1))
-    layout = Layout([[parameter]], dist.get_world_size())
+    layout = FlatLayout([[parameter]], dist.get_world_size())
     values = layout.buffer()
     layout.view(values, parameter).fill_(-3.0)
     CompressedMean(layout, dist.group.WORLD)(values)

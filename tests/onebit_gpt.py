@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from te_transform.training import OneBitAdam, ZeroOneAdam
 from te_transform.training.one_bit.compressed import CompressedMean
-from te_transform.training.one_bit.layout import Layout
+from te_transform.training.one_bit.layout import FlatLayout
 from tests.models.nanogpt import GPT, GPTConfig
 
 STEPS, WARM_UP, ROWS, LENGTH = 300, 100, 16, 32
@@ -29,7 +29,7 @@ class OfCompressedGradients(torch.optim.Adam):
     def step(self, closure: None = None) -> None:
         (group,) = self.param_groups
         if not self.taken:
-            self.layout = Layout([group["params"]], dist.get_world_size())
+            self.layout = FlatLayout([group["params"]], dist.get_world_size())
             self.mean = CompressedMean(self.layout, dist.group.WORLD)
         values = self.layout.buffer()
         for parameter in group["params"]:

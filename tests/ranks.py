@@ -160,7 +160,7 @@ def scales_before(train: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> 
     return found
 
 
-def _scales(kernel: scale_table.Kernel) -> Iterator[tuple[str, list[float]]]:
+def _scales(kernel: scale_table.ScaledKernel) -> Iterator[tuple[str, list[float]]]:
     name = scale_table.names_of(kernel)[0]
     if kernel.seen.used:
         yield from ((f"{name} {direction}", s.scale.tolist()) for direction, s in kernel.delayed().items())

@@ -550,12 +550,12 @@ def test_pieces_of_a_forward_look_at_a_mask_once(monkeypatch: pytest.MonkeyPatch
 def test_equal_operations_with_their_data_in_another_place() -> None:
     """`mask - 1 >= 0` and `1 - mask >= 0` of one tensor are two masks."""
 
-    def made() -> masks.Mask:
+    def made() -> masks.MaskOp:
         graph = fx.Graph()
         one, other = graph.placeholder("one"), graph.placeholder("other")
         keep = graph.call_function(operator.ge, (graph.call_function(operator.sub, (one, other)), 0))
         graph.output((keep,))
-        return masks.Mask(fx.GraphModule(nn.Module(), graph), (False, False))
+        return masks.MaskOp(fx.GraphModule(nn.Module(), graph), (False, False))
 
     data = causal().float() * 2
     assert made()(data, 1) == masks.CAUSAL
@@ -567,7 +567,7 @@ def test_another_thread_looks_at_another_mask_meanwhile(monkeypatch: pytest.Monk
     graph = fx.Graph()
     stored, padding = graph.placeholder("stored"), graph.placeholder("padding")
     graph.output((graph.call_function(operator.and_, (stored, padding)),))
-    mask, full = masks.Mask(fx.GraphModule(nn.Module(), graph), (True, False)), torch.ones(1, LONGEST) > 0
+    mask, full = masks.MaskOp(fx.GraphModule(nn.Module(), graph), (True, False)), torch.ones(1, LONGEST) > 0
     padded, holds = full.clone().index_fill_(1, torch.tensor(0), False), masks._holds
     assert mask(causal(), full) == masks.CAUSAL
     assert torch.equal(mask(causal(), padded), causal() & padded)

@@ -145,15 +145,15 @@ def test_keys_of_timings_are_equal_in_another_process() -> None:
 def test_a_file_that_is_something_else(timings_file: Path, content: str) -> None:
     timings_file.parent.mkdir()
     timings_file.write_text(content)
-    assert timing.kept("key") == []
+    assert timing.kept_timings("key") == []
     timing.keep("key", [timing.Timing("torch", 0.5)])
-    assert timing.kept("key") == [timing.Timing("torch", 0.5)]
+    assert timing.kept_timings("key") == [timing.Timing("torch", 0.5)]
 
 
 def test_where_nothing_can_be_written(timings_file: Path) -> None:
     timings_file.parent.write_text("a file in its place")
     timing.keep("key", [timing.Timing("torch", 0.5)])
-    assert timing.kept("key") == []
+    assert timing.kept_timings("key") == []
 
 
 @pytest.mark.usefixtures("compilations")

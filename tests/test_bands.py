@@ -12,8 +12,8 @@ from torch import Tensor
 
 import te_transform
 from te_transform.backends import banded_attention, limits, plain
-from te_transform.backends.banded_attention import OPEN, attended, ops
-from te_transform.backends.bands import Band, banded, sees_itself, within, within_documents
+from te_transform.backends.banded_attention import OPEN, attended, registered_ops
+from te_transform.backends.bands import Band, banded, sees_itself, within_band, within_documents
 from te_transform.backends.masks import SEEING, what_is
 from te_transform.graph.ops import sdpa
 from tests.conversions import ALL, error, gradients, run
@@ -94,9 +94,9 @@ def kept_by(band: Band, ends: Tensor | None, mask: Tensor) -> Tensor:
     """What a band of the mask's size keeps."""
     queries, keys = mask.shape[-2:]
     if not band.documents:
-        return within(band, ends, queries, keys, CPU)
+        return within_band(band, ends, queries, keys, CPU)
     together = within_documents(ends, len(mask) if mask.dim() == 4 else 1, keys)
-    return within(band, None, queries, keys, CPU) & together & sees_itself(mask)[:, None, :, None]
+    return within_band(band, None, queries, keys, CPU) & together & sees_itself(mask)[:, None, :, None]
 
 
 @pytest.mark.parametrize("name", BANDS | DOCUMENTS)
@@ -148,10 +148,10 @@ def test_any_band_is_found(seed: int, kernels_of_hopper: None) -> None:
     lengths = torch.randint(1, keys + 1, (3,), generator=random, dtype=torch.int32)
     ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     for reach in itertools.product((None, before), (None, after, 0)):
-        mask = within(Band(*reach, True, False), ends, queries, keys, CPU)
+        mask = within_band(Band(*reach, True, False), ends, queries, keys, CPU)
         answer = what_is(mask)
         if isinstance(answer, Band):
-            found = within(answer, banded(mask, answer).ends, queries, keys, CPU)
+            found = within_band(answer, banded(mask, answer).ends, queries, keys, CPU)
         else:
             found = torch.ones(queries, keys, dtype=torch.bool)
             found = found.tril() if answer == "causal" else found
@@ -193,9 +193,9 @@ def within_reach(name: str, kind: str) -> tuple[Tensor, Band, Tensor | None]:
     if kind == "documents":
         ends = torch.tensor([0, 7, 7, 20, 24, 25, 48, 72, 72], dtype=torch.int32)
         band = Band(*reach, False, False, 8, 128)
-        return within(band, None, queries, keys, CPU) & within_documents(ends, 3, keys), band, ends
+        return within_band(band, None, queries, keys, CPU) & within_documents(ends, 3, keys), band, ends
     band, ends = Band(*reach, kind == "padded", False), ends_of(keys) if kind == "padded" else None
-    return within(band, ends, queries, keys, CPU), band, ends
+    return within_band(band, ends, queries, keys, CPU), band, ends
 
 
 def compiled(*given: object) -> Tensor:
@@ -264,7 +264,7 @@ def test_a_sink_that_takes_nothing() -> None:
     parts = [part.transpose(1, 2).requires_grad_() for part in parts_of(24, 24)]
     sinks = torch.tensor([-torch.inf, torch.finfo().min, -torch.inf, 1.0], requires_grad=True)
     band, ends = Band(5, 0, True, True), ends_of(24)
-    mask = within(band, ends, 24, 24, CPU)
+    mask = within_band(band, ends, 24, 24, CPU)
     sees = mask.any(-1, keepdim=True)
     exact = F.scaled_dot_product_attention(*parts, mask, scale=0.3, enable_gqa=True)
     wanted = torch.autograd.grad(torch.where(sees, exact, 0)[:, :3].sum(), parts)
@@ -287,7 +287,7 @@ def test_te_gets_what_it_is_to_compute_beside_sinks(
     expected = attended(*given)
     grads = torch.autograd.grad(expected, (*parts, sinks), torch.ones_like(expected))
     for name in ("attend", "attend_backward"):
-        monkeypatch.setattr(banded_attention.ops, name, getattr(te, name), raising=False)
+        monkeypatch.setattr(banded_attention.registered_ops, name, getattr(te, name), raising=False)
     found = attended(*given)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, (*parts, sinks), torch.ones_like(found)), grads)
@@ -298,9 +298,11 @@ def test_te_gets_what_it_is_to_compute_beside_sinks(
 def test_the_operations_are_what_they_say(keeps: bool, kind: str) -> None:
     _, band, ends = within_reach("window", kind)
     parts, rest = parts_of(24, 24), (ends, band.longest, 5, 0, 0.3, kind == "documents")
-    torch.library.opcheck(ops.attend.default, (*parts, *rest, keeps))
-    found = ops.attend(*parts, *rest, True)
-    torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(found[0]), *parts, *found, *rest))
+    torch.library.opcheck(registered_ops.attend.default, (*parts, *rest, keeps))
+    found = registered_ops.attend(*parts, *rest, True)
+    torch.library.opcheck(
+        registered_ops.attend_backward.default, (torch.randn_like(found[0]), *parts, *found, *rest)
+    )
 
 
 def heads(length: int, width: int = 64, count: int = 4) -> Tensor:

@@ -18,7 +18,7 @@ from te_transform.parallel.collectives import (
     ShardedCrossEntropy,
     ShardedEmbedding,
     Shards,
-    moved,
+    redistributed,
 )
 from tests.threads import in_threads
 
@@ -39,9 +39,9 @@ def test_a_share_is_gathered_again(parts: tuple[int, ...], dim: int) -> None:
     whole = torch.randn(shape)
 
     def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
-        own = moved(whole, Redistribution.SHARE, ranks, shards)
+        own = redistributed(whole, Redistribution.SHARE, ranks, shards)
         assert own.shape == ranks.shape(whole.shape, shards)
-        return moved(own, Redistribution.GATHER, ranks, shards), moved(
+        return redistributed(own, Redistribution.GATHER, ranks, shards), redistributed(
             own, Redistribution.GATHER_ENTER, ranks, shards
         )
 
@@ -64,7 +64,7 @@ def test_a_cross_entropy_of_shards(reduction: str) -> None:
         op = ShardedCrossEntropy(ranks, UNEVEN)
         return gradient(
             lambda x: op(
-                moved(x, Redistribution.SHARE, ranks, UNEVEN), targets, -100, reduction, torch.float32
+                redistributed(x, Redistribution.SHARE, ranks, UNEVEN), targets, -100, reduction, torch.float32
             )
         )
 
@@ -88,7 +88,9 @@ def test_an_embedding_of_shards() -> None:
         rows = UNEVEN.on(-2)
         op = ShardedEmbedding(ranks, rows, 7)
         return gradient(
-            lambda x: moved(op(ids, moved(x, Redistribution.SHARE, ranks, rows)), Redistribution.SUM, ranks)
+            lambda x: redistributed(
+                op(ids, redistributed(x, Redistribution.SHARE, ranks, rows)), Redistribution.SUM, ranks
+            )
         )
 
     expected = gradient(lambda x: F.embedding(ids, x, 7))

@@ -651,7 +651,7 @@ def emulated(way: str) -> Iterator[None]:
         compilers.install(patch=patch)
         patch.setattr(limits.ignore_size_limits, "entered", int(way != "few tokens"))
         patch.setattr(trials, "IN_A_ROW", 1)
-        patch.setattr(trials, "ROWS", 1000)
+        patch.setattr(trials, "ROUNDS", 1000)
         yield
 
 

@@ -17,7 +17,7 @@ from te_transform.execution.products import Products
 from te_transform.execution.runner import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.plan.precision_plan import PrecisionPlan
-from te_transform.verify.emulate import E4M3, E5M2, Formats, Quantizer, emulated, formats_of, product
+from te_transform.verify.emulate import E4M3, E5M2, Formats, Quantizer, emulated, emulated_product, formats_of
 from te_transform.verify.replay import Subject, run
 from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify
@@ -190,7 +190,7 @@ def test_the_product_and_its_gradients(kind: str, dtype: torch.dtype) -> None:
     bias, grad = torch.randn(72).to(dtype), (wide(40, 72) * 1e-6).to(dtype)
     given = [tensor.requires_grad_() for tensor in (x.reshape(2, 20, 40), weight.clone(), bias.clone())]
 
-    out = product(*given, f)
+    out = emulated_product(*given, f)
     dx, dw, db = torch.autograd.grad(out, given, grad.reshape(2, 20, 72))
 
     assert out.shape == (2, 20, 72)
@@ -205,7 +205,7 @@ def test_the_product_and_its_gradients(kind: str, dtype: torch.dtype) -> None:
 def test_a_product_of_what_fp8_holds_is_exact() -> None:
     x, weight = torch.tensor([[448.0, 2.0], [1.0, -16.0]]), torch.tensor([[448.0, 0.5], [4.0, 8.0]])
     for formats in FORMATS.values():
-        assert torch.equal(product(x, weight, None, formats), x @ weight.t())
+        assert torch.equal(emulated_product(x, weight, None, formats), x @ weight.t())
 
 
 # Products
@@ -297,7 +297,9 @@ def test_each_weight_in_the_recipe_is_emulated_and_no_other() -> None:
         with emulated(own, FORMATS["mxfp8"]):
             after = linear(given)
         weight = linear.weight.t() if name == "proj" else linear.weight
-        expected = before if name == "last" else product(given, weight, linear.bias, FORMATS["mxfp8"])
+        expected = (
+            before if name == "last" else emulated_product(given, weight, linear.bias, FORMATS["mxfp8"])
+        )
         assert torch.equal(after, expected), name
         assert torch.equal(before, after) is (name == "last"), name
 
@@ -310,7 +312,7 @@ def test_products_under_autocast_are_emulated_with_cast_inputs(dtype: torch.dtyp
     with torch.autocast("cpu", torch.bfloat16), emulated([weight], FORMATS["mxfp8"]):
         out = F.linear(found, weight, bias)
     wanted = x.detach().bfloat16().requires_grad_()
-    expected = product(wanted, weight, bias.bfloat16(), FORMATS["mxfp8"])
+    expected = emulated_product(wanted, weight, bias.bfloat16(), FORMATS["mxfp8"])
     assert torch.equal(out, expected)
     assert out.dtype is torch.bfloat16
     dx, dw = torch.autograd.grad(out, (found, weight), grad.bfloat16())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from te_transform.backends import plain
-from te_transform.backends.fp8.ops import ops
+from te_transform.backends.fp8.ops import registered_ops
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ def test_ops_pass_opcheck(dtype: torch.dtype, turned: bool) -> None:
     x, scales_of, history = torch.randn(16, 32), torch.tensor([2.0, 30.0]), torch.zeros(3, 2)
     rest = (scales_of, history, 1, dtype, turned)
     for op, arguments in (
-        (ops.quantize, (x, *rest)),
-        (ops.quantize, (x, scales_of, None, *rest[2:])),
-        (ops.activate, (x, "swiglu", *rest)),
-        (ops.activate, (x, "gelu", *rest)),
-        (ops.activate_backward, (torch.randn(16, 16), x, "swiglu", False, *rest)),
-        (ops.activate_backward, (torch.randn(16, 32), x, "gelu", True, *rest)),
-        (ops.cat, ([x, x[:, :5]],)),
+        (registered_ops.quantize, (x, *rest)),
+        (registered_ops.quantize, (x, scales_of, None, *rest[2:])),
+        (registered_ops.activate, (x, "swiglu", *rest)),
+        (registered_ops.activate, (x, "gelu", *rest)),
+        (registered_ops.activate_backward, (torch.randn(16, 16), x, "swiglu", False, *rest)),
+        (registered_ops.activate_backward, (torch.randn(16, 32), x, "gelu", True, *rest)),
+        (registered_ops.cat, ([x, x[:, :5]],)),
     ):
         torch.library.opcheck(op, arguments)
 
@@ -36,12 +36,12 @@ def test_ops_pass_opcheck(dtype: torch.dtype, turned: bool) -> None:
 def test_quantize_saturates_and_notes_amax() -> None:
     x, history = torch.tensor([[1.0, -3.0], [1000.0, 0.5]]), torch.zeros(2, 3)
     arguments = (torch.tensor([1.0, 2.0, 1.0]), history, 1, torch.float8_e4m3fn, True)
-    held, transposed, inverse = ops.quantize(x, *arguments)
+    held, transposed, inverse = registered_ops.quantize(x, *arguments)
     assert held.float().tolist() == [[2.0, -6.0], [448.0, 1.0]]
     assert torch.equal(transposed.float(), held.float().t())
     assert inverse.tolist() == [0.5]
     assert history.tolist() == [[0.0, 1000.0, 0.0], [0.0, 0.0, 0.0]]
-    ops.quantize(x / 2, *arguments)
+    registered_ops.quantize(x / 2, *arguments)
     assert history[0, 1] == 1000.0
 
 
@@ -58,13 +58,13 @@ def test_activate_quantizes_an_activation_and_its_gradient(activation: str) -> N
     grad = torch.randn_like(out)
     (expected,) = torch.autograd.grad(out, x, grad)
     rest = (torch.float8_e4m3fn, False)
-    *_, total = ops.activate_backward(
+    *_, total = registered_ops.activate_backward(
         grad, x.detach(), activation, True, torch.ones(1), torch.zeros(1, 1), 0, *rest
     )
     torch.testing.assert_close(total, expected.sum(0))
     for computed, wide in (
-        (partial(ops.activate, x.detach(), activation), out),
-        (partial(ops.activate_backward, grad, x.detach(), activation, False), expected),
+        (partial(registered_ops.activate, x.detach(), activation), out),
+        (partial(registered_ops.activate_backward, grad, x.detach(), activation, False), expected),
     ):
         history = torch.zeros(1, 1)
         held, *_ = computed(torch.ones(1), history, 0, *rest)

@@ -260,3 +260,48 @@ def test_no_file_of_tests_imports_another_one() -> None:
             if parts[0] == "tests" and any(part.startswith("test_") for part in parts):
                 wrong.append(f"{file}:{node.lineno}")
     assert not wrong, "\n".join(wrong)
+
+
+# Names that several files define by intent: an interface and what implements it.
+SAME_IN_RULES = {"RULE", "refuse", "build", "Example"}  # of each rule
+SAME_IN_BACKENDS = {
+    "ACTIVATIONS", "CrossEntropy", "DotProductAttention", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS",
+    "HAS_KERNELS", "LayerNormLinear", "LayerNormMLP", "Linear", "NAME", "PaddedLinear", "Rotary", "multiple",
+    "recipe_now", "recipe_of",
+}  # fmt: skip
+SAME_ANYWHERE = {"P", "T", "log", "registered_ops"}
+PUBLIC_NAMES = {"Linear"}  # a pattern of te_transform.rules has the name of the op that it matches
+
+
+def test_a_public_name_has_one_meaning() -> None:
+    """Functions and their kernels may share a name, as x.py and x_kernel.py, or ops.py and casts.py of TE."""
+    homes: dict[str, set[str]] = {}
+    for name in modules():
+        for defined in definitions(tree(name)):
+            homes.setdefault(defined, set()).add(name.removesuffix("_kernel"))
+    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    allowed = SAME_IN_RULES | SAME_IN_BACKENDS | SAME_ANYWHERE | PUBLIC_NAMES
+    wrong = {
+        name: found
+        for name, found in twice.items()
+        if name not in allowed and not all(is_of_kernels(home) for home in found)
+    }
+    assert not wrong, "\n".join(f"{name}: {', '.join(sorted(found))}" for name, found in wrong.items())
+
+
+def definitions(body: ast.Module) -> Iterator[str]:
+    """Yield the public names that a module defines at its top level."""
+    for node in body.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names = [node.name]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+        else:
+            continue
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def is_of_kernels(name: str) -> bool:
+    """Return True if a module defines an operation in plain PyTorch, or the kernel that replaces it."""
+    return name.rpartition(".")[2] in ("ops", "casts", "banded_attention", "attention")

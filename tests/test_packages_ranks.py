@@ -137,7 +137,7 @@ def what_is_said(cases: tuple[str, ...]) -> dict[str, str]:
         with pytest.MonkeyPatch.context() as patch:
             if other == "version":
                 home = import_module("te_transform.check_ranks")  # the package's name is the function
-                patch.setattr(home, "version_of", lambda package: "0.0.1")
+                patch.setattr(home, "installed_version", lambda package: "0.0.1")
             try:
                 te_transform.check_ranks(fused, mesh)
                 found[case] = ""

@@ -18,7 +18,7 @@ from te_transform.backends.fp8.fp8_only import exact, is_fp8_only
 from te_transform.backends.joined import Join
 from te_transform.execution.fp8_only import dequantize_weights
 from te_transform.execution.runner import runner_of
-from te_transform.fp8_only.weights import FP8Weight, quantize
+from te_transform.fp8_only.weights import FP8Weight, quantize_together
 from tests import stand_in
 
 WIDTH = 32
@@ -37,7 +37,7 @@ def rounded(x: Tensor) -> Tensor:
 
 def test_a_weight_is_its_rounded_values_to_everybody() -> None:
     weight = random(16, 32)
-    (held,) = quantize([weight])
+    (held,) = quantize_together([weight])
     assert isinstance(held, nn.Parameter)
     assert is_fp8_only(held)
     assert (held.shape, held.dtype, held.requires_grad) == (weight.shape, weight.dtype, False)
@@ -54,7 +54,7 @@ def test_a_weight_is_its_rounded_values_to_everybody() -> None:
 def test_products_of_few_rows_read_the_bytes(
     mode: Callable, bias: Tensor | None, products_of_few_rows: list[tuple[int, ...]]
 ) -> None:
-    (held,) = quantize([random(16, 32)])
+    (held,) = quantize_together([random(16, 32)])
     with mode():
         for shape in ((1, 32), (2, 3, 32), (16, 32), (17, 32)):
             x = random(*shape, seed=1)
@@ -64,7 +64,7 @@ def test_products_of_few_rows_read_the_bytes(
 
 
 def test_products_in_another_dtype_or_along_the_rows_read_the_values(products_of_few_rows: list) -> None:
-    (held,), x = quantize([random(16, 32)]), random(4, 16)
+    (held,), x = quantize_together([random(16, 32)]), random(4, 16)
     assert torch.equal(x @ held, x @ exact(held))
     wide = nn.functional.linear(random(4, 32).float(), held.float())
     assert torch.allclose(wide, random(4, 32).float() @ exact(held.float()).t())
@@ -72,7 +72,7 @@ def test_products_in_another_dtype_or_along_the_rows_read_the_values(products_of
 
 
 def test_gradients_through_products_of_few_rows(products_of_few_rows: list) -> None:
-    (held,) = quantize([random(16, 32)])
+    (held,) = quantize_together([random(16, 32)])
     found = []
     for weight in (held, exact(held)):
         x = random(4, 32, seed=1).requires_grad_()
@@ -84,25 +84,25 @@ def test_gradients_through_products_of_few_rows(products_of_few_rows: list) -> N
 
 def test_copies_into_a_transposed_weight_are_quantized() -> None:
     weights = [random(16, 32, seed=seed) for seed in range(2)]
-    parts, new = quantize(weights), random(16, 32, seed=2)
+    parts, new = quantize_together(weights), random(16, 32, seed=2)
     with torch.no_grad():
         parts[1].t().copy_(new.t())
-    assert torch.equal(exact(parts[1]), exact(quantize([weights[0], new])[1]))
+    assert torch.equal(exact(parts[1]), exact(quantize_together([weights[0], new])[1]))
 
 
 def test_quantized_in_inference_mode_and_loaded_later() -> None:
     weights = [random(16, 32, seed=seed) for seed in range(2)]
     with torch.inference_mode():
-        parts = quantize(weights)
+        parts = quantize_together(weights)
     new = random(16, 32, seed=2)
     with torch.no_grad():
         parts[0].copy_(new)
-    assert torch.equal(exact(parts[0]), exact(quantize([new, weights[1]])[0]))
+    assert torch.equal(exact(parts[0]), exact(quantize_together([new, weights[1]])[0]))
 
 
 def test_joined_weights_are_rows_of_one_tensor() -> None:
     weights = [random(16, 32, seed=seed) for seed in range(3)]
-    parts = quantize(weights)
+    parts = quantize_together(weights)
     assert torch.equal(torch.cat(parts), rounded(torch.cat(weights)))
     joined = Join([])(*parts)
     assert is_fp8_only(joined)
@@ -113,7 +113,7 @@ def test_joined_weights_are_rows_of_one_tensor() -> None:
     assert is_fp8_only(again)
     assert torch.equal(again.held, joined.held)
     assert Join([])(*copies) is again is not joined
-    apart = [quantize([weight])[0] for weight in weights]  # of a scale each
+    apart = [quantize_together([weight])[0] for weight in weights]  # of a scale each
     for others in (parts[:2], parts[::-1], [*parts[:2], nn.Parameter(weights[2])], apart):
         plain = Join([])(*others)
         assert not is_fp8_only(plain)
@@ -121,7 +121,7 @@ def test_joined_weights_are_rows_of_one_tensor() -> None:
 
 
 def test_copies_into_an_fp8_only_weight_are_quantized() -> None:
-    (held,) = quantize([random(16, 32)])
+    (held,) = quantize_together([random(16, 32)])
     with torch.no_grad():
         held.copy_(random(16, 32, seed=1) * 100)
     assert torch.equal(exact(held), rounded(random(16, 32, seed=1) * 100))
@@ -138,7 +138,7 @@ WRITES: dict[str, Callable[[Tensor], None]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_to_an_fp8_only_weight_are_quantized(write: str) -> None:
-    (held,) = quantize([random(16, 32)])
+    (held,) = quantize_together([random(16, 32)])
     before, version = exact(held), held.held._version
     with torch.no_grad():
         WRITES[write](held)
@@ -150,14 +150,14 @@ def test_writes_to_an_fp8_only_weight_are_quantized(write: str) -> None:
 PARTS: dict[str, Callable[[Tensor], None]] = {
     "a number": lambda held: held.__setitem__(0, 5.0),
     "a tensor": lambda held: held.__setitem__((slice(2, 4), 1), torch.ones(2)),
-    "of another one": lambda held: held.__setitem__(0, quantize([random(1, 32, seed=3)])[0][0]),
+    "of another one": lambda held: held.__setitem__(0, quantize_together([random(1, 32, seed=3)])[0][0]),
     "where a mask is": lambda held: held.__setitem__(exact(held) > 0, 0.0),
 }
 
 
 @pytest.mark.parametrize("write", PARTS)
 def test_writes_to_a_part_of_an_fp8_only_weight_are_quantized(write: str) -> None:
-    (held,) = quantize([random(16, 32)])
+    (held,) = quantize_together([random(16, 32)])
     wanted = exact(held)
     PARTS[write](wanted)
     PARTS[write](held)
@@ -177,7 +177,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_write_to_a_view_of_it_is_refused(view: str, mode: Callable) -> None:
     """Which is for reading, as any tensor."""
-    (held,) = quantize([random(16, 32)])
+    (held,) = quantize_together([random(16, 32)])
     with mode():
         part, wanted = VIEWS[view](held), VIEWS[view](exact(held))
         assert VIEWS[view](held.clone()).is_inference() == (mode is torch.inference_mode)
@@ -190,7 +190,7 @@ def test_a_write_to_a_view_of_it_is_refused(view: str, mode: Callable) -> None:
 
 
 def test_fp8_only_weights_cannot_be_trained() -> None:
-    (held,) = quantize([random(16, 32)])
+    (held,) = quantize_together([random(16, 32)])
     for set_to in (held.requires_grad_, partial(setattr, held, "requires_grad"), partial(nn.Parameter, held)):
         set_to(False)
         with pytest.raises(RuntimeError, match="expected a frozen FP8-only weight"):
@@ -199,7 +199,7 @@ def test_fp8_only_weights_cannot_be_trained() -> None:
 
 
 def test_readers_of_memory_get_the_values() -> None:
-    one, other = quantize([random(16, 32).float(), random(16, 32, seed=1).float()])
+    one, other = quantize_together([random(16, 32).float(), random(16, 32, seed=1).float()])
     values = exact(other)
     for read in (torch.from_dlpack, numpy.from_dlpack, numpy.asarray, lambda held: held.tolist()):
         assert torch.equal(torch.as_tensor(read(other)), values)
@@ -212,7 +212,7 @@ def test_readers_of_memory_get_the_values() -> None:
 
 def test_a_copy_into_one_of_several_weights_gives_all_of_them_a_scale() -> None:
     weights = [random(16, 32, seed=seed) for seed in range(2)]
-    parts, new = quantize(weights), random(16, 32, seed=2) * 100
+    parts, new = quantize_together(weights), random(16, 32, seed=2) * 100
     with torch.no_grad():
         parts[1].copy_(new)
     assert torch.equal(exact(parts[1]), rounded(new))
@@ -228,7 +228,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_hold_bytes_of_their_own(how: str) -> None:
-    one, other = quantize([random(16, 32), random(16, 32, seed=1)])
+    one, other = quantize_together([random(16, 32), random(16, 32, seed=1)])
     copied = COPIES[how](other)
     assert isinstance(copied, nn.Parameter)
     assert is_fp8_only(copied)
@@ -242,7 +242,7 @@ def test_copies_hold_bytes_of_their_own(how: str) -> None:
 
 
 def test_fp8_only_weights_move_and_change_their_dtype() -> None:
-    (held,) = quantize([random(16, 32)])
+    (held,) = quantize_together([random(16, 32)])
     wide = held.float()
     assert (is_fp8_only(wide), wide.dtype) == (True, torch.float32)
     assert torch.equal(wide * 1, exact(held).float()) or torch.allclose(
@@ -461,6 +461,6 @@ def test_needs_a_model_in_which_something_ran_in_fp8(te: ModuleType) -> None:
 
 
 def test_a_tensor_of_no_numbers_but_zeros_is_held_too() -> None:
-    (held,) = quantize([torch.zeros(16, 16, dtype=torch.bfloat16)])
+    (held,) = quantize_together([torch.zeros(16, 16, dtype=torch.bfloat16)])
     assert not exact(held).any()
     assert isinstance(held, FP8Weight)

@@ -17,7 +17,7 @@ from te_transform.backends import joined
 from te_transform.backends.fp8.fp8_only import exact
 from te_transform.backends.fp8.registry import PARAMETERS, Source, share_state, state_of
 from te_transform.backends.tensor_registry import TensorRegistry
-from te_transform.fp8_only.weights import quantize
+from te_transform.fp8_only.weights import quantize_together
 from tests.ranks import WIDTH, Block
 
 REGISTRIES = (PARAMETERS, joined._LAYOUTS, joined._ORIGINS)
@@ -66,7 +66,7 @@ def test_wrappers_have_no_weak_references() -> None:
 
 def test_weights_that_are_only_in_fp8_have_no_weak_references() -> None:
     module = nn.Linear(WIDTH, WIDTH, bias=False)
-    (module.weight,) = quantize([module.weight])
+    (module.weight,) = quantize_together([module.weight])
     assert Source.of(module.weight).state() is state_of(module.weight)
     before = exact(module.weight)
     assert module.to(torch.float64).weight.dtype is torch.float64

@@ -382,7 +382,7 @@ def test_a_package_can_draw_reports_itself(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(RuntimeError, match=r"expected a registered renderer .*, got none; call .* print"):
         full.to_html(html)
     assert not html.exists()
-    renderer.register("slides")
+    renderer.register_renderer("slides")
     full.to_html(html)
     assert html.read_text(encoding="utf-8") == f"slides of {full.title}"
     assert full._repr_html_() == f"a slide of {full.title}"

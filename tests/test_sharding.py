@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_transform.parallel.collectives import Ranks, Redistribution, Shards, moved
-from te_transform.parallel.layout import Layout, lay_out
+from te_transform.parallel.collectives import Ranks, Redistribution, Shards, redistributed
+from te_transform.parallel.layout import ShardLayout, lay_out
 from te_transform.parallel.sharded import on_shards
 from tests.captures import FORMS, Captured, canonicalize, capture, executable
 from tests.conversions import each
@@ -44,7 +44,7 @@ def gradients(run: Any, arguments: Sequence[Any]) -> tuple[list[Tensor], list[Te
     return [*tensors(outputs)], [leaf.grad for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def on_one_rank(captured: Captured, layout: Layout, sequence: bool, ranks: Ranks) -> Any:
+def on_one_rank(captured: Captured, layout: ShardLayout, sequence: bool, ranks: Ranks) -> Any:
     """A function that does the same on shards, with whole gradients."""
     nodes = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
     shards = {node.name: held for node, held in layout.shards.items()}
@@ -62,14 +62,14 @@ def on_one_rank(captured: Captured, layout: Layout, sequence: bool, ranks: Ranks
 
 def share(whole: Tensor, shards: Shards | None, ranks: Ranks) -> Tensor:
     """A rank's share of a parameter, whose gradient is gathered."""
-    return whole if shards is None else moved(whole, Redistribution.SHARE, ranks, shards)
+    return whole if shards is None else redistributed(whole, Redistribution.SHARE, ranks, shards)
 
 
 def close(found: Tensor, exact: Tensor, scale: float) -> bool:
     return (found - exact).norm().item() <= 1e-6 * max(scale, exact.norm().item())
 
 
-def compare(case: Case, count: int) -> list[Layout]:
+def compare(case: Case, count: int) -> list[ShardLayout]:
     """In fp64, where only a wrong sum is off by more than rounding, some of which is in fp32 by the models'
     own casts."""
     sample = {
@@ -83,7 +83,7 @@ def compare(case: Case, count: int) -> list[Layout]:
     return layouts
 
 
-def check(captured: Captured, layout: Layout, count: int) -> None:
+def check(captured: Captured, layout: ShardLayout, count: int) -> None:
     """Each rank has the outputs and gradients of the whole graph, in sequence parallelism and without it."""
     whole = executable(captured, canonicalize(captured.module.graph))
     outputs, exact = gradients(whole, captured.inputs)

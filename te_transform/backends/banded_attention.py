@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_transform.backends.bands import Band, within, within_documents
+from te_transform.backends.bands import Band, within_band, within_documents
 from te_transform.backends.fp8.ops import by_kernel
 
 OPEN = -1  # a side on which the band is unlimited
@@ -88,7 +88,7 @@ def _scores(
     query: Tensor, key: Tensor, ends: Tensor | None, longest: int, before: int, after: int, scale: float
 ) -> Tensor:
     band = Band(*(None if end == OPEN else end for end in (before, after)), False, False)
-    sees = within(band, None if longest else ends, query.shape[1], key.shape[1], query.device)
+    sees = within_band(band, None if longest else ends, query.shape[1], key.shape[1], query.device)
     if longest:
         sees = sees & within_documents(ends, *query.shape[:2])
     scores = _by_head(query, query.shape[2]) @ _by_head(key, query.shape[2]).mT * scale
@@ -117,7 +117,7 @@ _LIBRARY.define(
 for _function in (attend, attend_backward):
     _LIBRARY.impl(_function.__name__, _function, "CPU")
     _LIBRARY.impl(_function.__name__, by_kernel(_function), "CUDA")
-ops = torch.ops.te_transform
+registered_ops = torch.ops.te_transform
 
 
 @torch.library.register_fake("te_transform::attend")
@@ -143,7 +143,7 @@ class Attended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         parts, (sinks, *rest) = [part.transpose(1, 2).contiguous() for part in arguments[:3]], arguments[3:]
-        out, sums, state = ops.attend(*parts, *rest, True)
+        out, sums, state = registered_ops.attend(*parts, *rest, True)
         if sinks is not None:
             out, sums = _beside(sinks, out, sums)
         ctx.save_for_backward(*parts, out, sums, state, rest[0], sinks)
@@ -154,7 +154,7 @@ class Attended(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, ends, sinks = ctx.saved_tensors
         grad = grad.transpose(1, 2).contiguous()
-        grads = ops.attend_backward(grad, *saved, ends, *ctx.rest)
+        grads = registered_ops.attend_backward(grad, *saved, ends, *ctx.rest)
         of_sinks = _of_sinks(sinks, grad, *saved[3:5]) if ctx.needs_input_grad[3] else None
         return *(part.transpose(1, 2) for part in grads), of_sinks, *(None,) * (len(ctx.rest) + 1)
 
@@ -199,7 +199,7 @@ def attended(
     if torch.is_grad_enabled() and any(part.requires_grad for part in given):
         return Attended.apply(*arguments)
     parts = [part.transpose(1, 2).contiguous() for part in arguments[:3]]
-    out, sums, _ = ops.attend(*parts, *arguments[4:], sinks is not None)
+    out, sums, _ = registered_ops.attend(*parts, *arguments[4:], sinks is not None)
     if sinks is not None:
         out, _ = _beside(sinks, out, sums)
     return out.transpose(1, 2)

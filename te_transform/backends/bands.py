@@ -68,7 +68,7 @@ class Seeing(NamedTuple):
 
 def banded(mask: Tensor, band: Band) -> Banded:
     """Return the mask with the band that it is known to be."""
-    keep, ends = kept(mask), None
+    keep, ends = kept_keys(mask), None
     if band.documents:
         begun = _begins(keep).flatten().cumsum(0)
         numbers = torch.arange(1, band.documents + 1, dtype=torch.int64, device=mask.device)
@@ -83,12 +83,12 @@ def tensor_of(mask: Tensor | Banded | Seeing | None) -> Tensor | None:
     return mask.mask if isinstance(mask, (Banded, Seeing)) else mask
 
 
-def kept(mask: Tensor) -> Tensor:
+def kept_keys(mask: Tensor) -> Tensor:
     """Return a boolean mask of the kept keys. A floating-point mask keeps keys where it is 0."""
     return mask if mask.dtype is torch.bool else mask == 0
 
 
-def within(band: Band, ends: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+def within_band(band: Band, ends: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
     """Return the band as a boolean mask [batch or 1, 1, queries, keys]."""
     query, key = _places(queries, keys, device)
     mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)

@@ -76,7 +76,7 @@ def _plainly(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ig
     return ops.cross_entropy(logits, targets, ignore_index, "none", wide)
 
 
-class Part(NamedTuple):
+class LossPart(NamedTuple):
     """A part of the vocabulary, from `start` up to `stop`: its rows of the weight and the bias."""
 
     start: int
@@ -89,12 +89,12 @@ class Part(NamedTuple):
         return F.linear(rows, self.weight, self.bias)
 
 
-def _parts(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[Part]:
+def _parts(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[LossPart]:
     words = len(weight)
     columns = max(1, NUMBERS // max(1, len(rows)))
     for start in range(0, words, columns):
         stop = min(start + columns, words)
-        yield Part(start, stop, weight[start:stop], None if bias is None else bias[start:stop])
+        yield LossPart(start, stop, weight[start:stop], None if bias is None else bias[start:stop])
 
 
 class _Losses(torch.autograd.Function):
@@ -158,7 +158,7 @@ def _gather(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Ten
     if _in_kernel(logits, top):
         from te_transform.backends import chunked_loss_kernel
 
-        return chunked_loss_kernel.gather(logits, column, top, total, own)
+        return chunked_loss_kernel.gather_logits(logits, column, top, total, own)
     inside, place = _inside(logits, column)
     own += torch.where(inside, logits.gather(1, place).squeeze(1).to(own.dtype), 0.0)
     largest, less = _top_and_logsumexp(logits, top.dtype)

@@ -54,7 +54,7 @@ def _gradients_of_rows(logits, column, top, total, each, width, COLUMNS: tl.cons
     tl.store(at, found.to(logits.dtype.element_ty), mask=inside)
 
 
-def gather(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Tensor) -> None:
+def gather_logits(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Tensor) -> None:
     """Run chunked_loss._gather() on contiguous logits; the statistics are in fp32."""
     rows, width = logits.shape
     with torch.cuda.device(logits.device):

@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from te_transform.backends.limits import autocast_dtype
 from te_transform.backends.tracing import batches_gradients
 
-Gradients = tuple[Tensor | None, ...]
+OptionalGradients = tuple[Tensor | None, ...]
 Out = Tensor | tuple[Tensor, ...]
 
 
@@ -67,7 +67,7 @@ def differentiable_once(out: Out, reason: str) -> Out:
         reason: the message of the error.
     """
 
-    def refuse(inputs: int, grads: Gradients) -> Gradients:
+    def refuse(inputs: int, grads: OptionalGradients) -> OptionalGradients:
         raise RuntimeError(reason)
 
     if isinstance(backward := _backward_of(out), BackwardCFunction):
@@ -75,7 +75,9 @@ def differentiable_once(out: Out, reason: str) -> Out:
     return out
 
 
-def _replace_other_backwards(node: Any, instead: Callable[[int, Gradients], Gradients]) -> None:
+def _replace_other_backwards(
+    node: Any, instead: Callable[[int, OptionalGradients], OptionalGradients]
+) -> None:
     """Call `instead` when the backward of an autograd.Function is recorded, repeated, or batched.
 
     Args:
@@ -84,7 +86,7 @@ def _replace_other_backwards(node: Any, instead: Callable[[int, Gradients], Grad
     """
     reference, ran = weakref.ref(node), False  # a strong reference would be a cycle: the node holds apply()
 
-    def apply(*grads: Tensor | None) -> Gradients:
+    def apply(*grads: Tensor | None) -> OptionalGradients:
         nonlocal ran
         own = reference()
         if ran or torch.is_grad_enabled() or batches_gradients():
@@ -104,7 +106,7 @@ class _Call:
         self.plain, self.places, self.linear = plain, places, linear
         self.others = [None if isinstance(given, Tensor) else given for given in arguments]
         self.autocast = autocast_dtype(arguments[places[0]])
-        self.grads: list[Gradients] = []  # the outputs' gradients, until the backward of _Gate reads them
+        self.grads: list[OptionalGradients] = []  # of the outputs, until _Gate's backward
 
     def arguments_with(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Return the arguments of the call, with its tensors replaced by `tensors`."""
@@ -113,19 +115,19 @@ class _Call:
             arguments[place] = tensor
         return arguments
 
-    def skip(self, inputs: int, grads: Gradients) -> Gradients:
+    def skip(self, inputs: int, grads: OptionalGradients) -> OptionalGradients:
         """Keep the outputs' gradients for _Gate, without running the kernel's backward."""
         self.grads.append(grads)
         return (None,) * inputs
 
-    def give_zeros(self, grads: Gradients) -> Gradients | None:
+    def give_zeros(self, grads: OptionalGradients) -> OptionalGradients | None:
         """Keep the output's gradient for _Gate in a recorded backward, and give zeros to the kernel."""
         if not torch.is_grad_enabled():
             return None
         self.grads.append(grads)
         return (torch.zeros_like(grads[0]),)
 
-    def gradients(self, tensors: Sequence[Tensor], trained: Sequence[bool]) -> Gradients:
+    def gradients(self, tensors: Sequence[Tensor], trained: Sequence[bool]) -> OptionalGradients:
         """Compute the gradients of the plain version, and record them if this backward is recorded.
 
         Args:
@@ -163,7 +165,7 @@ class _Gate(torch.autograd.Function):
         return passed
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+    def backward(ctx: Any, *grads: Tensor | None) -> OptionalGradients:
         if ctx.call.grads:
             tensors = ctx.saved_tensors
             if ctx.call.linear:  # the gradient does not depend on the values

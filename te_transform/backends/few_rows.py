@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_transform.backends.limits import DTYPES
 from te_transform.graph.bound import F
 
-MOST = 16  # rows; from about 32 rows on, FP8 matrix products of the tensor cores are faster (H100)
+MAX_ROWS = 16  # rows; from about 32 rows on, FP8 matrix products of the tensor cores are faster (H100)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -24,11 +24,11 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     Return False in captures with symbolic sizes. A guard on the sizes would tie the capture to them.
     """
     rows = math.prod(x.shape[:-1])  # Size.numel() would turn symbols into numbers
-    few = statically_known_true(rows > 0) and statically_known_true(rows <= MOST)
+    few = statically_known_true(rows > 0) and statically_known_true(rows <= MAX_ROWS)
     return few and x.dtype == weight.dtype and x.dtype in DTYPES
 
 
-def linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+def few_rows_linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x (held * inverse)^T + bias, for x [rows, in] and held [out, in], which has E4M3 as bytes."""
     return F.linear(x, (held.view(torch.float8_e4m3fn).float() * inverse).to(x.dtype), bias)
 
@@ -36,12 +36,12 @@ def linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Ten
 def _by_kernel(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
     from te_transform.backends import few_rows_kernel
 
-    return few_rows_kernel.linear(x.contiguous(), held.view(torch.float8_e4m3fn), inverse, bias)
+    return few_rows_kernel.few_rows_linear(x.contiguous(), held.view(torch.float8_e4m3fn), inverse, bias)
 
 
 _LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
 _LIBRARY.define("few_rows_linear(Tensor x, Tensor held, Tensor inverse, Tensor? bias) -> Tensor")
-_LIBRARY.impl("few_rows_linear", linear, "CPU")
+_LIBRARY.impl("few_rows_linear", few_rows_linear, "CPU")
 _LIBRARY.impl("few_rows_linear", _by_kernel, "CUDA")
 op = torch.ops.te_transform.few_rows_linear.default
 

@@ -58,7 +58,7 @@ def _several_rows(x, held, inverse, bias, out, many, outs, ins, HAS_BIAS: tl.con
              mask=given_inside[:, None] & inside[None, :])  # fmt: skip
 
 
-def linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+def few_rows_linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x (held * inverse)^T + bias, accumulated in fp32, for x [rows, in] and E4M3 held [out, in]."""
     (many, ins), outs = x.shape, len(held)
     out = x.new_empty(many, outs)

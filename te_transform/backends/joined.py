@@ -54,7 +54,7 @@ class Group:
 
 
 @dataclass
-class Layout:
+class MemoryLayout:
     """The place of a parameter in memory.
 
     Attributes:
@@ -85,12 +85,12 @@ class Origin:
     reads: list[bool] = field(default_factory=list)
 
 
-_LAYOUTS: TensorRegistry[Layout] = TensorRegistry()
+_LAYOUTS: TensorRegistry[MemoryLayout] = TensorRegistry()
 _ORIGINS: TensorRegistry[Origin] = TensorRegistry()
 
 
-def _layout_of(parameter: Tensor) -> Layout:
-    return _LAYOUTS.get(parameter) or _LAYOUTS.set(parameter, Layout())
+def _layout_of(parameter: Tensor) -> MemoryLayout:
+    return _LAYOUTS.get(parameter) or _LAYOUTS.set(parameter, MemoryLayout())
 
 
 def parameters_of(weight: Tensor) -> tuple[Tensor, ...]:
@@ -224,7 +224,7 @@ def _whole(parameters: Sequence[Tensor]) -> fp8_only.FP8Only | None:
     if layout.scattered_at == addresses:  # comparing scales waits for the GPU
         return None
     layout.scattered_at = addresses
-    return fp8_only.make_adjacent(parameters)
+    return fp8_only.join_copies(parameters)
 
 
 def _held(part: Tensor) -> Tensor | None:
@@ -309,7 +309,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, origin: Origin, *parts: Tensor | int) -> Tensor:
         ctx.rows = [part if isinstance(part, int) else len(part) for part in parts]
-        ctx.seen = versions([part for part in parts if isinstance(part, Tensor)])
+        ctx.seen = versions_of([part for part in parts if isinstance(part, Tensor)])
         ctx.used, ctx.reads = origin.used, origin.reads
         ctx.set_materialize_grads(False)  # None if a kernel has added the gradient to a buffer
         return buffer.detach()
@@ -345,7 +345,7 @@ def watched(product: Tensor, weight: Tensor) -> Tensor:
     origin = _ORIGINS.get(weight)
     if origin is None or not origin.parameters or weight.requires_grad or not product.requires_grad:
         return product
-    return _Watched.apply(product, versions(origin.parameters))
+    return _Watched.apply(product, versions_of(origin.parameters))
 
 
 class _Watched(torch.autograd.Function):
@@ -360,7 +360,7 @@ class _Watched(torch.autograd.Function):
         return grad, None
 
 
-def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+def versions_of(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     """Return each parameter with its version, for check_unwritten()."""
     return [(p, version_of(p)) for p in parameters]
 

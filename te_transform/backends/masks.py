@@ -13,7 +13,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_transform.backends.bands import Band, Banded, Seeing, band_of, banded, kept, measure
+from te_transform.backends.bands import Band, Banded, Seeing, band_of, banded, kept_keys, measure
 from te_transform.backends.limits import gains_from_masks, on_kernels_device
 from te_transform.backends.op import GraphOp
 from te_transform.backends.tensor_version import TensorVersion
@@ -43,7 +43,7 @@ class _Looked(NamedTuple):
 _LOOKED: dict[tuple[bool, str], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
 
 
-class Mask(GraphOp):
+class MaskOp(GraphOp):
     """The op of a captured graph that computes and classifies an attention mask.
 
     The answer is cached as long as the inputs of the mask stay the same:
@@ -131,7 +131,7 @@ class Mask(GraphOp):
 class LookedAt(GraphOp):
     """An op that replaces a Mask and only classifies it: it returns the answer, or the mask's operations."""
 
-    def __init__(self, mask: Mask):
+    def __init__(self, mask: MaskOp):
         super().__init__()
         self.mask = mask
         self.made: dict[Answer, fx.GraphModule] = {None: mask.make}
@@ -229,7 +229,7 @@ def what_is(mask: Tensor, hidden_rows: Tensor | None = None, beside_sinks: bool 
         sees = _every_query_sees(mask)
         if is_bias(mask):
             return SEEING if sees else None
-        keep, (queries, keys) = kept(mask), mask.shape[-2:]
+        keep, (queries, keys) = kept_keys(mask), mask.shape[-2:]
         well = keep.new_ones(()) if hidden_rows is None else ~hidden_rows.any()
         if mask.dtype is not torch.bool:
             well = well & (keep | (mask <= torch.finfo(mask.dtype).min)).all()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from te_transform.canonicalize.activations import ACTIVATIONS, put_gates_first
+from te_transform.canonicalize.activations import ACTIVATION_SPELLINGS, put_gates_first
 from te_transform.canonicalize.attention import ATTENTION
 from te_transform.canonicalize.composites import inline_composites
 from te_transform.canonicalize.functions import spell_functions
@@ -15,7 +15,7 @@ from te_transform.canonicalize.inplace import barriers, must_stay, put_by_index,
 from te_transform.canonicalize.linears import BIASES, FLATTENED, LINEARS, TURNED
 from te_transform.canonicalize.loss import LOSSES
 from te_transform.canonicalize.noise import drop_noise
-from te_transform.canonicalize.norms import NORMS
+from te_transform.canonicalize.norms import NORM_SPELLINGS
 from te_transform.canonicalize.op import Forms, write
 from te_transform.canonicalize.products import spell_products
 from te_transform.canonicalize.rotary import ROTARY, WIDE_ROTARY, join_halves
@@ -29,8 +29,8 @@ from te_transform.graph import edit, nodes
 __all__ = ["canonicalize", "written"]
 
 _SPELLINGS = (
-    LINEARS, BIASES, FLATTENED, NORMS, TURNED, ACTIVATIONS, ROTARY, WIDE_ROTARY, ATTENTION, GROUPED_QUERIES,
-    LOSSES,
+    LINEARS, BIASES, FLATTENED, NORM_SPELLINGS, TURNED, ACTIVATION_SPELLINGS, ROTARY, WIDE_ROTARY, ATTENTION,
+    GROUPED_QUERIES, LOSSES,
 )  # fmt: skip
 
 

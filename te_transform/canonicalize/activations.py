@@ -70,7 +70,7 @@ def _half(value: Pattern) -> Pattern:
     return OneOf(_times(Near(0.5), _X, value), *halved)
 
 
-ACTIVATIONS = (
+ACTIVATION_SPELLINGS = (
     Spelling(_half(_one_plus(_ERF)), _op(ops.gelu)),
     Spelling(_half(_one_plus(_TANH)), _op(ops.gelu_tanh)),
     Spelling(_times(_X, Call(ops.sigmoid, _times(_X, Near(1.702)))), _op(ops.quick_gelu)),
@@ -86,5 +86,5 @@ def put_gates_first(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.mul and not node.kwargs and all(map(is_tensor_node, node.args)):
             first, second = node.args
-            if second.target in ops.ACTIVATIONS and first.target not in ops.ACTIVATIONS:
+            if second.target in ops.ACTIVATION_OPS and first.target not in ops.ACTIVATION_OPS:
                 edit.set_target(node, torch.mul, (second, first))

@@ -50,7 +50,7 @@ def _activation(body: fx.Graph) -> Callable | None:
     The forward also returns the tensors that it saves for the backward.
     """
     (result, *_), _ = body.output_node().args[0]
-    known = isinstance(result, fx.Node) and result.target in ops.ACTIVATIONS
+    known = isinstance(result, fx.Node) and result.target in ops.ACTIVATION_OPS
     return result.target if known and result.args[0].op == "placeholder" else None
 
 

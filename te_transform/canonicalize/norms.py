@@ -190,7 +190,7 @@ _UNIT_RMS_NORM = OneOf(
     AnyOrder(torch.mul, _UNIT, _FACTOR),
 )
 
-NORMS = (
+NORM_SPELLINGS = (
     Spelling(_cast(OneOf(_SHIFTED, _SCALED, _LAYER_NORM, _NORMALIZED)), _layer_norm),
     Spelling(_cast(OneOf(_SCALED_RMS_NORM, _RMS_NORM, _WRITTEN_RMS_NORM)), _rms_norm),
     Spelling(_cast(_UNIT_RMS_NORM), _rms_norm_of_normalize),

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from te_transform.backends import limits
 from te_transform.execution.call_context import CallContext
-from te_transform.execution.division import Ranks
+from te_transform.execution.division import RankGroup
 from te_transform.execution.executors import Executor
 from te_transform.execution.executors.captured import Captured
 from te_transform.execution.executors.cuda_graph import CudaGraph
@@ -41,7 +41,7 @@ class Observer:
     runs_captured: bool = False
 
 
-class Owner(Protocol):
+class GraphOwner(Protocol):
     """The services of a runner for its captured graphs."""
 
     scattered: ScatteredGroups  # see execution/lower.py
@@ -52,7 +52,7 @@ class Owner(Protocol):
         """Return the options of the conversion that fit the model's current state."""
 
     @property
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> RankGroup | None:
         """The ranks of a divided model."""
 
     def tell(self, why: str) -> None:
@@ -62,7 +62,7 @@ class Owner(Protocol):
         """Return the sites that compute wrong values in the first call of the graph, with the reasons."""
 
 
-class Calls(NamedTuple):
+class CallCounts(NamedTuple):
     """The calls of a graph so far.
 
     Attributes:
@@ -85,7 +85,7 @@ class CapturedGraph:
         is_extended: True if an extension of the model is asked first.
     """
 
-    def __init__(self, plan: Plan, owner: Owner, is_extended: bool = True):
+    def __init__(self, plan: Plan, owner: GraphOwner, is_extended: bool = True):
         self.plan, self.owner, self.options, self.unchecked = plan, owner, owner.options_now(), True
         self.is_extended = is_extended
         self.fallbacks: Counter[tuple[str, str]] = Counter()
@@ -142,13 +142,13 @@ class CapturedGraph:
         counted = ((name, why, n) for (name, why), n in self.fallbacks.items() if name != Fused.name)
         return Counter({f"did not run {name}: {why}": n for name, why, n in counted})
 
-    def calls(self) -> Calls:
+    def calls(self) -> CallCounts:
         """Return the calls so far."""
         in_kernels = self.as_captured.in_kernels
         plain = [op.plain_calls.total() for op in in_kernels]
-        return Calls(self.as_captured.calls, self.fused.calls, plain)
+        return CallCounts(self.as_captured.calls, self.fused.calls, plain)
 
-    def has_gained(self, before: Calls) -> bool:
+    def has_gained(self, before: CallCounts) -> bool:
         """Return True if a call since `before` ran differently from the captured graph."""
         now = self.calls()
         if now[:2] == before[:2]:

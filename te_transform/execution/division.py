@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import fx, nn
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """The ranks of a divided model, for the recording of its calls."""
 
     def agreed(self, why: str | None) -> str | None:
@@ -22,7 +22,7 @@ class Ranks(Protocol):
 class Division(Protocol):
     """A division of a model's parameters, see parallel/divided.py."""
 
-    ranks: Ranks
+    ranks: RankGroup
 
     def graph(
         self, captured: fx.GraphModule, fuse: Callable[[fx.GraphModule], Callable[..., Any]]

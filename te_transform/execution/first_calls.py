@@ -38,7 +38,7 @@ _DIFFERS = (
 
 
 @dataclass
-class Seen:
+class FirstGraphs:
     """The captured graphs of the first calls, by the path of the called module."""
 
     graphs: dict[tuple[str, CapturedGraph], None] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Seen:
 
 def first_calls(
     model: nn.Module, runner: Runner, samples: Sequence[Inputs], original: nn.Module | None
-) -> Seen:
+) -> FirstGraphs:
     """Capture the forward by training calls on the example inputs. The model is restored."""
     others = set() if original is None else set(map(id, original.parameters()))
 
@@ -71,7 +71,7 @@ def first_calls(
 
     with (
         preserved(model, original) as before,
-        watched(runner, model, check_own) as seen,
+        watched_calls(runner, model, check_own) as seen,
         torch.set_grad_enabled(_is_trainable(model)),
     ):
         for why in map(_UNSAVED.format, before.unsaved()):
@@ -173,15 +173,15 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 @contextmanager
-def watched(
+def watched_calls(
     runner: Runner, model: nn.Module, see: Callable[[Sequence[Any]], None] = lambda arguments: None
-) -> Iterator[Seen]:
+) -> Iterator[FirstGraphs]:
     """Observe captures and calls of graphs. Writes of graphs are undone at the end.
 
     Graphs run as captured: parameters are not adjacent yet, and a backward would keep copies of all joined
     parameters.
     """
-    seen = Seen()
+    seen = FirstGraphs()
     seen.name_parameters(model)
 
     def watch(graph: CapturedGraph, arguments: Sequence[Any]) -> None:

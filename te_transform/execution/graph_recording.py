@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from te_transform.backends.joined import check_unwritten, versions
+from te_transform.backends.joined import check_unwritten, versions_of
 from te_transform.backends.tracing import batches_gradients
 from te_transform.execution.cuda_graph_pair import CudaGraphPair, casting_anew
-from te_transform.execution.division import Ranks
+from te_transform.execution.division import RankGroup
 from te_transform.execution.gradient_memory import GradientMemory
 from te_transform.execution.recorded_values import RecordedInputs, RecordedOutputs
 from te_transform.execution.rerun import (
-    Run,
+    RunGraph,
     as_it_was,
     autocast_now,
     call_on_views,
@@ -48,12 +48,12 @@ class Function:
             are not part of the signature. If they changed since the recording, the function runs.
     """
 
-    run: Run
+    run: RunGraph
     static_inputs: Sequence[bool]
     writes: Sequence[int]
     states: Sequence[int]
     note: Callable[[str], None]
-    ranks: Ranks | None = None
+    ranks: RankGroup | None = None
 
     @property
     def changes(self) -> list[int]:
@@ -87,7 +87,7 @@ class CallSignature:
         """Return True if a replay would overwrite what a pending backward reads."""
         return self.waiting is not None and self.waiting() is not None
 
-    def warmed_up(self, run: Run, arguments: Sequence[Any]) -> Sequence[Any]:
+    def warmed_up(self, run: RunGraph, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run the function, and note which of its outputs get gradients."""
         self.calls += 1
         before = _versions(arguments)
@@ -234,7 +234,7 @@ class Replay(torch.autograd.Function):
 
 def _noted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
     """Note version and address of tensors, to detect writes and moves before the backward."""
-    return [(tensor, version, tensor.data_ptr()) for tensor, version in versions(tensors)]
+    return [(tensor, version, tensor.data_ptr()) for tensor, version in versions_of(tensors)]
 
 
 def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:

@@ -35,13 +35,13 @@ from te_transform.graph.nodes import (
     writes,
 )
 
-COLUMNS = 4096  # a linear with fewer columns is not a head
+MIN_COLUMNS = 4096  # a linear with fewer columns is not a head
 # Logits of fewer bytes are copied, which takes at most 0.09 ms (H100). A separate launch of the head takes
 # 0.05 to 0.2 ms of CPU time in a forward, and 0.4 to 0.9 ms in a backward. The GPU hides this time in a
 # forward with more work than PACED (rows times weight elements, a third of a millisecond).
 COPIED, PACED = 2**27, 10**11
 
-Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any] | None]
+CompileHead = Callable[[fx.GraphModule, list[Any]], Callable[..., Any] | None]
 
 
 class Head:
@@ -62,7 +62,7 @@ class Head:
         graph: fx.GraphModule,
         nodes: Sequence[fx.Node],
         reads: Sequence[fx.Node],
-        compile: Compile | None,
+        compile: CompileHead | None,
     ):
         self.outputs, inside = returned(graph.graph), set(nodes)
         tensors = dict.fromkeys(node for node in self.outputs if isinstance(node, fx.Node))
@@ -155,7 +155,7 @@ def _beside_a_loss(outputs: Sequence[fx.Node], reads: Sequence[fx.Node]) -> int 
     return large[0] if apart and len(large) == 1 and len(trained) > 1 and large[0] in trained else None
 
 
-def head_of(graph: fx.GraphModule, compile: Compile | None) -> Head | None:
+def head_of(graph: fx.GraphModule, compile: CompileHead | None) -> Head | None:
     """Return the head of a graph in the current grad mode, or None if no head may run last.
 
     Args:
@@ -207,7 +207,7 @@ def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
     if node.kwargs or x.op == "placeholder" or not is_model_tensor(weight):
         return False
     outs, ins = shape_of(weight)
-    if outs < max(COLUMNS, 2 * ins):
+    if outs < max(MIN_COLUMNS, 2 * ins):
         return False
     later = _readers([node]) - {node}
     return not any(is_model_tensor(read) for each in later for read in each.all_input_nodes)

@@ -18,7 +18,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from te_transform.backends import plain
 from te_transform.backends.joined import Join, Split
-from te_transform.backends.masks import Mask
+from te_transform.backends.masks import MaskOp
 from te_transform.canonicalize import written
 from te_transform.canonicalize.linears import TURNS
 from te_transform.graph import edit, ops
@@ -44,7 +44,7 @@ from te_transform.plan.match import Plan, Site
 
 # ops that run as many operations in plain PyTorch as were captured
 _IN_AS_MANY = (plain.CrossEntropy, plain.PaddedLinear, plain.Rotary)
-_SINGLE = (*ops.NORMS, *ops.ACTIVATIONS)
+_SINGLE = (*ops.NORMS, *ops.ACTIVATION_OPS)
 
 # groups of joined parameters that are not adjacent in memory
 ScatteredGroups = list[tuple[weakref.ref, ...]]
@@ -378,7 +378,7 @@ class _Lowering:
                 return mask
             name = f"mask_{len(self.masks.made)}"
             stored = [is_model_tensor(node) for node in inputs]
-            self.module.add_submodule(name, Mask(make, stored, beside_sinks))
+            self.module.add_submodule(name, MaskOp(make, stored, beside_sinks))
             self.masks.made[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
             self.added[mask] = None
         return self.masks.made[known]

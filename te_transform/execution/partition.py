@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from te_transform.backends.joined import joined_anew
-from te_transform.execution.pieces import Piece, Runs, begin, cut, layer_runs, runner
+from te_transform.execution.pieces import Piece, Runs, begin, cut_pieces, layer_runs, runner
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import (
     bytes_of,
@@ -41,14 +41,14 @@ log = logging.getLogger(__name__)
 
 FEWEST = 24  # the minimum number of layers of a graph that is compiled layer by layer
 
-Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+CompilePiece = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
 def in_pieces(
     graph: fx.GraphModule,
     arguments: Sequence[Any],
-    compile: Compile | None,
+    compile: CompilePiece | None,
     bucket: int | None = None,
     record: Callable[[Piece], Callable[..., Any]] | None = None,
 ) -> Callable[..., list[Any]] | None:
@@ -91,7 +91,7 @@ def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | N
     # in pieces, an in-place write would change a copy, and a changed setting would end with its piece
     if (not has_layers and any(map(writes, nodes))) or not all(_puts_settings_back(run) for run, _ in runs):
         return None
-    pieces = cut(graph, runs)
+    pieces = cut_pieces(graph, runs)
     is_cut = all(isinstance(value(node), Tensor) for piece in pieces for node in piece.outputs)
     return pieces if is_cut and not any(map(_writes_to_inputs, pieces)) else None
 
@@ -182,7 +182,7 @@ def _layer(node: fx.Node) -> str:
     return found.group() if found else ""
 
 
-def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compile) -> None:
+def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: CompilePiece) -> None:
     """Compile each piece on fake tensors, or reuse the code of an equal piece."""
     made: dict[tuple, Callable[..., Any]] = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -45,7 +45,7 @@ class Piece:
         return self.marks is not None and self.marks[1].args[2] in layers
 
 
-def cut(graph: fx.GraphModule, runs: Runs) -> list[Piece]:
+def cut_pieces(graph: fx.GraphModule, runs: Runs) -> list[Piece]:
     """Cut a graph into pieces, one for each run of operations."""
     place = {node: number for number, (run, _) in enumerate(runs) for node in run}
     pieces = []
@@ -110,11 +110,11 @@ def _passed(stream: Tensor, end: fx.Node) -> Tensor:
     return stream.detach().requires_grad_()
 
 
-def in_pieces(graph: fx.GraphModule) -> Callable[..., Any]:
+def by_layers(graph: fx.GraphModule) -> Callable[..., Any]:
     """Return a function that runs a graph: its forward, or its pieces if it has marked layers."""
     if not marked(graph.graph):
         return graph.forward
-    pieces = cut(graph, layer_runs(graph.graph))
+    pieces = cut_pieces(graph, layer_runs(graph.graph))
     for piece in pieces:
         piece.run = piece.module.forward
     run, is_tuple = runner(graph, pieces), isinstance(returned(graph.graph), tuple)

@@ -29,7 +29,7 @@ CHECKPOINTED_INSIDE = (
     "blocks run the user's own code"
 )
 
-NESTED = (
+NESTED_MODEL = (
     "nn.TransformerEncoder skips padded tokens and returns zeros for them, but not if it is traced: "
     "evaluation runs the user's own code"
 )
@@ -97,7 +97,7 @@ class CapturePolicy:
         """Note layers of nn.TransformerEncoder in a graph of `kind`. Return why no graph runs."""
         self.skip_this_call.add(kind)
         self.makes_nested = True
-        return NESTED
+        return NESTED_MODEL
 
     def end_call(self, module: nn.Module) -> None:
         """Note that a call of `module` has returned."""

@@ -25,12 +25,12 @@ from te_transform.execution.console import in_a_line, status
 from te_transform.execution.cuda_graph_pair import noting_waits, stream_now
 from te_transform.execution.distances import distance
 from te_transform.execution.graph_recording import CallSignature, Function, GraphRecording
-from te_transform.execution.rerun import as_it_was, call_on_views, copied, gradients_of, trained_among
+from te_transform.execution.rerun import as_it_was, call_on_views, copy_of, gradients_of, trained_among
 
 log = logging.getLogger(__name__)
 
 WARM_UPS = 2  # calls before a recording: they load kernels, make plans and show which outputs get gradients
-MOST = 8  # the maximum number of recordings: each holds the memory of a whole step
+MAX_SIGNATURES = 8  # the maximum number of recordings: each holds the memory of a whole step
 # The maximum relative difference of a replay from the function. Some kernels add in any order.
 DIFFERENT = 0.02
 # The maximum number of reruns of the function, which measure its rounding if a replay differs by more. A few
@@ -106,7 +106,7 @@ class Replayed:
         signature = self.signatures.pop(key, None)
         if signature is None:
             signature = CallSignature(trained_among(arguments))
-            while len(self.signatures) >= MOST:
+            while len(self.signatures) >= MAX_SIGNATURES:
                 del self.signatures[next(iter(self.signatures))]
         self.signatures[key] = signature  # the last is the most recent; the first is dropped first
         return signature
@@ -189,7 +189,7 @@ def _recorded(
 ) -> tuple[GraphRecording | None, str | None]:
     """Record a call and compare it with the function. Returns the recording, or why there is none."""
     held = [
-        argument if static_inputs or not isinstance(argument, Tensor) else copied(argument)
+        argument if static_inputs or not isinstance(argument, Tensor) else copy_of(argument)
         for argument, static_inputs in zip(arguments, function.static_inputs, strict=True)
     ]
     saved: list[Tensor] = []

@@ -12,11 +12,11 @@ from torch import Tensor
 from te_transform.backends.fp8.registry import known_as
 from te_transform.execution.writes import unwritten
 
-Run = Callable[..., Sequence[Any]]
+RunGraph = Callable[..., Sequence[Any]]
 
 
 def call_on_views(
-    run: Run, arguments: Sequence[Any], trained: Sequence[int]
+    run: RunGraph, arguments: Sequence[Any], trained: Sequence[int]
 ) -> tuple[list[Any], list[Tensor]]:
     """Call a function on views of its trained arguments, at which the gradients stop.
 
@@ -64,7 +64,7 @@ def autocast_now(device: str) -> dict[str, Any]:
     return {"device_type": device, "dtype": dtype, "enabled": enabled, "cache_enabled": False}
 
 
-def copied(argument: Tensor) -> Tensor:
+def copy_of(argument: Tensor) -> Tensor:
     """Copy a tensor with its strides into memory of its own."""
     own = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
     unexpanded(own).copy_(unexpanded(argument.detach()))

@@ -33,7 +33,7 @@ from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph, Observer
 from te_transform.execution.captures import Captures, Checker
 from te_transform.execution.classes import ModuleRole, Role, parts_stay_out, restore_class, swap_class
-from te_transform.execution.division import Division, Ranks
+from te_transform.execution.division import Division, RankGroup
 from te_transform.execution.executors.user_code import UserCode
 from te_transform.execution.extension import Extension
 from te_transform.execution.lower import ScatteredGroups
@@ -306,7 +306,7 @@ class Runner:
         return self.model_ref.scattered
 
     @property
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> RankGroup | None:
         """The ranks of a divided model, or None."""
         return None if self.division is None else self.division.ranks
 

@@ -26,7 +26,7 @@ _UNKNOWN = "the sizes of the call depend on its values"
 _KNOWN = 4096  # the maximum number of cached sizes; generation adds one per length
 
 
-class Work(NamedTuple):
+class RowWork(NamedTuple):
     """The rows of a product, the smaller side of its weight, and True if fusion gains without FP8."""
 
     rows: Any
@@ -60,7 +60,7 @@ class SmallBatch:
             if isinstance(value(node), torch.SymInt)
         }
         self.work = {
-            Work(
+            RowWork(
                 _expression(math.prod(shape_of(site.node.args[0])[:-1])),
                 min(shape_of(site.node.args[site.fused.PRODUCTS[0]])),
                 site.fused.gains,
@@ -68,7 +68,7 @@ class SmallBatch:
             for site in self.products
         }
         # by the sizes of a call: the work of its products, and the last answer of gains_nothing()
-        self.rows: dict[tuple[int, ...], list[Work] | None] = {}
+        self.rows: dict[tuple[int, ...], list[RowWork] | None] = {}
         self.answers: dict[tuple[int, ...], str | None] = {}
 
     @property
@@ -96,7 +96,7 @@ class SmallBatch:
             self.answers[sizes] = self._why(self.rows[sizes], arguments)
         return self.answers[sizes]
 
-    def _why(self, rows: list[Work] | None, arguments: Sequence[Any]) -> str | None:
+    def _why(self, rows: list[RowWork] | None, arguments: Sequence[Any]) -> str | None:
         # under accumulate(), kernels must add gradients to its buffers
         if rows is None or state_of(arguments[self.first]).gradients is not None:
             return None
@@ -111,7 +111,7 @@ class SmallBatch:
                 site.fused.plain_calls[why] += 1
         return why
 
-    def _rows(self, sizes: Sequence[int]) -> list[Work] | None:
+    def _rows(self, sizes: Sequence[int]) -> list[RowWork] | None:
         """Return the work of the products at these sizes, or None if it depends on the data."""
         known = dict(zip(self.symbols.values(), sizes, strict=True))
         found = [each._replace(rows=_number(each.rows, known)) for each in self.work]

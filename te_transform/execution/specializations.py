@@ -24,7 +24,7 @@ from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 
 # The maximum number of specializations of a graph. Each takes seconds to minutes. Later calls run uncompiled.
-MOST = 8
+MAX_SPECIALIZATIONS = 8
 
 _SEEN = "a mode sees its operations, which a compiled graph does not call"
 _TRANSFORMED = "a function transform or forward-mode differentiation is on"
@@ -228,12 +228,15 @@ class Specializations:
         """Make a specialization, unless another thread has made it, or there are too many already."""
         if key in lowered.runs:
             return
-        if sum(len(each.runs) for each in self.lowered.values()) < MOST:
+        if sum(len(each.runs) for each in self.lowered.values()) < MAX_SPECIALIZATIONS:
             lowered.runs[key] = self.make(lowered, known, arguments, bucket)
             return
         made = "compiled" if self.options.compile else "prepared"
         how = "uncompiled" if self.options.compile else "without CUDA graphs"
-        self._tell(f"a graph is {made} for at most {MOST} sets of shapes and modes, other calls run {how}")
+        self._tell(
+            f"a graph is {made} for at most {MAX_SPECIALIZATIONS} sets of shapes and modes, other calls run "
+            f"{how}"
+        )
 
     def _bucket(self, call: CallContext) -> int | None:
         """Return the bytes of gradients that are reduced at a time during the backward of this call, or None.

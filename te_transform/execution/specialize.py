@@ -16,7 +16,7 @@ from te_transform.backends.chunked_loss import ChunkedLoss
 from te_transform.backends.fp8.fp8_only import addresses
 from te_transform.backends.fp8.products import ProductState
 from te_transform.backends.joined import Join
-from te_transform.backends.masks import LookedAt, Mask
+from te_transform.backends.masks import LookedAt, MaskOp
 from te_transform.execution.lower import ScatteredGroups, lower
 from te_transform.execution.prepared import Prepared
 from te_transform.graph import edit
@@ -142,7 +142,7 @@ class Specialized:
             site: [node.args[place] for place in site.fused.PRODUCTS] for site, node in self.products.items()
         }
         self.trained = {site: _is_trained(site, node) for site, node in self.products.items()}
-        masks = [node for node in nodes if isinstance(self._module(node), Mask)]
+        masks = [node for node in nodes if isinstance(self._module(node), MaskOp)]
         read = {node for held in self.weights.values() for node in held}
         joins = {node for node in nodes if isinstance(self._module(node), Join)}
         self.staying = sorted((read | joins) - {*placeholders})

@@ -25,7 +25,7 @@ from te_transform.graph.preserve import preserved
 
 log = logging.getLogger(__name__)
 
-WARM_UPS = 6  # untimed calls, in which compilation, calibration and recording end
+UNTIMED_CALLS = 6  # untimed calls, in which compilation, calibration and recording end
 CALLS = 3  # calls that are timed together, without a synchronization in between, as in training
 SECONDS = 1.0  # the minimum duration of timed calls, which are at least three
 SECONDS_IN_ALL = 300.0  # no further mode is timed after this duration
@@ -70,7 +70,7 @@ def seconds_of(model: nn.Module, sample: Inputs) -> float:
             torch.autograd.grad(_number_of(out), trained, allow_unused=True)
 
     with preserved(model):
-        for _ in range(WARM_UPS):
+        for _ in range(UNTIMED_CALLS):
             step()
         times: list[float] = []
         while len(times) < 3 or sum(times) * CALLS < SECONDS:
@@ -130,12 +130,12 @@ def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
         for name, t in model.named_parameters()
     ]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    versions = [torch.__version__, *map(version_of, ("te_transform", "transformer_engine"))]
+    versions = [torch.__version__, *map(installed_version, ("te_transform", "transformer_engine"))]
     facts = device, versions, kind, model.training, repr(model), tensors, str(sample), more
     return re.sub(r" at 0x[0-9a-f]+", "", repr(facts))  # addresses of functions
 
 
-def version_of(package: str) -> str:
+def installed_version(package: str) -> str:
     """Return the installed version of a package, or "" if it is not installed."""
     try:
         return metadata.version(package)
@@ -145,10 +145,10 @@ def version_of(package: str) -> str:
 
 def versions() -> str:
     """Return the installed versions of the packages that a conversion depends on."""
-    return ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES if version_of(name))
+    return ", ".join(f"{name} {installed_version(name)}" for name in _PACKAGES if installed_version(name))
 
 
-def kept(key: str) -> list[Timing]:
+def kept_timings(key: str) -> list[Timing]:
     """Return the cached timings, or none."""
     try:
         return [Timing(**each) for each in _everything().get(key, ())]

@@ -23,9 +23,9 @@ from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph
 
 IN_A_ROW = 5  # consecutive timed calls; the first is dropped (cold caches)
-ROWS = 4  # alternating runs of such calls; the fastest call counts, because delays have other causes
+ROUNDS = 4  # alternating runs of such calls; the fastest call counts, because delays have other causes
 LASTS = 1000  # calls until the next trial: dtypes, trained parameters and the load may change
-MOST = 64  # the maximum number of trials
+MAX_TRIALS = 64  # the maximum number of trials
 
 TOLD = "fusion does not speed up the call, and the user's own code is faster than captured graphs"
 
@@ -48,7 +48,7 @@ class Trial:
         """Add a timed call and choose the code of the next call."""
         self.calls.append((own, began, ended))
         self.own = bool(len(self.calls) // IN_A_ROW % 2)
-        if len(self.calls) >= IN_A_ROW * ROWS:
+        if len(self.calls) >= IN_A_ROW * ROUNDS:
             counted = [call for number, call in enumerate(self.calls) if number % IN_A_ROW]
             taken = [[seconds(*when) for way, *when in counted if way is one] for one in (True, False)]
             fastest_own, fastest_captured = (min(each, default=math.inf) for each in taken)
@@ -98,7 +98,7 @@ class Trials:
         key = (call.module.training, call.records_gradients, autocast, kinds)
         trial = self.trials.get(key)
         if trial is None:
-            if len(self.trials) >= MOST:
+            if len(self.trials) >= MAX_TRIALS:
                 self.trials.clear()
             device = call.tensors[0].device if call.tensors else torch.device("cpu")
             trial = self.trials[key] = Trial(device)

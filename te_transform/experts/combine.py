@@ -14,7 +14,7 @@ from torch import Tensor
 from te_transform.experts.groups import summed_by_group
 
 
-def combine(
+def combine_rows(
     y: Tensor,
     places: Tensor,
     weights: Tensor | None,
@@ -33,7 +33,7 @@ def combine(
     if y.is_cuda:
         from te_transform.experts import combine_kernel
 
-        return combine_kernel.combine(*_without_gaps(y, places, weights, bias, experts))
+        return combine_kernel.combine_rows(*_without_gaps(y, places, weights, bias, experts))
     rows = _read(y, places, bias, experts)
     return (rows if weights is None else rows * weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
 
@@ -79,7 +79,7 @@ class Combined(torch.autograd.Function):
         ends: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(y, places, weights, bias, experts, groups, ends)
-        return combine(y, places, weights, bias, experts)
+        return combine_rows(y, places, weights, bias, experts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,4 +102,4 @@ class Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return combine(grad, *ctx.saved_tensors, None), None, None
+        return combine_rows(grad, *ctx.saved_tensors, None), None, None

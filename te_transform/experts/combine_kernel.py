@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_COLUMNS = 1024  # that a program reads at once
+MOST_PROGRAM_COLUMNS = 1024  # that a program reads at once
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _gradients_of_rows(grad, y, places, weights, bias, experts, grad_y, grad_wei
     tl.store(grad_weights + at, tl.sum(total, axis=0).to(grad_weights.dtype.element_ty))
 
 
-def combine(
+def combine_rows(
     y: Tensor, places: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
 ) -> Tensor:
     """Run combine.combine() on contiguous tensors."""
@@ -78,4 +78,4 @@ def combine_backward(
 
 
 def _columns(width: int) -> int:
-    return min(MOST_COLUMNS, triton.next_power_of_2(width))
+    return min(MOST_PROGRAM_COLUMNS, triton.next_power_of_2(width))

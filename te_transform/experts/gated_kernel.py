@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 1024  # of what comes out, that a program computes
+PROGRAM_COLUMNS = 1024  # of what comes out, that a program computes
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _run(
     pairs: bool,
 ) -> None:
     rows, width = shape
-    columns = min(COLUMNS, triton.next_power_of_2(width))
+    columns = min(PROGRAM_COLUMNS, triton.next_power_of_2(width))
     how = {"HAS_BIAS": has_bias, "PAIRS": pairs, "COLUMNS": columns}
     if rows:
         with torch.cuda.device(tensors[0].device):

@@ -21,7 +21,7 @@ from te_transform.graph.nodes import (
     may_be_view,
 )
 from te_transform.graph.pattern import Call, OneOf, Var
-from te_transform.passes.layernorm_mlp import activated, halves
+from te_transform.passes.layernorm_mlp import activation_pattern, halves
 from te_transform.plan.refusals import cut
 from te_transform.plan.rule import Operation, Rule
 
@@ -52,7 +52,7 @@ _HIDDEN = _biased(_FC1, "fc1_bias")
 _EVEN, _ODD = (Call(operator.getitem, _HIDDEN, (Ellipsis, slice(start, None, 2))) for start in (None, 1))
 _FIRST, _SECOND = halves(_HIDDEN)
 _ACTIVATED = OneOf(
-    activated(_HIDDEN),
+    activation_pattern(_HIDDEN),
     OneOf(gated={"first half": _clamped(_FIRST, _SECOND), "pairs": _clamped(_EVEN, _ODD)}),
 )
 _FC2 = Call(ops.grouped_mm, _ACTIVATED, Var("fc2_weight"), _ENDS, role="fc2")

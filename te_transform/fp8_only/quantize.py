@@ -14,7 +14,7 @@ from te_transform.backends.joined import is_stored
 from te_transform.backends.limits import on_kernels_device
 from te_transform.execution.fp8_only import parameters_in, replace_by_fp8_only
 from te_transform.execution.runner import is_divided
-from te_transform.fp8_only.weights import quantize
+from te_transform.fp8_only.weights import quantize_together
 from te_transform.plan.model import check_module
 
 
@@ -126,7 +126,7 @@ def _unread(parameter: Tensor) -> str:
 
 def _hold(model: nn.Module, group: Sequence[nn.Parameter]) -> None:
     """Replace the parameters of a group by FP8-only ones, which keep their kernels and scales."""
-    replacements = dict(zip(group, quantize(group), strict=True))
+    replacements = dict(zip(group, quantize_together(group), strict=True))
     for parameter, replacement in replacements.items():
         share_state(parameter, replacement)
     replace_by_fp8_only(model, replacements)

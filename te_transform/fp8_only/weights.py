@@ -267,7 +267,7 @@ def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
     return (wide * scale).clamp(-_LARGEST, _LARGEST).to(FORMAT).view(torch.uint8), 1 / scale
 
 
-def quantize(weights: Sequence[Tensor]) -> list[nn.Parameter]:
+def quantize_together(weights: Sequence[Tensor]) -> list[nn.Parameter]:
     """Return parameters with the weights in FP8; several weights become rows of one tensor.
 
     They are never inference tensors, because later loads write to them.

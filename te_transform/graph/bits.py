@@ -14,10 +14,15 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return shape_of(tensor), tensor.dtype, tensor.layout, tensor.qscheme() if tensor.is_quantized else None
+    return (
+        shape_in_bits(tensor),
+        tensor.dtype,
+        tensor.layout,
+        tensor.qscheme() if tensor.is_quantized else None,
+    )
 
 
-def shape_of(tensor: Tensor) -> torch.Size | None:
+def shape_in_bits(tensor: Tensor) -> torch.Size | None:
     """Return the shape, or None for nested tensors."""
     return None if tensor.is_nested else tensor.shape
 

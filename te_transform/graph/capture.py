@@ -31,12 +31,12 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from te_transform.graph.fake import faked
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.questions import guard_questions
-from te_transform.graph.recompiles import Recompiles, module_of
+from te_transform.graph.recompiles import Recompiles, module_in_frame
 from te_transform.graph.traceable import traceable_forms
 
 log = logging.getLogger(__name__)
 
-Backend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+DynamoBackend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 SETTINGS = {
     "specialize_float": True,  # False makes every eps and scale a graph input
@@ -77,7 +77,7 @@ _ours: ContextVar[bool] = ContextVar("_ours", default=False)  # True during a ca
 
 def capture(
     forward: Callable[..., Any],
-    backend: Backend,
+    backend: DynamoBackend,
     leaves: Callable[[], bool] = lambda: False,
     dynamic: bool | None = None,
     reasons: dict[str, None] | None = None,
@@ -115,7 +115,7 @@ def capture(
         if leaves() or frame.f_code.co_filename.startswith(_OWN):
             return ConvertFrameReturn(apply_to_code=False)  # only this call; later calls ask again
         code, transformed = frame.f_code, _in_transform()
-        key = code, transformed, id(module_of(frame))
+        key = code, transformed, id(module_in_frame(frame))
         if times[key] >= MOST_TRACED:
             return _run_original_at_limit(key, times)
         if (settings := recompiles.settings(frame)) is None:

@@ -84,7 +84,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 NORMS = (layer_norm, rms_norm)
-ACTIVATIONS = (gelu, gelu_tanh, quick_gelu, silu, relu, squared_relu, sigmoid)
+ACTIVATION_OPS = (gelu, gelu_tanh, quick_gelu, silu, relu, squared_relu, sigmoid)
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:

@@ -14,7 +14,7 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, may_be_view
 from te_transform.graph.pattern import Match, Misses, Pattern, note
 
-_OWN = (*ops.ACTIVATIONS, ops.cast, ops.dropout)
+_OWN = (*ops.ACTIVATION_OPS, ops.cast, ops.dropout)
 # Compositions of pointwise functions, which PyTorch does not tag as pointwise.
 _COMPOSED = frozenset({"hardswish", "logsigmoid", "log_sigmoid", "prelu", "softsign", "tanhshrink"})
 

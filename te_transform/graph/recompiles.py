@@ -48,7 +48,7 @@ class Recompiles:
         """Return the dynamo settings for the capture of a call, or None if the call runs the user's code."""
         if self.tell is None:
             return {}
-        module = module_of(frame)
+        module = module_in_frame(frame)
         guards = [
             guard
             for entry in _debug_get_cache_entry_list(frame.f_code)
@@ -67,7 +67,7 @@ class Recompiles:
     def note(self, found: ConvertFrameReturn, frame: DynamoFrameType) -> None:
         """Record the module of a capture: each layer may have its own graph."""
         if found.guarded_code is not None:
-            module = module_of(frame)
+            module = module_in_frame(frame)
             self.modules[str(found.guarded_code.compile_id)] = module and weakref.ref(module)
 
     def _is_of(self, capture: str, module: nn.Module | None) -> bool:
@@ -81,7 +81,7 @@ class Recompiles:
         return calls <= _CALLS_BEFORE_HOOKS
 
 
-def module_of(frame: DynamoFrameType) -> nn.Module | None:
+def module_in_frame(frame: DynamoFrameType) -> nn.Module | None:
     """Return the called module: the first module among the frame's local variables."""
     return next((value for value in frame.f_locals.values() if isinstance(value, nn.Module)), None)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from te_transform.graph.bits import same_bits, shape_of
+from te_transform.graph.bits import same_bits, shape_in_bits
 from te_transform.graph.content import Attributes, Content, Items, Leads, Wraps, has_slots
 from te_transform.graph.content_of_code import (
     Code,
@@ -79,7 +79,7 @@ class TensorContent(Content):
             return
         if self.memory is not None:
             value.untyped_storage().copy_(self.memory)
-        elif shape_of(value) == shape_of(self.numbers):
+        elif shape_in_bits(value) == shape_in_bits(self.numbers):
             value.copy_(self.numbers)
         else:
             value.data = self.numbers

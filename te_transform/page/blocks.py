@@ -11,14 +11,14 @@ import networkx
 from torch import fx
 
 from te_transform.graph.nodes import called, name_in_model
-from te_transform.page.details import argument, detail
+from te_transform.page.details import argument_text, detail
 from te_transform.plan.rule import Outcome
-from te_transform.report.drawing import Part, block_of, by_block, described, module_of
+from te_transform.report.drawing import Part, block_of, by_block, described, module_text
 from te_transform.report.places import listed
 
 
 @dataclass(frozen=True)
-class Operation:
+class DrawnOperation:
     """An operation, drawn in a row and a column of its block.
 
     `rule` names the rule that fused it, "" for a captured operation. `reads` are the indices, in the block,
@@ -42,8 +42,8 @@ class Block:
     """
 
     paths: tuple[str, ...]
-    before: tuple[Operation, ...]
-    after: tuple[Operation, ...]
+    before: tuple[DrawnOperation, ...]
+    after: tuple[DrawnOperation, ...]
     refused: tuple[Outcome, ...]
 
     @property
@@ -99,7 +99,7 @@ def _below(path: str, inner: str) -> str | None:
 
 def _members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     nodes = [node for node in graph.nodes if not name_in_model(node) and node.op != "output"]
-    numbered = any(part.isdecimal() for node in nodes for part in module_of(node).split("."))
+    numbered = any(part.isdecimal() for node in nodes for part in module_text(node).split("."))
     return by_block(nodes) if numbered or not nodes else {"": nodes}
 
 
@@ -114,7 +114,7 @@ def _signature(path: str, nodes: Sequence[fx.Node]) -> tuple:
         (
             _rule(node) or _spelled(node),
             described(node),
-            module_of(node).removeprefix(path),
+            module_text(node).removeprefix(path),
             str(fx.node.map_arg((node.args, node.kwargs), told)),
         )
         for node in nodes
@@ -136,14 +136,14 @@ def _rule(node: fx.Node) -> str:
 
 
 def _title(node: fx.Node) -> str:
-    return _rule(node) or (argument(node) if node.op == "placeholder" else called(node))
+    return _rule(node) or (argument_text(node) if node.op == "placeholder" else called(node))
 
 
 def _reads(node: fx.Node, places: dict[fx.Node, int]) -> tuple[int, ...]:
     return tuple(places[source] for source in node.all_input_nodes if source in places)
 
 
-def _laid_out(nodes: Sequence[fx.Node]) -> tuple[Operation, ...]:
+def _laid_out(nodes: Sequence[fx.Node]) -> tuple[DrawnOperation, ...]:
     """Place each node in the row above its first reader, ordered by the columns of the nodes it reads."""
     places = {node: place for place, node in enumerate(nodes)}
     reads = [_reads(node, places) for node in nodes]
@@ -157,7 +157,7 @@ def _laid_out(nodes: Sequence[fx.Node]) -> tuple[Operation, ...]:
         for column, place in enumerate(ordered):
             rows[place], columns[place] = row, column - (len(ordered) - 1) / 2
     return tuple(
-        Operation(_title(node), described(node), _rule(node), detail(node), *laid)
+        DrawnOperation(_title(node), described(node), _rule(node), detail(node), *laid)
         for node, laid in zip(nodes, zip(reads, rows, columns, strict=True), strict=True)
     )
 

@@ -10,12 +10,12 @@ from torch import fx
 from te_transform.execution.timing import duration
 from te_transform.graph.nodes import name_in_model
 from te_transform.plan.rule import Outcome
-from te_transform.report.drawing import call_of, described, module_of
+from te_transform.report.drawing import call_of, described, module_text
 
 _ARGUMENT = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # dynamo's prefixes and suffix of argument names
 
 
-def argument(node: fx.Node) -> str:
+def argument_text(node: fx.Node) -> str:
     """Return the name of a graph input in a call of the model."""
     return _ARGUMENT.sub("", node.name)
 
@@ -27,7 +27,7 @@ def detail(node: fx.Node) -> str:
         for source in node.all_input_nodes
         if name_in_model(source)
     ]
-    lines = [node.name, described(node), module_of(node), call_of(node), *tensors]
+    lines = [node.name, described(node), module_text(node), call_of(node), *tensors]
     spelled = node.meta.get("spelled", ())
     captured = [f"captured as: {', '.join(map(str, spelled))}"] if len(spelled) > 1 else []
     return "\n".join(filter(None, [*lines, *captured, *_numbers(node.meta.get("outcome"))]))

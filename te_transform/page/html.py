@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from te_transform.execution.timing import duration
-from te_transform.page.blocks import Block, Operation
+from te_transform.page.blocks import Block, DrawnOperation
 from te_transform.plan.rule import Outcome
 from te_transform.report.places import Places
 
@@ -183,11 +183,11 @@ def _figures(block: Block, hues: dict[str, int]) -> str:
     return before + after
 
 
-def _counted(operations: Sequence[Operation]) -> str:
+def _counted(operations: Sequence[DrawnOperation]) -> str:
     return f"{len(operations)} operation{'' if len(operations) == 1 else 's'}"
 
 
-def _figure(caption: str, operations: Sequence[Operation], hues: dict[str, int]) -> str:
+def _figure(caption: str, operations: Sequence[DrawnOperation], hues: dict[str, int]) -> str:
     if not operations:
         return f"<figure><figcaption>{caption}</figcaption></figure>"
     left = -min(each.column for each in operations)
@@ -224,7 +224,7 @@ def _line(source: tuple[int, int], target: tuple[int, int]) -> str:
     return f'<path d="M{x} {y}C{x} {y + _GAP} {to_x} {to_y - _GAP} {to_x} {to_y}"></path>'
 
 
-def _box(operation: Operation, x: int, y: int, hues: dict[str, int]) -> str:
+def _box(operation: DrawnOperation, x: int, y: int, hues: dict[str, int]) -> str:
     fused = f' fused" style="--hue:{hues[operation.rule]}' if operation.rule else ""
     told = f'class="operation{fused}" tabindex="0" role="button" data-detail="{escape(operation.detail)}"'
     middle = x + _WIDE // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from te_transform.execution.timing import versions
 from te_transform.graph.nodes import name_in_model
 from te_transform.page.blocks import blocks_of
-from te_transform.page.details import argument
+from te_transform.page.details import argument_text
 from te_transform.page.html import in_frame, summary, whole
 from te_transform.report.drawing import Part, described, listing
 from te_transform.report.places import gather, most_valuable_first
@@ -30,7 +30,7 @@ def notebook(report: Report) -> str:
 
 def _summary(report: Report) -> str:
     nodes = [node for node in report.before.nodes if node.op == "placeholder" and not name_in_model(node)]
-    read = "; ".join(f"{argument(node)} {described(node)}" for node in nodes)
+    read = "; ".join(f"{argument_text(node)} {described(node)}" for node in nodes)
     is_whole = [part.paths for part in report.parts] == [("",)]  # a partial graph reads intermediate values
     about = {
         "inputs": read if is_whole or not report.inputs else report.inputs,

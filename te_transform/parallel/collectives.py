@@ -285,7 +285,7 @@ class _Moved(torch.autograd.Function):
         return _Moved.apply(grad, ctx.way.backwards(), ctx.ranks, ctx.shards), None, None, None
 
 
-def moved(x: Tensor, way: Redistribution, ranks: Ranks, shards: Shards | None = None) -> Tensor:
+def redistributed(x: Tensor, way: Redistribution, ranks: Ranks, shards: Shards | None = None) -> Tensor:
     """`x` in another placement; differentiable, any number of times."""
     return _Moved.apply(x, way, ranks, shards)
 
@@ -299,7 +299,7 @@ class Move(GraphOp):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the value in its new placement."""
-        return moved(x, self.way, self.ranks, self.shards)
+        return redistributed(x, self.way, self.ranks, self.shards)
 
 
 class ShardedEmbedding(GraphOp):
@@ -358,7 +358,7 @@ class ShardedCrossEntropy(GraphOp):
             largest = self.ranks.summed(wide.amax(-1), "max")
         wide = wide - largest[..., None]
         of_target = wide.gather(-1, own[..., None]).squeeze(-1).masked_fill(outside, 0)
-        total, of_target = moved(
+        total, of_target = redistributed(
             torch.stack((wide.exp().sum(-1), of_target)), Redistribution.SUM, self.ranks
         ).unbind()
         losses = (total.log() - of_target).masked_fill(~counts, 0)

@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass
-class Layout:
+class ShardLayout:
     """The placeholders of a graph that are sharded, and the places of the report."""
 
     shards: dict[fx.Node, Shards] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class _Region:
         return "mlp" if self.rows else "head"
 
 
-def lay_out(graph: fx.Graph, ranks: int, skip: tuple[str, ...] = ()) -> Layout:
+def lay_out(graph: fx.Graph, ranks: int, skip: tuple[str, ...] = ()) -> ShardLayout:
     """Find what can be divided among so many ranks in a canonical graph."""
     made = _LayingOut(graph, ranks, skip)
     for node in graph.nodes:
@@ -79,7 +79,7 @@ def lay_out(graph: fx.Graph, ranks: int, skip: tuple[str, ...] = ()) -> Layout:
 
 class _LayingOut:
     def __init__(self, graph: fx.Graph, ranks: int, skip: tuple[str, ...]):
-        self.graph, self.ranks, self.skip, self.layout = graph, ranks, skip, Layout()
+        self.graph, self.ranks, self.skip, self.layout = graph, ranks, skip, ShardLayout()
         self.tried: set[fx.Node] = set()  # linears of regions that were refused
 
     def stored(self, weight: fx.Node) -> fx.Node | None:

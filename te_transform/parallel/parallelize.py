@@ -27,7 +27,7 @@ from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
 from te_transform.parallel.collectives import Ranks, Shards
 from te_transform.parallel.divided import Parallel, ParallelError
-from te_transform.parallel.layout import Layout, Place, lay_out
+from te_transform.parallel.layout import Place, ShardLayout, lay_out
 from te_transform.plan.model import wrapped_by
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, check_skip, globs_of
 
@@ -180,7 +180,7 @@ class _Found:
     places: dict[Place, None] = field(default_factory=dict)
 
 
-def _laid_out(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], Layout]) -> _Found:
+def _laid_out(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], ShardLayout]) -> _Found:
     """Find what the ranks divide of the forward, on tensors without memory if possible."""
     for tensors in ways_to_call(model):
         found = _Found()
@@ -196,7 +196,7 @@ def _laid_out(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], Layout
 
 
 def _laying_out(
-    found: _Found, model: nn.Module, names: dict[int, str], lay: Callable[[fx.Graph], Layout]
+    found: _Found, model: nn.Module, names: dict[int, str], lay: Callable[[fx.Graph], ShardLayout]
 ) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     def backend(captured: fx.GraphModule, arguments: list[Any]) -> Callable[..., Any]:
         name_as_in(model, captured, arguments)

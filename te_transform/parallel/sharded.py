@@ -25,7 +25,7 @@ from te_transform.parallel.collectives import (
     ShardedEmbedding,
     Shards,
 )
-from te_transform.parallel.sharding import Local, Step
+from te_transform.parallel.sharding import Local, ShardingStep
 from te_transform.parallel.sharding_plan import ShardingPlan, Unshardable
 
 
@@ -102,7 +102,7 @@ class _Sharding:
     def _note_shape(self, node: fx.Node) -> None:
         node.meta["example_value"] = edit.with_shape(value(node), self.plan.shape(node))
 
-    def _put(self, node: fx.Node, found: Step) -> None:
+    def _put(self, node: fx.Node, found: ShardingStep) -> None:
         args = list(node.args)
         for place, new in found.args.items():
             args[place] = self._local(node, new)
@@ -137,7 +137,7 @@ class _Sharding:
         if draws(node):
             self.made_graph.common_random = True
 
-    def _argument(self, node: fx.Node, argument: fx.Node, found: Step) -> fx.Node:
+    def _argument(self, node: fx.Node, argument: fx.Node, found: ShardingStep) -> fx.Node:
         """Return the node that replaces an argument."""
         named, is_sharded = self.origin.get(argument, argument), argument in self.plan.shards
         if named in found.lead:

@@ -38,7 +38,7 @@ class Refusal(Exception):
 
 
 @dataclass
-class Step:
+class ShardingStep:
     """One operation on shards.
 
     Args:
@@ -59,10 +59,10 @@ class Step:
     args: dict[int, Any] = field(default_factory=dict)
 
 
-Rule = Callable[[fx.Node, Held, int], Step]
+ShardingRule = Callable[[fx.Node, Held, int], ShardingStep]
 
 
-def step(node: fx.Node, held: Held, ranks: int) -> Step | None:
+def step(node: fx.Node, held: Held, ranks: int) -> ShardingStep | None:
     """Return how a node is computed on shards, or None if it reads no sharded value.
 
     Raises:
@@ -81,37 +81,37 @@ def _the(node: fx.Node) -> str:
     return "the model's output" if node.op == "output" else f"the {called(node)}"
 
 
-def _linear(node: fx.Node, held: Held, ranks: int) -> Step:
+def _linear(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, weight, bias = (*node.args, None)[:3]
     of_x, of_weight = held.get(x), held.get(weight)
     if of_weight is None:
         if of_x.dim == -1:
             raise Refusal("a linear reads columns of its input, its weight in the same shards is needed")
-        return Step(of_x)
+        return ShardingStep(of_x)
     if of_weight.dim == -2:
         shards = of_weight.on(-1)
         share = {bias: shards} if isinstance(bias, fx.Node) and bias not in held else {}
-        return Step(shards, gather=(x,) * (x in held), share=share)
+        return ShardingStep(shards, gather=(x,) * (x in held), share=share)
     lead = (bias,) if isinstance(bias, fx.Node) else ()
     if of_x is not None and of_x != of_weight:
         raise Refusal("a linear reads other columns than its weight has, the same shards are needed")
-    return Step(None, is_term=True, share={} if x in held else {x: of_weight}, lead=lead)
+    return ShardingStep(None, is_term=True, share={} if x in held else {x: of_weight}, lead=lead)
 
 
-def _embedding(node: fx.Node, held: Held, ranks: int) -> Step:
+def _embedding(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     ids, weight, _, max_norm, _, by_frequency, sparse = (*node.args, None, None, 2.0, False, False)[:7]
     if held[weight].dim != -2 or max_norm is not None or by_frequency or sparse or ids in held:
         raise Refusal("an embedding looks up what a shard of its table does not tell, a plain one is needed")
-    return Step(None, is_term=True)
+    return ShardingStep(None, is_term=True)
 
 
-def _elementwise(node: fx.Node, held: Held, ranks: int) -> Step:
+def _elementwise(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     """Broadcasting: a whole argument is read as it is where it has no such dimension, or one of size 1."""
     given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
     return _aligned(node, given, held)
 
 
-def _aligned(node: fx.Node, given: list[fx.Node], held: Held) -> Step:
+def _aligned(node: fx.Node, given: list[fx.Node], held: Held) -> ShardingStep:
     found = {held[arg] for arg in given if arg in held}
     if len(found) > 1:
         raise Refusal(f"{_the(node)} reads values in different shards, the same ones are needed")
@@ -122,7 +122,7 @@ def _aligned(node: fx.Node, given: list[fx.Node], held: Held) -> Step:
     alone = [arg for arg in given if arg in held and _size(arg, shards.dim) != shards.size]
     if alone:
         raise Refusal(f"{_the(node)} reads shards of another size, equal ones are needed")
-    return Step(shards, share=dict.fromkeys(full, shards) if shards.size > 1 else {})
+    return ShardingStep(shards, share=dict.fromkeys(full, shards) if shards.size > 1 else {})
 
 
 def _size(node: fx.Node, dim: int) -> int:
@@ -130,29 +130,29 @@ def _size(node: fx.Node, dim: int) -> int:
     return shape[dim] if len(shape) >= -dim else 1
 
 
-def _over_last(node: fx.Node, held: Held, ranks: int) -> Step:
+def _over_last(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     """Apply the rule of operations that read the whole last dimension, row by row."""
     x = node.args[0]
     if x not in held:
         raise Refusal(f"{_the(node)} reads a sharded weight, a whole one is needed")
     if held[x].dim == -1:
         raise Refusal(f"{_the(node)} reads whole rows, columns that are not sharded are needed")
-    return Step(held[x])
+    return ShardingStep(held[x])
 
 
-def _rope(node: fx.Node, held: Held, ranks: int) -> Step:
+def _rope(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     _over_last(node, held, ranks)
     return _elementwise(node, held, ranks)
 
 
-def _softmax(node: fx.Node, held: Held, ranks: int) -> Step:
+def _softmax(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     shards = held[node.args[0]]
     if node.args[1] % -len(shape_of(node)) == shards.dim:
         raise Refusal("a softmax reads all of a dimension, one that is not sharded is needed")
-    return Step(shards)
+    return ShardingStep(shards)
 
 
-def _sdpa(node: fx.Node, held: Held, ranks: int) -> Step:
+def _sdpa(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     query, key, value_, mask = node.args[:4]
     found = [held.get(x) for x in (query, key, value_)]
     whole = tuple(x for x in (query, key, value_) if x not in held)
@@ -175,10 +175,10 @@ def _sdpa(node: fx.Node, held: Held, ranks: int) -> Step:
     share = dict.fromkeys(same, found[0])
     if (sinks := argument(node, "sinks")) is not None:
         share[sinks] = replace(found[0], dim=-1)
-    return Step(found[0], share=share, pick=pick)
+    return ShardingStep(found[0], share=share, pick=pick)
 
 
-def _product(node: fx.Node, held: Held, ranks: int) -> Step:
+def _product(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     """Apply the rule of a matrix product that is sharded by batches."""
     given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
     if any(held[arg].dim > -3 for arg in given if arg in held):
@@ -186,10 +186,10 @@ def _product(node: fx.Node, held: Held, ranks: int) -> Step:
     return _aligned(node, given, held)
 
 
-def _reshape(node: fx.Node, held: Held, ranks: int) -> Step:
+def _reshape(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x = node.args[0]
     shards = _reshaped(tuple(shape_of(x)), tuple(shape_of(node)), held[x], ranks)
-    return Step(shards, args={1: Local(shards)})
+    return ShardingStep(shards, args={1: Local(shards)})
 
 
 def _reshaped(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, ranks: int) -> Shards:
@@ -271,33 +271,35 @@ class Local:
     shards: Shards
 
 
-def _transpose(node: fx.Node, held: Held, ranks: int) -> Step:
+def _transpose(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, (a, b) = node.args[0], node.args[1:3] if len(node.args) > 1 else (-2, -1)
-    return Step(held[x].on({a: b, b: a}.get(held[x].dim, held[x].dim)))
+    return ShardingStep(held[x].on({a: b, b: a}.get(held[x].dim, held[x].dim)))
 
 
-def _permute(node: fx.Node, held: Held, ranks: int) -> Step:
+def _permute(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, order = node.args[:2]
-    return Step(held[x].on([d % len(order) for d in order].index(len(order) + held[x].dim) - len(order)))
+    return ShardingStep(
+        held[x].on([d % len(order) for d in order].index(len(order) + held[x].dim) - len(order))
+    )
 
 
-def _unsqueeze(node: fx.Node, held: Held, ranks: int) -> Step:
+def _unsqueeze(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, dim = node.args
-    return Step(held[x].on(held[x].dim - (held[x].dim <= dim)))
+    return ShardingStep(held[x].on(held[x].dim - (held[x].dim <= dim)))
 
 
-def _expand(node: fx.Node, held: Held, ranks: int) -> Step:
+def _expand(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     shards = held[node.args[0]]
     if shape_of(node)[shards.dim] != shards.size:
         raise Refusal("an expand repeats shards, a dimension that stays is needed")
-    return Step(shards, args={1: Local(shards)})
+    return ShardingStep(shards, args={1: Local(shards)})
 
 
-def _columns(node: fx.Node, held: Held, ranks: int) -> Step:
+def _columns(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, start, stop = node.args
     shards = held[x]
     if shards.dim != -1:
-        return Step(shards)
+        return ShardingStep(shards)
     at, places = 0, []
     for part in (*shards.parts, 0):
         places.append(at)
@@ -309,13 +311,13 @@ def _columns(node: fx.Node, held: Held, ranks: int) -> Step:
         raise Refusal("parts of a product are cut out of unequal shards, equal ones are needed",
                       indivisible=True)  # fmt: skip
     shares, parts = shards.shares(ranks), shards.parts[first:last]
-    return Step(replace(shards, parts=parts), args={1: start // shares, 2: stop // shares})
+    return ShardingStep(replace(shards, parts=parts), args={1: start // shares, 2: stop // shares})
 
 
-def _getitem(node: fx.Node, held: Held, ranks: int) -> Step:
+def _getitem(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, index = node.args
     if isinstance(value(x), (tuple, list)):
-        return Step(held[x])
+        return ShardingStep(held[x])
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, (fx.Node, list)) for i in index):
         raise Refusal("an index looks up shards, slices are needed")
@@ -336,55 +338,55 @@ def _getitem(node: fx.Node, held: Held, ranks: int) -> Step:
         seen += i is not None
         if i is None or isinstance(i, slice):
             out.append(seen if i is not None else None)
-    return Step(held[x].on(out.index(at) - len(out)))
+    return ShardingStep(held[x].on(out.index(at) - len(out)))
 
 
-def _pieces(node: fx.Node, held: Held, ranks: int) -> Step:
+def _pieces(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     """torch.split and torch.chunk of another dimension than the sharded one."""
     x, dim = node.args[0], node.args[2]
     if held[x].dim == dim:
         raise Refusal(f"a {called(node)} cuts shards, whole ones are needed")
-    return Step(held[x])
+    return ShardingStep(held[x])
 
 
-def _unbind(node: fx.Node, held: Held, ranks: int) -> Step:
+def _unbind(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, dim = node.args
     if held[x].dim == dim:
         raise Refusal("an unbind cuts shards, whole ones are needed")
-    return Step(held[x].on(held[x].dim + (held[x].dim < dim)))
+    return ShardingStep(held[x].on(held[x].dim + (held[x].dim < dim)))
 
 
-def _cat(node: fx.Node, held: Held, ranks: int) -> Step:
+def _cat(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     found = _aligned(node, list(node.args[0]), held)
     if found.shards.dim == node.args[1]:
         raise Refusal("a cat joins shards along their dimension, another one is needed")
     return found
 
 
-def _repeat_interleave(node: fx.Node, held: Held, ranks: int) -> Step:
+def _repeat_interleave(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, repeats, dim = node.args
     shards = held[x]
     if not isinstance(repeats, int):
         raise Refusal("shards are repeated by numbers that are computed, a constant is needed")
     parts = tuple(part * repeats for part in shards.parts)
-    return Step(replace(shards, parts=parts) if shards.dim == dim else shards)
+    return ShardingStep(replace(shards, parts=parts) if shards.dim == dim else shards)
 
 
-def _cross_entropy(node: fx.Node, held: Held, ranks: int) -> Step:
+def _cross_entropy(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     logits, targets = node.args[:2]
     if logits not in held or held[logits].dim != -1 or len(held[logits].parts) > 1 or targets in held:
         raise Refusal("a cross entropy reads shards of rows, shards of the classes are needed")
-    return Step(None)
+    return ShardingStep(None)
 
 
 _ELEMENTWISE = (
     torch.add, torch.sub, torch.mul, torch.div, operator.truediv, torch.pow, torch.neg, torch.sqrt,
     torch.rsqrt, torch.square, torch.reciprocal, torch.tanh, torch.erf, torch.exp, torch.cos, torch.sin,
     torch.logical_not, torch.masked_fill, torch.where, torch.eq, torch.ne, torch.lt, torch.le, torch.gt,
-    torch.ge, ops.cast, ops.dropout, ops.zero_hidden, torch.Tensor.contiguous, *ops.ACTIVATIONS,
+    torch.ge, ops.cast, ops.dropout, ops.zero_hidden, torch.Tensor.contiguous, *ops.ACTIVATION_OPS,
 )  # fmt: skip
 
-RULES: dict[Any, Rule] = {
+RULES: dict[Any, ShardingRule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(ops.NORMS, _over_last),
     **dict.fromkeys((torch.matmul, torch.bmm), _product),

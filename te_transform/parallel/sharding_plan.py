@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from te_transform.graph import ops
 from te_transform.graph.nodes import is_tensor_node, shape_of, value, writes
 from te_transform.parallel.collectives import Ranks, Shards
-from te_transform.parallel.sharding import Refusal, Step, step
+from te_transform.parallel.sharding import Refusal, ShardingStep, step
 
 
 class Unshardable(Exception):
@@ -44,7 +44,7 @@ class ShardingPlan:
         """Return the shape of a value on this rank."""
         return self.ranks.shape(self.shapes[node], self.shards.get(node))
 
-    def _step(self, node: fx.Node) -> Step | None:
+    def _step(self, node: fx.Node) -> ShardingStep | None:
         """Return how a node is computed on shards, or None. Note the shards of its result."""
         try:
             found = None if node.op == "output" else step(node, self.shards, self.ranks.count)

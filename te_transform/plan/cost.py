@@ -39,7 +39,7 @@ from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
-from te_transform.plan.work import Work, computed, moved, numbers_in, sizes_of
+from te_transform.plan.work import Work, computed, moved_bytes, numbers_in, sizes_of
 
 BACKWARD = 2.0  # work of a backward, relative to its forward
 _PADS = "pad_vocabulary"  # the rule that pads products
@@ -118,7 +118,7 @@ def _rows_and_width(site: Site) -> tuple[float, int]:
 
 def _is_gated(nodes: Sequence[fx.Node]) -> bool:
     """Return True if these operations multiply an activation by a tensor: TE's modules speed this up."""
-    acts = {node for node in nodes if node.target in ops.ACTIVATIONS}
+    acts = {node for node in nodes if node.target in ops.ACTIVATION_OPS}
     return any(node.target is torch.mul and acts & {*node.all_input_nodes} for node in nodes)
 
 
@@ -129,13 +129,15 @@ def _moved(plan: Plan, way: Way) -> Iterator[Work]:
     the captured operations, except where a site stays fused in this mode.
     """
     if way not in (AS_IT_IS, CAPTURED):
-        yield from map(moved, plan.before.nodes)
+        yield from map(moved_bytes, plan.before.nodes)
         return
     taken = [outcome for outcome, site in plan.places() if way is CAPTURED and site and _is_one(site)]
     inside = {name for outcome in taken for name in outcome.inside}
-    yield from (moved(node) for node in plan.captured.graph.nodes if node.name not in inside)
+    yield from (moved_bytes(node) for node in plan.captured.graph.nodes if node.name not in inside)
     if taken:  # a node without an origin is part of a composite, such as multi-head attention
-        yield from (moved(node) for node in plan.before.nodes if node.meta.get("origin") in {None, *inside})
+        yield from (
+            moved_bytes(node) for node in plan.before.nodes if node.meta.get("origin") in {None, *inside}
+        )
 
 
 def _is_one(site: Site) -> bool:
@@ -277,7 +279,7 @@ def unknown(plans: Sequence[tuple[str, Plan]], options: Options) -> str | None:
     return None if recipe in (None, "fp8-delayed") else "predicted for recipe='fp8-delayed' alone"
 
 
-def seconds_of(
+def predicted_seconds(
     plans: Sequence[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
 ) -> float:
     """Return the seconds of a call with these options; works_of() documents the arguments."""
@@ -306,9 +308,9 @@ def priced(
     for outcome, site in plan.places():
         ours = [node for name in outcome.inside for node in canonical.get(name, ())]
         work = sum(map(computed, ours), Work())
-        before = sum((moved(plan.by_name[name]) for name in outcome.inside), work)
+        before = sum((moved_bytes(plan.by_name[name]) for name in outcome.inside), work)
         before = sum(_odd(ours, plan, AS_IT_IS), before)
-        after = sum(map(moved, ours), work)
+        after = sum(map(moved_bytes, ours), work)
         way = runs if outcome.status == "fused" else _runs(plan, asked, precision, added=ours)
         after = sum(_odd(ours, plan, way, pads=outcome.rule == _PADS), after)
         in_fp8 = precision is not None and way is not CAPTURED

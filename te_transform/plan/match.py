@@ -208,7 +208,7 @@ def _activated_first(linears: tuple[fx.Node, ...]) -> list[fx.Node]:
     """Return the linears in the order of their joined weights: fused MLPs activate the first half."""
 
     def activated(node: fx.Node) -> bool:
-        return any(user.target in ops.ACTIVATIONS for user in node.users)
+        return any(user.target in ops.ACTIVATION_OPS for user in node.users)
 
     return sorted(linears, key=lambda node: not activated(node)) if len(linears) == 2 else list(linears)
 

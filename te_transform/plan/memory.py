@@ -144,7 +144,7 @@ def predict(
     return Memory(inputs, sum(map(_size, parameters)), gradients, kept, peak)
 
 
-def kept(prefix: str, plan: Plan, precision: PrecisionPlan | None) -> dict[Site, int]:
+def kept_by_site(prefix: str, plan: Plan, precision: PrecisionPlan | None) -> dict[Site, int]:
     """Return the bytes that each site saves for its backward and that are freed after it; see predict()."""
     steps = {step.node: step for step in _steps(prefix, plan, _FP8.of(precision), is_last=False)}
     return {site: steps[site.node].released for site in plan.sites if site.node in steps}

@@ -58,7 +58,7 @@ def computed(node: fx.Node) -> Work:
     return Work()
 
 
-def moved(node: fx.Node) -> Work:
+def moved_bytes(node: fx.Node) -> Work:
     """Return the memory traffic of an operation, if it is memory-bound."""
     if node.op in ("placeholder", "output", "get_attr") or not is_tensor_node(node) or may_be_view(node):
         return Work()

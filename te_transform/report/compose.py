@@ -174,7 +174,7 @@ def _completed(
     priced = plan.outcomes if unknown else cost.priced(path, plan, options, precision, training)
     products = product_paths(plan)
     keeps = options.backend.HAS_KERNELS and training and not options.compile
-    kept = memory.kept(path, plan, precision) if keeps else {}
+    kept = memory.kept_by_site(path, plan, precision) if keeps else {}
     inactive = why_inactive(path, plan, options, precision)
     for (_, site), outcome, why in zip(plan.places(), priced, inactive, strict=True):
         outcome = replace(outcome, inactive=why)

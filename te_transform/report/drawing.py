@@ -37,7 +37,7 @@ class Part:
 def listing(graph: fx.Graph) -> list[tuple[str, bool]]:
     """Return a line per node (name, dtype and shape, module path, operation), and True if it is fused."""
     nodes = [node for node in graph.nodes if not name_in_model(node)]
-    rows = [(node.name, described(node), module_of(node), call_of(node)) for node in nodes]
+    rows = [(node.name, described(node), module_text(node), call_of(node)) for node in nodes]
     widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return list(zip(lines, map(is_fused, nodes), strict=True))
@@ -58,7 +58,7 @@ def dot(graph: fx.Graph) -> str:
     return "\n".join([*lines, "}"])
 
 
-def module_of(node: fx.Node) -> str:
+def module_text(node: fx.Node) -> str:
     """Return the path of the module that made the call, "" for inputs.
 
     Dynamo attributes an input to its first reader.
@@ -70,7 +70,7 @@ def by_block(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
     """Return the nodes of each block, with blocks in the order of their first node."""
     blocks: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        blocks.setdefault(block_of(module_of(node)), []).append(node)
+        blocks.setdefault(block_of(module_text(node)), []).append(node)
     return blocks
 
 

@@ -18,7 +18,7 @@ class Renderer(Protocol):
         """Return the report as HTML for a cell of a notebook."""
 
 
-def register(module: str) -> None:
+def register_renderer(module: str) -> None:
     """Draw reports by a module with the functions of Renderer; the last registration counts.
 
     The module is imported when a report is first drawn.
@@ -35,6 +35,6 @@ def renderer() -> Renderer:
     if not _modules:
         raise RuntimeError(
             "expected a registered renderer to draw a report as HTML, got none; call "
-            "te_transform.report.renderer.register(module), or print the report"
+            "te_transform.report.renderer.register_renderer(module), or print the report"
         )
     return cast(Renderer, import_module(_modules[-1]))

@@ -39,7 +39,7 @@ READ_OUTSIDE = (
     "values beside the stream, as caches, attention weights or router logits, are read outside of the layer; "
     "pass use_cache=False, output_attentions=False, output_router_logits=False"
 )
-SHARED = "a weight is read by several layers; drop_layers() needs layers with weights of their own"
+SHARED_WEIGHT = "a weight is read by several layers; drop_layers() needs layers with weights of their own"
 NOT_NORMALIZED = (
     "the sum at {} adds a branch that reads the stream without a norm, as in post-norm models; drop_layers() "
     "needs pre-norm branches x + f(norm(x))"
@@ -52,7 +52,7 @@ CHANGES_MODE = (
 )
 WRITES = "the layer writes in place to a tensor from outside; drop_layers() needs layers that only compute"
 NO_SUM = "the sum is part of another operation, {}; drop_layers() needs an addition of stream and branch"
-NESTED = "the layer lies inside another one, which is dropped as a whole"
+NESTED_LAYER = "the layer lies inside another one, which is dropped as a whole"
 
 _NUMBERED = re.compile(r"(?:.*\.)?\d+$")
 _SUMS = {"add", "iadd", "__add__", "__iadd__", "__radd__", "add_"}
@@ -107,10 +107,12 @@ def residual(plan: Plan) -> Residual:
             refused[path] = made
     matrices = {layer: {node for node in layer.weights() if value(node).dim() > 1} for layer in found}
     read = Counter(node for nodes in matrices.values() for node in nodes)
-    refused |= {layer.path: SHARED for layer in found if any(read[node] > 1 for node in matrices[layer])}
-    found = [layer for layer in found if refused.get(layer.path) != SHARED]
+    refused |= {
+        layer.path: SHARED_WEIGHT for layer in found if any(read[node] > 1 for node in matrices[layer])
+    }
+    found = [layer for layer in found if refused.get(layer.path) != SHARED_WEIGHT]
     kept = [layer for layer in found if not any(layer.inside < other.inside for other in found)]
-    refused |= {layer.path: NESTED for layer in found if layer not in kept}
+    refused |= {layer.path: NESTED_LAYER for layer in found if layer not in kept}
     if not found and not refused:
         refused |= {path: NOT_NORMALIZED.format(path or "top level") for path in _post_norms(plan.before)}
     return Residual(tuple(kept), refused)

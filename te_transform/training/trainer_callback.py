@@ -14,7 +14,7 @@ from te_transform.training.length_schedule import CurriculumError
 from te_transform.training.one_bit.checks import OneBitError
 from te_transform.training.one_bit.optimizer import OneBitOptimizer
 
-STATE = "SequenceCurriculum"  # where Trainer's state, and so its checkpoints, keep the curriculum's
+SAVED_AS = "SequenceCurriculum"  # where Trainer's state, and so its checkpoints, keep the curriculum's
 
 
 class CurriculumCallback(TrainerCallback):
@@ -68,7 +68,7 @@ class CurriculumCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start anew, or go on where a checkpoint was."""
         self.curriculum.load_state_dict(dict.fromkeys(COUNTS, 0))
-        if saved := state.stateful_callbacks.get(STATE):
+        if saved := state.stateful_callbacks.get(SAVED_AS):
             self.curriculum.load_state_dict(saved)
         elif state.global_step and self.curriculum.schedule.by_tokens:
             raise CurriculumError(
@@ -80,7 +80,7 @@ class CurriculumCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the curriculum's state where the next checkpoint takes it from."""
         self.curriculum.step = state.global_step
-        state.stateful_callbacks[STATE] = self.curriculum.state_dict()
+        state.stateful_callbacks[SAVED_AS] = self.curriculum.state_dict()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the length of the last batches beside the loss."""

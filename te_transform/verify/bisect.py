@@ -24,7 +24,9 @@ def bisect_failures(suspects: Sequence[str], fails: Callable[[Sequence[str]], bo
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None] | None) -> Iterator[None]:
+def with_observer(
+    model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None] | None
+) -> Iterator[None]:
     """Run every captured graph fused, and call `see` with each called graph and its arguments.
 
     If `see` is None, run the graphs as outside of verify().

@@ -107,7 +107,7 @@ def formats_of(recipe: Any) -> Formats:
     return Formats(*map(Quantizer, (E4M3, E4M3, grad), blocks, powers))
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, formats: Formats) -> Tensor:
+def emulated_product(x: Tensor, weight: Tensor, bias: Tensor | None, formats: Formats) -> Tensor:
     """Compute y = q(x) q(W)^T + b, with dx = q(g) q(W), dW = q(g)^T q(x) and db = sum(g).
 
     x [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of x; computed in fp32.
@@ -155,6 +155,6 @@ def emulated(weights: Iterable[Tensor], formats: Formats) -> AbstractContextMana
         if not {x.dtype, weight.dtype} <= dtypes_in_fp8(x) or x.numel() == 0:
             return compute()
         x, bias = as_autocast(x, bias)
-        return product(x, exact(weight), bias, formats)
+        return emulated_product(x, exact(weight), bias, formats)
 
     return Products(weights, multiply)

@@ -12,7 +12,7 @@ from te_transform.backends.fp8.registry import state_of
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.runner import runners
 from te_transform.plan.match import Site
-from te_transform.verify.bisect import watched
+from te_transform.verify.bisect import with_observer
 from te_transform.verify.emulate import Formats, emulated, formats_of
 
 
@@ -40,7 +40,7 @@ class Recipes:
 
     def learn(self) -> contextlib.AbstractContextManager:
         """Record the weights of the products that run in FP8 during this context."""
-        return watched(self.converted, self._note)
+        return with_observer(self.converted, self._note)
 
     def _note(self, graph: CapturedGraph, arguments: Sequence[Any]) -> None:
         names = self.weights.get(id(graph.owner))

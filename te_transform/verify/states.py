@@ -12,7 +12,7 @@ from te_transform.graph.nodes import dtype_name
 from te_transform.graph.state_snapshot import same_bits
 from te_transform.verify.compare import Row
 
-STATE = "state_dict"
+STATE_DICT = "state_dict"
 _NAMES = 5  # the most differing names to list
 _E4M3 = 2**-4  # the largest relative error of rounding to it
 
@@ -23,13 +23,13 @@ def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
     if list(own) != list(theirs):
         changed = sorted(own.keys() ^ theirs.keys())
         more = f" and {len(changed) - _NAMES} more" if len(changed) > _NAMES else ""
-        yield Row(STATE, "names", False, reason=f"differ, {changed[:_NAMES] or 'in order'}{more}")
+        yield Row(STATE_DICT, "names", False, reason=f"differ, {changed[:_NAMES] or 'in order'}{more}")
     for name in [name for name in own if name in theirs]:
         if name in held:
             yield _rounded(name, own[name], exact(theirs[name]))
         elif not _same(own[name], theirs[name]):
-            yield Row(STATE, name, False, reason=_difference(own[name], theirs[name]))
-    yield Row(STATE, f"{len(own)} entries", True)
+            yield Row(STATE_DICT, name, False, reason=_difference(own[name], theirs[name]))
+    yield Row(STATE_DICT, f"{len(own)} entries", True)
 
 
 def _held(model: nn.Module) -> set[str]:
@@ -40,7 +40,7 @@ def _held(model: nn.Module) -> set[str]:
 def _rounded(name: str, own: Tensor, theirs: Tensor) -> Row:
     """Compare an FP8-only weight; the rounding of E4M3 (3 bits of mantissa) is allowed."""
     error = float((theirs.double() - own.double()).norm() / own.double().norm().clamp(min=1e-300))
-    return Row(STATE, name, error <= _E4M3, error, allowed=_E4M3, dtype="FP8")
+    return Row(STATE_DICT, name, error <= _E4M3, error, allowed=_E4M3, dtype="FP8")
 
 
 def _difference(own: Any, theirs: Any) -> str:

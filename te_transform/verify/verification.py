@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from te_transform.verify.compare import Row
-from te_transform.verify.states import STATE
+from te_transform.verify.states import STATE_DICT
 
 _WIDTH = 110  # columns of str(verification)
 _WORST = 5  # the number of gradients shown per set of inputs, and of state dict entries
@@ -47,7 +47,7 @@ class Verification:
         failed = [row for row in self.rows if not row.ok]
         if not failed:
             return f"{self.model}: verified, {len(self.rows)} comparisons"
-        if failed[0].inputs == STATE:
+        if failed[0].inputs == STATE_DICT:
             more = f" ({len(failed)} entries of the state dicts differ)" if len(failed) > 1 else ""
             return f"{self.model}: NOT the same, {failed[0]}{more}"
         return f"{self.model}: NOT the same, {len(failed)} of {len(self.rows)} comparisons failed"
@@ -82,7 +82,7 @@ def _lines(inputs: str, rows: list[Row]) -> Iterator[tuple[str, ...]]:
     """Yield a line for each output, for the worst gradients, and for the number of passed comparisons."""
     gradients = sorted((row for row in rows if row.name.startswith("gradient")), key=lambda row: -row.times)
     others = [row for row in rows if not row.name.startswith("gradient")]
-    if inputs == STATE:
+    if inputs == STATE_DICT:
         others = [*others[:-1][:_WORST], others[-1]]
     for number, row in enumerate(others + gradients[:_WORST]):
         errors = (row.converted, row.original, row.allowed)

@@ -21,7 +21,7 @@ from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, preserved, same_buffers
 from te_transform.plan.model import wrapped_by
-from te_transform.verify.bisect import Called, bisect_failures, watched
+from te_transform.verify.bisect import Called, bisect_failures, with_observer
 from te_transform.verify.compare import Contenders, OriginalError, Row, judge
 from te_transform.verify.precision import Recipes
 from te_transform.verify.replay import Subject, in_double
@@ -71,7 +71,7 @@ def verify(model: nn.Module, converted: nn.Module, example_inputs: Any = None) -
         _uncompile(converted)
         duel.learn(samples)
         called = Called(converted)
-        with watched(converted, called.note):
+        with with_observer(converted, called.note):
             rows, failing, skipped = _all_rows(sets, duel)
         guilty = duel.guilty(failing, called)
     return Verification(
@@ -220,7 +220,7 @@ class _Duel:
             Subject.of(self.model, self._in_double),
             partial(self.recipes.emulation, self.model) if self.recipes.held else nullcontext,
             rehearsals=1 if self.recipes.delayed else 0,
-            sizes=watched(self.converted, None) if case.by_size else ignore_size_limits,
+            sizes=with_observer(self.converted, None) if case.by_size else ignore_size_limits,
         )
 
     def _in_double(self) -> AbstractContextManager:

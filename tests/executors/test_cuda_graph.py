@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_transform
-from te_transform.execution.replayed import MOST
+from te_transform.execution.replayed import MAX_SIGNATURES
 from tests.attacks import OTHER, WIDTH, Block, Pair, X, observed
 from tests.compilers import Compiler
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run
@@ -214,7 +214,7 @@ def test_a_second_backward_uses_the_autocast_of_the_forward() -> None:
 def test_the_oldest_recordings_are_freed(cuda_graphs: Recorder) -> None:
     pair = replayed(Deep)
     weight = pair.converted.blocks[0].mlp.fc1.weight
-    own, others = weight.data, [weight.data.clone() for _ in range(MOST)]
+    own, others = weight.data, [weight.data.clone() for _ in range(MAX_SIGNATURES)]
     for other in others:
         weight.data = other
         pair.agree()

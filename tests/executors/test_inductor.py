@@ -94,18 +94,21 @@ def test_inductor_computes_gradients_of_hidden_rows(scale: float) -> None:
 
 def test_each_size_is_compiled_once_up_to_a_limit(compilations: Compiler) -> None:
     pair = compiled_pair(Block)
-    lengths = range(1, 4 + specializations.MOST)
+    lengths = range(1, 4 + specializations.MAX_SPECIALIZATIONS)
 
     def act(model: nn.Module, x: Tensor) -> list[Tensor]:
         return [model(torch.ones(2, length, WIDTH)) for length in lengths]
 
     pair.agree(act)
     made = len(compilations)
-    assert specializations.MOST <= made < len(lengths)
+    assert specializations.MAX_SPECIALIZATIONS <= made < len(lengths)
     pair.agree(act)
     assert len(compilations) == made
     told, report = "a graph is compiled for at most {} sets of shapes", te_transform.report(pair.converted)
-    assert f"{told.format(specializations.MOST)} and modes, other calls run uncompiled" in report.notes
+    assert (
+        f"{told.format(specializations.MAX_SPECIALIZATIONS)} and modes, other calls run uncompiled"
+        in report.notes
+    )
     assert set(report.fallbacks) == {"did not run compiled: no specialization for the call, see the notes"}
     assert str(report).count("calls of graphs did not run compiled") == 1
 

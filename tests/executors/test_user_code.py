@@ -24,12 +24,12 @@ from te_transform.execution.executors.captured import Captured
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.user_code import UserCode
 from te_transform.execution.runner import runner_of
-from te_transform.execution.trials import IN_A_ROW, LASTS, MOST, ROWS, TOLD, Trial, Trials
+from te_transform.execution.trials import IN_A_ROW, LASTS, MAX_TRIALS, ROUNDS, TOLD, Trial, Trials
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import CASES, seeded
 
 OWN, CAPTURED = UserCode.name, Captured.name
-TRIAL = ([CAPTURED] * IN_A_ROW + [OWN] * IN_A_ROW) * (ROWS // 2)
+TRIAL = ([CAPTURED] * IN_A_ROW + [OWN] * IN_A_ROW) * (ROUNDS // 2)
 
 
 class Dropping(Tiny):
@@ -124,9 +124,9 @@ def test_each_shape_and_mode_has_a_trial(ran: list[str], clock: Clock) -> None:
     ran.clear()
     model(rows(2, 3))
     assert ran == [OWN]
-    for length in range(1, MOST + 3):
+    for length in range(1, MAX_TRIALS + 3):
         model(rows(1, length))
-    assert len(runner_of(model).user_code.trials.trials) <= MOST
+    assert len(runner_of(model).user_code.trials.trials) <= MAX_TRIALS
 
 
 def test_a_choice_ends_with_the_next_trial(ran: list[str], clock: Clock) -> None:

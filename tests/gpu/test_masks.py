@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.backends.banded_attention import attended, ops
-from te_transform.backends.bands import Band, banded, within, within_documents
+from te_transform.backends.banded_attention import attended, registered_ops
+from te_transform.backends.bands import Band, banded, within_band, within_documents
 from te_transform.backends.masks import what_is
 from tests.gpu.attended import ends_of, poison, random, recorded
 
@@ -56,7 +56,7 @@ def test_bands_are_as_exact_as_masks(name: str, widths: tuple[int, int]) -> None
     for lengths, groups in (([keys, keys // 2 + 5, 1], 2), ([keys] * 3, 4)):
         padded = lengths[-1] < keys
         ends = ends_of(lengths) if padded else None
-        mask = within(Band(before, after, padded, False), ends, queries, keys, torch.device("cuda"))
+        mask = within_band(Band(before, after, padded, False), ends, queries, keys, torch.device("cuda"))
         band = what_is(mask)
         if not isinstance(band, Band):
             assert not padded
@@ -101,7 +101,7 @@ def test_bands_in_cuda_graphs(
             if padded:
                 ends.copy_(ends_of(lengths))
         graph.replay()
-        mask = within(band, ends, length, length, torch.device("cuda"))
+        mask = within_band(band, ends, length, length, torch.device("cuda"))
         close(found, exact(parts, mask, cotangent))
 
 
@@ -126,7 +126,9 @@ def documents_of(lengths: list[list[int]], before: int | None, after: int | None
     counts = torch.tensor(flat, device="cuda")
     seen = ~torch.tensor(padding, device="cuda").repeat_interleave(counts).view(len(lengths), 1, length, 1)
     together = within_documents(ends_of(flat), len(lengths), length) & seen & seen.mT
-    return within(Band(before, after, False, False), None, length, length, torch.device("cuda")) & together
+    return (
+        within_band(Band(before, after, False, False), None, length, length, torch.device("cuda")) & together
+    )
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -197,9 +199,11 @@ def test_the_operations_are_what_they_say(kind: str, keeps: bool) -> None:
     ends = {"whole": None, "padded": ends_of([256, 100]), "documents": ends_of([100, 156, 1, 255])}[kind]
     packed = kind == "documents"
     rest = (ends, 256 * packed, 100, 0, 0.125, packed)
-    torch.library.opcheck(ops.attend.default, (*parts, *rest, keeps))
-    saved = ops.attend(*parts, *rest, True)
-    torch.library.opcheck(ops.attend_backward.default, (torch.randn_like(saved[0]), *parts, *saved, *rest))
+    torch.library.opcheck(registered_ops.attend.default, (*parts, *rest, keeps))
+    saved = registered_ops.attend(*parts, *rest, True)
+    torch.library.opcheck(
+        registered_ops.attend_backward.default, (torch.randn_like(saved[0]), *parts, *saved, *rest)
+    )
 
 
 def masks(batch: int, heads: int, queries: int, keys: int, device: str = "cuda") -> dict[str, Tensor]:

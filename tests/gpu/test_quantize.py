@@ -10,7 +10,7 @@ from torch import nn
 
 import te_transform
 from te_transform.backends import few_rows
-from te_transform.fp8_only.weights import quantize
+from te_transform.fp8_only.weights import quantize_together
 from tests.gpu.llama import batch, converted, gradients, llama
 from tests.zoo import seeded
 
@@ -133,9 +133,9 @@ def test_generates() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_few_rows(outs: int, ins: int, dtype: torch.dtype) -> None:
     weight = torch.randn(outs, ins, device="cuda", dtype=dtype)
-    (held,) = quantize([weight])
+    (held,) = quantize_together([weight])
     wide = held.held.view(torch.float8_e4m3fn).double() * held.inverse
-    for rows in range(1, few_rows.MOST + 1):
+    for rows in range(1, few_rows.MAX_ROWS + 1):
         x = torch.randn(rows, ins, device="cuda", dtype=dtype)
         for bias in (None, torch.randn(outs, device="cuda", dtype=dtype)):
             expected = torch.nn.functional.linear(x.double(), wide, None if bias is None else bias.double())

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends import plain
-from te_transform.backends.bands import Band, banded, within
+from te_transform.backends.bands import Band, banded, within_band
 from tests.gpu.attended import ends_of, poison, random, recorded
 
 # queries and keys, and how far a query sees
@@ -49,7 +49,7 @@ def test_is_as_exact_as_attention(name: str, width: int, padded: bool) -> None:
     # of the last sequence most queries see nothing in a window
     ends = ends_of([keys, keys // 2 + 5, 1]) if padded else None
     band = Band(before, after, padded, blind=padded)
-    mask = within(band, ends, queries, keys, torch.device("cuda")).expand(3, 1, queries, keys)
+    mask = within_band(band, ends, queries, keys, torch.device("cuda")).expand(3, 1, queries, keys)
     parts = [random(3, 4, queries, width), *(random(3, 2, keys, width) for _ in range(2))]
     parts.append(torch.linspace(-2, 8, 4, device="cuda").bfloat16().requires_grad_())
     cotangent = torch.randn_like(parts[0])
@@ -73,7 +73,7 @@ def test_in_a_cuda_graph(length: int) -> None:
     parts = [random(2, 4, length, 64) for _ in range(3)]
     parts.append(torch.randn(4, device="cuda").bfloat16().requires_grad_())
     ends, band = ends_of([length, length // 2]), Band(127, 0, True, True)
-    mask = within(band, ends, length, length, torch.device("cuda"))
+    mask = within_band(band, ends, length, length, torch.device("cuda"))
     cotangent, known = torch.randn_like(parts[0]), banded(mask, band)
 
     def run() -> tuple[Tensor, ...]:

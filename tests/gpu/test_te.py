@@ -15,7 +15,7 @@ from te_transform.backends.fp8.current_model import running
 from te_transform.backends.fp8.gradient_sums import GradientSums
 from te_transform.backends.fp8.registry import share_state, state_of
 from te_transform.backends.joined import Join, make_adjacent
-from te_transform.fp8_only.weights import quantize
+from te_transform.fp8_only.weights import quantize_together
 from te_transform.graph import ops
 
 ROWS, WIDTH, INNER = 64, 256, 384
@@ -276,7 +276,7 @@ def test_weights_that_are_held_in_fp8_compute_what_casts_did(name: str, recipe: 
         if held:
             for place in case.op.PRODUCTS:
                 weight = case.tensors[place - 1]
-                (case.tensors[place - 1],) = quantize([weight])
+                (case.tensors[place - 1],) = quantize_together([weight])
                 share_state(weight, case.tensors[place - 1])
         for _ in range(3):
             own = x.detach().requires_grad_()

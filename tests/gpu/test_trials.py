@@ -10,7 +10,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import te_transform
 from te_transform.execution.runner import runner_of
-from te_transform.execution.trials import IN_A_ROW, LASTS, ROWS, TOLD
+from te_transform.execution.trials import IN_A_ROW, LASTS, ROUNDS, TOLD
 
 pytestmark = pytest.mark.usefixtures("by_size")
 
@@ -26,7 +26,7 @@ def test_both_ways_compute_the_same_until_one_is_chosen(backend: str) -> None:
     }
     model = te_transform.convert(copy.deepcopy(original), batch, backend=backend, verify=False)
     losses = []
-    for _ in range(IN_A_ROW * ROWS + 5):
+    for _ in range(IN_A_ROW * ROUNDS + 5):
         losses.append(model(**batch).loss)
         losses[-1].backward()
     assert all(torch.equal(loss, original(**batch).loss) for loss in losses)

@@ -113,13 +113,13 @@ def test_words_that_are_nearly_certain(gain: float) -> None:
 
 
 def test_withheld_logits_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, logits_of_part = [], chunked_loss.Part.logits
+    parts, logits_of_part = [], chunked_loss.LossPart.logits
 
     def counted(part: Any, rows: Tensor) -> Tensor:
         parts.append((len(rows), part.stop - part.start))
         return logits_of_part(part, rows)
 
-    monkeypatch.setattr(chunked_loss.Part, "logits", counted)
+    monkeypatch.setattr(chunked_loss.LossPart, "logits", counted)
     converted = te_transform.convert(seeded(of(with_logits)), X, chunked_loss=True, verify=False)
     parts.clear()
     logits, loss = converted(X)

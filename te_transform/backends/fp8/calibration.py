@@ -32,7 +32,7 @@ class Amax:
 
 
 @dataclass
-class Seen:
+class RecordedAmax:
     """The amax values that the products of one fused op have recorded.
 
     Attributes:
@@ -47,13 +47,13 @@ class Seen:
     forward: int | None = None
     again: bool = False
 
-    def anew(self) -> Seen:
+    def anew(self) -> RecordedAmax:
         """Return a copy that keeps only the gradients, to record inputs and weights again."""
         products = [Amax(grad=product.grad) for product in self.products]
-        return Seen(products, self.used - {"forward"}, again=True)
+        return RecordedAmax(products, self.used - {"forward"}, again=True)
 
     @classmethod
-    def of(cls, products: int) -> Seen:
+    def of(cls, products: int) -> RecordedAmax:
         """Return an empty record for this number of products."""
         return cls([Amax() for _ in range(products)])
 

@@ -14,7 +14,7 @@ from te_transform.backends.tracing import saving_hooks
 
 
 @dataclass
-class Call:
+class NotedCall:
     """The calls of a product within one forward.
 
     Attributes:
@@ -39,7 +39,7 @@ class Call:
         return self.in_fp8 or self.calibrating
 
 
-class Calls:
+class NotedCalls:
     """The last calls of a product.
 
     Several forwards may come before a backward, each with its own scales, and a backward may repeat them in
@@ -50,7 +50,7 @@ class Calls:
     MOST = 32  # forwards without a backward; each keeps a few numbers on the GPU
 
     def __init__(self) -> None:
-        self.noted: deque[Call] = deque(maxlen=self.MOST)
+        self.noted: deque[NotedCall] = deque(maxlen=self.MOST)
 
     def note(self, in_fp8: bool, calibrating: bool, scales: Callable[[], Tensor | None]) -> None:
         """Note a call that starts now; `scales` returns a copy of its scales."""
@@ -58,11 +58,11 @@ class Calls:
         known = last is not None and forward is not None and last.forward == forward
         if not known or (last.in_fp8, last.calibrating) != (in_fp8, calibrating):
             waiting = [call for call in self.noted if not call.repeated]
-            last = Call(in_fp8, calibrating, scales() if in_fp8 else None, forward)
+            last = NotedCall(in_fp8, calibrating, scales() if in_fp8 else None, forward)
             self.noted = deque([*waiting, last], self.MOST)
         last.moments.append(torch._C._autograd._get_sequence_nr())
 
-    def again(self) -> Call | None:
+    def again(self) -> NotedCall | None:
         """Return the call that the current backward repeats, or None if none was noted."""
         moments = [(moment, call) for call in self.noted for moment in call.moments]
         if not moments:

@@ -82,7 +82,7 @@ def joined(parameters: Sequence[Tensor]) -> FP8Only | None:
     return whole if address == whole.held.data_ptr() + whole.held.numel() else None
 
 
-def make_adjacent(parameters: Sequence[FP8Only]) -> FP8Only | None:
+def join_copies(parameters: Sequence[FP8Only]) -> FP8Only | None:
     """Join copies of weights that were the rows of one tensor, or return None if their scales differ."""
     first = parameters[0]
     if any(p.whole is not None or not p.inverse.equal(first.inverse) for p in parameters):
@@ -95,23 +95,23 @@ def make_adjacent(parameters: Sequence[FP8Only]) -> FP8Only | None:
     return whole
 
 
-Forms = dict[int, tuple[type[FP8Only], torch.dtype]]
+StoredForms = dict[int, tuple[type[FP8Only], torch.dtype]]
 
 
-def forms_of(arguments: Sequence[Any]) -> Forms:
+def forms_of(arguments: Sequence[Any]) -> StoredForms:
     """Return the class and dtype of each FP8-only argument, by its position."""
     return {
         place: (type(held), held.dtype) for place, held in enumerate(arguments) if isinstance(held, FP8Only)
     }
 
 
-def opened(arguments: Sequence[Any], forms: Forms) -> list[Any]:
+def opened(arguments: Sequence[Any], forms: StoredForms) -> list[Any]:
     """Replace FP8-only arguments by their bytes, and append their scales."""
     found = [argument.held if place in forms else argument for place, argument in enumerate(arguments)]
     return [*found, *(arguments[place].inverse for place in forms)]
 
 
-def closed(arguments: Sequence[Any], forms: Forms) -> list[Any]:
+def closed(arguments: Sequence[Any], forms: StoredForms) -> list[Any]:
     """Undo opened()."""
     found = list(arguments[: len(arguments) - len(forms)])
     for (place, (kind, dtype)), inverse in zip(forms.items(), arguments[len(found) :], strict=True):

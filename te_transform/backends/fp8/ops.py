@@ -125,7 +125,7 @@ _LIBRARY.define(
 for _function in (quantize, activate, activate_backward):
     _LIBRARY.impl(_function.__name__, _function, "CPU")
     _LIBRARY.impl(_function.__name__, by_kernel(_function), "CUDA")
-ops = torch.ops.te_transform
+registered_ops = torch.ops.te_transform
 
 
 @torch.library.register_fake("te_transform::quantize")

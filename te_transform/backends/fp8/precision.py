@@ -40,7 +40,7 @@ class Precision:
     entered: bool = False
     states: WeakSet[ParameterState] = field(default_factory=WeakSet)  # of parameters that have run
     groups: tuple[Any, ...] = ()  # process groups of the last training forward
-    loaded: Mapping[str, scale_table.Row] = field(default_factory=dict)  # loaded scales by weight name
+    loaded: Mapping[str, scale_table.ScaleRow] = field(default_factory=dict)  # loaded scales by weight name
     shared: scale_table.RankTable | None = None  # scales shared by the last training forward
     token: object = field(default_factory=object)  # marks states that know their names
 
@@ -121,7 +121,7 @@ class Precision:
     def _kernels(self) -> list[Any]:
         return [kernel for state in self.states for kernel in state.kernels.values()]
 
-    def scales(self, model: nn.Module) -> dict[str, scale_table.Row]:
+    def scales(self, model: nn.Module) -> dict[str, scale_table.ScaleRow]:
         """Return the state of delayed scaling by weight name.
 
         The state is that of all processes that share the model. They must call this together.
@@ -134,15 +134,15 @@ class Precision:
         scale_table.save(kernels, saved)
         if self.groups and saved:
             together = partial(maximum, groups=self.groups)
-            scale_table.combine(saved, together, next(model.parameters()).device)
+            scale_table.combine_ranks(saved, together, next(model.parameters()).device)
         return saved
 
-    def template(self, model: nn.Module) -> dict[str, scale_table.Row]:
+    def template(self, model: nn.Module) -> dict[str, scale_table.ScaleRow]:
         """Return scales() of a model that has not run."""
         names = [name for name in matrices(model) if self.products.get(name, True)]
         return scale_table.template(names, self.recipe.amax_history_len)
 
-    def load_scales(self, saved: Mapping[str, scale_table.Row]) -> None:
+    def load_scales(self, saved: Mapping[str, scale_table.ScaleRow]) -> None:
         """Begin the next call with the result of scales()."""
         self.loaded = saved
         for state in self.states:

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map
 
 from te_transform.backends import plain
 from te_transform.backends.fp8.fp8_only import scale_for
-from te_transform.backends.fp8.ops import InFP8, ops
+from te_transform.backends.fp8.ops import InFP8, registered_ops
 from te_transform.backends.limits import as_autocast
 
-ROWS = 16  # must divide the rows of a product, and its other sizes
+FP8_ROW_MULTIPLE = 16  # must divide the rows of a product, and its other sizes
 
 
 class ProductState(NamedTuple):
@@ -111,9 +111,9 @@ class Scaling:
             with_transpose: True to return the transpose too.
         """
         if self.delayed:
-            return ops.quantize(x.contiguous(), *scales, index, dtype, with_transpose)
+            return registered_ops.quantize(x.contiguous(), *scales, index, dtype, with_transpose)
         scale = scale_for(x.detach().abs().amax().float(), torch.finfo(dtype).max)
-        return ops.quantize(x.contiguous(), scale.reshape(1), None, 0, dtype, with_transpose)
+        return registered_ops.quantize(x.contiguous(), scale.reshape(1), None, 0, dtype, with_transpose)
 
 
 def with_full_rows(compute: Callable[[Tensor], Any], x: Tensor, multiple: int) -> Any:
@@ -130,7 +130,7 @@ def with_full_rows(compute: Callable[[Tensor], Any], x: Tensor, multiple: int) -
 
 def _as_matrix(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return compute() of x [..., in] as a matrix [rows, in]; the result is [..., out]."""
-    return with_full_rows(compute, x.reshape(-1, x.shape[-1]), ROWS).reshape(*x.shape[:-1], -1)
+    return with_full_rows(compute, x.reshape(-1, x.shape[-1]), FP8_ROW_MULTIPLE).reshape(*x.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):
@@ -194,7 +194,9 @@ class _Mlp(torch.autograd.Function):
         x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 0, of_fc1)
         fc1_8, fc1_8_t, fc1_inverse = how.weight(state, 0, fc1, of_x)
         hidden = _multiplied(x8, fc1_8, x_inverse, fc1_inverse, fc1_bias, x.dtype, how.fast[0])
-        a8, a8_t, a_inverse = ops.activate(hidden, activation, *state.forward, 3, how.forward, of_fc2)
+        a8, a8_t, a_inverse = registered_ops.activate(
+            hidden, activation, *state.forward, 3, how.forward, of_fc2
+        )
         fc2_8, fc2_8_t, fc2_inverse = how.weight(state, 1, fc2, of_x or of_fc1 or of_fc1_bias)
         ctx.save_for_backward(
             x8_t, x_inverse, fc1_8_t, fc1_inverse, hidden, a8_t, a_inverse, fc2_8_t, fc2_inverse
@@ -216,7 +218,7 @@ class _Mlp(torch.autograd.Function):
             dfc2 = _multiplied(g8_t, a8_t, g_inverse, a_inverse, None, dtype, how.fast[2])
         if of_x or of_fc1 or of_fc1_bias:
             da = _multiplied(g8, fc2_8_t, g_inverse, fc2_inverse, None, dtype, how.fast[1])
-            h8, h8_t, h_inverse, total = ops.activate_backward(
+            h8, h8_t, h_inverse, total = registered_ops.activate_backward(
                 da, hidden, ctx.activation, of_fc1_bias, *ctx.scales, 0, how.backward, of_fc1
             )
             dfc1_bias = total if of_fc1_bias else None

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from te_transform.backends.fp8.calibration import Seen
+from te_transform.backends.fp8.calibration import RecordedAmax
 from te_transform.backends.fp8.registry import Source, state_of
 
-Row = dict[str, Tensor]
+ScaleRow = dict[str, Tensor]
 """The saved state of one product, in fp32.
 
 "scale" [5] has the scales of input, weight, output, and of the gradients of output and input, infinite
@@ -30,10 +30,10 @@ _SEEN = ("input", "weight", "grad")
 _WIDTH = 5 + len(_SEEN)
 
 
-class Kernel(Protocol):
+class ScaledKernel(Protocol):
     """The interface of what a backend keeps for the products that begin with one parameter."""
 
-    seen: Seen
+    seen: RecordedAmax
     weights: list[Source]
 
     def delayed(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Kernel(Protocol):
         """
 
 
-def names_of(kernel: Kernel) -> list[str]:
+def names_of(kernel: ScaledKernel) -> list[str]:
     """Return the name of the first parameter of each weight, or "" if it is unknown."""
     states = [source.state() for source in kernel.weights]
     return ["" if state is None else state.name for state in states]
@@ -58,7 +58,7 @@ class RankTable:
         device: the device of the scales.
     """
 
-    def __init__(self, kernels: Sequence[Kernel], rows: Mapping[str, int], device: Any):
+    def __init__(self, kernels: Sequence[ScaledKernel], rows: Mapping[str, int], device: Any):
         self.kernels, self.states = list(kernels), [kernel.delayed() for kernel in kernels]
         self.size, self.scales, self.amaxes = len(rows) * _WIDTH, [], []
         scale_cells, amax_cells = [], []
@@ -76,7 +76,7 @@ class RankTable:
         self.sizes, self.count = [len(scale) for scale in self.scales], len(scale_cells)
         self.cells = torch.tensor(scale_cells + amax_cells, dtype=torch.int64, device=device)
 
-    def is_of(self, kernels: Sequence[Kernel]) -> bool:
+    def is_of(self, kernels: Sequence[ScaledKernel]) -> bool:
         """Return True if the table of these kernels would be equal, as it is once all have their scales."""
         if self.amaxes or self.kernels != list(kernels):
             return False
@@ -100,7 +100,7 @@ class RankTable:
             torch._foreach_copy_(self.amaxes, [*found[self.count :].unbind()])
 
 
-def _waiting(kernel: Kernel) -> Iterator[tuple[int, int, Tensor]]:
+def _waiting(kernel: ScaledKernel) -> Iterator[tuple[int, int, Tensor]]:
     """Yield each recorded amax without a scale, with the number of the product and the column."""
     if len(kernel.seen.used) == len(_DIRECTIONS):
         return
@@ -111,7 +111,7 @@ def _waiting(kernel: Kernel) -> Iterator[tuple[int, int, Tensor]]:
                 yield number, column, amax
 
 
-def _given(kernel: Kernel) -> Iterator[tuple[slice, Any]]:
+def _given(kernel: ScaledKernel) -> Iterator[tuple[slice, Any]]:
     """Yield the states whose scales are no longer TE's initial ones, with their columns."""
     states = kernel.delayed()
     for direction, columns in _DIRECTIONS.items():
@@ -119,7 +119,7 @@ def _given(kernel: Kernel) -> Iterator[tuple[slice, Any]]:
             yield columns, states[direction]
 
 
-def template(names: Iterable[str], length: int) -> dict[str, Row]:
+def template(names: Iterable[str], length: int) -> dict[str, ScaleRow]:
     """Return the table before any product has run.
 
     Args:
@@ -136,7 +136,7 @@ def template(names: Iterable[str], length: int) -> dict[str, Row]:
     }
 
 
-def save(kernels: Iterable[Kernel], saved: Mapping[str, Row]) -> None:
+def save(kernels: Iterable[ScaledKernel], saved: Mapping[str, ScaleRow]) -> None:
     """Write the state of each product into its row, on the CPU.
 
     Products that share a weight share a row, with the larger amax.
@@ -157,7 +157,7 @@ def save(kernels: Iterable[Kernel], saved: Mapping[str, Row]) -> None:
                 history.copy_(torch.maximum(history, state.amax_history[:, own].cpu()))
 
 
-def combine(saved: Mapping[str, Row], maximum: Maximum, device: Any) -> None:
+def combine_ranks(saved: Mapping[str, ScaleRow], maximum: Maximum, device: Any) -> None:
     """Combine the tables of all ranks; collective.
 
     Args:
@@ -176,14 +176,14 @@ def combine(saved: Mapping[str, Row], maximum: Maximum, device: Any) -> None:
         scale.copy_(-part)
 
 
-def loaded_for(kernel: Kernel) -> list[Row] | None:
+def loaded_for(kernel: ScaledKernel) -> list[ScaleRow] | None:
     """Return the loaded rows that its products start with, or None."""
     states = [source.state() for source in kernel.weights]
     rows = [None if state is None else state.saved for state in states]
     return None if None in rows else rows
 
 
-def restore(kernel: Kernel, rows: list[Row], states: Mapping[str, Any]) -> None:
+def restore(kernel: ScaledKernel, rows: list[ScaleRow], states: Mapping[str, Any]) -> None:
     """Write rows into the states of a kernel and into its recorded amax."""
     for product, row in zip(kernel.seen.products, rows, strict=True):
         for column, name in enumerate(_SEEN):

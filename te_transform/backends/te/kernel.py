@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from te_transform.backends.fp8 import scale_table
-from te_transform.backends.fp8.calibration import Seen
-from te_transform.backends.fp8.checkpointed_calls import Call, Calls
+from te_transform.backends.fp8.calibration import RecordedAmax
+from te_transform.backends.fp8.checkpointed_calls import NotedCall, NotedCalls
 from te_transform.backends.fp8.current_model import sample_of, stamp_of
 from te_transform.backends.fp8.fp8_only import FP8Only, is_fp8_only, scale_for
 from te_transform.backends.fp8.products import ProductState
@@ -49,11 +49,11 @@ class Kernel:
     """
 
     def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], weights: Sequence[Tensor]):
-        self.te, self.seen = LazyModule(make, names, len(weights)), Seen.of(len(weights))
+        self.te, self.seen = LazyModule(make, names, len(weights)), RecordedAmax.of(len(weights))
         self.weights = [Source.of(weight) for weight in weights]
         self.in_fp8 = False  # True if the last call ran in FP8
         self.calibrating = False  # True if the last call ran in its own dtype because there were no scales
-        self.calls = Calls()
+        self.calls = NotedCalls()
         self.kept = KeptWeights()
         self.scaled = ProductState()  # of compiled calls, without weights
         self.tensors: dict[int, tuple[TensorVersion, Tensor]] = {}  # TE's tensors of FP8-only weights
@@ -151,7 +151,7 @@ class Kernel:
     def notice_other_recipe(self) -> None:
         """Calibrate again if TE dropped the scales, for another recipe of another model."""
         if self.seen.used and not self.delayed():
-            self.seen = Seen.of(len(self.weights))
+            self.seen = RecordedAmax.of(len(self.weights))
 
     def take_saved(self) -> None:
         """Start with the scales that were loaded for its weights, if there are any."""
@@ -202,9 +202,9 @@ class Kernel:
         """Note how this call runs, for a checkpoint that may repeat it."""
         self.calls.note(self.in_fp8, self.calibrating, self.te.forward_scales)
 
-    def call_again(self) -> Call | None:
+    def call_again(self) -> NotedCall | None:
         """Return the call that a checkpoint repeats, by default the last one, or None if it had no recipe."""
-        found = self.calls.again() or Call(self.in_fp8, self.calibrating)
+        found = self.calls.again() or NotedCall(self.in_fp8, self.calibrating)
         return found if found.in_recipe else None
 
 

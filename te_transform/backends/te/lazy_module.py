@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-from te_transform.backends.fp8.checkpointed_calls import Call
+from te_transform.backends.fp8.checkpointed_calls import NotedCall
 from te_transform.backends.te.recipes import (
     FP8GlobalStateManager,
     update_scales_after_this_backward,
@@ -104,7 +104,7 @@ class LazyModule:
             return state.scale.clone()
 
     @contextlib.contextmanager
-    def as_before(self, call: Call, recipe: Any) -> Iterator[None]:
+    def as_before(self, call: NotedCall, recipe: Any) -> Iterator[None]:
         """Enter the recipe with the scales that this call of a forward had, within its step.
 
         The step has recorded the amax already. Selective checkpoints match operations by their order, so

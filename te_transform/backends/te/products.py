@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_transform.backends import few_rows, plain
 from te_transform.backends.double_backward import Out, differentiable_once, differentiable_twice
-from te_transform.backends.fp8.checkpointed_calls import Call
+from te_transform.backends.fp8.checkpointed_calls import NotedCall
 from te_transform.backends.fp8.current_model import in_recipe, is_evaluating
 from te_transform.backends.fp8.fp8_only import exact, is_fp8_only
 from te_transform.backends.fp8.gradient_sums import GradientSums, gradient_sums_of
@@ -102,7 +102,7 @@ class _Product(FusedOp):
     def _again(
         self,
         kernel: Kernel,
-        call: Call,
+        call: NotedCall,
         x: Tensor,
         tensors: Sequence[Tensor | None],
         gradients: GradientSums | None,

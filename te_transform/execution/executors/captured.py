@@ -10,7 +10,7 @@ from typing import Any
 from te_transform.backends import plain
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.lower import ScatteredGroups, is_as_captured, lower_unfused
-from te_transform.execution.pieces import in_pieces
+from te_transform.execution.pieces import by_layers
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 
@@ -66,13 +66,13 @@ class Captured:
     def graph(self) -> Callable[..., Any]:
         """The graph, which is made at its first call. If it cannot be made, it is the captured graph."""
         try:
-            return in_pieces(
+            return by_layers(
                 lower_unfused(self.plan, self.scattered, self.without, rotations=self.has_rotations)
             )
         except Exception as error:
             log.warning("a graph runs as captured in calls of few tokens", exc_info=error)
             self.tell(f"{type(error).__name__}: {error}")
-            return in_pieces(self.plan.captured)
+            return by_layers(self.plan.captured)
 
     @cached_property
     def changes_nothing(self) -> bool:

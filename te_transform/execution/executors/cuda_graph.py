@@ -14,7 +14,7 @@ from te_transform.backends.fp8.fp8_only import addresses, closed, forms_of
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.cuda_graph_pair import stream_now
-from te_transform.execution.division import Ranks
+from te_transform.execution.division import RankGroup
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.inductor import compiled, in_layers
 from te_transform.execution.graph_recording import CallSignature, Function
@@ -33,7 +33,7 @@ from te_transform.plan.options import Options
 _OVERLAP = "runs without CUDA graphs, it returns two tensors that share memory"
 
 
-class Step(NamedTuple):
+class LastStep(NamedTuple):
     """The last replayed call without gradients.
 
     Attributes:
@@ -76,7 +76,7 @@ class CudaGraph:
         options: Options,
         fused: Fused,
         tell: Callable[[str], None],
-        ranks: Ranks | None,
+        ranks: RankGroup | None,
     ):
         self.options, self.fused, self.tell, self.ranks = options, fused, tell, ranks
         self.specializations = Specializations(plan, scattered, without, options, self._make, tell)
@@ -84,7 +84,7 @@ class CudaGraph:
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         self.static_inputs = [stays_in_place(node) or node in seen for node in placeholders]
         self.outputs_overlap = _overlap(returned(plan.captured.graph), placeholders)
-        self.last: Step | None = None
+        self.last: LastStep | None = None
 
     def refuse(self, call: CallContext) -> str | None:
         """Return why the call runs without CUDA graphs."""
@@ -117,7 +117,7 @@ class CudaGraph:
         # True if precomputed tensors are memory of the arguments, not copies that each call makes
         own = {*addresses(tensors)} <= {*step[0]}
         signature = found.prepared.signature_of([*arguments, *tensors], len(arguments)) if own else None
-        self.last = None if signature is None else Step(step, found.prepared, weakref.ref(signature))
+        self.last = None if signature is None else LastStep(step, found.prepared, weakref.ref(signature))
 
     def _step(self, call: CallContext) -> tuple[Any, ...] | None:
         """Return a key that is equal for calls without gradients that one recording can compute.

@@ -7,7 +7,7 @@ from typing import Any
 
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.lower import ScatteredGroups, lower
-from te_transform.execution.pieces import in_pieces
+from te_transform.execution.pieces import by_layers
 from te_transform.execution.small_batch import SmallBatch
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
@@ -28,7 +28,7 @@ class Fused:
     name = "fused"
 
     def __init__(self, plan: Plan, scattered: ScatteredGroups, without: Collection[Site], options: Options):
-        self.graph = in_pieces(lower(plan, scattered, without))
+        self.graph = by_layers(lower(plan, scattered, without))
         self.small_batch = SmallBatch(plan, without, options)
         self.is_compiled = bool(options.compile or options.graphs)
         self.calls = 0  # the number of calls so far

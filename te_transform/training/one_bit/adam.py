@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from te_transform.training.one_bit import checks
-from te_transform.training.one_bit.layout import Layout
-from te_transform.training.one_bit.optimizer import Gradients, OneBitOptimizer
+from te_transform.training.one_bit.layout import FlatLayout
+from te_transform.training.one_bit.optimizer import GradientsOf, OneBitOptimizer
 
 CHANGE = 0.04  # of the norm of the variance over 1 / (1 - beta2) steps, below which "auto" freezes it
 CHECKS = 10  # of that norm in as many steps
@@ -57,7 +57,7 @@ class OneBitAdam(OneBitOptimizer):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if freeze_step != "auto":
-            checks.check_count("freeze_step", freeze_step)
+            checks.check_steps("freeze_step", freeze_step)
         self.freeze_step = freeze_step
         self._has_unused: bool | None = None  # True if an element had no gradient before the freeze
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -69,7 +69,7 @@ class OneBitAdam(OneBitOptimizer):
         """True during the warm-up."""
         return not self.frozen
 
-    def _update(self, layout: Layout, gradients: Gradients) -> None:
+    def _update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         if self.frozen:
             self._compressed(layout, gradients)
         else:
@@ -79,7 +79,7 @@ class OneBitAdam(OneBitOptimizer):
             self._freeze(layout)
             self._note(frozen=True, variances=[])
 
-    def _warm_up(self, layout: Layout, gradients: Gradients) -> None:
+    def _warm_up(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         self._start()
         with self._weights(layout) as weights:
             for group, trained in zip(self.param_groups, layout.groups, strict=True):
@@ -91,7 +91,7 @@ class OneBitAdam(OneBitOptimizer):
         group: dict[str, Any],
         present: list[nn.Parameter],
         weights: dict[nn.Parameter, Tensor],
-        gradients: Gradients,
+        gradients: GradientsOf,
     ) -> None:
         """Take a step of torch.optim.AdamW; a fused one on a GPU if all weights are copies of 16 bits."""
         momenta, variances, steps = self._views(present, "exp_avg", "exp_avg_sq", "step")
@@ -120,7 +120,7 @@ class OneBitAdam(OneBitOptimizer):
         super()._reset()
         self._has_unused = None
 
-    def _is_steady(self, layout: Layout) -> bool:
+    def _is_steady(self, layout: FlatLayout) -> bool:
         """Return True if the variance is to be frozen now; rank 0 decides for all."""
         if self.freeze_step != "auto":  # torch.distributed.checkpoint makes a first step without gradients
             return self.steps >= self.freeze_step and self._norm_of_variance(layout).item() > 0
@@ -146,7 +146,7 @@ class OneBitAdam(OneBitOptimizer):
             group["last_lr"] = rate
         return rises
 
-    def _norm_of_variance(self, layout: Layout) -> Tensor:
+    def _norm_of_variance(self, layout: FlatLayout) -> Tensor:
         """Return norm1 of the variance, bias corrected, in fp64."""
         total = torch.zeros((), dtype=torch.float64, device=layout.device)
         for index, group in enumerate(self.param_groups):
@@ -154,20 +154,20 @@ class OneBitAdam(OneBitOptimizer):
                 total += part.sum(dtype=torch.float64) / (1 - group["betas"][1] ** self.steps)
         return total
 
-    def _freeze(self, layout: Layout) -> None:
+    def _freeze(self, layout: FlatLayout) -> None:
         """Replace v, corrected, by sqrt(v) + eps, infinite where v is 0, and m by m over that."""
         self._correct(layout)
         self._to_denominator_(layout, self._flat["exp_avg_sq"])
         self._flat["exp_avg"].div_(self._flat["exp_avg_sq"])
 
-    def _correct(self, layout: Layout) -> None:
+    def _correct(self, layout: FlatLayout) -> None:
         for group, trained in zip(self.param_groups, layout.groups, strict=True):
             for state in (self.state[p] for p in trained):
                 if (step := state["step"].item()) > 0:
                     state["exp_avg"].div_(1 - group["betas"][0] ** step)
                     state["exp_avg_sq"].div_(1 - group["betas"][1] ** step)
 
-    def _to_denominator_(self, layout: Layout, variance: Tensor) -> Tensor:
+    def _to_denominator_(self, layout: FlatLayout, variance: Tensor) -> Tensor:
         """Turn a flat variance into sqrt(v) + eps, infinite where v is 0."""
         denominator = variance.masked_fill_(variance == 0, math.inf).sqrt_()
         for index, group in enumerate(self.param_groups):
@@ -180,10 +180,10 @@ class OneBitAdam(OneBitOptimizer):
         """Return sqrt(v) + eps, flat."""
         return self._flat["exp_avg_sq"]
 
-    def _denominators(self, layout: Layout, parameters: list[nn.Parameter]) -> list[Tensor]:
+    def _denominators(self, layout: FlatLayout, parameters: list[nn.Parameter]) -> list[Tensor]:
         return [layout.view(self._denominator, p) for p in parameters]
 
-    def _clear_unused(self, layout: Layout, values: Tensor) -> None:
+    def _clear_unused(self, layout: FlatLayout, values: Tensor) -> None:
         """Set elements to 0 that had no gradient before the freeze: an exchange gives each of them a size."""
         denominator = self._denominator
         if self._has_unused is None:
@@ -192,7 +192,7 @@ class OneBitAdam(OneBitOptimizer):
         if self._has_unused:
             values.masked_fill_(denominator.isinf(), 0.0)
 
-    def _compressed(self, layout: Layout, gradients: Gradients) -> None:
+    def _compressed(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         self._add_to_update(layout, gradients)
         self._mean(self._flat["exp_avg"])
         self._clear_unused(layout, self._flat["exp_avg"])
@@ -200,7 +200,7 @@ class OneBitAdam(OneBitOptimizer):
             for group, trained in self._trained_groups(layout):
                 self._descend(group, trained, weights)
 
-    def _add_to_update(self, layout: Layout, gradients: Gradients) -> None:
+    def _add_to_update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         """Compute beta1 * u + (1 - beta1) * g / denominator; a parameter without a gradient adds zeros."""
         self._decay(layout, "exp_avg")
         for group, own in zip(self.param_groups, layout.groups, strict=True):
@@ -209,13 +209,13 @@ class OneBitAdam(OneBitOptimizer):
                 denominators = self._denominators(layout, present)
                 torch._foreach_addcdiv_(updates, given, denominators, value=1 - group["betas"][0])
 
-    def _decay(self, layout: Layout, name: str) -> None:
+    def _decay(self, layout: FlatLayout, name: str) -> None:
         """Multiply a flat buffer by beta1 of each group."""
         for index, group in enumerate(self.param_groups):
             for part in layout.parts(self._flat[name], index):
                 part.mul_(group["betas"][0])
 
-    def _trained_groups(self, layout: Layout) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
+    def _trained_groups(self, layout: FlatLayout) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
         """Yield each group with those of its parameters that have trained, if there are any."""
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if trained := [p for p in own if self._has_trained(p)]:

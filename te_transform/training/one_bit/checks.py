@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from te_transform.training.counts import is_count
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class OneBitError(RuntimeError):
@@ -28,7 +28,7 @@ def check_options(group: dict[str, Any]) -> None:
         raise OneBitError(f"expected betas in [0, 1), got {group['betas']!r}; pass two such numbers")
 
 
-def check_count(name: str, steps: Any) -> None:
+def check_steps(name: str, steps: Any) -> None:
     """Raise OneBitError unless `steps` is an integer from 1 on."""
     if not is_count(steps):
         raise OneBitError(f"expected {name} to be a number of steps >= 1, got {steps!r}; pass an integer")
@@ -46,7 +46,7 @@ def check_parameter(parameter: Tensor) -> None:
             "expected whole parameters on every rank, got one of FullyShardedDataParallel, of which each "
             "rank holds and updates another part; use DistributedDataParallel, or torch.optim.AdamW"
         )
-    if parameter.dtype not in DTYPES:
+    if parameter.dtype not in PARAMETER_DTYPES:
         raise OneBitError(
             f"expected parameters in float32, bfloat16 or float16, got {parameter.dtype}; cast the model, or "
             "use torch.optim.AdamW"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_transform.training.one_bit import signs
-from te_transform.training.one_bit.layout import Layout
+from te_transform.training.one_bit.layout import FlatLayout
 
 
 class CompressedMean:
@@ -24,7 +24,7 @@ class CompressedMean:
         server_error: fp32 [chunk], what the replies for this rank's chunk left out.
     """
 
-    def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
+    def __init__(self, layout: FlatLayout, group: dist.ProcessGroup) -> None:
         self._layout, self._group, self._rank = layout, group, dist.get_rank(group)
         self.worker_error = torch.zeros(layout.padded, dtype=torch.float32, device=layout.device)
         self.server_error = torch.zeros(layout.chunk, dtype=torch.float32, device=layout.device)

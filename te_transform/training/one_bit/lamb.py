@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.training.one_bit.adam import OneBitAdam
-from te_transform.training.one_bit.layout import Layout
-from te_transform.training.one_bit.optimizer import Gradients
+from te_transform.training.one_bit.layout import FlatLayout
+from te_transform.training.one_bit.optimizer import GradientsOf
 
 COEFFICIENTS = 0.01, 10.0  # bounds of the ratio of norms, weight to update, in the warm-up
 AVERAGED = 0.9  # of the mean of these ratios is kept at each step
@@ -33,7 +33,7 @@ class OneBitLamb(OneBitAdam):
     _buffers = (*OneBitAdam._buffers, "relative_variance")
     _scalars = ("step", "coefficient", "factor")
 
-    def _warm_up(self, layout: Layout, gradients: Gradients) -> None:
+    def _warm_up(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         self._start()
         with self._weights(layout) as weights:
             for group, own in zip(self.param_groups, layout.groups, strict=True):
@@ -49,7 +49,7 @@ class OneBitLamb(OneBitAdam):
             state.setdefault("coefficient", torch.zeros_like(one))
             state.setdefault("factor", one)
 
-    def _freeze(self, layout: Layout) -> None:
+    def _freeze(self, layout: FlatLayout) -> None:
         """Freeze v and c; the variance is followed from here on, as a multiple of (sqrt(v) + eps) ** 2."""
         super()._freeze(layout)
         relative, denominator = self._flat["relative_variance"], self._denominator
@@ -60,12 +60,12 @@ class OneBitLamb(OneBitAdam):
         for state in (self.state[p] for p in layout.parameters if self._has_trained(p)):
             state["coefficient"].div_(1 - AVERAGED ** state["step"].item())
 
-    def _compressed(self, layout: Layout, gradients: Gradients) -> None:
+    def _compressed(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         self._before = self._flat["exp_avg"].clone()
         super()._compressed(layout, gradients)
         del self._before
 
-    def _clear_unused(self, layout: Layout, values: Tensor) -> None:
+    def _clear_unused(self, layout: FlatLayout, values: Tensor) -> None:
         """Clear what has no update, and follow the variance of the gradients that the exchange implies."""
         super()._clear_unused(layout, values)
         for index, group in enumerate(self.param_groups):

@@ -9,11 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-ALIGNED = 128  # elements: their signs fill 16 bytes, so each rank's share of a message starts aligned
+ALIGNED_ELEMENTS = (
+    128  # elements: their signs fill 16 bytes, so each rank's share of a message starts aligned
+)
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """The parameters that train, in the order of the buffer, and what each rank averages of the buffer.
 
     Parameters of two or more dimensions come first: their signs are sent. The others, norms and biases, are
@@ -36,7 +38,7 @@ class Layout:
     @cached_property
     def chunk(self) -> int:
         """The elements of padded matrices that each rank averages."""
-        return -(-self.matrices // (self.world_size * ALIGNED)) * ALIGNED
+        return -(-self.matrices // (self.world_size * ALIGNED_ELEMENTS)) * ALIGNED_ELEMENTS
 
     @cached_property
     def tail(self) -> int:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from te_transform.training.one_bit import checks, hook, saved
 from te_transform.training.one_bit.checks import OneBitError
 from te_transform.training.one_bit.compressed import CompressedMean
-from te_transform.training.one_bit.layout import Layout
+from te_transform.training.one_bit.layout import FlatLayout
 
-logger = logging.getLogger(__name__)
-Gradients = dict[nn.Parameter, Tensor]
+log = logging.getLogger(__name__)
+GradientsOf = dict[nn.Parameter, Tensor]
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
@@ -36,7 +36,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self, params: Any, defaults: dict[str, Any], process_group: dist.ProcessGroup | None
     ) -> None:
         self.process_group = checks.process_group(process_group)
-        self._layout: Layout | None = None
+        self._layout: FlatLayout | None = None
         self._flat: dict[str, Tensor] = {}
         self._reduced: set[nn.Parameter] | None = None  # those of the registered DDP
         self._exchange: CompressedMean | None = None
@@ -133,7 +133,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.hook_ran = False
         return loss
 
-    def _update(self, layout: Layout, gradients: Gradients) -> None:
+    def _update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         raise NotImplementedError
 
     def _note(self, **progress: Any) -> None:
@@ -141,12 +141,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group.update(progress)
 
-    def _laid_out(self) -> Layout:
+    def _laid_out(self) -> FlatLayout:
         if self._layout is None:
             groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
             checks.check_devices([p for group in groups for p in group])
             checks.check_reduced([p for group in groups for p in group], self._reduced)
-            self._layout = Layout(groups, dist.get_world_size(self.process_group))
+            self._layout = FlatLayout(groups, dist.get_world_size(self.process_group))
         return self._layout
 
     def _buffer(self, name: str) -> Tensor:
@@ -163,12 +163,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if (layout := self._laid_out()).world_size > 1:
             self._exchanged(layout)(values)
 
-    def _exchanged(self, layout: Layout) -> CompressedMean:
+    def _exchanged(self, layout: FlatLayout) -> CompressedMean:
         if self._exchange is None:
             self._exchange = CompressedMean(layout, self.process_group)
         return self._exchange
 
-    def _check_gradients(self, layout: Layout) -> None:
+    def _check_gradients(self, layout: FlatLayout) -> None:
         known = set(layout.parameters)
         for parameter in (p for p in self._parameters() if p.grad is not None):
             if parameter not in known:
@@ -181,11 +181,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
                     "expected dense gradients, got a sparse one; make the nn.Embedding with sparse=False"
                 )
 
-    def _check_ranks(self, layout: Layout) -> None:
+    def _check_ranks(self, layout: FlatLayout) -> None:
         gradients = [p.grad for p in layout.parameters if p.grad is not None]
         is_averaged = checks.agree(list(layout.parameters), gradients, self.process_group)
         if is_averaged and not self.hook_ran:
-            logger.warning(
+            log.warning(
                 "gradients are averaged before step() already, so compressing saves no traffic; call "
                 "%s.register(ddp_model), and DistributedDataParallel leaves its all-reduce out",
                 type(self).__name__,
@@ -203,7 +203,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.scales_differ |= bool(largest) != bool(smallest)
         return bool(largest)
 
-    def _gradients(self, layout: Layout) -> Gradients:
+    def _gradients(self, layout: FlatLayout) -> GradientsOf:
         """Return gradients in fp32, without GradScaler's scale, of the parameters that have one."""
         given = {p: p.grad for p in layout.parameters if p.grad is not None}
         found = {p: grad for p, grad in given.items() if grad.dtype == torch.float32}
@@ -215,7 +215,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(list(found.values()), scale.double().reciprocal().float())
         return found
 
-    def _averaged(self, layout: Layout, gradients: Gradients) -> Gradients:
+    def _averaged(self, layout: FlatLayout, gradients: GradientsOf) -> GradientsOf:
         """Return the mean of gradients over ranks, if no registered DDP has computed it."""
         flat, views = self._flattened(layout, gradients)
         present = torch.tensor([p in gradients for p in views], dtype=torch.uint8, device=flat.device)
@@ -223,7 +223,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         dist.all_reduce(present, dist.ReduceOp.MAX, group=self.process_group)
         return {p: view for (p, view), used in zip(views.items(), present.tolist(), strict=True) if used}
 
-    def _flattened(self, layout: Layout, gradients: Gradients) -> tuple[Tensor, Gradients]:
+    def _flattened(self, layout: FlatLayout, gradients: GradientsOf) -> tuple[Tensor, GradientsOf]:
         """Return gradients in one buffer, zeros where there are none, and the view of each parameter."""
         flat = layout.buffer()
         views = {p: layout.view(flat, p) for p in layout.parameters}
@@ -232,7 +232,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return flat, views
 
     @contextlib.contextmanager
-    def _weights(self, layout: Layout) -> Iterator[dict[nn.Parameter, Tensor]]:
+    def _weights(self, layout: FlatLayout) -> Iterator[dict[nn.Parameter, Tensor]]:
         """Yield fp32 weights to update in place; those in 16 bits are copies, rounded at the end."""
         weights = {p: p for p in layout.parameters if p.dtype == torch.float32}
         if cast := [p for p in layout.parameters if p not in weights]:
@@ -261,7 +261,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         resume on this rank of as many ranks. Names and shapes are the same before and after the freeze.
         """
         if self._exchange is None or self._shared_errors is not None:
-            return self._saved(self._shared_errors, saved.SHARED)
+            return self._saved(self._shared_errors, saved.OF_ALL_RANKS)
         return self._saved(self._exchange.errors(is_gathered=False), self._owner)
 
     def gathered_state_dict(self) -> dict[str, Any]:
@@ -271,10 +271,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
         gets lost. This run goes on with its own errors, unlike after synchronize().
         """
         if self._exchange is None or self._shared_errors is not None:
-            return self._saved(self._shared_errors, saved.SHARED)
-        return self._saved(self._exchange.errors(is_gathered=True), saved.SHARED)
+            return self._saved(self._shared_errors, saved.OF_ALL_RANKS)
+        return self._saved(self._exchange.errors(is_gathered=True), saved.OF_ALL_RANKS)
 
-    def _saved(self, errors: tuple[Tensor, Tensor] | None, owner: saved.Owner) -> dict[str, Any]:
+    def _saved(self, errors: tuple[Tensor, Tensor] | None, owner: saved.ErrorOwner) -> dict[str, Any]:
         packed = super().state_dict()
         if not self.state:
             return packed
@@ -283,7 +283,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return saved.with_errors(packed, self._parameters(), layout, errors, owner)
 
     @property
-    def _owner(self) -> saved.Owner:
+    def _owner(self) -> saved.ErrorOwner:
         return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _reset(self) -> None:
         self._flat, self._exchange, self._shared_errors = {}, None, None
 
-    def _load(self, states: dict[nn.Parameter, dict[str, Any]], layout: Layout) -> None:
+    def _load(self, states: dict[nn.Parameter, dict[str, Any]], layout: FlatLayout) -> None:
         self._start()
         for parameter in (p for p in layout.parameters if p in states):
             for name in (*self._buffers, *self._scalars):

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.training.one_bit.checks import OneBitError
-from te_transform.training.one_bit.layout import Layout
+from te_transform.training.one_bit.layout import FlatLayout
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 ERRORS = "errors"
-SHARED = (-1, -1)  # the owner of errors that belong to all ranks
+OF_ALL_RANKS = (-1, -1)  # the owner of errors that belong to all ranks
 State = dict[nn.Parameter, dict[str, Any]]
-Owner = tuple[int, int]
+ErrorOwner = tuple[int, int]
 
 
 def with_errors(
     packed: dict[str, Any],
     parameters: list[nn.Parameter],
-    layout: Layout,
+    layout: FlatLayout,
     errors: tuple[Tensor, Tensor],
-    owner: Owner,
+    owner: ErrorOwner,
 ) -> dict[str, Any]:
     """Return a state dict of `parameters` with the errors of matrices, fp32 [padded] each."""
     state = dict(packed["state"])
@@ -60,24 +60,24 @@ def by_parameter(state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> 
     return {p: states[key] for key, p in zip(keys, parameters, strict=True) if key in states}
 
 
-def owners(states: State) -> set[Owner]:
+def owners(states: State) -> set[ErrorOwner]:
     """Return the owners of saved errors."""
     marks = [state[ERRORS][:, 0] for state in states.values() if ERRORS in state]
     return {(int(rank), int(ranks)) for rank, ranks in torch.stack(marks).tolist()} if marks else set()
 
 
-def errors(states: State, layout: Layout, own: Owner) -> tuple[Tensor, Tensor] | None:
+def errors(states: State, layout: FlatLayout, own: ErrorOwner) -> tuple[Tensor, Tensor] | None:
     """Return worker and server errors, fp32 [padded] each, zeros for other owners; None if all are."""
     found = torch.zeros(2, layout.padded, dtype=torch.float32, device=layout.device)
-    if foreign := owners(states) - {own, SHARED}:
-        logger.warning(
+    if foreign := owners(states) - {own, OF_ALL_RANKS}:
+        log.warning(
             "errors of rank %s of %s do not belong to rank %s of %s, and start at zero; call synchronize() "
             "on all ranks before one state is saved for all, or save state_dict() of each rank for itself",
             *min(foreign), *own,
         )  # fmt: skip
     for parameter in (p for p in layout.parameters if ERRORS in states.get(p, {})):
         saved = states[parameter][ERRORS]
-        if owners({parameter: states[parameter]}) <= {own, SHARED}:
+        if owners({parameter: states[parameter]}) <= {own, OF_ALL_RANKS}:
             for buffer, error in zip(found, saved[:, 1:], strict=True):
                 layout.view(buffer, parameter).copy_(error.view(parameter.shape))
     return (found[0], found[1]) if found.any() else None

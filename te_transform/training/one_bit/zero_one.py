@@ -11,8 +11,8 @@ from torch import Tensor
 from te_transform.training.one_bit import checks
 from te_transform.training.one_bit.adam import OneBitAdam, descend
 from te_transform.training.one_bit.checks import OneBitError
-from te_transform.training.one_bit.layout import Layout
-from te_transform.training.one_bit.optimizer import Gradients
+from te_transform.training.one_bit.layout import FlatLayout
+from te_transform.training.one_bit.optimizer import GradientsOf
 
 
 class ZeroOneAdam(OneBitAdam):
@@ -58,7 +58,7 @@ class ZeroOneAdam(OneBitAdam):
             "local_step_clipper": local_step_clipper,
         }
         for name, steps in counts.items():
-            checks.check_count(name, steps)
+            checks.check_steps(name, steps)
         self.var_update_scaler, self.local_step_scaler = var_update_scaler, local_step_scaler
         self.local_step_clipper = local_step_clipper
         self._divisor: Tensor | None = None  # sqrt(v) + eps, until the freeze
@@ -76,7 +76,7 @@ class ZeroOneAdam(OneBitAdam):
         """True if all ranks have the same weights, that is, no local step was taken since an exchange."""
         return self.param_groups[0]["local_steps"] == 0
 
-    def _warm_up(self, layout: Layout, gradients: Gradients) -> None:
+    def _warm_up(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         self._start()
         if is_full := self.needs_averaged_gradients:
             self._update_variance(layout, gradients)
@@ -101,7 +101,7 @@ class ZeroOneAdam(OneBitAdam):
         self._mean(momentum.div_(denominator))
         momentum.mul_(denominator.masked_fill(denominator.isinf(), 0.0))  # unused elements, and padding
 
-    def _update_variance(self, layout: Layout, gradients: Gradients) -> None:
+    def _update_variance(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         """Update v, and keep the errors of exchanges in the unit of m over sqrt(v) + eps."""
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if present := [p for p in own if p in gradients]:
@@ -130,7 +130,7 @@ class ZeroOneAdam(OneBitAdam):
         super()._reset()
         self._divisor = None
 
-    def _corrected_variance(self, layout: Layout) -> Tensor:
+    def _corrected_variance(self, layout: FlatLayout) -> Tensor:
         flat = self._flat["exp_avg_sq"].clone()
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             for parameter in (p for p in own if self._has_trained(p)):
@@ -138,7 +138,7 @@ class ZeroOneAdam(OneBitAdam):
                 layout.view(flat, parameter).div_(correction)
         return flat
 
-    def _correct(self, layout: Layout) -> None:
+    def _correct(self, layout: FlatLayout) -> None:
         """Correct m and v, and start phase 2 without errors."""
         for index, group in enumerate(self.param_groups):
             for part in layout.parts(self._flat["exp_avg"], index):
@@ -147,7 +147,7 @@ class ZeroOneAdam(OneBitAdam):
         self._exchange = self._divisor = None
         self._note(frozen_at=self.steps)
 
-    def _compressed(self, layout: Layout, gradients: Gradients) -> None:
+    def _compressed(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         if layout.world_size == 1:
             return super()._compressed(layout, gradients)
         if self.is_synchronized:
@@ -197,7 +197,7 @@ class ZeroOneAdam(OneBitAdam):
         change.zero_()
         self._note(local_steps=0, lr_sum=0.0)
 
-    def _share_weights(self, layout: Layout) -> None:
+    def _share_weights(self, layout: FlatLayout) -> None:
         """Keep the weights that all ranks have: to subtract local steps again would round on each rank."""
         shared = [self.state[p]["shared_weight"] for p in layout.parameters]
         torch._foreach_copy_(shared, list(layout.parameters))
