@@ -20,6 +20,7 @@ from te_transform.execution.executors.cuda_graph import CudaGraph
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.inductor import Inductor
 from te_transform.execution.extension import Extension
+from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.modes import put_back
 from te_transform.execution.writes import unwritten
@@ -95,14 +96,16 @@ class CapturedGraph:
     def disable(self, sites: Collection[Site]) -> None:
         """Run these sites as captured, and all others fused."""
         self.disabled = frozenset(sites)
-        made = (self.plan, self.owner.scattered, self.disabled, self.options)
-        self.fused, self.as_captured = Fused(*made), Captured(*made, self.owner.tell)
+        owner = self.owner
+        version = GraphVersion(
+            self.plan, self.disabled, self.options, owner.scattered, owner.tell, owner.ranks
+        )
+        self.fused, self.as_captured = Fused(version), Captured(version)
         self.executors: tuple[Executor, ...] = (self.fused, self.as_captured)
-        if self.options.compile:
-            self.executors = (Inductor(*made, self.fused, self.owner.tell), *self.executors)
         if self.options.graphs:  # with `compile`, CUDA graphs record the compiled graph
-            recorded = CudaGraph(*made, self.fused, self.owner.tell, self.owner.ranks)
-            self.executors = (recorded, self.fused, self.as_captured)
+            self.executors = (CudaGraph(version, self.fused), *self.executors)
+        elif self.options.compile:
+            self.executors = (Inductor(version, self.fused), *self.executors)
 
     def forget_recordings(self) -> None:
         """Free the recordings of calls that run all layers. They hold the memory of a training step."""

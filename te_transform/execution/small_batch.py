@@ -8,7 +8,7 @@ recipe and in CUDA graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,8 @@ from te_transform.backends import limits
 from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.fp8.registry import state_of
 from te_transform.backends.tracing import in_backward
+from te_transform.execution.graph_version import GraphVersion
 from te_transform.graph.nodes import shape_of, value
-from te_transform.plan.match import Plan, Site
-from te_transform.plan.options import Options
 
 _GAINS_NOTHING = "a graph without gated MLPs, which is as fast as captured"
 _UNKNOWN = "the sizes of the call depend on its values"
@@ -38,14 +37,13 @@ class SmallBatch:
     """The size rule of one captured graph.
 
     Args:
-        plan: of the captured graph.
-        without: its sites that run as captured.
-        options: of the conversion.
+        version: the graph, and its sites that run as captured.
     """
 
-    def __init__(self, plan: Plan, without: Collection[Site], options: Options):
+    def __init__(self, version: GraphVersion):
+        plan, options = version.plan, version.options
         self.backend = options.backend
-        self.products = [site for site in plan.sites if site.is_product and site not in without]
+        self.products = [site for site in version.sites if site.is_product]
         self.gains = any(site.fused.gains for site in self.products)
         self.fuses_all = options.recipe is not None or options.graphs
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from te_transform.backends.fp8.registry import state_of
 from te_transform.backends.ranks import bucket_size
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
-from te_transform.execution.lower import ScatteredGroups
+from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.pieces import dropped
 from te_transform.execution.prepared import Prepared
 from te_transform.execution.specialize import Precomputed, Specialized
@@ -88,25 +88,13 @@ class Specializations:
     - calls of checkpoints and in accumulate(), for which TE's modules keep more state than scales.
 
     Args:
-        plan: of the captured graph.
-        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
-        without: its sites that run as captured.
-        options: of the conversion.
+        version: the graph, and its sites that run as captured.
         make: makes the function of a specialization, or returns None if the compiler fails.
-        tell: receives a sentence for the report.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        scattered: ScatteredGroups,
-        without: Collection[Site],
-        options: Options,
-        make: Make,
-        tell: Callable[[str], None],
-    ):
-        self.options, self.make, self._tell = options, make, tell
-        without = frozenset(without)
+    def __init__(self, version: GraphVersion, make: Make):
+        plan, options = version.plan, version.options
+        self.options, self.make, self._tell = options, make, version.tell
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varies = any(map(_varies, placeholders))
@@ -115,13 +103,11 @@ class Specializations:
         self.writes = [place for place, node in enumerate(placeholders) if node in seen]
         # the fused products, each with the index of its first parameter
         self.weights = {
-            site: names.index(site.weights[0][0].meta["origin"])
-            for site in plan.sites
-            if site.weights and site not in without
+            site: names.index(site.weights[0][0].meta["origin"]) for site in version.sites if site.weights
         }
         self.in_fp8 = ProductsInFP8()
         self.lowered: dict[frozenset[Site], Specialized] = {}  # by the products that run in FP8
-        self._lower = lambda sites: Specialized(plan, scattered, without, sites, options)
+        self._lower = lambda sites: Specialized(version, sites)
 
     @property
     def products(self) -> dict[Site, int]:

@@ -17,12 +17,12 @@ from te_transform.backends.fp8.fp8_only import addresses
 from te_transform.backends.fp8.products import ProductState
 from te_transform.backends.joined import Join
 from te_transform.backends.masks import LookedAt, MaskOp
-from te_transform.execution.lower import ScatteredGroups, lower
+from te_transform.execution.graph_version import GraphVersion
+from te_transform.execution.lower import lower
 from te_transform.execution.prepared import Prepared
 from te_transform.graph import edit
 from te_transform.graph.nodes import value
-from te_transform.plan.match import Plan, Site
-from te_transform.plan.options import Options
+from te_transform.plan.match import Site
 
 # ops that a compiler fuses without help: all ops but attention; ops of a user's own rules stay
 _LEFT = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEntropy, ChunkedLoss)
@@ -110,28 +110,19 @@ class Specialized:
     """The graph with fused attention and FP8 products, and the computation of masks and weights before it.
 
     Args:
-        plan: of the captured graph.
-        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
-        without: sites that run as captured.
+        version: the graph, and its sites that run as captured. With a compiler, all sites but `products` do,
+            and the compiled graph computes masks that are not causal or full. CUDA graphs cannot record the
+            computation of a mask, because it copies numbers to the GPU.
         products: the sites that run in FP8.
-        options: of the conversion. With a compiler, all other sites run as captured, and the compiled graph
-            computes masks that are not causal or full. CUDA graphs cannot record the computation of a mask,
-            because it copies numbers to the GPU.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        scattered: ScatteredGroups,
-        without: frozenset[Site],
-        products: frozenset[Site],
-        options: Options,
-    ):
+    def __init__(self, version: GraphVersion, products: frozenset[Site]):
+        plan, options = version.plan, version.options
         compiles = bool(options.compile)
         others = {
             site for site in plan.sites if compiles and site not in products and isinstance(site.fused, _LEFT)
         }
-        self.graph = lower(plan, scattered, without | others)
+        self.graph = lower(plan, version.scattered, version.disabled | others)
         self.runs: dict[tuple, Prepared | None] = {}
         self.states = States({})  # of the last call without quantized weights
         nodes = list(self.graph.graph.nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from te_transform.backends import plain
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.captured_graph import Observer
 from te_transform.execution.executors.captured import Captured
+from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.runner import runner_of
 from te_transform.graph import ops
 from tests.models.tiny import WIDTH, Tiny
@@ -57,7 +59,7 @@ def test_norms_and_activations_are_one_operation(
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
     graph = runner_of(fused).graphs[-1].as_captured
     called = [node.target for node in graph.graph.__self__.graph.nodes]
-    ones = [node for node in graph.plan.before.nodes if node.target is op]
+    ones = [node for node in graph.version.plan.before.nodes if node.target is op]
     assert called.count(op) == len(ones) > 0
     assert captured not in called
 
@@ -116,8 +118,10 @@ def test_a_graph_that_cannot_be_lowered_runs_as_dynamo_captured_it() -> None:
     runner.observer = Observer(lambda graph, arguments: seen.append(arguments))
     model(x)
     graph = runner.graphs[-1]
-    executor = Captured(graph.plan, runner.scattered, (), graph.options, said.append)
-    executor.plan = SimpleNamespace(captured=graph.captured)  # too little of the plan to lower it
+    version = GraphVersion(graph.plan, frozenset(), graph.options, runner.scattered, said.append, None)
+    executor = Captured(version)
+    plan = SimpleNamespace(captured=graph.captured)  # too little of the plan to lower it
+    executor.version = replace(version, plan=plan)
     (out,) = executor.run(CallContext(seen[-1]))
     assert torch.equal(out, original(x))
     assert said[0].startswith("AttributeError: ")

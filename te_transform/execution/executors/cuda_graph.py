@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -14,12 +14,11 @@ from te_transform.backends.fp8.fp8_only import addresses, closed, forms_of
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.cuda_graph_pair import stream_now
-from te_transform.execution.division import RankGroup
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.inductor import compiled, in_layers
 from te_transform.execution.graph_recording import CallSignature, Function
+from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lm_head import Head, head_of
-from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.pieces import Piece
 from te_transform.execution.prepared import Prepared
 from te_transform.execution.replayed import Replayed
@@ -27,8 +26,6 @@ from te_transform.execution.specializations import Ready, Specializations, atten
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import returned, stays_in_place, storages
-from te_transform.plan.match import Plan, Site
-from te_transform.plan.options import Options
 
 _OVERLAP = "runs without CUDA graphs, it returns two tensors that share memory"
 
@@ -57,29 +54,16 @@ class CudaGraph:
     """The executor that replays a graph.
 
     Args:
-        plan: of the captured graph.
-        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
-        without: its sites that run as captured.
-        options: of the conversion.
+        version: the graph, and its sites that run as captured.
         fused: runs the first call with the same shapes and mode in a recipe.
-        tell: receives a sentence if the graph runs without CUDA graphs.
-        ranks: the ranks of a divided model.
     """
 
     name = "as CUDA graphs"
 
-    def __init__(
-        self,
-        plan: Plan,
-        scattered: ScatteredGroups,
-        without: Collection[Site],
-        options: Options,
-        fused: Fused,
-        tell: Callable[[str], None],
-        ranks: RankGroup | None,
-    ):
-        self.options, self.fused, self.tell, self.ranks = options, fused, tell, ranks
-        self.specializations = Specializations(plan, scattered, without, options, self._make, tell)
+    def __init__(self, version: GraphVersion, fused: Fused):
+        plan = version.plan
+        self.options, self.fused, self.tell, self.ranks = version.options, fused, version.tell, version.ranks
+        self.specializations = Specializations(version, self._make)
         seen = written(plan.captured.graph)
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         self.static_inputs = [stays_in_place(node) or node in seen for node in placeholders]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from te_transform.execution.call_context import CallContext
-from te_transform.execution.lower import ScatteredGroups, lower
+from te_transform.execution.graph_version import GraphVersion
+from te_transform.execution.lower import lower
 from te_transform.execution.pieces import by_layers
 from te_transform.execution.small_batch import SmallBatch
-from te_transform.plan.match import Plan, Site
-from te_transform.plan.options import Options
 
 _OBSERVED = "the conversion's own calls run as captured"
 
@@ -19,18 +17,15 @@ class Fused:
     """The executor of calls with enough tokens, and of all calls that a faster executor refused.
 
     Args:
-        plan: of the captured graph.
-        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
-        without: sites that run as captured.
-        options: of the conversion.
+        version: the graph, and its sites that run as captured.
     """
 
     name = "fused"
 
-    def __init__(self, plan: Plan, scattered: ScatteredGroups, without: Collection[Site], options: Options):
-        self.graph = by_layers(lower(plan, scattered, without))
-        self.small_batch = SmallBatch(plan, without, options)
-        self.is_compiled = bool(options.compile or options.graphs)
+    def __init__(self, version: GraphVersion):
+        self.graph = by_layers(lower(version.plan, version.scattered, version.disabled))
+        self.small_batch = SmallBatch(version)
+        self.is_compiled = bool(version.options.compile or version.options.graphs)
         self.calls = 0  # the number of calls so far
 
     def refuse(self, call: CallContext) -> str | None:

@@ -9,7 +9,7 @@ whose gradient inductor would have to concatenate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,8 +23,8 @@ from te_transform.backends.tracing import compiling
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.console import in_a_line, status
 from te_transform.execution.executors.fused import Fused
+from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lm_head import head_of
-from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.partition import in_pieces
 from te_transform.execution.pieces import Piece
 from te_transform.execution.prepared import Prepared
@@ -32,7 +32,6 @@ from te_transform.execution.specializations import Specializations
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import replaced_function
-from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
 
 log = logging.getLogger(__name__)
@@ -56,27 +55,15 @@ class Inductor:
     """The executor that runs a compiled graph.
 
     Args:
-        plan: of the captured graph.
-        scattered: the list that collects groups of parameters that a call finds scattered, see Join.
-        without: its sites that run as captured.
-        options: of the conversion.
+        version: the graph, and its sites that run as captured.
         fused: runs the first call with the same shapes and mode in a recipe.
-        tell: receives a sentence if the graph runs uncompiled.
     """
 
     name = "compiled"
 
-    def __init__(
-        self,
-        plan: Plan,
-        scattered: ScatteredGroups,
-        without: Collection[Site],
-        options: Options,
-        fused: Fused,
-        tell: Callable[[str], None],
-    ):
-        self.options, self.fused, self.tell = options, fused, tell
-        self.specializations = Specializations(plan, scattered, without, options, self._make, tell)
+    def __init__(self, version: GraphVersion, fused: Fused):
+        self.options, self.fused, self.tell = version.options, fused, version.tell
+        self.specializations = Specializations(version, self._make)
 
     def refuse(self, call: CallContext) -> str | None:
         """Return why the call runs uncompiled."""
