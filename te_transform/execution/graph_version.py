@@ -1,4 +1,4 @@
-"""What the executors of a captured graph are made from."""
+"""The version of a captured graph that its executors are made from."""
 
 from __future__ import annotations
 
