@@ -18,9 +18,9 @@ from torch import nn
 
 import te_transform
 from te_transform.command_line.explain import explanation
-from te_transform.command_line.load import LoadError, load
 from te_transform.command_line.main import main
 from te_transform.execution import timing
+from te_transform.load import LoadError, load
 from te_transform.pipeline import PIPELINE
 from te_transform.plan.rule import Rule
 

@@ -14,9 +14,9 @@ import transformers
 from transformers import dynamic_module_utils
 from transformers.integrations import hub_kernels
 
-from te_transform.command_line.config_file import read_config
-from te_transform.command_line.load import LoadError, load
 from te_transform.command_line.main import main
+from te_transform.config_file import read_config
+from te_transform.load import LoadError, load
 
 SIZES = {
     "hidden_size": 32,

@@ -17,21 +17,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from te_transform.backends import BackendError
-from te_transform.command_line.config_file import LoadError, read_config
 from te_transform.command_line.explain import explanation
-from te_transform.command_line.load import imported, inputs_of, load
-from te_transform.command_line.pretrained import config_of
+from te_transform.config_file import LoadError, read_config
 from te_transform.convert import convert
 from te_transform.execution import timing
 from te_transform.execution.console import in_a_line, status
 from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, positions
 from te_transform.graph.nodes import dtype_name
 from te_transform.inspect import inspect
+from te_transform.load import imported, inputs_of, load
 from te_transform.pipeline import PIPELINE
 from te_transform.plan.model import ModelError, check_model
 from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError
 from te_transform.plan.rule import Rule
+from te_transform.pretrained import config_of
 from te_transform.report.report import ExpectationError, Report
 from te_transform.reporting import report as report_of
 from te_transform.verify.verify import verify

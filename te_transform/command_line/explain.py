@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect as python
 from collections.abc import Iterator
 
-from te_transform.command_line.load import LoadError
 from te_transform.command_line.sentences import refused, told_by, yielded
 from te_transform.execution.console import in_a_line
 from te_transform.inspect import plans_of
+from te_transform.load import LoadError
 from te_transform.plan import refusals
 from te_transform.plan.match import Plan
 from te_transform.plan.rule import Rule

@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from te_transform.command_line.config_file import LoadError
+from te_transform.config_file import LoadError
 
 WIDTH = 140  # columns of a table without a terminal
 _BATCH = 2

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_transform.command_line.config_file import ConfigFile, LoadError, read_config
+from te_transform.config_file import ConfigFile, LoadError, read_config
 
 _WEIGHTS = "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json"
 

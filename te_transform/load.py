@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_transform.command_line.config_file import LoadError
-from te_transform.command_line.pretrained import from_config
+from te_transform.config_file import LoadError
 from te_transform.execution.console import in_a_line, raised_at
 from te_transform.graph.inputs import Inputs
+from te_transform.pretrained import from_config
 
 
 def load(
