@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from te_transform.backends.fp8.gradient_sums import GradientSums, accumulating
-from te_transform.backends.fp8.registry import forget_weights, state_of
+from te_transform.backends.fp8.registry import forget_weights, read_state, state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.tracing import in_backward
 from te_transform.execution.runner import is_divided
@@ -118,7 +118,7 @@ def _check(model: nn.Module, steps: int, dtype: torch.dtype) -> None:
             f"expected parameters without main_grad, got one on {taken[0]}; delete the attribute, or leave "
             "accumulate() out if a framework accumulates gradients in it"
         )
-    if any(state_of(parameter).gradients is not None for parameter in model.parameters()):
+    if any(read_state(parameter).gradients is not None for parameter in model.parameters()):
         raise AccumulationError(
             "expected one accumulate() of this model at a time, got a nested one; leave the outer one first"
         )

@@ -35,6 +35,31 @@ def test_a_record_ends_with_its_tensor() -> None:
     assert all(registry.get(torch.zeros(2)) is None for _ in range(9))
 
 
+def test_a_record_survives_while_only_autograd_holds_the_tensor() -> None:
+    """PyTorch then returns the same Python object again."""
+    registry: TensorRegistry[str] = TensorRegistry()
+    tensor = torch.randn(4, 4, requires_grad=True) * 1.0
+    registry.set(tensor, "record")
+    view = tensor[0]
+    del tensor
+    gc.collect()
+    assert registry.get(view._base) == "record"
+
+
+def test_parameters_without_state_can_be_swapped() -> None:
+    """A conversion that keeps nothing for a parameter adds no weak reference to it."""
+    model, x = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)), torch.randn(2, WIDTH)
+    converted = te_transform.convert(model, x, backend="torch", verify=False)
+    converted(x).sum().backward()
+    expected = model.double()(x.double())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        converted.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    torch.testing.assert_close(converted(x.double()), expected)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
 def test_copies_of_a_parameter_have_states_of_their_own(copied: Callable[[Tensor], Tensor]) -> None:
     parameter = nn.Parameter(torch.zeros(2))

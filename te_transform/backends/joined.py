@@ -93,6 +93,11 @@ def _layout_of(parameter: Tensor) -> MemoryLayout:
     return _LAYOUTS.get(parameter) or _LAYOUTS.set(parameter, MemoryLayout())
 
 
+def _group_of(parameter: Tensor) -> Group | None:
+    layout = _LAYOUTS.get(parameter)
+    return None if layout is None else layout.group
+
+
 def parameters_of(weight: Tensor) -> tuple[Tensor, ...]:
     """Return the parameters that a weight consists of, stands for or is a view of, or the weight alone."""
     if isinstance(weight, fp8_only.FP8Only) and weight.rows:
@@ -378,8 +383,7 @@ def check_unwritten(seen: list[tuple[Tensor, int]]) -> None:
 
 def adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the buffer that consists of these parameters, or ranks' shares of them, in this order."""
-    layout = _LAYOUTS.get(parameters_of(parameters[0])[0])
-    group = None if layout is None else layout.group
+    group = _group_of(parameters_of(parameters[0])[0])
     return group.buffer if group is not None and group.contains(parameters) else None
 
 
@@ -432,7 +436,7 @@ def _are_alike(parameters: Sequence[Tensor]) -> bool:
 
 
 def _is_grouped(parameter: Tensor) -> bool:
-    group = _layout_of(parameter).group
+    group = _group_of(parameter)
     return group is not None and group.is_intact()
 
 
@@ -448,5 +452,5 @@ def _is_ours(parameter: Tensor) -> bool:
 
     A numpy array that reads such a frozen parameter is not noticed.
     """
-    group = _layout_of(parameter).group
+    group = _group_of(parameter)
     return group is not None and group.has_memory_of(parameter)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from te_transform.backends.fp8.fp8_only import opened
+from te_transform.backends.fp8.fp8_only import StoredForms, opened
 from te_transform.execution.graph_recording import CallSignature
 from te_transform.execution.lm_head import Head
 from te_transform.execution.replayed import Replayed
@@ -20,7 +18,7 @@ class Prepared:
         run: the function without the head.
         head: runs outside of the recording.
         replayed: the function as CUDA graphs. FP8 tensors are passed as bytes.
-        forms: the indices of these FP8 tensors, with their dtypes.
+        forms: the indices of these FP8 tensors, with their classes and dtypes.
     """
 
     def __init__(
@@ -28,7 +26,7 @@ class Prepared:
         run: Callable[..., Any],
         head: Head | None,
         replayed: Replayed | None = None,
-        forms: Mapping[int, torch.dtype] | None = None,
+        forms: StoredForms | None = None,
     ):
         self.run, self.head, self.replayed, self.forms = run, head, replayed, forms or {}
 

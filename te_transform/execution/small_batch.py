@@ -15,7 +15,7 @@ import torch
 
 from te_transform.backends import limits
 from te_transform.backends.fp8.fp8_only import is_fp8_only
-from te_transform.backends.fp8.registry import state_of
+from te_transform.backends.fp8.registry import read_state
 from te_transform.backends.tracing import in_backward
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.graph.nodes import shape_of, value
@@ -96,7 +96,7 @@ class SmallBatch:
 
     def _why(self, rows: list[RowWork] | None, arguments: Sequence[Any]) -> str | None:
         # under accumulate(), kernels must add gradients to its buffers
-        if rows is None or state_of(arguments[self.first]).gradients is not None:
+        if rows is None or read_state(arguments[self.first]).gradients is not None:
             return None
         in_fp8 = self.backend.recipe_now() is not None
         gaining = [each for each in rows if each.gains or in_fp8 or limits.replayed]

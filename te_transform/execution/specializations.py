@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 
 from te_transform.backends.fp8.current_model import in_recipe
-from te_transform.backends.fp8.registry import state_of
+from te_transform.backends.fp8.registry import read_state
 from te_transform.backends.ranks import bucket_size
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
@@ -144,7 +144,7 @@ class Specializations:
         if self.products and (call.is_checkpointed or call.in_backward):
             return _REPEATED
         first = next(iter(self.weights.values()), None)
-        if self.options.graphs and first is not None and state_of(arguments[first]).gradients is not None:
+        if self.options.graphs and first is not None and read_state(arguments[first]).gradients is not None:
             return _ACCUMULATED
         sites: frozenset[Site] = frozenset()
         if scaling is not None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_PROGRAM_COLUMNS = 1024  # that a program reads at once
+MOST_PROGRAM_COLUMNS = 1024  # the maximum number of columns that a program reads at once
 
 
 @triton.jit

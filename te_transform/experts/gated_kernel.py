@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAM_COLUMNS = 1024  # of what comes out, that a program computes
+PROGRAM_COLUMNS = 1024  # the maximum number of output columns that a program computes
 
 
 @triton.jit

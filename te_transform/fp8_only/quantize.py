@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from te_transform.backends.fp8.fp8_only import is_fp8_only
-from te_transform.backends.fp8.registry import forget_weights, share_state, state_of
+from te_transform.backends.fp8.registry import forget_weights, read_state, share_state
 from te_transform.backends.joined import is_stored
 from te_transform.backends.limits import on_kernels_device
 from te_transform.execution.fp8_only import parameters_in, replace_by_fp8_only
@@ -88,7 +88,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], str | 
     """
     seen: set[int] = set()
     for parameter in list(model.parameters()):
-        for kernel in list(state_of(parameter).kernels.values()):
+        for kernel in list(read_state(parameter).kernels.values()):
             for weight in kernel.weights if kernel.ran_in_recipe else ():
                 group = weight.parameters()
                 if group and not any(id(p) in seen or is_fp8_only(p) for p in group):
@@ -118,7 +118,7 @@ def _reason(parameter: Tensor, holders: Counter[int]) -> str | None:
 
 
 def _unread(parameter: Tensor) -> str:
-    state = state_of(parameter)
+    state = read_state(parameter)
     if state.kernels or state.in_fp8 is False:
         return "its product does not run in FP8, the report of the conversion says why"
     return "no fused product reads it"

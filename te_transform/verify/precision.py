@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_transform.backends.fp8.registry import state_of
+from te_transform.backends.fp8.registry import read_state, state_of
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.runner import runners
 from te_transform.plan.match import Site
@@ -83,7 +83,7 @@ class Recipes:
 
 
 def _in_fp8(site: Site, first: Tensor) -> bool:
-    own = state_of(first).in_fp8
+    own = read_state(first).in_fp8
     return site.fused.in_fp8 if own is None else own
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from te_transform.backends.fp8.registry import PARAMETERS, state_of
+from te_transform.backends.fp8.registry import PARAMETERS, read_state, state_of
 from te_transform.backends.joined import parameters_of
 from te_transform.backends.tensor_version import TensorVersion
 
@@ -72,10 +72,11 @@ def forward_number() -> int | None:
 
 def in_recipe(weight: Tensor, default: bool) -> bool:
     """Return True if a product that begins with this weight runs in the active recipe."""
-    state, model = state_of(weight), _running.get()
-    if state.model is not model.token and model.name_parameters is not None:
+    model = _running.get()
+    if read_state(weight).model is not model.token and model.name_parameters is not None:
         model.name_parameters()
-    return default if state.in_fp8 is None else state.in_fp8
+    in_fp8 = read_state(weight).in_fp8
+    return default if in_fp8 is None else in_fp8
 
 
 def stamp_of(weights: Sequence[Tensor]) -> Any:
@@ -83,7 +84,7 @@ def stamp_of(weights: Sequence[Tensor]) -> Any:
 
     The result is None if they cannot be reused. They can be within one accumulation, and in evaluation mode.
     """
-    gradients = state_of(weights[0]).gradients
+    gradients = read_state(weights[0]).gradients
     if gradients is None and not is_evaluating():
         return None
     parameters = [parameter for weight in weights for parameter in parameters_of(weight)]

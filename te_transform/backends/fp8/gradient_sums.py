@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.fp8.registry import Source, state_of
+from te_transform.backends.fp8.registry import Source, read_state
 from te_transform.backends.joined import parameters_of, used_of
 from te_transform.backends.limits import Switch, on_kernels_device
 
@@ -91,7 +91,7 @@ def gradient_sums_of(weights: Sequence[Tensor]) -> GradientSums | None:
     A TE module has one switch for all its weights. So all of them must be whole, trained, plain parameters on
     a GPU.
     """
-    sums = None if _paused.get() else state_of(weights[0]).gradients
+    sums = None if _paused.get() else read_state(weights[0]).gradients
     return sums if sums is not None and all(map(_takes_part, weights)) else None
 
 
@@ -100,6 +100,6 @@ def _takes_part(weight: Tensor) -> bool:
     whole = sum(parameter.numel() for parameter in parameters) == weight.numel()
     return whole and all(
         type(p) is nn.Parameter and type(p.data) is Tensor and on_kernels_device(p) and p.requires_grad
-        and state_of(p).gradients is not None
+        and read_state(p).gradients is not None
         for p in parameters
     )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import nn
 
 from te_transform.backends.fp8 import scale_table
 from te_transform.backends.fp8.current_model import running, sample_of
-from te_transform.backends.fp8.registry import ParameterState, forget_weights, state_of
+from te_transform.backends.fp8.registry import ParameterState, forget_weights, read_state, state_of
 from te_transform.backends.limits import small_calls_in_fp8
 from te_transform.backends.ranks import groups_of, is_sharded, maximum
 from te_transform.backends.tracing import in_backward, recorded, transformed
@@ -59,7 +59,7 @@ class Precision:
 
         weights_stay = not model.training and not is_sharded(model)
         small = small_calls_in_fp8 if self.small_calls else contextlib.nullcontext()
-        if state_of(next(model.parameters())).model is not self.token:
+        if read_state(next(model.parameters())).model is not self.token:
             self._name_parameters(model)
         if torch.is_grad_enabled() and self.is_delayed:
             self._agree(model)

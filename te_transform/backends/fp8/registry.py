@@ -49,6 +49,17 @@ def state_of(weight: Tensor) -> ParameterState:
     return PARAMETERS.get(owner) or PARAMETERS.set(owner, ParameterState())
 
 
+_EMPTY = ParameterState()
+
+
+def read_state(weight: Tensor) -> ParameterState:
+    """Return the state of a parameter for reading, or an empty one that is not stored.
+
+    torch.utils.swap_tensors() refuses tensors with weak references, so a read must not create any.
+    """
+    return PARAMETERS.get(parameters_of(weight)[0]) or _EMPTY
+
+
 def share_state(parameter: Tensor, *others: Tensor) -> None:
     """Give the state of a parameter to tensors that hold it or replace it."""
     state = state_of(parameter)
@@ -67,7 +78,7 @@ def known_as(tensor: Tensor, other: Tensor) -> Tensor:
 def forget_weights(parameters: Iterable[Tensor]) -> None:
     """Free the cached quantized weights of products that begin with one of these parameters."""
     for parameter in parameters:
-        for kernel in state_of(parameter).kernels.values():
+        for kernel in read_state(parameter).kernels.values():
             kernel.forget_weights()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends.fp8.calibration import RecordedAmax
-from te_transform.backends.fp8.registry import Source, state_of
+from te_transform.backends.fp8.registry import Source, read_state
 
 ScaleRow = dict[str, Tensor]
 """The saved state of one product, in fp32.
@@ -206,6 +206,6 @@ def keep_scales(parameters: Iterable[Tensor]) -> None:
     this step if the product did not run.
     """
     for parameter in parameters:
-        for kernel in state_of(parameter).kernels.values():
+        for kernel in read_state(parameter).kernels.values():
             for state in kernel.delayed().values():
                 state.amax_history[0].copy_(state.amax_history.amax(0))
