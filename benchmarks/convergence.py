@@ -37,6 +37,7 @@ RUNS: dict[str, dict[str, Any] | None] = {
     "original, bf16": None,
     "converted, bf16": {"recipe": None},
     "converted, fp8-delayed": {"recipe": "fp8-delayed"},
+    "converted, fp8-delayed-fast": {"recipe": "fp8-delayed-fast"},
     "converted, fp8-current": {"recipe": "fp8-current"},
     "converted, fp8-block": {"recipe": "fp8-block"},
 }
@@ -46,12 +47,14 @@ def main() -> None:
     """Train, print, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--only", default="", help="runs with one of these, by commas, in their name")
     parser.add_argument("--json", default="", help="write the losses to this file")
     parser.add_argument("--plot", default="", help="draw the curves into this file (needs matplotlib)")
     parser.add_argument("--read", default="", help="draw the losses in this file, train nothing")
     asked = parser.parse_args()
     losses = json.loads(Path(asked.read).read_text()) if asked.read else {}
-    for name, found in () if asked.read else measured(asked.steps):
+    chosen = {name: way for name, way in RUNS.items() if any(word in name for word in asked.only.split(","))}
+    for name, found in () if asked.read else measured(chosen, asked.steps):
         losses[name] = found
         if asked.json:  # after each run: an interrupted one has cost nothing
             Path(asked.json).write_text(json.dumps(losses))
@@ -60,7 +63,7 @@ def main() -> None:
         draw(losses, asked.plot)
 
 
-def measured(steps: int) -> Iterator[tuple[str, list[float]]]:
+def measured(chosen: dict[str, dict[str, Any] | None], steps: int) -> Iterator[tuple[str, list[float]]]:
     """Train, on a GPU with TE: the losses of each run, by its name."""
     import transformer_engine.pytorch  # noqa: F401  before PyTorch has loaded a cuDNN of its own
 
@@ -69,7 +72,7 @@ def measured(steps: int) -> Iterator[tuple[str, list[float]]]:
     model = GPT(config).to("cuda", torch.bfloat16)
     text = standard_library()
     with limits.ignore_size_limits:
-        for name, options in progress(RUNS.items(), "training"):
+        for name, options in progress(chosen.items(), "training"):
             yield name, trained(model, options, text, steps)
 
 

@@ -190,9 +190,11 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
         too = te_transform.PrecisionPlan("fp8-delayed", {subject.head: None})
         found["te_transform fp8-delayed with its head"] = ours(too)
         found["te_transform fp8-delayed with its head, compiled, CUDA graphs"] = ours(too, **IN_GRAPHS)
+    found["te_transform fp8-delayed-fast"] = ours("fp8-delayed-fast")
     found["te_transform fp8-block"] = ours("fp8-block")
     found[f"{HAND} fp8-delayed, CUDA graphs"] = in_graphs(hand_port.RECIPES["fp8-delayed"])
     found["te_transform fp8-delayed, compiled"] = ours("fp8-delayed", compile=True)
+    found["te_transform fp8-delayed-fast, compiled"] = ours("fp8-delayed-fast", compile=True)
     found["te_transform fp8-delayed, CUDA graphs"] = ours("fp8-delayed", graphs=True)
     found["te_transform fp8-delayed, compiled, CUDA graphs"] = ours("fp8-delayed", **IN_GRAPHS)
     return found

@@ -69,7 +69,8 @@ def convert(
             model is captured where te runs, for example after a move to the GPU. The report says which
             backend was chosen, and why.
         recipe: None, "fp8-delayed", "fp8-current", "fp8-block", "mxfp8", a TE recipe object or a
-            te_transform.PrecisionPlan.
+            te_transform.PrecisionPlan. "fp8-delayed-fast" and "fp8-current-fast" accumulate gradients with
+            fewer bits.
         passes: The rules to run, in order. None means te_transform.PIPELINE.
         skip: Module paths or globs to leave alone, with all submodules.
         approximate: True to allow rules that change the numbers: the exact GELU becomes the tanh GELU. In

@@ -29,6 +29,11 @@ E4M3 = 448.0
 FORMAT = SimpleNamespace(value=SimpleNamespace(max_fwd=E4M3, max_bwd=E4M3), name="E4M3")
 
 
+@dataclass(frozen=True)
+class MMParams:
+    use_split_accumulator: bool = True
+
+
 @dataclass
 class Recipe:
     margin: int = 0
@@ -41,8 +46,11 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 4
 
 
+@dataclass
 class Float8CurrentScaling(Recipe):
-    pass
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
 
 
 class Float8BlockScaling(Recipe):
@@ -575,7 +583,14 @@ def modules() -> dict[str, ModuleType]:
         ".common": {"recipe": None},
         ".common.recipe": {
             kind.__name__: kind
-            for kind in (Recipe, DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+            for kind in (
+                Recipe,
+                MMParams,
+                DelayedScaling,
+                Float8CurrentScaling,
+                Float8BlockScaling,
+                MXFP8BlockScaling,
+            )
         },
         ".pytorch": {
             "Linear": Linear,

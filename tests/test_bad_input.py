@@ -511,8 +511,8 @@ OPTIONS = {
     "recipe": (
         {"recipe": "fp8"},
         OptionError,
-        "expected None, a TE recipe or one of fp8-delayed, fp8-current, fp8-block, mxfp8 for recipe, got "
-        "'fp8'",
+        "expected None, a TE recipe or one of fp8-delayed, fp8-delayed-fast, fp8-current, fp8-current-fast, "
+        "fp8-block, mxfp8 for recipe, got 'fp8'",
     ),
     "recipe on torch": (
         {"recipe": "fp8-delayed", "backend": "torch"},

@@ -180,6 +180,35 @@ def test_an_rms_norm_whose_input_needs_no_gradient(te: ModuleType, trained: tupl
         assert all(close(f, w, 2e-2) for f, w in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "fast"),
+    {
+        "fp8-delayed": (True, False, False),
+        "fp8-delayed-fast": (True, True, True),
+        "fp8-current": (True, False, False),
+        "fp8-current-fast": (True, True, True),
+    }.items(),
+)
+def test_fast_recipes_accumulate_gradients_as_the_forward_does(
+    te: ModuleType, recipe: str, fast: tuple[bool, ...]
+) -> None:
+    """In compiled products and in TE's modules, which read `fp8_gemm_*` of the recipe, if it has them."""
+    made = te.recipe_of(recipe)
+    assert te.scaling_of(made).fast == fast
+    assert te.is_delayed(made) == recipe.startswith("fp8-delayed")
+    read = pickle.loads(pickle.dumps(made))
+    splits = [getattr(read, f"fp8_gemm_{product}", None) for product in ("fprop", "dgrad", "wgrad")]
+    assert [split is not None and not split.use_split_accumulator for split in splits] == [
+        each and recipe != "fp8-delayed" for each in fast
+    ]
+
+
+def test_a_setting_of_a_recipe_object_reaches_compiled_products(te: ModuleType) -> None:
+    made = te.recipe_of("fp8-delayed")
+    made.fp8_gemm_wgrad = stand_in.MMParams(use_split_accumulator=False)
+    assert te.scaling_of(made).fast == (True, False, True)
+
+
 def test_one_op_serves_layers_that_share_a_graph(te: ModuleType) -> None:
     one, other = (Case(te, **CASES["mlp"]) for _ in range(2))
     with te.autocast(te.recipe_of("fp8-delayed")):

@@ -15,6 +15,7 @@ import torch
 
 from te_transform.backends import Backend, cudnn, plain, planned
 from te_transform.backends.op import FusedOp
+from te_transform.plan.precision_plan import RECIPES
 from tests import stand_in
 from tests.te_contract import record
 
@@ -155,7 +156,7 @@ def test_plans_without_te_are_those_with_it(te: ModuleType) -> None:
         "GATES",
     ):
         assert getattr(planned, name) == getattr(te, name)
-    for recipe in ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8"):
+    for recipe in RECIPES:
         assert planned.multiple(recipe) == te.multiple(te.recipe_of(recipe))
     for asked in (None, 3, object()):
         for backend in (planned, te):

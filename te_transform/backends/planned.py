@@ -35,7 +35,8 @@ def recipe_of(asked: Any) -> Any:
     Raises:
         ValueError: `asked` is neither a name nor a recipe of TE.
     """
-    if isinstance(asked, str) or type(asked).__module__.startswith("transformer_engine."):
+    homes = (kind.__module__ for kind in type(asked).__mro__)
+    if isinstance(asked, str) or any(home.startswith("transformer_engine.") for home in homes):
         return asked
     raise ValueError(f"a {type(asked).__name__} is no TE recipe; pass a recipe of TE, or its name")
 

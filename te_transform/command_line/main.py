@@ -152,7 +152,11 @@ def _add_model(parser: argparse.ArgumentParser, length: int) -> None:
         choices=("auto", "te", "torch"),
         help="default: auto, te if it runs here, else torch; inspect plans a recipe and --times on te",
     )
-    parser.add_argument("--recipe", default=None, help="fp8-delayed, fp8-current, fp8-block or mxfp8")
+    parser.add_argument(
+        "--recipe",
+        default=None,
+        help="fp8-delayed, fp8-current (or fp8-delayed-fast, fp8-current-fast), fp8-block or mxfp8",
+    )
     parser.add_argument("--approximate", action="store_true", help="allow rules that change the numbers")
     parser.add_argument("--pad-vocabulary", action="store_true", help="allow the rule pad_vocabulary")
     parser.add_argument("--inference", action="store_true", help="evaluation mode, without a backward")

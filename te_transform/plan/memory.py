@@ -100,8 +100,7 @@ class _FP8:
     def of(cls, precision: PrecisionPlan | None) -> _FP8:
         if precision is None:
             return cls((), False)
-        delayed = precision.recipe == "fp8-delayed" or type(precision.recipe).__name__ == "DelayedScaling"
-        return cls([path for path, why in precision.sites.items() if why is None], delayed)
+        return cls([path for path, why in precision.sites.items() if why is None], precision.is_delayed)
 
 
 @dataclass(eq=False)

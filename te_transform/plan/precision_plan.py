@@ -9,7 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+# "-fast": gradients accumulate in the tensor cores too
+RECIPES = ("fp8-delayed", "fp8-delayed-fast", "fp8-current", "fp8-current-fast", "fp8-block", "mxfp8")
 _IN = "fp8"
 _HEADER = """\
 # "fp8": the fused module runs in the recipe's precision. Any other text says why not.
@@ -66,6 +67,12 @@ class PrecisionPlan:
     def name(self) -> str:
         """The name of the recipe."""
         return self.recipe if isinstance(self.recipe, str) else type(self.recipe).__name__
+
+    @property
+    def is_delayed(self) -> bool:
+        """True if the recipe computes scales from earlier steps."""
+        kinds = {kind.__name__ for kind in type(self.recipe).__mro__}
+        return self.recipe in ("fp8-delayed", "fp8-delayed-fast") or "DelayedScaling" in kinds
 
     def told(self, site: str) -> str:
         """Return a clause on whether a site runs in the recipe, and why not; "" for an unknown site."""

@@ -51,6 +51,33 @@ def test_fp8_runs_and_shows(name: str, recipe: str) -> None:
     assert all(row.original > torch.finfo(torch.bfloat16).eps for row in result.rows if "output" in row.name)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fast_accumulation_reaches_the_gradients(compiled: bool) -> None:
+    """It differs by less than FP8 itself, of which numbers have three bits behind the first."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16)
+    found = {}
+    for recipe in ("fp8-delayed", "fp8-delayed-fast"):
+        plan = PrecisionPlan(recipe, {"0": None, "1": None})
+        model = torch.nn.Sequential(torch.nn.RMSNorm(1024, device="cuda", dtype=torch.bfloat16), linear)
+        fused = te_transform.convert(model, x.detach(), backend="te", recipe=plan, compile=compiled)
+        for _ in range(3):  # scales come from the first steps
+            found[recipe] = torch.autograd.grad((fused(x) * target).sum(), [x, fused[1].weight])
+    for split, fast in zip(*found.values(), strict=True):
+        assert not torch.equal(split, fast)
+        assert (split - fast).float().norm() < 2**-4 * split.float().norm()
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed-fast", "fp8-current-fast"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "quickstart"])
+def test_fast_accumulation_is_as_exact_as_its_emulation(name: str, recipe: str) -> None:
+    pair = in_fp8(name, recipe)
+    result = te_transform.verify(pair.original, pair.converted, sample(name))
+    assert result, str(result)
+
+
 @each_recipe
 def test_a_model_converted_in_place_is_verified_against_itself(recipe: str) -> None:
     model = ALL["llama"].build().to("cuda", torch.bfloat16)

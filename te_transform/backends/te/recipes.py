@@ -19,11 +19,23 @@ try:
 except ImportError:  # TE before 2.8
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
+_FAST = recipes.MMParams(use_split_accumulator=False)
+
+
+class _FastDelayedScaling(recipes.DelayedScaling):
+    """Delayed scaling whose gradients accumulate in the tensor cores too, as the forward does."""
+
+    # TE's modules read these names from any recipe that has them
+    fp8_gemm_fprop = fp8_gemm_dgrad = fp8_gemm_wgrad = _FAST
+
+
 _RECIPES = {
     # TE would reduce the amax of all modules twice per step, and needs the same modules on all ranks.
     # fp8/precision.py reduces in one collective, whichever modules ran.
     "fp8-delayed": lambda: recipes.DelayedScaling(reduce_amax=False),
+    "fp8-delayed-fast": lambda: _FastDelayedScaling(reduce_amax=False),
     "fp8-current": recipes.Float8CurrentScaling,
+    "fp8-current-fast": lambda: recipes.Float8CurrentScaling(fp8_gemm_dgrad=_FAST, fp8_gemm_wgrad=_FAST),
     "fp8-block": recipes.Float8BlockScaling,
     "mxfp8": recipes.MXFP8BlockScaling,
 }
@@ -87,8 +99,9 @@ def scaling_of(recipe: Any) -> Scaling | None:
         return None
     # the defaults of TE's modules
     split = {"fp8_gemm_fprop": False, "fp8_gemm_dgrad": True, "fp8_gemm_wgrad": True}
-    for name in split.keys() & vars(type(recipe)).keys():
-        split[name] = getattr(recipe, name).use_split_accumulator
+    for name in split:
+        if hasattr(recipe, name):
+            split[name] = getattr(recipe, name).use_split_accumulator
     return Scaling(*formats[recipe.fp8_format.name], tuple(not each for each in split.values()), delayed)
 
 
