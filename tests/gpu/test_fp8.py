@@ -60,7 +60,7 @@ def test_fast_accumulation_reaches_the_gradients(compiled: bool) -> None:
     target = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16)
     found = {}
     for recipe in ("fp8-delayed", "fp8-delayed-fast"):
-        plan = PrecisionPlan(recipe, {"0": None, "1": None})
+        plan = PrecisionPlan(recipe, {"1": None})
         model = torch.nn.Sequential(torch.nn.RMSNorm(1024, device="cuda", dtype=torch.bfloat16), linear)
         fused = te_transform.convert(model, x.detach(), backend="te", recipe=plan, compile=compiled)
         for _ in range(3):  # scales come from the first steps
