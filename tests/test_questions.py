@@ -114,6 +114,9 @@ KEYS = {
     "defaultdict without a factory": (
         lambda m, held, kwargs: held["a"], lambda: collections.defaultdict(None), put(),
     ),
+    "defaultdict with a factory": (
+        lambda m, held, kwargs: held["a"], lambda: collections.defaultdict(float), put(),
+    ),
     "ModuleDict": (
         lambda m, held, kwargs: held["a"](X).sum(),
         nn.ModuleDict,

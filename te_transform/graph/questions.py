@@ -29,7 +29,7 @@ from torch import nn
 from torch._dynamo import guards
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.source import GlobalStateSource, is_from_skip_guard_source
-from torch._dynamo.variables import SetVariable, dicts, functions, misc
+from torch._dynamo.variables import DefaultDictVariable, SetVariable, dicts, functions, misc
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import (
@@ -195,6 +195,8 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield SetVariable, "call_method", _set_method
     yield guards.GuardBuilder, "EQUALS_MATCH", _equality
     yield misc.GetAttrVariable, "call_method", _dict_method
+    if "call_method" in vars(DefaultDictVariable):  # later versions call _missing_impl
+        yield DefaultDictVariable, "call_method", _default_dict_method
     if hasattr(dicts, "DunderDictVariable"):  # replaces GetAttrVariable since PyTorch 2.13
         yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
         yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
@@ -272,6 +274,16 @@ def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return look_up
+
+
+def _default_dict_method(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
+        if name == "__getitem__" and len(args) == 1 and args[0] not in self:
+            _guard_key(self, args[0], _holds_key)
+        return own(self, tx, name, args, kwargs)
+
+    return call
 
 
 def _set_method(own: Callable[..., Any]) -> Callable[..., Any]:
