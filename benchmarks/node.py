@@ -151,7 +151,7 @@ def turn(asked: argparse.Namespace, name: str, contender: Contender) -> Row:
     if absent:
         return Row(name, why=f"{', '.join(absent)} is not installed")
     store, rank, ranks = store_of(name), os.environ["RANK"], int(os.environ["WORLD_SIZE"])
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         process = multiprocessing.get_context("spawn").Process(target=work, args=(asked, name, contender))
         process.start()
@@ -170,11 +170,15 @@ def turn(asked: argparse.Namespace, name: str, contender: Contender) -> Row:
 
 
 def failed(name: str, told: str) -> Row:
-    """Return the row of a contender from what its ranks told, a JSON line each, in the order of time."""
+    """Return the row of a contender from what its ranks told, a JSON line each, in the order of time.
+
+    The first error counts, with the ranks that have the same, and each process that ended without a word.
+    """
     errors = [json.loads(each) for each in told.splitlines()]
     ranks: dict[str, list[str]] = {}
     for error in errors:
-        ranks.setdefault(error["why"], []).append(error["rank"])
+        if error["why"] == errors[0]["why"] or not error["traceback"]:
+            ranks.setdefault(error["why"], []).append(error["rank"])
     why = "; ".join(f"rank {', '.join(sorted(of))}: {reason}" for reason, of in ranks.items())
     return Row(name, why=why, traceback=errors[0]["traceback"])
 

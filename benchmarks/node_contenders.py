@@ -103,7 +103,8 @@ def hand_port(job: Job, recipe: str) -> Prepared:
 def ours(job: Job, **options: Any) -> Prepared:
     import te_transform
 
-    options = {"verify": False, **options, "inplace": True}
+    backend = "te" if job.inputs["input_ids"].is_cuda else "torch"
+    options = {"backend": backend, "verify": False, **options, "inplace": True}
     model = te_transform.convert(job.model, job.inputs, **options)
     te_transform.check_ranks(model, job.mesh)
     return Prepared(model)

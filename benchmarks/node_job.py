@@ -56,7 +56,7 @@ def work(asked: argparse.Namespace, name: str, contender: Contender) -> None:
     store, rank = store_of(name), int(os.environ["RANK"])
     try:
         device = _joined(asked.device, store)
-        row = _measured(asked, name, contender, device)
+        row = measured(asked, name, contender, device)
         if rank == 0:
             store.set("row", json.dumps(asdict(row)))
         dist.destroy_process_group()
@@ -103,7 +103,8 @@ def _joined(kind: str, store: dist.Store) -> torch.device:
     return device
 
 
-def _measured(asked: argparse.Namespace, name: str, contender: Contender, device: torch.device) -> Row:
+def measured(asked: argparse.Namespace, name: str, contender: Contender, device: torch.device) -> Row:
+    """Return the row of a contender that trains in this process."""
     config = config_of(asked.config, asked.layers, dict(asked.set))
     length = length_of(asked, config)
     rows, vocabulary = asked.tokens // length, config.get_text_config().vocab_size

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -37,6 +38,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # dense FLOP/s in bf16, data sheets
 STATES, CHOICES = 256, 4  # of the Markov chain
+
+logging.set_verbosity_error()  # shapes are changed freely, which transformers warns of
 
 
 def config_of(name: str, layers: int | None, changes: dict[str, Any]) -> Any:
