@@ -47,13 +47,18 @@ def main() -> None:
     ranks, is_first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
     asked.parallel = asked.parallel or ("fsdp2" if ranks > 1 else "none")
     check(asked.parallel, ranks)
+    if is_first:
+        print(f"{asked.config}, {ranks} x {asked.tokens:,} tokens a step, {asked.parallel}", flush=True)
     rows = []
     for name, contender in chosen(asked).items():
         rows.append(turn(asked, name, contender))
         if is_first:
             write(rows[-1], asked)
-    if is_first and asked.plot:
-        plot(rows, asked)
+    ran = sorted((row for row in rows if not row.why), key=lambda row: row.tokens_per_second)
+    if is_first and ran:
+        print(f"{ran[0].parameters:,} parameters, {ran[0].device}, PyTorch {torch.__version__}")
+        if asked.plot:
+            plot(ran, asked)
 
 
 def arguments(told: list[str] | None = None) -> argparse.Namespace:
@@ -118,12 +123,15 @@ def check(parallel: str, ranks: int) -> None:
 
 
 def chosen(asked: argparse.Namespace) -> dict[str, Contender]:
-    """Return the contenders by name, ours first."""
+    """Return the contenders by name, ours first. Raise ValueError if there are none."""
     found = {}
     for options in asked.convert:
         found |= with_options(options)
-    words = asked.only.split(",")
-    return found | {name: c for name, c in CONTENDERS.items() if any(word in name for word in words)}
+    words = [word.strip() for word in asked.only.split(",")]
+    found |= {name: each for name, each in CONTENDERS.items() if any(word in name for word in words)}
+    if not found:
+        raise ValueError(f"expected --only with words of {[*CONTENDERS]}, got {asked.only}; pass some")
+    return found
 
 
 def hosted_store() -> dist.Store | None:
@@ -213,13 +221,10 @@ def plot(rows: list[Row], asked: argparse.Namespace) -> None:
     import matplotlib.pyplot as plt
     from plot_speed import bars
 
-    ran = sorted((row for row in rows if not row.why), key=lambda row: row.tokens_per_second)
-    if not ran:
-        return
     figure, panel = plt.subplots(figsize=(8, 4.5))
-    values = [(row.low, row.tokens_per_second, row.high) for row in ran]
-    bars(panel, [row.name for row in ran], values)
-    panel.set_title(f"{asked.config}, {os.environ['WORLD_SIZE']} x {ran[0].device}, {asked.parallel}")
+    values = [(row.low, row.tokens_per_second, row.high) for row in rows]
+    bars(panel, [row.name for row in rows], values)
+    panel.set_title(f"{asked.config}, {os.environ['WORLD_SIZE']} x {rows[0].device}, {asked.parallel}")
     panel.set_xlabel("tokens/s/GPU")
     figure.tight_layout()
     figure.savefig(Path(asked.plot))

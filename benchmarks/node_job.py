@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -13,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -90,7 +90,7 @@ def _joined(kind: str, store: dist.Store) -> torch.device:
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        if find_spec("transformer_engine"):  # whose libraries must be loaded before PyTorch loads its cuDNN
+        with contextlib.suppress(ImportError, OSError):  # its libraries come before PyTorch loads its cuDNN
             import transformer_engine.pytorch  # noqa: F401
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",

@@ -148,4 +148,10 @@ def test_a_failure_on_one_rank_ends_the_contender_on_all(tmp_path: Path) -> None
     assert "rank 1: the process ended with exit code -9" in killed["why"]
     assert last["name"] == "eager"
     assert last["loss"] > 0
-    assert [line.split()[0] for line in ran.stdout.splitlines()] == ["raised", "killed", "eager"]
+    assert [line.split()[0] for line in ran.stdout.splitlines()] == [
+        "tiny,",
+        "raised",
+        "killed",
+        "eager",
+        "106,816",
+    ]
