@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -185,8 +186,13 @@ def _step(prepared: Prepared, model: nn.Module, rate: float) -> Callable[[Tensor
 def _train(
     step: Callable[[Tensor], Tensor], data: Tensor, device: torch.device, start: float
 ) -> tuple[list[float], float, float, list[Tensor]]:
-    """Return the seconds of each step of the second half, which no step waits for the GPU in; seconds to the
-    first step; seconds that later steps of the first half took more than others; all losses."""
+    """Train on all batches. No step but the first waits for the GPU.
+
+    Returns:
+        The seconds of each step of the second half, the seconds from `start` to the end of the first step,
+        the seconds that the other steps of the first half took beyond the median, and all losses.
+    """
+    gc.collect()
     _wait(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
