@@ -118,8 +118,12 @@ class DecoderLayer(te.TransformerLayer):
 def llama(model: LlamaForCausalLM, group: dist.ProcessGroup | None = None) -> LlamaForCausalLM:
     """The model with its decoder layers replaced, in place; over a group, by this rank's part of them."""
     config = model.config
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        raise ValueError(f"the hand port has default rotary embeddings alone, got {rope['rope_type']}")
     width = config.hidden_size // config.num_attention_heads
-    angles = te.RotaryPositionEmbedding(width)(config.max_position_embeddings).cuda()
+    rotary = te.RotaryPositionEmbedding(width, rotary_base=rope["rope_theta"])
+    angles = rotary(config.max_position_embeddings).cuda()
     for number, source in enumerate(model.model.layers):
         model.model.layers[number] = DecoderLayer(config, number + 1, angles, group).load(source)
     return model

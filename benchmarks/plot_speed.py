@@ -29,12 +29,20 @@ def main() -> None:
 def draw(panel: plt.Axes, title: str, rows: list[dict]) -> None:
     """Milliseconds of a step, the slowest on top."""
     rows = sorted(rows, key=lambda row: row["median"])
-    names, medians = [row["name"] for row in rows], [row["median"] for row in rows]
-    spread = [[row["median"] - row["low"] for row in rows], [row["high"] - row["median"] for row in rows]]
-    colours = ["tab:green" if name.startswith("te_transform") else "tab:gray" for name in names]
-    panel.barh(names, medians, color=colours, xerr=spread)
+    bars(panel, [row["name"] for row in rows], [(row["low"], row["median"], row["high"]) for row in rows])
     panel.set_title(f"{title}, forward and backward")
     panel.set_xlabel("ms")
+
+
+def bars(panel: plt.Axes, names: list[str], values: list[tuple[float, float, float]]) -> None:
+    """Draw medians with their quartiles (low, median, high), the first at the bottom."""
+    lows, medians, highs = zip(*values, strict=True)
+    spread = [
+        [middle - low for low, middle in zip(lows, medians, strict=True)],
+        [high - middle for high, middle in zip(highs, medians, strict=True)],
+    ]
+    colours = ["tab:green" if name.startswith("te_transform") else "tab:gray" for name in names]
+    panel.barh(names, medians, color=colours, xerr=spread)
 
 
 if __name__ == "__main__":

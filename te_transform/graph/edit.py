@@ -620,11 +620,11 @@ def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx
 
 
 def snapshot(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of the graph with the metadata that reports show."""
+    """Return a copy of the graph with the metadata that reports and lower_unfused() read."""
     copied, copies = fx.Graph(), {}
     for node in graph.nodes:
         copies[node] = twin = copied.node_copy(node, copies.__getitem__)
-        kept = ("path", "example_value", "fused", "origin", "spelled", "outcome")
+        kept = ("path", "region", "example_value", "fused", "origin", "spelled", "outcome")
         twin.meta = {key: node.meta[key] for key in kept if key in node.meta}
         twin.meta["source"] = node_info.source_of(node)
     return copied
