@@ -1,0 +1,123 @@
+"""A converted model and its original, as a pair: names, weights and sites are known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from te_transform.backends.limits import ignore_size_limits
+from te_transform.execution.runner import original_forward, runners, without_extensions
+from te_transform.graph.inputs import Inputs
+from te_transform.graph.preserve import same_buffers
+from te_transform.verify.bisect import Called, bisect_failures, with_observer
+from te_transform.verify.cases import Case, all_rows, failed, rows_of_case
+from te_transform.verify.compare import Contenders
+from te_transform.verify.precision import Recipes
+from te_transform.verify.replay import Subject, in_double
+from te_transform.verify.states import compare_states
+from te_transform.verify.variations import Variation
+from te_transform.verify.verification import Verification
+
+# The mode with size limits, which may leave sites unfused outside of verify().
+_BY_SIZE = "as called"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A model, the converted model, and the recipes of the converted one."""
+
+    model: nn.Module
+    converted: nn.Module
+    recipes: Recipes
+
+    @property
+    def models(self) -> tuple[nn.Module, nn.Module]:
+        return self.model, self.converted
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        options = [each.options for each in runners(self.converted)]
+        all_fused = ignore_size_limits or any(each.compile or each.graphs for each in options)
+        return () if all_fused else (_BY_SIZE,)
+
+    def unequal_weights(self) -> Verification | None:
+        """Return the result for state dicts that differ, or None."""
+        states = tuple(compare_states(*self.models))
+        if all(row.ok for row in states):
+            return None
+        return Verification(type(self.model).__name__, states, recipes=self.recipes.kinds)
+
+    def verification(self, samples: list[Inputs], sets: list[Variation]) -> Verification:
+        """Compare the models on all sets of inputs."""
+        for model in self.models:
+            _uncompile(model)
+        self._learn(samples)
+        called = Called(self.converted)
+        with with_observer(self.converted, called.note):
+            rows, failing, skipped = all_rows(sets, self)
+        return Verification(
+            type(self.model).__name__,
+            (*compare_states(*self.models), *rows),
+            tuple(self._guilty(failing, called)),
+            tuple(skipped),
+            self.recipes.kinds,
+        )
+
+    def around(self) -> AbstractContextManager:
+        """Return a context for the runs of a case."""
+        return self.recipes.fresh_scales()
+
+    def contenders(self, case: Case) -> Contenders:
+        """Return the models to run in this case."""
+        own = partial(original_forward, self.model)
+        return Contenders(
+            Subject.of(self.model, own),
+            Subject.of(self.converted, partial(without_extensions, self.converted)),
+            Subject.of(self.model, self._in_double),
+            partial(self.recipes.emulation, self.model) if self.recipes.held else nullcontext,
+            rehearsals=1 if self.recipes.delayed else 0,
+            sizes=with_observer(self.converted, None) if case.mode == _BY_SIZE else ignore_size_limits,
+        )
+
+    def _in_double(self) -> AbstractContextManager:
+        stack = ExitStack()
+        stack.enter_context(original_forward(self.model))
+        stack.enter_context(in_double(self.model))
+        return stack
+
+    def _learn(self, samples: list[Inputs]) -> None:
+        """Find out which products run in FP8."""
+        for training in (True, False) if self.recipes.held else ():
+            self.converted.train(training)
+            args, kwargs = samples[0].clone()
+            with ExitStack() as stack:
+                stack.enter_context(same_buffers(self.converted))
+                stack.enter_context(self.recipes.fresh_scales())
+                stack.enter_context(self.recipes.learn())
+                stack.enter_context(torch.set_grad_enabled(training))
+                self.converted(*args, **kwargs)
+
+    def _guilty(self, failing: list[Case], called: Called) -> list[str]:
+        """Return the paths of the `called` sites that make these cases fail."""
+        found: list[str] = []
+        for case in failing:
+
+            def fails(paths: Collection[str], case: Case = case) -> bool:
+                with called.only(paths):
+                    return failed(rows_of_case(self, case))
+
+            others = [path for path in called.sites if path not in found]
+            # a case that fails without any site has wrong parameters
+            if (not found or fails(others)) and not fails(()):
+                found += bisect_failures(others, fails)
+        return found
+
+
+def _uncompile(model: nn.Module) -> None:
+    for module in model.modules():
+        vars(module).pop("_compiled_call_impl", None)
