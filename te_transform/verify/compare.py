@@ -66,6 +66,7 @@ class Row:
     dtype: str = ""
     reason: str = ""  # the failure, if it is not a too large error
     finite: bool = True  # True if the original has finite numbers to compare
+    zero: bool = False  # True if the reference is zero everywhere
 
     @property
     def times(self) -> float:
@@ -184,6 +185,22 @@ def compare(converted: Run, originals: Sequence[Run], reference: Run, inputs: st
     return rows
 
 
+def worst_of(one: Run, other: Run, reference: Run) -> Run:
+    """Return, for each tensor of `one`, that of the two runs with the larger error."""
+
+    def worse(tensors: dict[str, Tensor], others: dict[str, Tensor], exact: dict[str, Tensor]) -> dict:
+        return {
+            name: max((held, others.get(name, held)), key=lambda tensor: _norm(tensor.double() - exact[name]))
+            for name, held in tensors.items()
+        }
+
+    return Run(
+        worse(one.outputs, other.outputs, reference.outputs),
+        worse(one.gradients, other.gradients, reference.gradients),
+        {},
+    )
+
+
 def _row(inputs: str, name: str, tensors: list[Tensor | None], scale: float | None) -> Row:
     converted, original, *draws, reference = tensors
     dtype = dtype_name((converted if original is None else original).dtype)
@@ -197,7 +214,8 @@ def _row(inputs: str, name: str, tensors: list[Tensor | None], scale: float | No
     error, *own = (_norm(t[counted].double() - exact) / (size or 1.0) for t in (converted, original, *draws))
     allowed = MORE * max(own) + (torch.finfo(original.dtype).eps if size else 0.0)
     finite = bool(counted.any()) or not counted.numel()
-    return Row(inputs, name, error <= allowed, error, max(own), allowed, dtype, finite=finite)
+    zero = bool(exact.numel()) and not exact.any()
+    return Row(inputs, name, error <= allowed, error, max(own), allowed, dtype, finite=finite, zero=zero)
 
 
 def _unlike(converted: Tensor | None, original: Tensor | None) -> str:

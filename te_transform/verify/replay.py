@@ -23,11 +23,15 @@ Context = Callable[[], contextlib.AbstractContextManager]
 
 @dataclass(frozen=True)
 class Subject:
-    """The callable to run, its parameters by name, and a context for both forward and backward."""
+    """The callable to run, its parameters by name, and a context for both forward and backward.
+
+    `pull_back` turns gradients of these parameters into gradients of the parameters to compare.
+    """
 
     call: Callable[..., Any]
     parameters: Callable[[], Iterable[tuple[str, Tensor]]]
     within: Context = contextlib.nullcontext
+    pull_back: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
 
     @classmethod
     def of(cls, model: nn.Module, within: Context = contextlib.nullcontext) -> Subject:
@@ -73,10 +77,12 @@ def run(
     with subject.within(), _default_dtype(double), same_random(tree_leaves((args, kwargs))):
         trained = {name: tensor for name, tensor in subject.parameters() if tensor.requires_grad}
         with mode:
-            outputs = dict(_named(subject.call(*args, **kwargs)))
+            outputs = dict(named_tensors(subject.call(*args, **kwargs)))
         cotangents = _cotangents(outputs) if cotangents is None else cotangents
         with mode:  # the backward of checkpoints reruns their forward
             gradients = _gradients(outputs, cotangents, trained | leaves) if torch.is_grad_enabled() else {}
+        own = {name: gradient for name, gradient in gradients.items() if name in trained}
+        gradients = subject.pull_back(own) | {n: g for n, g in gradients.items() if n not in trained}
     return Run({name: out.detach() for name, out in outputs.items()}, gradients, dict(cotangents))
 
 
@@ -136,7 +142,7 @@ def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[st
     return *copy.deepcopy((args, kwargs), {id(t): t for t in copies.values()}), leaves
 
 
-def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an output, named by their paths in it; key-value caches are skipped."""
     if isinstance(value, Tensor):
         yield name, value
@@ -150,7 +156,7 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     else:
         return
     for key, item in items:
-        yield from _named(item, f"{name}.{key}".lstrip("."))
+        yield from named_tensors(item, f"{name}.{key}".lstrip("."))
 
 
 def _cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -163,7 +169,7 @@ def _cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def _gradients(
     outputs: dict[str, Tensor], cotangents: Mapping[str, Tensor], sources: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    used = [name for name, out in outputs.items() if out.requires_grad and name in cotangents]
+    used = [n for n, out in outputs.items() if out.requires_grad and _fits(cotangents.get(n), out)]
     if not used or not sources:
         return {}
     # torch.autograd.grad calls this; torch.autograd.grad itself would be intercepted by the function mode,
@@ -179,6 +185,10 @@ def _gradients(
     )
     pairs = zip(sources.items(), given, strict=True)
     return {name: torch.zeros_like(source) if grad is None else grad for (name, source), grad in pairs}
+
+
+def _fits(cotangent: Tensor | None, out: Tensor) -> bool:
+    return cotangent is not None and cotangent.shape == out.shape
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +30,29 @@ def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
         elif not _same(own[name], theirs[name]):
             yield Row(STATE_DICT, name, False, reason=_difference(own[name], theirs[name]))
     yield Row(STATE_DICT, f"{len(own)} entries", True)
+
+
+def compare_weights(made: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield a row for each weight of the second model with other values than `made` from the first's.
+
+    Weights of other dtypes and quantized weights are not compared: outputs show whether they are right.
+    """
+    pairs = [
+        (n, t, state[n]) for n, t in made.items() if _is_plain(state.get(n)) and t.dtype is state[n].dtype
+    ]
+    for name, own, theirs in pairs:
+        if same_bits(own, theirs):
+            continue
+        if own.dim() == 2 and own.shape == theirs.mT.shape and same_bits(own.mT, theirs):
+            reason = "is the original's transpose: transpose it, or pass weights= if it is stored so"
+        else:
+            reason = "has other values than the original's: load the original's weights first"
+        yield Row(STATE_DICT, name, False, reason=reason)
+    yield Row(STATE_DICT, f"{len(pairs)} weights", True)
+
+
+def _is_plain(held: Any) -> bool:
+    return type(held) in (Tensor, nn.Parameter) and not held.is_quantized and not held.is_meta
 
 
 def _held(model: nn.Module) -> set[str]:

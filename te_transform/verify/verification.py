@@ -16,6 +16,7 @@ from rich.text import Text
 from te_transform.verify.compare import Row
 from te_transform.verify.states import STATE_DICT
 
+DEAD = "all inputs"  # the inputs of the row of a model with constant outputs
 _WIDTH = 110  # columns of str(verification)
 _WORST = 5  # the number of gradients shown per set of inputs, and of state dict entries
 
@@ -27,10 +28,13 @@ class Verification:
     Attributes:
         model: The class name of the model.
         rows: Every comparison.
-        guilty: The paths of the sites that cause a failure.
+        guilty: The paths of the sites that cause a failure. For other pairs of modules, the path of the first
+            module that differs.
         skipped: A sentence for each set of inputs that the original model rejects.
         recipes: The recipes of a model in FP8. Its errors are compared with those of an emulation, see
             emulate.py.
+        dead: The parameters that no gradient reaches, whose comparison shows nothing.
+        notes: Sentences about the first difference, and about gradients that were not compared.
     """
 
     model: str
@@ -38,6 +42,8 @@ class Verification:
     guilty: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     recipes: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return all(row.ok for row in self.rows)
@@ -47,6 +53,8 @@ class Verification:
         failed = [row for row in self.rows if not row.ok]
         if not failed:
             return f"{self.model}: verified, {len(self.rows)} comparisons"
+        if failed[0].inputs == DEAD:
+            return f"{self.model}: NOT verified, {failed[0]}"
         if failed[0].inputs == STATE_DICT:
             more = f" ({len(failed)} entries of the state dicts differ)" if len(failed) > 1 else ""
             return f"{self.model}: NOT the same, {failed[0]}{more}"
@@ -60,6 +68,10 @@ class Verification:
                 table.add_row(*line)
         notes = [f"guilty: {path or 'the model itself'}" for path in self.guilty]
         notes += [f"skipped: {sentence}" for sentence in self.skipped]
+        if self.dead:
+            more = f" and {len(self.dead) - _WORST} more" if len(self.dead) > _WORST else ""
+            notes.append(f"dead: no gradient reaches {', '.join(self.dead[:_WORST])}{more}")
+        notes += [f"note: {sentence}" for sentence in self.notes]
         nothing = Counter(row.inputs for row in self.rows if not row.finite)
         notes += [
             f"note: {inputs}: {count} tensors of the original have no finite number, and were not compared"

@@ -1,0 +1,226 @@
+"""Any two models that claim to compute the same, as a pair: the second one is only run."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+
+from te_transform.execution.runner import original_forward
+from te_transform.graph.inputs import Inputs
+from te_transform.graph.preserve import same_buffers
+from te_transform.verify.cases import Case, all_rows, rows_of_case
+from te_transform.verify.compare import Contenders, Row
+from te_transform.verify.first_difference import first_difference
+from te_transform.verify.layout import Layout, plain_name
+from te_transform.verify.outputs import Outputs, Visible, check_outputs
+from te_transform.verify.replay import Subject, in_double, named_tensors
+from te_transform.verify.tape import Tape
+from te_transform.verify.variations import EXAMPLE, Variation
+from te_transform.verify.verification import DEAD, Verification
+
+_AUTOCAST = "autocast"
+_MASK = "attention_mask"
+# After this many captures, dynamo would run a compiled model uncompiled.
+_COMPILES_EACH_CASE = {"recompile_limit": 2**10, "accumulated_recompile_limit": 2**14}
+_OWNED = ("gradient of ", "output buffer ")  # the starts of names of rows that end in a tensor's name
+
+
+@dataclass(frozen=True)
+class AnyPair:
+    """Two models, and the weights of the second as a function of the first's."""
+
+    model: nn.Module
+    other: nn.Module
+    layout: Layout
+
+    @property
+    def models(self) -> tuple[nn.Module, nn.Module]:
+        return self.model, self.other
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        dtypes = {p.dtype for model in self.models for p in model.parameters() if p.is_floating_point()}
+        return (_AUTOCAST,) if dtypes == {torch.float32} else ()
+
+    @property
+    def title(self) -> str:
+        """The class names of both models."""
+        return " and ".join(dict.fromkeys(type(uncompiled(model)).__name__ for model in self.models))
+
+    def unequal_weights(self) -> Verification | None:
+        """Return the result for weights with other values, which names the first module that has some."""
+        rows = tuple(self.layout.rows())
+        wrong = [row.name for row in rows if not row.ok]
+        return Verification(self.title, rows, (wrong[0].rpartition(".")[0],)) if wrong else None
+
+    def verification(self, samples: list[Inputs], sets: list[Variation]) -> Verification:
+        """Compare the models on all sets of inputs.
+
+        Raises:
+            ValueError: the original rejects the example inputs, or the outputs cannot be paired.
+        """
+        with dynamo.patch(**_COMPILES_EACH_CASE):
+            return self._verification(samples, sets)
+
+    def _verification(self, samples: list[Inputs], sets: list[Variation]) -> Verification:
+        self._check_outputs(samples[0])
+        sets, left_out = self._adapted(sets)
+        rows, failing, skipped = all_rows(sets, self)
+        constant = [] if failing else [*self._constant(sets)]
+        guilty, notes = self._blamed(failing[0]) if failing else ("", [])
+        return Verification(
+            self.title,
+            (*constant, *self.layout.rows(), *rows),
+            (guilty,) if failing else (),
+            (*left_out, *skipped),
+            dead=_without_gradient(rows),
+            notes=(*notes, *self.layout.notes()),
+        )
+
+    def around(self) -> AbstractContextManager:
+        """Return a context for the runs of a case."""
+        return nullcontext()
+
+    def contenders(self, case: Case) -> Contenders:
+        """Return the models to run in this case."""
+        outputs = self._outputs(case)
+        return Contenders(
+            self._original(case, outputs), self._second(case, outputs), self._reference(case, outputs)
+        )
+
+    def _outputs(self, case: Case) -> Outputs:
+        return Outputs(self._visible(case.inputs), self.layout.rename)
+
+    def _visible(self, inputs: Inputs) -> Visible:
+        said = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        return Visible(inputs, said or any(name.startswith("decoder_") for name in inputs.kwargs))
+
+    def _original(self, case: Case, outputs: Outputs, double: bool = False) -> Subject:
+        def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            with nullcontext() if double else _mode_of(case, args, kwargs):
+                return outputs.of_first(self.model, lambda: self.model(*args, **kwargs))
+
+        def within() -> AbstractContextManager:
+            stack = ExitStack()
+            for context in (same_buffers, original_forward, *[in_double] * double):
+                stack.enter_context(context(self.model))
+            return stack
+
+        def parameters() -> Iterator[tuple[str, Tensor]]:
+            named = ((plain_name(name), p) for name, p in self.model.named_parameters())
+            return ((name, p) for name, p in named if name in self.layout.compared)
+
+        return Subject(call, parameters, within)
+
+    def _reference(self, case: Case, outputs: Outputs) -> Subject:
+        return self._original(case, outputs, double=True)
+
+    def _second(self, case: Case, outputs: Outputs, model: nn.Module | None = None) -> Subject:
+        model = self.other if model is None else model
+
+        def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            with _mode_of(case, args, kwargs):
+                return outputs.of_second(model, lambda: model(*args, **kwargs))
+
+        return Subject(call, self.layout.theirs.items, lambda: same_buffers(model), self.layout.pull_back)
+
+    def _check_outputs(self, sample: Inputs) -> None:
+        results = []
+        for model in self.models:
+            args, kwargs = sample.clone()
+            model.eval()
+            try:
+                with same_buffers(model), torch.no_grad():
+                    results.append(model(*args, **kwargs))
+            except Exception as error:  # the user's code may raise anything
+                raise ValueError(
+                    f"expected example inputs on which both models run, got {sample}; {type(model).__name__} "
+                    f"raised {type(error).__name__}: {error}"
+                ) from error
+        check_outputs(self.models, *results)
+
+    def _adapted(self, sets: list[Variation]) -> tuple[list[Variation], list[str]]:
+        """Return the sets with labels that ignore padding, and a sentence for each set that is left out."""
+        is_masked = any(_MASK in each.inputs.kwargs for each in sets if each.label.startswith(EXAMPLE))
+        takes = is_masked or _takes_mask(self.other)
+        left_out = [
+            f"{each.label}, the second model takes no {_MASK}"
+            for each in sets
+            if not takes and _MASK in each.inputs.kwargs
+        ]
+        kept = [each for each in sets if takes or _MASK not in each.inputs.kwargs]
+        return [replace(e, inputs=self._visible(e.inputs).labels(e.inputs)) for e in kept], left_out
+
+    def _constant(self, sets: list[Variation]) -> Iterator[Row]:
+        """Yield a failing row if the original returns the same for all inputs."""
+        seen: dict[str, list[Tensor]] = defaultdict(list)
+        for each in sets:
+            args, kwargs = each.inputs.clone()
+            with same_buffers(self.model), torch.no_grad():
+                found = dict(named_tensors(self.model.eval()(*args, **kwargs)))
+            for name, tensor in found.items():
+                if tensor.is_floating_point():
+                    seen[f"{name} {list(tensor.shape)}"].append(tensor)
+        pairs = [(tensors[0], other) for tensors in seen.values() for other in tensors[1:]]
+        if pairs and all(torch.equal(one, other) for one, other in pairs):
+            reason = "is the same for all inputs: train the model first, or fill the weights that are zero"
+            yield Row(DEAD, "output", False, reason=reason)
+
+    def _blamed(self, case: Case) -> tuple[str, list[str]]:
+        """Return the path of the first module that differs in a case that fails, and notes about it."""
+        second = uncompiled(self.other)
+        for module in second.modules():
+            vars(module).pop("_compiled_call_impl", None)
+        outputs, visible = self._outputs(case), self._visible(case.inputs)
+
+        def tape(model: nn.Module, rename: Callable[[str], str | None]) -> Tape:
+            return Tape(model, rename, visible)
+
+        with torch.set_grad_enabled(case.gradients):
+            found = first_difference(
+                lambda: (self._original(case, outputs), tape(self.model, self.layout.rename)),
+                lambda: (self._reference(case, outputs), tape(self.model, self.layout.rename)),
+                lambda: (self._second(case, outputs, second), tape(second, lambda path: path)),
+                case.inputs,
+            )
+        if found is not None:
+            return found[0], [f"in {case}, {found[1]}"]
+        owned = [row for row in rows_of_case(self, case) if not row.ok and row.name.startswith(_OWNED)]
+        if not owned:
+            return "", []
+        worst = max(owned, key=lambda row: row.times)
+        return worst.name.rpartition(" ")[2].rpartition(".")[0], [f"in {case}, {worst}"]
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that torch.compile() wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _mode_of(case: Case, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager:
+    if case.mode != _AUTOCAST:
+        return nullcontext()
+    devices = [t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    return torch.autocast(devices[0] if devices else "cpu", torch.bfloat16)
+
+
+def _takes_mask(model: nn.Module) -> bool:
+    parameters = inspect.signature(uncompiled(model).forward).parameters.values()
+    return any(p.name == _MASK or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _without_gradient(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Return the parameters whose gradient is zero in every case."""
+    found: dict[str, bool] = {}
+    for row in rows:
+        if row.name.startswith(_OWNED[0]) and not row.name.startswith(f"{_OWNED[0]}input "):
+            found[row.name] = found.get(row.name, True) and row.zero
+    return tuple(name.removeprefix(_OWNED[0]) for name, zero in found.items() if zero)

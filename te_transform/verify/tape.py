@@ -1,0 +1,106 @@
+"""Record what enters and leaves each module in a run, and the gradients there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from te_transform.verify.layout import plain_name
+from te_transform.verify.outputs import Visible
+from te_transform.verify.replay import named_tensors
+from te_transform.verify.variations import only_hides
+
+
+class Moment(NamedTuple):
+    """The start or the end of a call of a module.
+
+    Attributes:
+        path: The path of the module.
+        number: The number of earlier calls of this module.
+        is_start: True for what enters the module, False for what leaves it.
+    """
+
+    path: str
+    number: int
+    is_start: bool
+
+
+@dataclass
+class Tape:
+    """The floating-point tensors at each moment of one run, in the order of the run, and their gradients.
+
+    Attributes:
+        model: The model that runs.
+        rename: The function from paths in `model` to paths of moments; None leaves a module out.
+        visible: The function that hides values at padding.
+        values: The tensors by moment.
+        gradients: Their gradients, by moment and position.
+        callers: The path of the module and of the module that calls it, in `model`, by moment.
+        running: The paths of the modules that run now, outermost first.
+        calls: The number of finished calls by path.
+        is_on: True during the forward. Checkpoints call modules again in the backward.
+    """
+
+    model: nn.Module
+    rename: Callable[[str], str | None]
+    visible: Visible
+    values: dict[Moment, list[Tensor]] = field(default_factory=dict)
+    gradients: dict[tuple[Moment, int], Tensor] = field(default_factory=dict)
+    callers: dict[Moment, tuple[str, str]] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+    is_on: bool = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the modules' calls in this context while `is_on`, and gradients as the backward goes."""
+        with ExitStack() as stack:
+            for path, module in self.model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                start, end = partial(self._start, plain_name(path)), partial(self._end, plain_name(path))
+                stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(end).remove)
+            yield
+
+    def _start(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not self.is_on:
+            return None
+        # a view of its own, whose gradient is that of this call alone
+        args, kwargs = tuple(map(_viewed, args)), {name: _viewed(held) for name, held in kwargs.items()}
+        self._record(Moment(path, self.calls[path], True), (args, kwargs))
+        self.running.append(path)
+        return args, kwargs
+
+    def _end(self, path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.is_on and path in self.running:
+            while self.running.pop() != path:
+                pass  # a module that raised, and whose caller went on
+            self._record(Moment(path, self.calls[path], False), output)
+            self.calls[path] += 1
+
+    def _record(self, at: Moment, held: Any) -> None:
+        if (name := self.rename(at.path)) is None:
+            return
+        moment = at._replace(path=name)
+        tensors = [t for _, t in named_tensors(held) if t.is_floating_point() and not only_hides(t)]
+        self.values[moment] = [self.visible(at.path, tensor.detach()).clone() for tensor in tensors]
+        self.callers[moment] = at.path, self.running[-1] if self.running else ""
+        for place, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._note, (moment, place), at.path))
+
+    def _note(self, key: tuple[Moment, int], path: str, gradient: Tensor) -> None:
+        self.gradients[key] = self.visible(path, gradient.detach()).clone()
+
+
+def _viewed(held: Any) -> Any:
+    is_trained = isinstance(held, Tensor) and held.requires_grad and held.is_floating_point()
+    return held.view_as(held) if is_trained else held
