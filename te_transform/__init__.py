@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from te_transform.scaling_state import load_scaling_state, scaling_state
     from te_transform.trace import trace
     from te_transform.verify.verification import Verification
-    from te_transform.verify.verify import verify
+    from te_transform.verify.verify import assert_same, verify
 
 __all__ = [
     "PIPELINE",
@@ -50,6 +50,7 @@ __all__ = [
     "TraceError",
     "Verification",
     "accumulate",
+    "assert_same",
     "check_ranks",
     "convert",
     "inspect",
@@ -83,7 +84,7 @@ _HOMES = {
     "te_transform.scaling_state": ("load_scaling_state", "scaling_state"),
     "te_transform.trace": ("trace",),
     "te_transform.verify.verification": ("Verification",),
-    "te_transform.verify.verify": ("verify",),
+    "te_transform.verify.verify": ("assert_same", "verify"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

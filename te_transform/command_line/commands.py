@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from te_transform.plan.rule import Rule
 from te_transform.pretrained import config_of
 from te_transform.report.report import ExpectationError, Report
 from te_transform.reporting import report as report_of
+from te_transform.verify.layout import Layout
 from te_transform.verify.verify import verify
 
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # models whose labels are their input ids
@@ -87,6 +89,13 @@ def _notes_of(asked: argparse.Namespace, model: nn.Module) -> Iterator[str]:
 
 
 def run_verify(asked: argparse.Namespace) -> int:
+    if asked.against:
+        return _run_against(asked)
+    if asked.names or asked.weights or asked.copy_weights:
+        raise OptionError(
+            "expected --names, --weights and --copy-weights with --against, got them without; name the "
+            "second model by --against"
+        )
     model, inputs = _loaded(asked, on_meta=False)
     with _printing_aside():
         converted = convert(model, inputs, **_options(asked))
@@ -98,6 +107,50 @@ def run_verify(asked: argparse.Namespace) -> int:
         asked, report_of(converted), found, verified=bool(found), guilty=found.guilty, skipped=found.skipped
     )
     return 0 if found else 1
+
+
+def _run_against(asked: argparse.Namespace) -> int:
+    """Compare two models that may have nothing to do with a conversion."""
+    if asked.html or any(_options(asked).values()):
+        raise OptionError(
+            "expected no options of a conversion with --against, got some of --backend, --recipe, --skip, "
+            "--approximate, --pad-vocabulary and --html; leave them out, nothing is converted"
+        )
+    names = dict(_renamed(text) for text in asked.names) or None
+    weights = imported(asked.weights) if asked.weights else None
+    torch.manual_seed(0)  # factories of one architecture draw the same weights
+    model, inputs = _loaded(asked, on_meta=False)
+    torch.manual_seed(0)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with _printing_aside(), status(f"building {asked.against}"):
+        dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
+        other = load(
+            asked.against,
+            dtype=dtype,
+            layers=asked.layers if Path(asked.against).exists() else None,
+            trust_remote_code=asked.trust_remote_code,
+        ).to(device)
+    if not asked.input and "labels" not in signature(other.forward).parameters:  # generated for a loss
+        inputs.kwargs.pop("labels", None)
+    with _printing_aside():
+        try:
+            if asked.copy_weights:
+                Layout(model, other, names, weights).copy()
+            found = verify(model, other, inputs, names=names, weights=weights)
+        except ValueError as error:
+            raise OptionError(str(error)) from error
+    failed = [f"{row.inputs}: {row}" for row in found.rows if not row.ok]
+    told = {"model": found.model, "verified": bool(found), "failed": failed, "guilty": found.guilty}
+    told |= {"skipped": found.skipped, "dead": found.dead, "notes": found.notes}
+    _show(json.dumps(told, indent=1) if asked.json else found)
+    return 0 if found else 1
+
+
+def _renamed(text: str) -> tuple[str, str | None]:
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise OptionError(f"expected OLD=NEW for --names, got {text!r}; OLD= leaves a name out")
+    return old, new or None
 
 
 def run_tune(asked: argparse.Namespace) -> int:

@@ -114,8 +114,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     planned.set_defaults(run=_with_torch("run_inspect"))
 
-    compared = commands.add_parser("verify", help="convert, and compare outputs and gradients")
+    compared = commands.add_parser("verify", help="compare outputs and gradients of two models")
     _add_model(compared, length=64)
+    compared.add_argument(
+        "--against", metavar="MODEL", help="the second model; default: the first, converted by te_transform"
+    )
+    compared.add_argument(
+        "--names",
+        **_SEVERAL,
+        metavar="OLD=NEW",
+        help="other names of modules and weights in the second model",
+    )
+    compared.add_argument(
+        "--weights",
+        metavar="package.module:function",
+        help="a differentiable function that makes the second model's state dict from the first's",
+    )
+    compared.add_argument(
+        "--copy-weights", action="store_true", help="load the first model's weights into the second"
+    )
     _add_output(compared)
     compared.set_defaults(run=_with_torch("run_verify"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,7 +97,7 @@ class AnyPair:
         )
 
     def _outputs(self, case: Case) -> Outputs:
-        return Outputs(self._visible(case.inputs), self.layout.rename)
+        return Outputs(self._visible(case.inputs), self.layout.rename, case.mode == _AUTOCAST)
 
     def _visible(self, inputs: Inputs) -> Visible:
         said = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
@@ -157,18 +157,21 @@ class AnyPair:
             if not takes and _MASK in each.inputs.kwargs
         ]
         kept = [each for each in sets if takes or _MASK not in each.inputs.kwargs]
-        return [replace(e, inputs=self._visible(e.inputs).labels(e.inputs)) for e in kept], left_out
+        kept = [each if each.label.startswith(EXAMPLE) else self._labeled(each) for each in kept]
+        return kept, left_out
+
+    def _labeled(self, each: Variation) -> Variation:
+        return replace(each, inputs=self._visible(each.inputs).labels(each.inputs))
 
     def _constant(self, sets: list[Variation]) -> Iterator[Row]:
         """Yield a failing row if the original returns the same for all inputs."""
         seen: dict[str, list[Tensor]] = defaultdict(list)
         for each in sets:
             args, kwargs = each.inputs.clone()
-            with same_buffers(self.model), torch.no_grad():
-                found = dict(named_tensors(self.model.eval()(*args, **kwargs)))
-            for name, tensor in found.items():
-                if tensor.is_floating_point():
-                    seen[f"{name} {list(tensor.shape)}"].append(tensor)
+            # the original rejects some sizes
+            with same_buffers(self.model), torch.no_grad(), suppress(Exception):
+                for name, tensor in named_tensors(self.model.eval()(*args, **kwargs)):
+                    seen[f"{name} {list(tensor.shape)}"] += [tensor] * tensor.is_floating_point()
         pairs = [(tensors[0], other) for tensors in seen.values() for other in tensors[1:]]
         if pairs and all(torch.equal(one, other) for one, other in pairs):
             reason = "is the same for all inputs: train the model first, or fill the weights that are zero"
@@ -179,6 +182,8 @@ class AnyPair:
         second = uncompiled(self.other)
         for module in second.modules():
             vars(module).pop("_compiled_call_impl", None)
+        for model in self.models:
+            model.train(case.training)
         outputs, visible = self._outputs(case), self._visible(case.inputs)
 
         def tape(model: nn.Module, rename: Callable[[str], str | None]) -> Tape:
@@ -193,11 +198,11 @@ class AnyPair:
             )
         if found is not None:
             return found[0], [f"in {case}, {found[1]}"]
-        owned = [row for row in rows_of_case(self, case) if not row.ok and row.name.startswith(_OWNED)]
-        if not owned:
-            return "", []
-        worst = max(owned, key=lambda row: row.times)
-        return worst.name.rpartition(" ")[2].rpartition(".")[0], [f"in {case}, {worst}"]
+        wrong = [row for row in rows_of_case(self, case) if not row.ok]
+        owned = [row for row in wrong if row.name.startswith(_OWNED)]
+        worst = max(owned or wrong, key=lambda row: row.times)
+        owner = worst.name.rpartition(" ")[2].rpartition(".")[0] if owned else ""
+        return owner, [f"in {case}, {worst}"]
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

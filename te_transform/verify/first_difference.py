@@ -52,7 +52,8 @@ def first_difference(
             drawn, _ = _recorded(original, inputs, cotangents=cotangents, rounding=seed)
         worst = worst_of(worst, _as_run(drawn, keys, like=own), wide)
         rows = compare(converted, [worst], wide, "")
-    return _first_wrong(rows, [*worst.outputs], [*worst.gradients], own)
+    keyed = [*zip((*worst.outputs, *worst.gradients), rows, strict=False)]
+    return _first_wrong([(key, row) for key, row in keyed if not row.ok], own, theirs)
 
 
 class _Raised(Exception):
@@ -90,7 +91,8 @@ def _paired(own: Tape, theirs: Tape) -> list[_Key]:
     for moment, one in own.values.items():
         other = theirs.values.get(moment, [])
         count = len(one) if len(one) == len(other) else min(len(one), len(other), 1)
-        keys += [(moment, place) for place in range(count) if one[place].shape == other[place].shape]
+        is_result = not moment.path and not moment.is_start  # the shape of the model's result matters
+        keys += [(moment, n) for n in range(count) if is_result or one[n].shape == other[n].shape]
     return keys
 
 
@@ -109,16 +111,17 @@ def _as_run(tape: Tape, keys: Iterable[_Key], like: Tape) -> Run:
     return Run(values, gradients, {})
 
 
-def _first_wrong(
-    rows: Sequence[Row], values: Sequence[_Key], gradients: Sequence[_Key], own: Tape
-) -> tuple[str, str] | None:
+def _first_wrong(wrong: Sequence[tuple[_Key, Row]], own: Tape, theirs: Tape) -> tuple[str, str] | None:
     """Return the path of the module whose code ran when the first wrong tensor was computed."""
-    for row, (moment, _) in zip(rows, (*values, *gradients), strict=False):
-        if row.ok:
-            continue
-        is_gradient = row.name.startswith(_GRADIENT)
-        path, caller = own.callers[moment]
-        what = f"what {'enters' if moment.is_start else 'leaves'} {path or 'the model'}"
-        what = f"the gradient of {what}" if is_gradient else what
-        return path if moment.is_start is is_gradient else caller, str(replace(row, name=what))
-    return None
+    if not wrong:
+        return None
+    key, row = wrong[0]
+    is_gradient = row.name.startswith(_GRADIENT)
+    detached = [key for key, row in wrong if row.name.startswith(_GRADIENT) and key not in theirs.trained]
+    if is_gradient and key in detached:  # the forward cut the graph, where it did so first
+        key, is_gradient = detached[-1], False
+        row = replace(row, reason="requires no gradient, the original's does")
+    (moment, _), what = key, "what enters" if key[0].is_start else "what leaves"
+    path, caller = own.callers[moment]
+    name = f"{'the gradient of ' * is_gradient}{what} {path or 'the model'}"
+    return path if moment.is_start is is_gradient else caller, str(replace(row, name=name))

@@ -40,7 +40,7 @@ def renaming(names: Names | None) -> Callable[[str], str | None]:
 
     def renamed(name: str) -> str | None:
         parts = name.split(".")
-        for end in range(len(parts), 0, -1):
+        for end in range(len(parts), -1, -1):
             if (old := ".".join(parts[:end])) in names:
                 new = names[old]
                 return None if new is None else ".".join(filter(None, [new, *parts[end:]]))
@@ -64,6 +64,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         self._check_mapping()
+        self._check_derivative()
         used = self._reached(self.theirs)
         left = [name for name in self.own if name not in used and self.rename(name) is not None]
         if self._unmatched and (left or self.weights is not None):
@@ -114,6 +115,14 @@ class Layout:
             made = self._made({})
         state = {plain_name(name): value for name, value in self.second.state_dict().items()}
         yield from compare_weights(made, state)
+
+    def copy(self) -> None:
+        """Load the first model's weights into the second model."""
+        with torch.no_grad():
+            state = {plain_name(name): value for name, value in self.second.state_dict().items()}
+            for name, made in self._made({}).items():
+                if isinstance(state.get(name), Tensor):
+                    state[name].copy_(made)
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for gradients that cannot be compared."""
@@ -172,12 +181,17 @@ class Layout:
                     f"expected the shape {list(state[name].shape)} for {name} from weights=, got "
                     f"{list(tensor.shape)}; return each weight as the second model holds it"
                 )
-        if torch.is_grad_enabled() and self.own and not any(t.requires_grad for t in made.values()):
-            raise ValueError(
-                "expected weights= to be differentiable, got tensors without gradients; leave out detach(), "
-                ".data and torch.no_grad(), since its derivative carries the gradients back"
-            )
         return dict(made)
+
+    def _check_derivative(self) -> None:
+        leaves = {id(p): p.detach().requires_grad_(p.is_floating_point()) for p in self.first.parameters()}
+        with torch.enable_grad():
+            made = self._made(leaves)
+        if fixed := [name for name in self.theirs if name in made and not made[name].requires_grad]:
+            raise ValueError(
+                f"expected a differentiable function as weights=, got {_some(fixed)} from it without a "
+                "gradient; leave out detach(), .data and torch.no_grad(), its derivative is needed"
+            )
 
     def _check_mapping(self) -> None:
         """Raise if a mapping has names that the models do not have."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import dtype_name
+from te_transform.graph.state_snapshot import same_bits
 from te_transform.verify.layout import plain_name
 from te_transform.verify.replay import named_tensors
 
@@ -18,30 +19,37 @@ class Outputs:
     """The functions that turn a call's result into tensors by name, for the two models of a case.
 
     The first model's names count. If the second model's names are all different, its tensors are paired by
-    order. Buffers that the first model's forward updates, such as running statistics, are outputs.
+    order. Buffers that the first model's forward updates, such as running statistics, are outputs. Autocast
+    chooses dtypes by operation, so dtypes of outputs may differ under it.
     """
 
-    def __init__(self, visible: Visible, rename: Callable[[str], str | None]):
+    def __init__(self, visible: Visible, rename: Callable[[str], str | None], autocast: bool):
         self.visible = visible
         self.rename = rename
-        self.names: list[str] = []
+        self.autocast = autocast
+        self.dtypes: dict[str, torch.dtype] = {}
         self.updated: list[str] = []
 
     def of_first(self, model: nn.Module, call: Callable[[], Any]) -> dict[str, Tensor]:
         """Call the first model, and return its outputs."""
-        before = {name: (id(buffer), buffer._version) for name, buffer in _buffers(model).items()}
+        before = {name: buffer.detach().clone() for name, buffer in _buffers(model).items()}
         found = dict(named_tensors(call()))
-        self.names = [*found]
+        self.dtypes = self.dtypes or {name: tensor.dtype for name, tensor in found.items()}  # not fp64's
         after = _buffers(model)
-        self.updated = [name for name, b in after.items() if before.get(name) != (id(b), b._version)]
+        # batch norm's kernels update buffers without a new version
+        self.updated = [
+            name for name in after if name not in before or not same_bits(after[name], before[name])
+        ]
         found |= {f"buffer {name}": after[name].detach().clone() for name in self.updated}
         return self._visible(found)
 
     def of_second(self, model: nn.Module, call: Callable[[], Any]) -> dict[str, Tensor]:
         """Call the second model, and return its outputs under the names of the first's."""
         found = dict(named_tensors(call()))
-        if not found.keys() & {*self.names} and len(found) == len(self.names):
-            found = dict(zip(self.names, found.values(), strict=True))
+        if not found.keys() & self.dtypes.keys() and len(found) == len(self.dtypes):
+            found = dict(zip(self.dtypes, found.values(), strict=True))
+        if self.autocast:
+            found = {name: tensor.to(self.dtypes.get(name)) for name, tensor in found.items()}
         after = _buffers(model)
         for name in self.updated:
             if (theirs := self.rename(name)) in after:
@@ -75,13 +83,17 @@ class Visible:
             return tensor.masked_fill(self.padding.reshape(*tensor.shape[:2], *[1] * (tensor.dim() - 2)), 0)
 
     def labels(self, inputs: Inputs) -> Inputs:
-        """Return the inputs with labels that ignore padding, as data collators make them."""
+        """Return the inputs with labels that ignore padding and the first token behind it.
+
+        At padding, a causal model predicts that token.
+        """
         labels = inputs.kwargs.get("labels")
         if self.padding is None or self.of_encoder or not isinstance(labels, Tensor):
             return inputs
         if labels.shape != self.padding.shape or labels.is_floating_point():
             return inputs
-        return Inputs(inputs.args, {**inputs.kwargs, "labels": labels.masked_fill(self.padding, -100)})
+        hidden = self.padding | self.padding.roll(1, 1)
+        return Inputs(inputs.args, {**inputs.kwargs, "labels": labels.masked_fill(hidden, -100)})
 
 
 def check_outputs(models: tuple[nn.Module, nn.Module], first: Any, second: Any) -> None:

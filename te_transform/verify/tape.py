@@ -42,6 +42,7 @@ class Tape:
         visible: The function that hides values at padding.
         values: The tensors by moment.
         gradients: Their gradients, by moment and position.
+        trained: The tensors that require a gradient, by moment and position.
         callers: The path of the module and of the module that calls it, in `model`, by moment.
         running: The paths of the modules that run now, outermost first.
         calls: The number of finished calls by path.
@@ -53,6 +54,7 @@ class Tape:
     visible: Visible
     values: dict[Moment, list[Tensor]] = field(default_factory=dict)
     gradients: dict[tuple[Moment, int], Tensor] = field(default_factory=dict)
+    trained: set[tuple[Moment, int]] = field(default_factory=set)
     callers: dict[Moment, tuple[str, str]] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
@@ -65,8 +67,9 @@ class Tape:
             for path, module in self.model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
+                # around the user's own hooks, which belong to the module
                 start, end = partial(self._start, plain_name(path)), partial(self._end, plain_name(path))
-                stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(start, prepend=True, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(end).remove)
             yield
 
@@ -95,10 +98,12 @@ class Tape:
         self.callers[moment] = at.path, self.running[-1] if self.running else ""
         for place, tensor in enumerate(tensors):
             if tensor.requires_grad:
+                self.trained.add((moment, place))
                 tensor.register_hook(partial(self._note, (moment, place), at.path))
 
-    def _note(self, key: tuple[Moment, int], path: str, gradient: Tensor) -> None:
-        self.gradients[key] = self.visible(path, gradient.detach()).clone()
+    def _note(self, key: tuple[Moment, int], path: str, gradient: Tensor | None) -> None:
+        if gradient is not None:  # quantized ops hand out none
+            self.gradients[key] = self.visible(path, gradient.detach()).clone()
 
 
 def _viewed(held: Any) -> Any:
