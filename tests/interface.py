@@ -51,6 +51,8 @@ verification = te_transform.verify(model, converted, batch)
 assert_type(verification, te_transform.Verification)
 assert_type(verification.title, str)
 assert_type(bool(verification), bool)
+te_transform.assert_same(model, nn.Linear(2, 2), batch, names={"weight": "weight"})
+te_transform.verify(model, nn.Linear(2, 2), batch, names=lambda name: name, weights=lambda state: state)
 
 curriculum = training.SequenceCurriculum([batch], max_length=1024, total_steps=3000, dims={"image": ()})
 assert_type(curriculum.lengths, tuple[int, ...])

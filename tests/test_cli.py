@@ -84,6 +84,24 @@ def of_width(width):
 
 class made:
     model = Block()
+
+class Port(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln = nn.LayerNorm(16)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU("tanh"), nn.Linear(64, 16))
+
+    def forward(self, x):
+        return x + self.mlp(self.ln(x))
+
+def wrong():
+    port = Port()
+    port.ln.eps = 0.1
+    return port
+
+def to_port(state):
+    new = {"norm": "ln", "up": "mlp.0", "down": "mlp.2"}
+    return {f"{new[name.split('.')[0]]}.{name.split('.')[1]}": held for name, held in state.items()}
 """
 
 
@@ -279,6 +297,41 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("te_transform ")
+
+
+PORT = ["verify", "models_of_mine:Block", "--against", "models_of_mine:Port", "--input", "2x3x16"]
+NAMES = ["--names", "norm=ln", "up=mlp.0", "--names", "down=mlp.2"]
+
+
+def test_verify_two_factories(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PORT, *NAMES]) == 0  # drawn with the same seed, in the same order
+    assert "Block and Port: verified, " in capsys.readouterr().out
+    wrong = [*PORT[:3], "models_of_mine:wrong", *PORT[4:], "--copy-weights", "--json"]
+    assert main([*wrong, "--weights", "models_of_mine:to_port", "--names", "norm=ln"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["guilty"] == ["norm"]
+    assert told["failed"][0].startswith("example inputs, training: output has an error of")
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ([], "pass names=, a mapping from names of the first"),
+        (["--names", "norm"], "expected OLD=NEW for --names, got 'norm'"),
+        (["--recipe", "fp8-delayed"], "expected no options of a conversion with --against"),
+        (["--weights", "models_of_mine:nothing"], "expected package.module:factory that can be imported"),
+    ],
+)
+def test_two_factories_that_do_not_fit(
+    more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PORT, *more]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_names_without_a_second_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PORT[:2], *NAMES]) == 2
+    assert "expected --names, --weights and --copy-weights with --against" in capsys.readouterr().err
 
 
 @pytest.mark.integration  # test_verify.py finds what is not the same

@@ -28,7 +28,9 @@ def blocks(file: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("as_given")
-@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/rules.md"])
+@pytest.mark.parametrize(
+    "file", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/rules.md", "docs/verify.md"]
+)
 def test_examples_run(file: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ModuleType("page")  # a rule is found again by its name in its module
     page.__dict__.update(model=llama(), batch={"input_ids": LLAMA_IDS[:2], "labels": LLAMA_IDS[:2]})

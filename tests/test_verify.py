@@ -585,10 +585,9 @@ def test_sizes_that_the_original_refuses_are_noted() -> None:
         verify(model, te_transform.convert(model, x), torch.randn(4, 3, 8))
 
 
-@pytest.mark.parametrize("other", [nn.Linear(8, 8), "a model"], ids=["not_converted", "no_model"])
-def test_verify_refuses_models_that_are_no_pair(other: object) -> None:
+def test_verify_refuses_what_is_no_model() -> None:
     with pytest.raises(ValueError, match="expected a converted model as the second model"):
-        verify(nn.Linear(8, 8), other)
+        verify(nn.Linear(8, 8), "a model")
 
 
 def test_another_class_is_refused() -> None:

@@ -118,6 +118,9 @@ def _run_against(asked: argparse.Namespace) -> int:
         )
     names = dict(_renamed(text) for text in asked.names) or None
     weights = imported(asked.weights) if asked.weights else None
+    for name in (asked.model, asked.against):  # imported first, since modules may draw numbers
+        if not Path(name).exists() and all(name.partition(":")):
+            imported(name)
     torch.manual_seed(0)  # factories of one architecture draw the same weights
     model, inputs = _loaded(asked, on_meta=False)
     torch.manual_seed(0)

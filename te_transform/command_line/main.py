@@ -116,23 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
     compared = commands.add_parser("verify", help="compare outputs and gradients of two models")
     _add_model(compared, length=64)
-    compared.add_argument(
-        "--against", metavar="MODEL", help="the second model; default: the first, converted by te_transform"
-    )
-    compared.add_argument(
-        "--names",
-        **_SEVERAL,
-        metavar="OLD=NEW",
-        help="other names of modules and weights in the second model",
-    )
-    compared.add_argument(
-        "--weights",
-        metavar="package.module:function",
-        help="a differentiable function that makes the second model's state dict from the first's",
-    )
-    compared.add_argument(
-        "--copy-weights", action="store_true", help="load the first model's weights into the second"
-    )
+    _add_second(compared)
     _add_output(compared)
     compared.set_defaults(run=_with_torch("run_verify"))
 
@@ -190,6 +174,26 @@ def _add_model(parser: argparse.ArgumentParser, length: int) -> None:
         "--trust-remote-code", action="store_true", help="run Python code that a config names"
     )
     parser.set_defaults(usual_length=length, usual_batch=_BATCH)
+
+
+def _add_second(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--against", metavar="MODEL", help="the second model; default: the first, converted by te_transform"
+    )
+    parser.add_argument(
+        "--names",
+        **_SEVERAL,
+        metavar="OLD=NEW",
+        help="other names of modules and weights in the second model",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="package.module:function",
+        help="a differentiable function that makes the second model's state dict from the first's",
+    )
+    parser.add_argument(
+        "--copy-weights", action="store_true", help="load the first model's weights into the second"
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
