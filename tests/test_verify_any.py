@@ -317,6 +317,47 @@ def test_names_are_a_mapping_or_a_function() -> None:
         verify(model, nn.Linear(WIDTH, 9), X, names={"linear": ""})
 
 
+class Adapted(nn.Module):
+    """A frozen linear beside a trained one without effect, as an adapter is added."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.adapter = (
+            copy.deepcopy(base).requires_grad_(False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
+        nn.init.zeros_(self.adapter.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def test_frozen_and_additional_weights_are_noted() -> None:
+    linear = nn.Linear(WIDTH, WIDTH)
+    result = verify(linear, Adapted(linear), X, names={"": "base"})
+    assert result, str(result)
+    assert result.notes == (
+        "not compared: the gradients of weight, bias, which the second model does not train",
+        "not compared: the gradients of adapter.weight, which the first model does not have",
+    )
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise NotImplementedError("no backward")
+
+
+def test_a_backward_that_raises(few: None) -> None:
+    result = verify(Returns(RESULTS["tensor"]), Returns(NoBackward.apply), X)
+    assert not result
+    assert result.notes[0].endswith("the second model raises in it: NotImplementedError: no backward")
+
+
 def test_the_longest_name_counts() -> None:
     renamed = renaming({"a": "x", "a.b": "y", "c": None})
     assert [renamed(name) for name in ("a", "a.b.weight", "a.c", "ab", "c.d", "")] == [

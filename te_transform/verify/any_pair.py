@@ -101,7 +101,8 @@ class AnyPair:
 
     def _visible(self, inputs: Inputs) -> Visible:
         said = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        return Visible(inputs, said or any(name.startswith("decoder_") for name in inputs.kwargs))
+        given = inspect.signature(self.model.forward).bind_partial(*inputs.args, **inputs.kwargs).arguments
+        return Visible(given.get(_MASK), said or any(name.startswith("decoder_") for name in given))
 
     def _original(self, case: Case, outputs: Outputs, double: bool = False) -> Subject:
         def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -35,11 +35,14 @@ def first_difference(
         other: The same for the other model.
         inputs: The inputs of a case that fails.
     """
-    own, found = _recorded(original, inputs)
-    cotangents = found.cotangents
-    exact, _ = _recorded(reference, inputs, cotangents=cotangents, double=True)
     try:
-        theirs, _ = _recorded(other, inputs, cotangents=cotangents)
+        own, found = _recorded(original, inputs)
+        how = {"cotangents": found.cotangents}
+        exact, _ = _recorded(reference, inputs, **how, double=True)
+    except _Raised:  # the original does not run with hooks
+        return None
+    try:
+        theirs, _ = _recorded(other, inputs, **how)
     except _Raised as error:
         return error.path, f"the second model raises in it: {error}"
     keys = _paired(own, theirs)
@@ -49,7 +52,7 @@ def first_difference(
         if all(row.ok for row in rows):
             return None
         with torch.enable_grad():
-            drawn, _ = _recorded(original, inputs, cotangents=cotangents, rounding=seed)
+            drawn, _ = _recorded(original, inputs, **how, rounding=seed)
         worst = worst_of(worst, _as_run(drawn, keys, like=own), wide)
         rows = compare(converted, [worst], wide, "")
     keyed = [*zip((*worst.outputs, *worst.gradients), rows, strict=False)]
@@ -75,14 +78,14 @@ def _recorded(taped: Taped, inputs: Inputs, **how: object) -> tuple[Tape, Run]:
 
     def call(*args: object, **kwargs: object) -> object:
         tape.is_on = True
-        try:
-            return subject.call(*args, **kwargs)
-        except Exception as error:
-            raise _Raised(tape.running[-1] if tape.running else "", error) from error
-        finally:
-            tape.is_on = False  # checkpoints call modules again in the backward
+        output = subject.call(*args, **kwargs)
+        tape.is_on = False  # checkpoints call modules again in the backward
+        return output
 
-    return tape, run(replace(subject, call=call, within=within), inputs, **how)
+    try:
+        return tape, run(replace(subject, call=call, within=within), inputs, **how)
+    except Exception as error:
+        raise _Raised(tape.running[-1] if tape.running else "", error) from error
 
 
 def _paired(own: Tape, theirs: Tape) -> list[_Key]:

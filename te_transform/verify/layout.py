@@ -65,8 +65,8 @@ class Layout:
     def __post_init__(self) -> None:
         self._check_mapping()
         self._check_derivative()
-        used = self._reached(self.theirs)
-        left = [name for name in self.own if name not in used and self.rename(name) is not None]
+        known = {*_names_in(self.second), None}
+        left = [name for name in self.own if self.weights is None and self.rename(name) not in known]
         if self._unmatched and (left or self.weights is not None):
             missing = f", and {_some(left)} in the first only" if left else ""
             raise ValueError(
@@ -93,7 +93,7 @@ class Layout:
     @cached_property
     def compared(self) -> set[str]:
         """The names in `own` whose gradients are compared."""
-        return self._reached(self.theirs)
+        return {*self.pull_back({name: torch.zeros_like(p) for name, p in self.theirs.items()})}
 
     def pull_back(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Turn gradients of `theirs` into gradients of `own`, by the derivative of the function."""
@@ -130,9 +130,6 @@ class Layout:
             yield f"not compared: the gradients of {_some(left)}, which the second model does not train"
         if left := self._unmatched:
             yield f"not compared: the gradients of {_some(left)}, which the first model does not have"
-
-    def _reached(self, theirs: Mapping[str, Tensor]) -> set[str]:
-        return {*self.pull_back({name: torch.zeros_like(p) for name, p in theirs.items()})}
 
     @cached_property
     def _unmatched(self) -> list[str]:

@@ -67,8 +67,7 @@ class Visible:
     encoder-decoder, the mask belongs to the encoder.
     """
 
-    def __init__(self, inputs: Inputs, is_encoder_decoder: bool):
-        mask = inputs.kwargs.get("attention_mask")
+    def __init__(self, mask: Any, is_encoder_decoder: bool):
         is_padding = isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all())
         self.padding = mask == 0 if is_padding else None
         self.of_encoder = is_encoder_decoder
