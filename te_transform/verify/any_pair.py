@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,20 +16,22 @@ from te_transform.execution.runner import original_forward
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_buffers
 from te_transform.verify.cases import Case, all_rows, rows_of_case
-from te_transform.verify.compare import Contenders, Row
+from te_transform.verify.compare import GRADIENT, Contenders
+from te_transform.verify.dead import constant_outputs, without_gradient
 from te_transform.verify.first_difference import first_difference
-from te_transform.verify.layout import Layout, plain_name
+from te_transform.verify.layout import Layout
+from te_transform.verify.names import plain_name
 from te_transform.verify.outputs import Outputs, Visible, check_outputs
-from te_transform.verify.replay import Subject, in_double, named_tensors
+from te_transform.verify.replay import Subject, in_double
 from te_transform.verify.tape import Tape
 from te_transform.verify.variations import EXAMPLE, Variation
-from te_transform.verify.verification import DEAD, Verification
+from te_transform.verify.verification import Verification
 
 _AUTOCAST = "autocast"
 _MASK = "attention_mask"
 # After this many captures, dynamo would run a compiled model uncompiled.
 _COMPILES_EACH_CASE = {"recompile_limit": 2**10, "accumulated_recompile_limit": 2**14}
-_OWNED = ("gradient of ", "output buffer ")  # the starts of names of rows that end in a tensor's name
+_OWNED = (GRADIENT, "output buffer ")  # the starts of names of rows that end in a tensor's name
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,14 @@ class AnyPair:
         self._check_outputs(samples[0])
         sets, left_out = self._adapted(sets)
         rows, failing, skipped = all_rows(sets, self)
-        constant = [] if failing else [*self._constant(sets)]
+        constant = [] if failing else [*constant_outputs(self.model, sets)]
         guilty, notes = self._blamed(failing[0]) if failing else ("", [])
         return Verification(
             self.title,
             (*constant, *self.layout.rows(), *rows),
             (guilty,) if failing else (),
             (*left_out, *skipped),
-            dead=_without_gradient(rows),
+            dead=without_gradient(rows),
             notes=(*notes, *self.layout.notes()),
         )
 
@@ -164,20 +165,6 @@ class AnyPair:
     def _labeled(self, each: Variation) -> Variation:
         return replace(each, inputs=self._visible(each.inputs).labels(each.inputs))
 
-    def _constant(self, sets: list[Variation]) -> Iterator[Row]:
-        """Yield a failing row if the original returns the same for all inputs."""
-        seen: dict[str, list[Tensor]] = defaultdict(list)
-        for each in sets:
-            args, kwargs = each.inputs.clone()
-            # the original rejects some sizes
-            with same_buffers(self.model), torch.no_grad(), suppress(Exception):
-                for name, tensor in named_tensors(self.model.eval()(*args, **kwargs)):
-                    seen[f"{name} {list(tensor.shape)}"] += [tensor] * tensor.is_floating_point()
-        pairs = [(tensors[0], other) for tensors in seen.values() for other in tensors[1:]]
-        if pairs and all(torch.equal(one, other) for one, other in pairs):
-            reason = "is the same for all inputs: train the model first, or fill the weights that are zero"
-            yield Row(DEAD, "output", False, reason=reason)
-
     def _blamed(self, case: Case) -> tuple[str, list[str]]:
         """Return the path of the first module that differs in a case that fails, and notes about it."""
         second = uncompiled(self.other)
@@ -221,12 +208,3 @@ def _mode_of(case: Case, args: tuple, kwargs: dict[str, Any]) -> AbstractContext
 def _takes_mask(model: nn.Module) -> bool:
     parameters = inspect.signature(uncompiled(model).forward).parameters.values()
     return any(p.name == _MASK or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _without_gradient(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Return the parameters whose gradient is zero in every case."""
-    found: dict[str, bool] = {}
-    for row in rows:
-        if row.name.startswith(_OWNED[0]) and not row.name.startswith(f"{_OWNED[0]}input "):
-            found[row.name] = found.get(row.name, True) and row.zero
-    return tuple(name.removeprefix(_OWNED[0]) for name, zero in found.items() if zero)

@@ -48,6 +48,7 @@ from te_transform.graph.nodes import dtype_name
 from te_transform.verify.replay import Run, Subject, run
 
 MORE = 1.2  # sums of the converted model run in another order, with errors of the same size
+GRADIENT = "gradient of "  # the start of the names of rows of gradients
 DRAWS = 20  # runs of the original with random rounding
 
 Emulation = Callable[[int | None], AbstractContextManager]
@@ -181,7 +182,7 @@ def compare(converted: Run, originals: Sequence[Run], reference: Run, inputs: st
         rows.append(_row(inputs, f"output {name}".rstrip(), [run.outputs.get(name) for run in runs], None))
     scale = max((_norm(g) for g in reference.gradients.values()), default=0.0)
     for name in dict.fromkeys([*originals[0].gradients, *converted.gradients]):
-        rows.append(_row(inputs, f"gradient of {name}", [run.gradients.get(name) for run in runs], scale))
+        rows.append(_row(inputs, f"{GRADIENT}{name}", [run.gradients.get(name) for run in runs], scale))
     return rows
 
 

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from te_transform.graph.inputs import Inputs
-from te_transform.verify.compare import DRAWS, Row, compare, worst_of
+from te_transform.verify.compare import DRAWS, GRADIENT, Row, compare, worst_of
 from te_transform.verify.replay import Run, Subject, run
 from te_transform.verify.tape import Moment, Tape
 
 Taped = Callable[[], tuple[Subject, Tape]]
 _Key = tuple[Moment, int]  # a moment, and the position of a tensor among those that enter or leave
-_GRADIENT = "gradient of "
 
 
 def first_difference(
@@ -119,8 +118,8 @@ def _first_wrong(wrong: Sequence[tuple[_Key, Row]], own: Tape, theirs: Tape) -> 
     if not wrong:
         return None
     key, row = wrong[0]
-    is_gradient = row.name.startswith(_GRADIENT)
-    detached = [key for key, row in wrong if row.name.startswith(_GRADIENT) and key not in theirs.trained]
+    is_gradient = row.name.startswith(GRADIENT)
+    detached = [key for key, row in wrong if row.name.startswith(GRADIENT) and key not in theirs.trained]
     if is_gradient and key in detached:  # the forward cut the graph, where it did so first
         key, is_gradient = detached[-1], False
         row = replace(row, reason="requires no gradient, the original's does")

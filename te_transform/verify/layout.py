@@ -6,7 +6,7 @@ converts checkpoints. If it joins q, k and v, then its derivative splits the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,38 +15,10 @@ from torch import Tensor, nn
 
 from te_transform.graph.keywords import did_you_mean
 from te_transform.verify.compare import Row
+from te_transform.verify.names import Names, check_names, names_in, plain_name, renaming, some
 from te_transform.verify.states import compare_weights
 
-Names = Mapping[str, str | None] | Callable[[str], str | None]
 Weights = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-_SHOWN = 5  # the most names in a sentence
-_COMPILED = "_orig_mod"  # the attribute by which torch.compile holds the module
-
-
-def plain_name(name: str) -> str:
-    """Return the name without the parts that torch.compile adds."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
-
-
-def renaming(names: Names | None) -> Callable[[str], str | None]:
-    """Return the function from names in the first model to names in the second.
-
-    A mapping also renames what lies below a name. Names that it does not contain stay as they are.
-    """
-    if names is None:
-        return lambda name: name
-    if not isinstance(names, Mapping):
-        return names
-
-    def renamed(name: str) -> str | None:
-        parts = name.split(".")
-        for end in range(len(parts), -1, -1):
-            if (old := ".".join(parts[:end])) in names:
-                new = names[old]
-                return None if new is None else ".".join(filter(None, [new, *parts[end:]]))
-        return name
-
-    return renamed
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +35,14 @@ class Layout:
     weights: Weights | None = None
 
     def __post_init__(self) -> None:
-        self._check_mapping()
+        check_names(self.names, self.first, self.second)
         self._check_derivative()
-        known = {*_names_in(self.second), None}
+        known = {*names_in(self.second), None}
         left = [name for name in self.own if self.weights is None and self.rename(name) not in known]
         if self._unmatched and (left or self.weights is not None):
-            missing = f", and {_some(left)} in the first only" if left else ""
+            missing = f", and {some(left)} in the first only" if left else ""
             raise ValueError(
-                f"expected the same weights in both models, got {_some(self._unmatched)} in the second "
+                f"expected the same weights in both models, got {some(self._unmatched)} in the second "
                 f"only{missing}; pass names=, a mapping from names of the first to names of the second, or "
                 "weights=, a function that makes the second's state dict from the first's"
             )
@@ -127,9 +99,9 @@ class Layout:
     def notes(self) -> Iterator[str]:
         """Yield a sentence for gradients that cannot be compared."""
         if left := [name for name in self.own if name not in self.compared]:
-            yield f"not compared: the gradients of {_some(left)}, which the second model does not train"
+            yield f"not compared: the gradients of {some(left)}, which the second model does not train"
         if left := self._unmatched:
-            yield f"not compared: the gradients of {_some(left)}, which the first model does not have"
+            yield f"not compared: the gradients of {some(left)}, which the first model does not have"
 
     @cached_property
     def _unmatched(self) -> list[str]:
@@ -186,31 +158,6 @@ class Layout:
             made = self._made(leaves)
         if fixed := [name for name in self.theirs if name in made and not made[name].requires_grad]:
             raise ValueError(
-                f"expected a differentiable function as weights=, got {_some(fixed)} from it without a "
+                f"expected a differentiable function as weights=, got {some(fixed)} from it without a "
                 "gradient; leave out detach(), .data and torch.no_grad(), its derivative is needed"
             )
-
-    def _check_mapping(self) -> None:
-        """Raise if a mapping has names that the models do not have."""
-        if not isinstance(self.names, Mapping):
-            return
-        for which, model, given in (
-            ("first", self.first, [*self.names]),
-            ("second", self.second, [name for name in self.names.values() if name]),
-        ):
-            known = set(_names_in(model))
-            if wrong := next((name for name in given if name not in known), None):
-                raise ValueError(
-                    f"expected names= from names of the first model to names of the second, got {wrong!r}, "
-                    f"which the {which} does not have{did_you_mean(wrong, known)}"
-                )
-
-
-def _names_in(model: nn.Module) -> Iterator[str]:
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.state_dict().items())
-    yield from (plain_name(name) for name, _ in (*tensors, *model.named_modules(remove_duplicate=False)))
-
-
-def _some(names: Iterable[str]) -> str:
-    names = [*names]
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

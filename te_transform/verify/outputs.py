@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.state_snapshot import same_bits
-from te_transform.verify.layout import plain_name
+from te_transform.verify.names import plain_name
 from te_transform.verify.replay import named_tensors
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from te_transform.verify.layout import plain_name
+from te_transform.verify.names import plain_name
 from te_transform.verify.outputs import Visible
 from te_transform.verify.replay import named_tensors
 from te_transform.verify.variations import only_hides
