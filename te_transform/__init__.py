@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from te_transform.plan.options import OptionError
     from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
     from te_transform.plan.rule import Outcome, Rule
+    from te_transform.profile.profile import profile
+    from te_transform.profile.result import Profile
     from te_transform.report.report import ExpectationError, Report
     from te_transform.reporting import report
     from te_transform.scaling_state import load_scaling_state, scaling_state
@@ -42,6 +44,7 @@ __all__ = [
     "ParallelError",
     "PrecisionError",
     "PrecisionPlan",
+    "Profile",
     "QuantizationError",
     "Quantized",
     "RanksError",
@@ -56,6 +59,7 @@ __all__ = [
     "inspect",
     "load_scaling_state",
     "parallelize",
+    "profile",
     "quantize_weights",
     "report",
     "revert",
@@ -77,6 +81,8 @@ _HOMES = {
     "te_transform.plan.options": ("OptionError",),
     "te_transform.plan.precision_plan": ("PrecisionError", "PrecisionPlan"),
     "te_transform.plan.rule": ("Outcome", "Rule"),
+    "te_transform.profile.profile": ("profile",),
+    "te_transform.profile.result": ("Profile",),
     "te_transform.fp8_only.quantize": ("QuantizationError", "Quantized", "quantize_weights"),
     "te_transform.report.report": ("ExpectationError", "Report"),
     "te_transform.reporting": ("report",),

@@ -67,7 +67,7 @@ def seconds_of(model: nn.Module, sample: Inputs) -> float:
         with torch.set_grad_enabled(bool(trained)):
             out = model(*args, **kwargs)
         if trained:
-            torch.autograd.grad(_number_of(out), trained, allow_unused=True)
+            torch.autograd.grad(scalar_of(out), trained, allow_unused=True)
 
     with preserved(model):
         for _ in range(UNTIMED_CALLS):
@@ -92,7 +92,7 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _number_of(out: Any) -> Tensor:
+def scalar_of(out: Any) -> Tensor:
     """Return the loss among the outputs, or a scalar that depends on all outputs."""
     loss = loss_of(out)
     if loss is not None:

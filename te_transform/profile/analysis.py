@@ -1,0 +1,112 @@
+"""The costs of a recorded step: by module, by class of operations, and by operation."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import nn
+
+from te_transform.profile.classes import CLASSES
+from te_transform.profile.ranges import Label
+from te_transform.profile.result import PartTime
+from te_transform.profile.steps import RecordedSteps
+from te_transform.profile.timeline import slices_of
+from te_transform.profile.tree import Op, ops_of
+from te_transform.report.places import listed
+
+NS = 1e-9  # seconds in a nanosecond
+
+
+class Analysis:
+    """The operations of a recorded step and their exclusive costs in nanoseconds.
+
+    Attributes:
+        by_label: label number, True in the backward, class -> cost.
+        by_outer: outermost operation -> cost, with its backward.
+        by_op: operation -> cost, without the operations inside.
+    """
+
+    def __init__(self, model: nn.Module, recording: RecordedSteps):
+        self.model, self.recording, self.labels = model, recording, recording.labels
+        self.ops = ops_of(recording.events, recording.labels)
+        self.on_gpu = any(event.is_kernel for event in recording.events)
+        self.by_label: Counter[tuple[int, bool, str]] = Counter()
+        self.by_outer: Counter[Op] = Counter()
+        self.by_op: Counter[Op] = Counter()
+        for each in slices_of(self.ops, recording.events):
+            self.by_label[each.op.label, each.op.is_backward, each.kind] += each.taken
+            self.by_op[each.op] += each.taken
+            if each.op.outer is not None:
+                self.by_outer[each.op.outer] += each.taken
+
+    @property
+    def total(self) -> int:
+        """The duration of the profiled step in nanoseconds."""
+        return self.ops[0].event.end - self.ops[0].event.start
+
+    def forward(self) -> Iterator[Op]:
+        """Yield the operations of the forward, without ranges."""
+        return (op for op in self.ops if op.outer is not None and not op.is_backward)
+
+    def within(self, op: Op) -> int:
+        """Return the cost of an operation and of all operations inside it."""
+        return self.by_op[op] + sum(map(self.within, op.inside))
+
+    def cost(self, fits: Callable[[int, str], bool]) -> int:
+        """Return the cost of all label numbers and classes that fit."""
+        return sum(taken for (label, _, kind), taken in self.by_label.items() if fits(label, kind))
+
+    def under(self, path: str) -> set[int]:
+        """Return the numbers of the labels at a path and below it."""
+        inside = f"{path}." if path else ""
+        return {
+            n
+            for n, label in enumerate(self.labels)
+            if n and (label.path == path or label.path.startswith(inside))
+        }
+
+    def classes(self) -> dict[str, float]:
+        """Return the seconds of each class, in the order of the table."""
+        found: Counter[str] = Counter()
+        for (_, _, kind), taken in self.by_label.items():
+            found[kind] += taken
+        return {kind: NS * found[kind] for kind in CLASSES if found[kind]}
+
+    def parts(self) -> Iterator[PartTime]:
+        """Yield the parts of the step, the most expensive first; equal layers are one part."""
+        groups: dict[tuple[str, str, str], list[int]] = {}
+        for number in sorted({number for number, _, _ in self.by_label}):
+            groups.setdefault(alike(self.labels[number]), []).append(number)
+        parts = (self._part(numbers) for numbers in groups.values())
+        yield from sorted(parts, key=lambda part: -part.seconds)
+
+    def _part(self, numbers: list[int]) -> PartTime:
+        first, kinds, backward = self.labels[numbers[0]], Counter(), 0
+        for (number, is_backward, kind), taken in self.by_label.items():
+            if number in numbers:
+                kinds[kind] += taken
+                backward += taken * is_backward
+        return PartTime(
+            where(self.labels[number] for number in numbers),
+            first.kind,
+            len(numbers),
+            NS * kinds.total(),
+            NS * backward,
+            {kind: NS * kinds[kind] for kind in CLASSES if kinds[kind]},
+            first.rule,
+        )
+
+
+def alike(label: Label) -> tuple[str, str, str]:
+    """Return a key that equal layers share."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", label.path), label.kind, label.rule
+
+
+def where(labels: Iterable[Label]) -> str:
+    """Return the paths of labels as text."""
+    found = [*labels]
+    if not found[0].kind and not found[0].path:
+        return "outside of modules"
+    return listed(label.path for label in found)

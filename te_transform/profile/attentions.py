@@ -1,0 +1,160 @@
+"""Find attention that does not run fused: the math backend, attention written out, needless masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from te_transform.profile.analysis import Analysis
+from te_transform.profile.suspect import Suspect
+from te_transform.profile.tree import Op
+from te_transform.profile.trials import Replacement, dtype_of_event
+
+_FUSED = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+]
+_SDPA, _MATH = "scaled_dot_product_attention", "_scaled_dot_product_attention_math"
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", _SDPA)
+_MASKING, _DROPPING = ("add", "add_", "masked_fill", "masked_fill_", "where"), ("dropout", "native_dropout")
+_DROPOUT = 0.1  # of trials with a dropout
+_ASK_SDPA = (
+    'call F.scaled_dot_product_attention; a model of transformers does with attn_implementation="sdpa", and '
+    "te_transform.convert() fuses written-out attention"
+)
+_ASK_FUSED = (
+    "give scaled_dot_product_attention what its fused kernels support: dropout_p=0 on a CPU, a mask without "
+    "gradient, query, key and value of one head size, no sdpa_kernel(MATH)"
+)
+
+
+def math_attention(found: Analysis) -> Iterator[Suspect]:
+    """Yield calls of scaled_dot_product_attention that ran its math backend."""
+    for op in found.forward():
+        if op.name == _MATH and op.outer is not None:
+            call = op.outer.event
+            shapes, has_mask = call.shapes[:3], len(call.shapes) > 3 and bool(call.dtypes[3])
+            evidence = f"the math backend of {_SDPA} ran on {list(shapes[0])}{' with a mask' * has_mask}"
+            dtype = dtype_of_event(call.dtypes[0])
+            trial = None
+            if dtype is not None:
+                before, after = (partial(_attention, backends=each) for each in ([SDPBackend.MATH], _FUSED))
+                trial = Replacement(shapes, dtype, before, after, found.recording.is_training, _MATH)
+            yield Suspect("math attention", op.label, evidence, _ASK_FUSED, found.by_outer[op.outer], trial)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, backends: list[SDPBackend]) -> Tensor:
+    with sdpa_kernel(backends):
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=query.size(-3) != key.size(-3))
+
+
+def written_out_attention(found: Analysis) -> Iterator[Suspect]:
+    """Yield attention that consists of two products with a softmax in between."""
+    ops = [*found.forward()]
+    products = [number for number, op in enumerate(ops) if op.name in _PRODUCTS]
+    softmaxes = [number for number, op in enumerate(ops) if op.name == "_softmax"]
+    for softmax in softmaxes:
+        first = max((number for number in products if number < softmax), default=None)
+        last = min((number for number in products if number > softmax), default=None)
+        if first is not None and last is not None and _are_of_one(ops[first], ops[last]):
+            yield _written_out(found, ops[first : last + 1])
+
+
+def _are_of_one(first: Op, last: Op) -> bool:
+    """Return True if two products are scores and values of one attention, outside of fused attention."""
+    if not {first.name, last.name} <= {"bmm", "baddbmm"} or first.call is not last.call:
+        return False
+    (_, rows, _), (_, _, columns) = scores = (
+        first.event.shapes[-2:] if first.name == "bmm" else first.event.shapes[1:3]
+    )
+    of_values = last.event.shapes[:2] if last.name == "bmm" else last.event.shapes[1:3]
+    is_in_sdpa = first.outer is not None and first.outer.name == _SDPA
+    return not is_in_sdpa and of_values[0] == (scores[0][0], rows, columns)
+
+
+def _written_out(found: Analysis, ops: Sequence[Op]) -> Suspect:
+    first, last = ops[0], ops[-1]
+    (heads, rows, size), (_, _, columns) = (
+        first.event.shapes[-2:] if first.name == "bmm" else first.event.shapes[1:3]
+    )
+    of_values = last.event.shapes[1] if last.name == "bmm" else last.event.shapes[2]
+    names = {op.name for op in ops}
+    has_mask, has_dropout = bool(names & {*_MASKING}), bool(names & {*_DROPPING})
+    shapes = (1, heads, rows, size), (1, heads, columns, size), (1, heads, columns, of_values[2])
+    dtype = dtype_of_event(first.event.dtypes[-2 if first.name == "bmm" else 1]) or torch.float32
+    options = {"masked": has_mask, "dropout": _DROPOUT * has_dropout}
+    trial = Replacement(
+        shapes,
+        dtype,
+        partial(_as_written, **options),
+        partial(_as_called, **options),
+        found.recording.is_training,
+        f"attention {options}",
+    )
+    of_one = {op.outer for op in ops}
+    taken = sum(found.by_outer[op] for op in of_one if op is not None)
+    told = "with a mask" * has_mask, "with dropout" * has_dropout
+    evidence = " ".join(filter(None, (f"attention of [{heads}, {rows}, {columns}] is written out", *told)))
+    return Suspect("written-out attention", first.label, evidence, _ASK_SDPA, taken, trial)
+
+
+def _as_written(query: Tensor, key: Tensor, value: Tensor, masked: bool, dropout: float) -> Tensor:
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
+    if masked:
+        scores = scores + _mask(query, key)
+    return F.dropout(F.softmax(scores, -1), dropout) @ value
+
+
+def _as_called(query: Tensor, key: Tensor, value: Tensor, masked: bool, dropout: float) -> Tensor:
+    mask = _mask(query, key) if masked else None
+    with sdpa_kernel(_FUSED):
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
+
+
+def _mask(query: Tensor, key: Tensor) -> Tensor:
+    return torch.zeros(query.size(-2), key.size(-2), dtype=query.dtype, device=query.device)
+
+
+def needless_mask(found: Analysis) -> Iterator[Suspect]:
+    """Yield masks that hide nothing, or exactly what is_causal=True hides."""
+    watch = found.recording.watch
+    for line, hidden in watch.masks.items() if watch is not None else ():
+        if hidden not in ({"nothing"}, {"causal"}):
+            continue
+        is_causal = hidden == {"causal"}
+        called = [op for op in found.forward() if op.name == _SDPA and op.label == line.label]
+        if not called:
+            continue
+        largest = max(called, key=lambda op: found.by_outer[op])
+        dtype = dtype_of_event(largest.event.dtypes[0])
+        shapes = largest.event.shapes[:3]
+        tells = "what is_causal=True hides" if is_causal else "nothing in this batch"
+        advice = (
+            "pass is_causal=True in place of the mask"
+            if is_causal
+            else "pass attn_mask=None for such batches"
+        )
+        trial = None
+        if dtype is not None:
+            before = partial(_with_mask, masked=True, is_causal=False)
+            after = partial(_with_mask, masked=False, is_causal=is_causal)
+            trial = Replacement(
+                shapes, dtype, before, after, found.recording.is_training, f"mask {is_causal}"
+            )
+        evidence = f"the mask of {_SDPA} at {line.place} hides {tells}"
+        taken = sum(found.by_outer[op] for op in called)
+        yield Suspect("needless mask", line.label, evidence, advice, taken, trial)
+
+
+def _with_mask(query: Tensor, key: Tensor, value: Tensor, masked: bool, is_causal: bool) -> Tensor:
+    mask = _mask(query, key) if masked else None
+    is_grouped = query.size(-3) != key.size(-3)
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=is_grouped)

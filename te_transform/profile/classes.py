@@ -1,0 +1,61 @@
+"""The classes of operations: one table from the names of operations and kernels."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+PRODUCT, ATTENTION, NORM, CAST, COPY = "products", "attention", "norms", "casts", "copies"
+ELEMENTWISE, COMPILED = "elementwise", "compiled code"
+COMMUNICATION, OVERHEAD, IDLE = "exposed communication", "Python and launches", "waiting for the CPU"
+
+CLASSES = (
+    PRODUCT, ATTENTION, NORM, ELEMENTWISE, CAST, COPY, COMPILED, COMMUNICATION, OVERHEAD, IDLE,
+)  # fmt: skip
+
+_VIEWS = (
+    "view|_unsafe_view|view_as|reshape|_reshape_alias|transpose|t|permute|movedim|swapaxes|expand|expand_as|"
+    "broadcast_to|as_strided|slice|select|narrow|unsqueeze|squeeze|detach|alias|chunk|split|split_with_sizes|"
+    "tensor_split|unbind|unflatten|flatten|unfold|diagonal|real|imag|view_as_real|view_as_complex|"
+    "empty|empty_like|empty_strided|new_empty|resize_|set_|resolve_conj|resolve_neg|lift_fresh|"
+    "is_nonzero|item|_local_scalar_dense|result_type|numpy_T|matrix_H|mT|adjoint"
+)
+# composed of other operations, which have the classes
+_COMPOSED = "linear|matmul|einsum|tensordot|to|_to_copy|type_as|contiguous|softmax|log_softmax|dropout"
+
+# The first pattern that matches the whole name decides.
+_TABLE: tuple[tuple[str, str], ...] = (
+    (COMMUNICATION, r"c10d.*|_c10d.*|.*\b(?:nccl|gloo|mpi|ucc)(?:Dev)?[:_].*|record_param_comms"),
+    (OVERHEAD, r"autograd::.*|torch::autograd::.*|\w+Backward\d*|te_transform\b.*|profiler::.*|Optimizer.*"),
+    (OVERHEAD, rf"aten::(?:{_VIEWS}|{_COMPOSED})"),
+    (COMPILED, r"Torch-Compiled Region.*|CompiledFunction.*|## Call CompiledFxGraph.*|triton_.*|cpp_fused.*"),
+    (ATTENTION, r".*(?:scaled_dot_product|flash_?att|fmha|efficient_attention|fused_att|attention_for).*"),
+    (PRODUCT, r".*(?:gemm|gemv|cutlass|xmma|wgrad|dgrad|scaled_mm|grouped_mm|mkldnn_linear|nvjet).*"),
+    (PRODUCT, r"aten::(?:mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|ger|addr|_addmm_activation|bilinear)"),
+    (PRODUCT, r"aten::(?:_|mkldnn_|cudnn_|miopen_|slow_|thnn_)*conv\w*"),
+    (NORM, r".*(?:layer_?norm|rms_?norm|batch_?norm|group_?norm|instance_?norm).*"),
+    (
+        COPY,
+        r"aten::(?:copy_|clone|cat|stack|_copy_from\w*|repeat|pad|constant_pad_nd|roll|flip)|Mem(?:cpy|set).*",
+    ),
+    (ELEMENTWISE, r"aten::.*|.*(?:elementwise|reduce|softmax|index|scatter|gather)\w*.*"),
+    (OVERHEAD, r"[A-Z]\w*\.forward|torch[.:].*|\w+"),
+)
+
+
+@cache
+def operation_class(name: str) -> str:
+    """Return the class of an operation or kernel.
+
+    OVERHEAD means that the operation itself computes nothing: views, composed operations, ranges and autograd
+    nodes. The class of what runs inside then counts.
+    """
+    return next(
+        (kind for kind, pattern in _TABLE if re.fullmatch(pattern, name, re.DOTALL | re.I)), ELEMENTWISE
+    )
+
+
+def operation_class_of_copy(name: str, dtypes: tuple[str, ...]) -> str:
+    """Return the class of an operation with these dtypes of its inputs: a copy between dtypes is a cast."""
+    kind = operation_class(name)
+    return CAST if kind == COPY and name == "aten::copy_" and len({*dtypes[:2]}) > 1 else kind

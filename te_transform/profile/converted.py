@@ -1,0 +1,110 @@
+"""Label the operations of a converted model's graphs with their modules and sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx, nn
+
+from te_transform.execution.call_context import CallContext
+from te_transform.execution.captured_graph import CapturedGraph
+from te_transform.execution.executors import Executor
+from te_transform.execution.executors.captured import Captured
+from te_transform.execution.executors.fused import Fused
+from te_transform.execution.lower import lower, lower_unfused
+from te_transform.execution.runner import runners
+from te_transform.graph.nodes import path_of
+from te_transform.profile.ranges import Label, Ranges
+
+
+class Labeled:
+    """The executor that runs a graph node by node, in ranges of the nodes' modules and sites."""
+
+    name = "with labels"
+
+    def __init__(self, graph: CapturedGraph, names: dict[int, str], ranges: Ranges):
+        self.graph, self.ranges = graph, ranges
+        self.names = names  # of the parameters, by id
+        self.others: Sequence[Executor] = graph.executors
+        self.lowered: dict[str, fx.GraphModule] = {}
+
+    def refuse(self, call: CallContext) -> str | None:
+        """Return why the graph runs unlabeled: it is compiled, recorded, or observed."""
+        chosen = next(executor for executor in self.others if executor.refuse(call) is None)
+        call.found = None
+        if call.is_observed or not isinstance(chosen, (Fused, Captured)):
+            return "the call runs compiled code"
+        call.found = chosen
+        return None
+
+    def run(self, call: CallContext) -> Any:
+        """Run the graph of the executor that would run the call."""
+        chosen = call.found
+        root = self.graph.path_in(self.names, call.args)
+        lowered = self._lowered(isinstance(chosen, Fused))
+        return _Interpreter(lowered, self.ranges, root, self._sites()).run(*call.args)
+
+    def _lowered(self, fused: bool) -> fx.GraphModule:
+        version = self.graph.as_captured.version
+        told = version.plan, version.scattered, version.disabled
+        name = "fused" if fused else "captured"
+        if name not in self.lowered:
+            rotations = self.graph.as_captured.has_rotations
+            self.lowered[name] = lower(*told) if fused else lower_unfused(*told, rotations=rotations)
+        return self.lowered[name]
+
+    def _sites(self) -> dict[int, tuple[str, str]]:
+        """Return rule and path of each fused op, by its id."""
+        return {id(site.fused): site.rules[-1] for site in self.graph.plan.sites}
+
+
+class _Interpreter(fx.Interpreter):
+    """An interpreter that begins a range whenever the module or site changes."""
+
+    def __init__(self, graph: fx.GraphModule, ranges: Ranges, root: str, sites: dict[int, tuple[str, str]]):
+        super().__init__(graph)
+        self.ranges, self.root, self.sites = ranges, root, sites
+        self.number: int | None = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            if self.number is not None:
+                self.ranges.leave()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op not in ("placeholder", "output") and (number := self._number(n)) != self.number:
+            if self.number is not None:
+                self.ranges.leave()
+            self.ranges.enter(number)
+            self.number = number
+        return super().run_node(n)
+
+    def _number(self, node: fx.Node) -> int:
+        rule, path = "", path_of(node)
+        if node.op == "call_module":
+            rule, path = self.sites.get(id(self.module.get_submodule(node.target)), (rule, path))
+        path = ".".join(filter(None, (self.root, path)))
+        try:
+            kind = type(self.ranges.model.get_submodule(path)).__name__
+        except AttributeError:  # a path below a wrapper
+            kind = ""
+        return self.ranges.number(Label(path, kind, rule))
+
+
+@contextmanager
+def labeled_graphs(model: nn.Module, ranges: Ranges) -> Iterator[None]:
+    """Label the operations of all graphs of the converted models in `model`."""
+    graphs = [graph for runner in runners(model) for graph in runner.graphs]
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    before: list[tuple[CapturedGraph, Sequence[Executor]]] = [(g, g.executors) for g in graphs]
+    try:
+        for graph in graphs:
+            graph.executors = (Labeled(graph, names, ranges), *graph.executors)
+        yield
+    finally:
+        for graph, executors in before:
+            graph.executors = executors

@@ -1,0 +1,58 @@
+"""The findings of a profile: where a slow fallback ran, and what the change would gain."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from te_transform.profile.analysis import NS, Analysis, alike, where
+from te_transform.profile.attentions import math_attention, needless_mask, written_out_attention
+from te_transform.profile.loops import expert_loop, recurrence
+from te_transform.profile.precision import single_precision
+from te_transform.profile.result import Finding
+from te_transform.profile.suspect import Suspect
+from te_transform.profile.trials import Replacements
+from te_transform.profile.waits import host_sync, launches, recompilation
+
+FINDERS = (
+    math_attention,
+    written_out_attention,
+    needless_mask,
+    recurrence,
+    expert_loop,
+    single_precision,
+    host_sync,
+    recompilation,
+    launches,
+)
+
+
+def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
+    """Return all findings, the largest gain first; changes that cost most are tried first."""
+    groups: dict[tuple[object, ...], list[Suspect]] = {}
+    for finder in FINDERS:
+        for suspect in finder(found):
+            key = suspect.what, alike(found.labels[suspect.label]), suspect.advice
+            groups.setdefault(key, []).append(suspect)
+    costly_first = sorted(groups.values(), key=lambda group: -sum(each.taken for each in group))
+    made = [_finding(found, group, trials) for group in costly_first]
+    return tuple(sorted(made, key=lambda finding: -finding.gain))
+
+
+def _finding(found: Analysis, group: list[Suspect], trials: Replacements) -> Finding:
+    largest = max(group, key=lambda suspect: suspect.taken)
+    taken = NS * sum(suspect.taken for suspect in group)
+    gain = NS * sum(suspect.taken if suspect.most is None else suspect.most for suspect in group)
+    basis: Literal["measured", "upper bound"] = "upper bound"
+    if largest.trial is not None and (share := trials.share(largest.trial, NS * largest.taken)) is not None:
+        gain, basis = max(0.0, taken * (1 - share)), "measured"
+    labels = {suspect.label: found.labels[suspect.label] for suspect in group}
+    return Finding(
+        largest.what,
+        where(labels.values()),
+        len(labels),
+        largest.evidence,
+        largest.advice,
+        taken,
+        gain,
+        basis,
+    )

@@ -1,0 +1,70 @@
+"""Find Python loops where kernels exist: recurrences and loops over experts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from te_transform.profile.analysis import Analysis
+from te_transform.profile.classes import PRODUCT
+from te_transform.profile.suspect import Suspect
+from te_transform.profile.watch import Line, Watch, loops
+
+_LEAST = 48  # times that a line runs in one call of its module, to count as a loop over positions
+_SUMS = ("index_add_", "index_add", "index_put_", "scatter_add_", "__setitem__")
+# functions in plain PyTorch for which packages have kernels
+_KERNELS = (
+    (r"delta_?(?:rule|net)", "flash-linear-attention (fla)"),
+    (r"selective_(?:scan|state)|chunk_scan|ssd|segment_sum|mamba", "mamba-ssm"),
+    (r"wkv|rwkv|retention|gated_?linear|gla_|hgrn", "flash-linear-attention (fla)"),
+)
+_ASK_EXPERTS = (
+    "compute all experts by grouped products: a model of transformers does with "
+    'experts_implementation="grouped_mm"'
+)
+_ASK_SCAN = "write the loop as a scan over chunks, or compile the module"
+
+
+def recurrence(found: Analysis) -> Iterator[Suspect]:
+    """Yield recurrences in plain PyTorch: functions with such names, and loops over positions."""
+    watch = found.recording.watch
+    if watch is None:
+        return
+    told: dict[int, tuple[str, str]] = {}
+    sizes = Counter((line.label, line.function) for line in watch.most)
+    for line, number in sorted(loops(watch.most, 1), key=lambda each: sizes[each[0].label, each[0].function]):
+        if (package := _package(line.function)) is not None:
+            ran = f"{line.function}() in {line.place.rpartition(':')[0]} ran in plain PyTorch"
+            if number >= _LEAST:
+                ran = f"{ran}, {line.place} {number} times a call"
+            told[line.label] = ran, f"install {package}, whose kernels run it on a GPU"
+    for line, number in loops(watch.most, _LEAST):
+        told.setdefault(line.label, (f"{line.place} runs {number} times in one call", _ASK_SCAN))
+    for label, (evidence, advice) in told.items():
+        taken = found.cost(lambda number, _, label=label: number == label)
+        if label and label not in _labels_of_experts(watch) and taken:
+            yield Suspect("recurrence in PyTorch", label, evidence, advice, taken)
+
+
+def _package(function: str) -> str | None:
+    return next((package for pattern, package in _KERNELS if re.search(pattern, function, re.I)), None)
+
+
+def _labels_of_experts(watch: Watch) -> dict[int, Line]:
+    """Return the labels of modules that choose rows, and add results into a tensor, several times a call."""
+    choosing = {line.label for line in watch.waits if line.called in ("nonzero", "where", "__getitem__")}
+    summing = {line.label: line for line, number in watch.most.items() if line.called in _SUMS and number > 1}
+    return {label: line for label, line in summing.items() if label in choosing}
+
+
+def expert_loop(found: Analysis) -> Iterator[Suspect]:
+    """Yield loops over experts; grouped products would save at most all that is no product."""
+    watch = found.recording.watch
+    for label, line in _labels_of_experts(watch).items() if watch is not None else ():
+        inside = found.under(found.labels[label].path)
+        taken = found.cost(lambda number, _, inside=inside: number in inside)
+        products = found.cost(lambda number, kind, inside=inside: number in inside and kind == PRODUCT)
+        times = watch.most[line]
+        evidence = f"a loop at {line.place} runs {times} experts one by one"
+        yield Suspect("expert loop", label, evidence, _ASK_EXPERTS, taken, most=taken - products)

@@ -1,0 +1,145 @@
+"""The front door profile(): why a step is slow, by the model's modules."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from te_transform.execution.runner import runner_of, runners
+from te_transform.graph.inputs import Inputs, as_inputs
+from te_transform.graph.keywords import suggests
+from te_transform.graph.preserve import one_at_a_time
+from te_transform.inspect import inspect
+from te_transform.plan.model import ModelError, check_module
+from te_transform.plan.options import OptionError
+from te_transform.profile.analysis import NS, Analysis
+from te_transform.profile.classes import COMMUNICATION
+from te_transform.profile.findings import findings
+from te_transform.profile.result import Profile, RankTime, SiteTime
+from te_transform.profile.steps import record
+from te_transform.profile.trials import Replacements
+from te_transform.report.places import listed
+from te_transform.report.report import Report
+from te_transform.reporting import report as report_of
+
+_STEPS_OF_TRIALS = 2.0  # steps whose time the trials may take
+
+
+@suggests
+@one_at_a_time
+def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profile:
+    """Run a few steps of `model` and report what each part costs, and what slows it down.
+
+    A step is a forward, and in training mode a backward from the loss, else from a scalar of the outputs. The
+    optimizer does not run. The model, its gradients, buffers, hooks, mode and the random state are restored.
+    The profile takes less time than ten steps; the plan of convert() is extra.
+
+    With several ranks, call it on each of them: the result also has the steps of all ranks.
+
+    Args:
+        model: Any module; it may be converted, compiled or wrapped. Its device and mode are kept.
+        batch: A tensor, a tuple (args), a dict (kwargs), a list of those (a step each), or None to generate
+            inputs.
+        plan: True to add what convert() would fuse and refuse.
+
+    Raises:
+        te_transform.ModelError: `model` is not a module, or has no memory or no device to run on.
+        te_transform.InputError: there are no inputs, and none can be generated.
+        te_transform.OptionError: `plan` is not a bool.
+        te_transform.TraceError: the model fails on the batch.
+    """
+    _check(model, plan)
+    samples = as_inputs(model, batch)
+    start = time.perf_counter()
+    recording = record(model, samples)
+    found = Analysis(model, recording)
+    seconds = statistics.median(recording.seconds)
+    device = _device(model)
+    made = findings(found, Replacements(device, _STEPS_OF_TRIALS * seconds))
+    classes = found.classes()
+    profiled = Profile(
+        type(model).__name__,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "forward and backward" if recording.is_training else "forward",
+        "; ".join(map(str, samples)),
+        seconds,
+        NS * found.total,
+        time.perf_counter() - start,
+        tuple(found.parts()),
+        classes,
+        made,
+        ranks=_ranks(seconds, classes.get(COMMUNICATION, 0.0)),
+        notes=tuple(_notes(model, found)),
+    )
+    return _planned(profiled, model, samples, found) if plan else profiled
+
+
+def _check(model: nn.Module, plan: bool) -> None:
+    check_module(model, "profile")
+    if not isinstance(plan, bool):
+        raise OptionError(f"expected True or False for plan, got {plan!r}")
+    tensors = [*model.parameters(), *model.buffers()]
+    kind = type(model).__name__
+    if any(tensor.is_meta for tensor in tensors):
+        raise ModelError(
+            f"expected a model with memory, got a {kind} with tensors on the meta device; move it by "
+            "to_empty(device=...) and load its weights first, or plan it by te_transform.inspect()"
+        )
+
+
+def _device(model: nn.Module) -> torch.device:
+    tensors = (*model.parameters(), *model.buffers())
+    devices = [tensor.device for tensor in tensors]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _notes(model: nn.Module, found: Analysis) -> Iterator[str]:
+    if not found.recording.is_training:
+        why = "no parameter requires a gradient" if model.training else "the model is in evaluation mode"
+        yield f"only the forward ran, because {why}; call model.train() to profile a training step"
+    if found.recording.watch is None:
+        yield "lines of code are not told, because the model is compiled or converted"
+
+
+def _ranks(seconds: float, exposed: float) -> tuple[RankTime, ...]:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return ()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (seconds, exposed))
+    return tuple(RankTime(rank, *told) for rank, told in enumerate(found))
+
+
+def _planned(profiled: Profile, model: nn.Module, samples: list[Inputs], found: Analysis) -> Profile:
+    """Add what convert() does with the model, or would do."""
+    try:
+        told = inspect(model, samples) if not runners(model) else _report_of(model)
+    except Exception as error:  # convert() refuses models that can be profiled, such as wrapped ones
+        why = " ".join(str(error).split())
+        return replace(profiled, notes=(*profiled.notes, f"convert() is not planned: {why}"))
+    fallbacks = (f"{count} calls of graphs {why}" for why, count in told.fallbacks.items())
+    return replace(
+        profiled, sites=tuple(_sites(told, found)), report=told, notes=(*profiled.notes, *fallbacks)
+    )
+
+
+def _report_of(model: nn.Module) -> Report:
+    return report_of(next(module for module in model.modules() if runner_of(module) is not None))
+
+
+def _sites(told: Report, found: Analysis) -> Iterator[SiteTime]:
+    groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for site in told.sites:
+        groups.setdefault((site.rule, site.status, site.reasons), []).append(site.path)
+    made = []
+    for (rule, status, reasons), paths in groups.items():
+        inside = set().union(*(found.under(path) for path in paths))
+        seconds = NS * found.cost(lambda number, _, inside=inside: number in inside)
+        made.append(SiteTime(rule, status, listed(paths), len(paths), seconds, reasons))
+    yield from sorted(made, key=lambda site: -site.seconds)

@@ -1,0 +1,111 @@
+"""Ranges of the profiler around the calls of modules, which do not change what a converted model runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch._C._profiler import _RecordFunctionFast
+from torch._dynamo.eval_frame import OptimizedModule
+
+from te_transform.execution.runner import runner_of
+
+PREFIX = "te_transform.range "
+STEP = "te_transform.step"
+
+
+class Label(NamedTuple):
+    """The owner of operations: a module by its path and class, or a fused site by its path and rule."""
+
+    path: str
+    kind: str
+    rule: str = ""
+
+
+OUTSIDE = Label("", "")  # operations outside of all modules, such as the loss
+
+
+class Ranges:
+    """The ranges of a model, by number, and the module call that runs in each thread."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.labels = [OUTSIDE]
+        self._numbers: dict[Label, int] = {OUTSIDE: 0}
+        self._calls = count()
+        self._running = threading.local()
+
+    def number(self, label: Label) -> int:
+        """Return the number of a label."""
+        if label not in self._numbers:
+            self._numbers[label] = len(self.labels)
+            self.labels.append(label)
+        return self._numbers[label]
+
+    @property
+    def running(self) -> list[tuple[int, int, Any]]:
+        """The module calls of this thread, outermost first: label, number of the call, range."""
+        if not hasattr(self._running, "calls"):
+            self._running.calls = []
+        return self._running.calls
+
+    def enter(self, number: int) -> None:
+        """Begin a range."""
+        opened = _RecordFunctionFast(f"{PREFIX}{number}")
+        opened.__enter__()
+        self.running.append((number, next(self._calls), opened))
+
+    def leave(self) -> None:
+        """End the innermost range."""
+        self.running.pop()[2].__exit__(None, None, None)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Put hooks on the modules, and remove them afterwards.
+
+        Dynamo guards the hooks of modules inside of a converted model, and would capture again.
+        """
+        with ExitStack() as stack:
+            for path, module in _outside_of_graphs(self.model):
+                number = self.number(Label(path, type(module).__name__))
+                for handle in self._hooks(module, number):
+                    stack.callback(handle.remove)
+            try:
+                yield
+            finally:
+                while self.running:  # left over by a forward that raised
+                    self.leave()
+
+    def _hooks(self, module: nn.Module, number: int) -> Iterator[Any]:
+        def begin(*_: Any) -> None:
+            self.enter(number)
+
+        def end(*_: Any) -> None:
+            if self.running:
+                self.leave()
+
+        yield module.register_forward_pre_hook(begin, prepend=True)
+        yield module.register_forward_hook(end, always_call=True)
+
+
+def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules, each once, without those inside of compiled or converted ones."""
+    hidden: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(prefix) for prefix in hidden):
+            continue
+        is_own_frame = module._compiled_call_impl is not None
+        if is_own_frame or isinstance(module, OptimizedModule) or runner_of(module) is not None:
+            hidden.append(f"{path}." if path else "")
+        if not is_own_frame:  # its hooks would be compiled with it
+            yield path, module
+
+
+def is_compiled_inside(model: nn.Module) -> bool:
+    """Return True if torch.compile wraps the model or a module of it."""
+    modules = model.modules()
+    return any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in modules)

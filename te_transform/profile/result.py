@@ -1,0 +1,250 @@
+"""The result of a profile: data, text and JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from te_transform.execution.timing import duration
+from te_transform.report.report import Report
+
+SCHEMA = 1  # version of to_json(): grows if an entry is removed or changes its meaning
+_WIDTH = 110  # columns of str(profile)
+_PATHS = 40  # columns for the paths of parts
+_LEAST = 0.005  # share of the step that a part needs for a line of its own in the text
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """A part of the model, or several equal layers.
+
+    Attributes:
+        path: of the modules, such as h.{0..11}.attn.
+        kind: the name of the modules' class.
+        count: the number of modules.
+        seconds: per step, without the time of modules inside.
+        backward: the seconds of these in the backward.
+        classes: the seconds by class of operations.
+        rule: the rule of a fused site of a converted model, or "".
+    """
+
+    path: str
+    kind: str
+    count: int
+    seconds: float
+    backward: float
+    classes: Mapping[str, float]
+    rule: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A slow fallback, and what a change would gain.
+
+    Attributes:
+        what: a name, such as "written-out attention".
+        where: the paths of the modules.
+        count: the number of modules.
+        evidence: what ran.
+        advice: what to change.
+        seconds: per step of the operations that the change affects.
+        gain: in seconds per step.
+        basis: "measured" if the change was timed on tensors of the same shapes, else "upper bound".
+    """
+
+    what: str
+    where: str
+    count: int
+    evidence: str
+    advice: str
+    seconds: float
+    gain: float
+    basis: Literal["measured", "upper bound"]
+
+    @property
+    def gain_told(self) -> str:
+        """The gain as text."""
+        if self.basis == "measured":
+            return f"{duration(self.gain)}, measured" if self.gain else "nothing on this device, measured"
+        return f"at most {duration(self.gain)}" if self.gain else "nothing on this device"
+
+
+@dataclass(frozen=True)
+class SiteTime:
+    """Sites of one rule that convert() fuses or refuses, with the time of their modules now.
+
+    Attributes:
+        rule, status, reasons: of the report.
+        path: of the sites, such as h.{0..11}.mlp.
+        count: the number of sites.
+        seconds: per step of the modules at these paths and inside them, at most the time of the sites.
+    """
+
+    rule: str
+    status: str
+    path: str
+    count: int
+    seconds: float
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """The step of one rank: its seconds, and those of communication that no computation overlaps."""
+
+    rank: int
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True, repr=False)
+class Profile:
+    """The profile of a step: what each part costs, and what slows it down. Times are in seconds.
+
+    Attributes:
+        model: the name of the model's class.
+        device: the name of the device that ran the step.
+        mode: "forward and backward" or "forward".
+        inputs: a description of the batch.
+        seconds: of a step, the median of several without the profiler.
+        profiled: of the step under the profiler, which `parts` and `classes` divide.
+        cost: of the whole profile, without `report`.
+        parts: of the model, the most expensive first; their seconds add up to `profiled`.
+        classes: seconds by class of operations, which add up to `profiled` too.
+        findings: the largest gain first.
+        sites: what convert() fuses and refuses, with times.
+        report: of te_transform.inspect(), or of te_transform.report() for a converted model.
+        ranks: the steps of all ranks, if there are several.
+        notes: sentences on the profile as a whole.
+    """
+
+    model: str
+    device: str
+    mode: str
+    inputs: str
+    seconds: float
+    profiled: float
+    cost: float
+    parts: tuple[PartTime, ...]
+    classes: Mapping[str, float]
+    findings: tuple[Finding, ...] = ()
+    sites: tuple[SiteTime, ...] = ()
+    report: Report | None = field(default=None, compare=False)
+    ranks: tuple[RankTime, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """One line: the model, and the time of a step."""
+        return f"{self.model}: {duration(self.seconds)} a step ({self.mode}) on {self.device}"
+
+    def to_json(self) -> str:
+        """Return the profile as JSON, without the report's graphs; "schema" is the version of its form."""
+        kept = {name: value for name, value in vars(self).items() if name != "report"}
+        lists = {
+            name: [asdict(each) for each in kept[name]] for name in ("parts", "findings", "sites", "ranks")
+        }
+        return json.dumps({"schema": SCHEMA, **kept, **lists}, indent=1)
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write the profile to `path` as one self-contained HTML page."""
+        from te_transform.page.profiled import page_of_profile
+
+        Path(path).write_text(page_of_profile(self), encoding="utf-8")
+
+    def __rich__(self) -> Group:
+        shown: list[Any] = [Text(self.title, style="bold"), Text(), self._parts(), Text(), self._classes()]
+        shown += self._ranks() if self.ranks else []
+        for number, finding in enumerate(self.findings, 1):
+            shown += [Text(), *_finding_told(number, finding)]
+        shown += [Text(), self._sites()] if self.sites else []
+        shown += [Text(), *(Text(f"note: {note}") for note in self.notes)] if self.notes else []
+        return Group(*shown)
+
+    def __str__(self) -> str:
+        # text for logs must not depend on the terminal or notebook
+        plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
+        console = Console(file=io.StringIO(), legacy_windows=False, **plain)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def __repr__(self) -> str:
+        return f"Profile({self.title})"
+
+    def _share(self, seconds: float) -> str:
+        return f"{seconds / self.profiled:.1%}" if self.profiled else ""
+
+    def _parts(self) -> Table:
+        """Return the table of parts; small ones share the last line."""
+        is_converted = any(part.rule for part in self.parts)
+        table = _table("part", "class", *["rule"] * is_converted, ">time", ">share", ">backward", "mostly")
+        small = [part for part in self.parts if part.seconds < _LEAST * self.profiled]
+        for part in self.parts:
+            if part not in small:
+                name = f"{part.path} x{part.count}" if part.count > 1 else part.path
+                mostly = ", ".join(_largest(part.classes))
+                times = duration(part.seconds), self._share(part.seconds), duration(part.backward)
+                table.add_row(*map(Text, (name, part.kind, *[part.rule] * is_converted, *times, mostly)))
+        if small:
+            seconds, backward = sum(p.seconds for p in small), sum(p.backward for p in small)
+            name = f"{len(small)} smaller parts"
+            times = duration(seconds), self._share(seconds), duration(backward)
+            table.add_row(*map(Text, (name, "", *[""] * is_converted, *times, "")), style="dim")
+        return table
+
+    def _classes(self) -> Table:
+        table = _table("operations", ">time", ">share")
+        for kind, seconds in sorted(self.classes.items(), key=lambda item: -item[1]):
+            table.add_row(kind, duration(seconds), self._share(seconds))
+        return table
+
+    def _ranks(self) -> list[Any]:
+        table = _table("rank", ">step", ">exposed communication")
+        for rank in self.ranks:
+            table.add_row(str(rank.rank), duration(rank.seconds), duration(rank.exposed))
+        return [Text(), table]
+
+    def _sites(self) -> Table:
+        table = _table("convert()", ">sites", ">time now", "where, and why not")
+        for site in self.sites:
+            why = [Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in site.reasons]
+            name, count = Text(f"{site.rule}, {site.status}"), Text(str(site.count))
+            table.add_row(name, count, Text(duration(site.seconds)), Group(Text(site.path), *why))
+        return table
+
+
+def _finding_told(number: int, finding: Finding) -> Iterator[Any]:
+    where = f"{finding.where} x{finding.count}" if finding.count > 1 else finding.where
+    yield Text(f"{number}. {finding.what} in {where}: gains {finding.gain_told}", style="yellow")
+    indent = (0, 0, 0, 3)
+    yield Padding(Text(f"{finding.evidence} ({duration(finding.seconds)} a step)"), indent)
+    yield Padding(Text(f"{finding.advice}"), indent)
+
+
+def _largest(classes: Mapping[str, float]) -> Iterator[str]:
+    """Yield the classes that make up most of a part, with their shares."""
+    total = sum(classes.values())
+    for kind, seconds in sorted(classes.items(), key=lambda item: -item[1])[:2]:
+        if total and seconds > 0.15 * total:
+            yield f"{kind} {seconds / total:.0%}"
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for name in names:
+        if name.startswith(">"):
+            table.add_column(name[1:], justify="right", no_wrap=True)
+        else:
+            table.add_column(name, overflow="fold", min_width=_PATHS if name == "part" else None)
+    return table

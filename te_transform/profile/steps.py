@@ -1,0 +1,146 @@
+"""Run steps of a model, timed and profiled, and restore the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import get_compilation_metrics
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as profiler
+
+from te_transform.execution.runner import runners
+from te_transform.execution.timing import scalar_of
+from te_transform.graph.inputs import Inputs, TraceError
+from te_transform.graph.preserve import preserved
+from te_transform.profile.converted import labeled_graphs
+from te_transform.profile.events import Event, events_of
+from te_transform.profile.ranges import STEP, Label, Ranges, is_compiled_inside
+from te_transform.profile.watch import Watch
+
+TIMED = 3  # steps that are timed without the profiler
+_UNTIMED, _UNTIMED_CONVERTED = 2, 6  # steps before: captures, compilation and trials end in them
+
+
+@dataclass
+class RecordedSteps:
+    """The steps of a model.
+
+    Attributes:
+        seconds: of each timed step, without the profiler.
+        events: of one more step under the profiler.
+        labels: the modules and sites of the ranges in `events`.
+        watch: the torch calls of the first step; None for a converted or compiled model.
+        recompiled: metrics of dynamo for each compilation after the first steps.
+        is_training: True if a step has a backward.
+    """
+
+    is_training: bool
+    seconds: list[float] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
+    watch: Watch | None = None
+    recompiled: list[Any] = field(default_factory=list)
+
+
+def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
+    """Run the steps, each on the next sample, and restore the model, its gradients and the random state.
+
+    Raises:
+        TraceError: the model fails on a sample.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad] if model.training else []
+    made = RecordedSteps(bool(trained))
+    ranges = Ranges(model)
+    steps = _Steps(model, samples, trained)
+    with preserved(model), _own_gradients(model):
+        is_watched = not (runners(model) or is_compiled_inside(model))
+        if is_watched:
+            made.watch = Watch(ranges)
+            with ranges.on(), made.watch:
+                steps.run()
+        for _ in range(_UNTIMED - 1 if is_watched else _UNTIMED_CONVERTED):
+            steps.run()
+        compiled = set(map(id, held := get_compilation_metrics()))
+        made.seconds = [steps.run() for _ in range(TIMED)]
+        made.recompiled = [each for each in get_compilation_metrics() if id(each) not in compiled]
+        del held
+        made.events = _profiled(model, ranges, steps)
+    made.labels = ranges.labels
+    return made
+
+
+def _profiled(model: nn.Module, ranges: Ranges, steps: _Steps) -> list[Event]:
+    activities = [ProfilerActivity.CPU]
+    activities += [ProfilerActivity.CUDA] if steps.on_gpu else []
+    with ExitStack() as stack:
+        stack.enter_context(ranges.on())
+        stack.enter_context(labeled_graphs(model, ranges))
+        profiled = stack.enter_context(profiler(activities=activities, record_shapes=True))
+        steps.run(record_function(STEP))
+    return events_of(profiled)
+
+
+@contextmanager
+def _own_gradients(model: nn.Module) -> Iterator[None]:
+    """Keep gradients apart from those of the user, and hooks that may step an optimizer from running."""
+    parameters = [*model.parameters()]
+    kept = [
+        (p, p.grad, p.grad.detach().clone()) for p in parameters if p.grad is not None and p.grad._is_view()
+    ]
+    hooks = [(held, dict(held)) for p in parameters if (held := p._post_accumulate_grad_hooks)]
+    for held, _ in hooks:
+        held.clear()
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for held, was in hooks:
+            held.update(was)
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        for _, gradient, values in kept:  # buckets of DDP hold such gradients
+            gradient.detach().copy_(values)
+
+
+class _Steps:
+    """The steps of a model, each on the next sample."""
+
+    def __init__(self, model: nn.Module, samples: Sequence[Inputs], trained: Sequence[Tensor]):
+        self.model, self.samples, self.trained = model, samples, trained
+        tensors = (*model.parameters(), *model.buffers())
+        self.on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
+        self.number = 0
+
+    def run(self, within: Any = None) -> float:
+        """Run a step and return its seconds."""
+        sample = self.samples[self.number % len(self.samples)]
+        self.number += 1
+        args, kwargs = sample.clone()
+        for parameter in self.trained:
+            parameter.grad = None
+        self._wait()
+        start = time.perf_counter()
+        try:
+            with within or nullcontext(), torch.set_grad_enabled(bool(self.trained)):
+                out = self.model(*args, **kwargs)
+                if self.trained:
+                    self._backward(scalar_of(out))
+                del out
+                self._wait()
+        except Exception as error:
+            raise TraceError.of(self.model, sample, error) from error
+        return time.perf_counter() - start
+
+    def _backward(self, loss: Tensor) -> None:
+        if loss.requires_grad:
+            loss.backward()
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()

@@ -1,0 +1,97 @@
+"""Try a change: time two functions on random tensors of a step's shapes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "c10::BFloat16": torch.bfloat16,
+    "c10::Half": torch.half,
+}
+_ROUNDS = 2
+
+
+class Replacement(NamedTuple):
+    """A change to try.
+
+    Attributes:
+        shapes: of the tensors that both functions get.
+        dtype: of the tensors.
+        before, after: the operation as it is, and as it would be.
+        backward: True to time the backward as well.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    before: Callable[..., Tensor]
+    after: Callable[..., Tensor]
+    backward: bool
+    name: str  # equal trials have equal names, shapes and dtypes
+
+
+def dtype_of_event(name: str) -> torch.dtype | None:
+    """Return the dtype that the profiler calls by this name, if it is a floating-point dtype."""
+    return _DTYPES.get(name)
+
+
+@dataclass
+class Replacements:
+    """Replacements on one device, within a limit of time.
+
+    Attributes:
+        seconds: that are left.
+    """
+
+    device: torch.device
+    seconds: float
+    found: dict[Any, float] = field(default_factory=dict)
+
+    def share(self, trial: Replacement, taken: float) -> float | None:
+        """Return the time after the change as a share of the time before; None if it was not tried.
+
+        Args:
+            trial: the change.
+            taken: the seconds of one call before the change, as an estimate.
+        """
+        key = trial.name, trial.shapes, trial.dtype, trial.backward
+        if key not in self.found:
+            if 2 * (_ROUNDS + 1) * taken > self.seconds:
+                return None
+            start = time.perf_counter()
+            self.found[key] = self._tried(trial)
+            self.seconds -= time.perf_counter() - start
+        return self.found[key]
+
+    def _tried(self, trial: Replacement) -> float:
+        with torch.autocast(self.device.type, enabled=False), torch.set_grad_enabled(trial.backward):
+            tensors = [
+                torch.randn(s, dtype=torch.float32, device=self.device).to(trial.dtype) for s in trial.shapes
+            ]
+            tensors = [tensor.requires_grad_(trial.backward) for tensor in tensors]
+            times = {False: float("inf"), True: float("inf")}
+            for number in range(_ROUNDS + 1):  # the first round warms up
+                for is_after, function in ((False, trial.before), (True, trial.after)):
+                    taken = self._seconds(function, tensors, trial.backward)
+                    times[is_after] = min(times[is_after], taken) if number else float("inf")
+        return times[True] / times[False]
+
+    def _seconds(self, function: Callable[..., Tensor], tensors: list[Tensor], backward: bool) -> float:
+        self._wait()
+        start = time.perf_counter()
+        out = function(*tensors)
+        if backward:
+            torch.autograd.grad(out, tensors, torch.ones_like(out))
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()

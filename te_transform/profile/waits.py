@@ -1,0 +1,53 @@
+"""Find what stops the CPU from running ahead: host syncs, recompilations, and a GPU that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from te_transform.profile.analysis import NS, Analysis
+from te_transform.profile.classes import IDLE
+from te_transform.profile.steps import TIMED
+from te_transform.profile.suspect import Suspect
+
+_WAITING = ("item", "nonzero", "is_nonzero", "masked_select", "equal")
+_LEAST = 0.1  # share of the step that a GPU may wait without a finding
+_ASK_SYNC = "keep the value in a tensor, or read it outside of the forward: on a GPU, the CPU waits here"
+_ASK_COMPILE = "pass the values that change as tensors, and inputs of few shapes"
+_ASK_LAUNCH = (
+    "launch fewer kernels: a larger batch, te_transform.convert(compile=True) or convert(graphs=True)"
+)
+
+
+def host_sync(found: Analysis) -> Iterator[Suspect]:
+    """Yield calls that wait for the GPU; on a CPU they cost nothing, and are told for a run on a GPU."""
+    costs: dict[int, int] = {}
+    for op in found.forward():
+        if op.outer is op and op.name in _WAITING:
+            costs[op.label] = costs.get(op.label, 0) + (op.event.end - op.event.start if found.on_gpu else 0)
+    watch = found.recording.watch
+    if watch is None:
+        for label, taken in costs.items():
+            yield Suspect("host sync", label, "item() or nonzero() runs in the forward", _ASK_SYNC, taken)
+        return
+    for line, number in watch.waits.items():
+        evidence = f"{line.called.strip('_')} at {line.place} runs {number} time{'s' * (number > 1)} a step"
+        yield Suspect("host sync", line.label, evidence, _ASK_SYNC, costs.pop(line.label, 0))
+
+
+def recompilation(found: Analysis) -> Iterator[Suspect]:
+    """Yield code that dynamo compiled again in a timed step."""
+    for each in found.recording.recompiled:
+        taken = int((each.entire_frame_compile_time_s or 0.0) / TIMED / NS)
+        why = f": {' '.join(each.recompile_reason.split())}" if each.recompile_reason else ""
+        evidence = (
+            f"{each.co_name} ({each.co_filename}:{each.co_firstlineno}) was compiled in a later step{why}"
+        )
+        yield Suspect("recompilation", 0, evidence, _ASK_COMPILE, taken)
+
+
+def launches(found: Analysis) -> Iterator[Suspect]:
+    """Yield the idle time of a GPU that waits for the CPU's launches."""
+    idle = found.cost(lambda _, kind: kind == IDLE)
+    if idle > _LEAST * found.total:
+        evidence = f"the GPU waits for the CPU in {idle / found.total:.0%} of the step"
+        yield Suspect("launches", 0, evidence, _ASK_LAUNCH, idle)

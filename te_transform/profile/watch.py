@@ -1,0 +1,134 @@
+"""Watch the torch calls of one step: the lines of code that wait for the GPU, loop, or pass a mask."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from te_transform.profile.ranges import Ranges
+
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# Functions that make the CPU wait for the result of a GPU.
+_WAITING = {
+    "item", "tolist", "numpy", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive",
+    "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "cpu", "bincount",
+}  # fmt: skip
+
+
+class Line(NamedTuple):
+    """A line of the user's code that calls torch: its module's label, function, file and line number."""
+
+    label: int
+    function: str
+    file: str
+    number: int
+    called: str
+
+    @property
+    def place(self) -> str:
+        """The file and line, as short as possible."""
+        path = Path(self.file)
+        short = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
+        return f"{short}:{self.number}"
+
+
+class Watch(TorchFunctionMode):
+    """A mode that records torch calls of a forward by their lines.
+
+    Attributes:
+        most: the largest number of times that each line ran in one call of its module.
+        waits: the number of calls that make the CPU wait for the GPU, by line.
+        masks: what the masks of F.scaled_dot_product_attention hide, by line.
+    """
+
+    def __init__(self, ranges: Ranges):
+        super().__init__()
+        self.ranges = ranges
+        self.waits: Counter[Line] = Counter()
+        self.masks: dict[Line, set[str]] = {}
+        self._counts: Counter[tuple[int, Line]] = Counter()
+
+    @property
+    def most(self) -> Mapping[Line, int]:
+        found: dict[Line, int] = {}
+        for (_, line), number in self._counts.items():
+            found[line] = max(number, found.get(line, 0))
+        return found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name != "__get__" and (frame := _users_frame(sys._getframe(1))) is not None:
+            label, call, _ = self.ranges.running[-1] if self.ranges.running else (0, 0, None)
+            code = frame.f_code
+            line = Line(label, code.co_name, code.co_filename, frame.f_lineno, name)
+            self._counts[call, line] += 1
+            if _waits(name, args, kwargs):
+                self.waits[line] += 1
+            elif func is F.scaled_dot_product_attention:
+                self.masks.setdefault(line, set()).update(_mask_of(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code.co_filename.startswith(_HIDDEN):
+        frame = frame.f_back
+    return frame
+
+
+def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if name == "where":
+        return len(args) == 1
+    if name in ("__getitem__", "__setitem__"):
+        return any(map(_is_bool_mask, args[1] if isinstance(args[1], tuple) else args[1:2]))
+    if name == "to":
+        targets = [x for x in (*args[1:2], kwargs.get("device")) if isinstance(x, (str, torch.device))]
+        return args[0].device.type != "cpu" and any(torch.device(x).type == "cpu" for x in targets)
+    return name in _WAITING
+
+
+def _is_bool_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+
+
+def _mask_of(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any
+) -> Iterable[str]:
+    if attn_mask is None or torch.compiler.is_compiling():
+        return ()
+    return (_hidden_by(attn_mask.detach(), query.shape[-2], key.shape[-2]),)
+
+
+def _hidden_by(mask: Tensor, rows: int, columns: int) -> str:
+    """Return "nothing", "causal" or "other", from the values of a mask."""
+    if mask.requires_grad:
+        return "other"
+    seen = mask if mask.dtype is torch.bool else mask == 0
+    if bool(seen.all()):
+        return "nothing"
+    is_hidden = seen | (mask <= torch.finfo(mask.dtype).min / 2) if mask.is_floating_point() else seen | True
+    causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    fits = rows == columns and seen.shape[-2:] == causal.shape
+    return "causal" if fits and bool(is_hidden.all()) and bool((seen == causal).all()) else "other"
+
+
+def loops(most: Mapping[Line, int], least: int) -> Iterator[tuple[Line, int]]:
+    """Yield the most frequent line of each function that ran at least so often in one call of its module."""
+    best: dict[tuple[int, str, str], tuple[Line, int]] = {}
+    for line, number in most.items():
+        key = line.label, line.function, line.file
+        if number >= least and number > best.get(key, (line, 0))[1]:
+            best[key] = line, number
+    yield from best.values()
