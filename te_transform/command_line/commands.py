@@ -42,25 +42,25 @@ _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # models whose labels are the
 BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, PrecisionError, TraceError)
 
 
-def _printing_aside() -> redirect_stdout:
+def printing_aside() -> redirect_stdout:
     """Redirect prints of the user's code to stderr: on stdout they would corrupt the JSON output."""
     return redirect_stdout(sys.stderr)
 
 
 def run_inspect(asked: argparse.Namespace) -> int:
     expected = _expected(asked.expect)
-    model, inputs = _loaded(asked, on_meta=True)
+    model, inputs = loaded(asked, on_meta=True)
     options = {"compile": "auto" if asked.times else False, **_options(asked)}
     if asked.backend is None and (asked.recipe or asked.times):
         options["backend"] = "te"  # only te supports recipes and predicted times
     try:
-        with _printing_aside(), status("capturing"):
+        with printing_aside(), status("capturing"):
             report = inspect(model, inputs, **options)
     except TraceError as error:
         if not isinstance(error.__cause__, DataDependentOutputException):
             raise
-        model, inputs = _loaded(asked, on_meta=False)
-        with _printing_aside(), status("capturing with real weights, because the forward branches on values"):
+        model, inputs = loaded(asked, on_meta=False)
+        with printing_aside(), status("capturing with real weights, because the forward branches on values"):
             report = inspect(model, inputs, **options)
     # the memory line of the report names the inputs, too
     inputs_told = [f"planned for the inputs ({report.inputs})"] * (report.memory is None)
@@ -96,8 +96,8 @@ def run_verify(asked: argparse.Namespace) -> int:
             "expected --names, --weights and --copy-weights with --against, got them without; name the "
             "second model by --against"
         )
-    model, inputs = _loaded(asked, on_meta=False)
-    with _printing_aside():
+    model, inputs = loaded(asked, on_meta=False)
+    with printing_aside():
         converted = convert(model, inputs, **_options(asked))
         try:
             found = verify(model, converted, inputs)
@@ -122,10 +122,10 @@ def _run_against(asked: argparse.Namespace) -> int:
         if not Path(name).exists() and all(name.partition(":")):
             imported(name)
     torch.manual_seed(0)  # factories of one architecture draw the same weights
-    model, inputs = _loaded(asked, on_meta=False)
+    model, inputs = loaded(asked, on_meta=False)
     torch.manual_seed(0)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with _printing_aside(), status(f"building {asked.against}"):
+    with printing_aside(), status(f"building {asked.against}"):
         dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
         other = load(
             asked.against,
@@ -135,7 +135,7 @@ def _run_against(asked: argparse.Namespace) -> int:
         ).to(device)
     if not asked.input and "labels" not in signature(other.forward).parameters:  # generated for a loss
         inputs.kwargs.pop("labels", None)
-    with _printing_aside():
+    with printing_aside():
         try:
             if asked.copy_weights:
                 Layout(model, other, names, weights).copy()
@@ -145,7 +145,7 @@ def _run_against(asked: argparse.Namespace) -> int:
     failed = [f"{row.inputs}: {row}" for row in found.rows if not row.ok]
     told = {"model": found.model, "verified": bool(found), "failed": failed, "guilty": found.guilty}
     told |= {"skipped": found.skipped, "dead": found.dead, "notes": found.notes}
-    _show(json.dumps(told, indent=1) if asked.json else found)
+    show(json.dumps(told, indent=1) if asked.json else found)
     return 0 if found else 1
 
 
@@ -157,9 +157,9 @@ def _renamed(text: str) -> tuple[str, str | None]:
 
 
 def run_tune(asked: argparse.Namespace) -> int:
-    model, inputs = _loaded(asked, on_meta=False)
+    model, inputs = loaded(asked, on_meta=False)
     inputs = replace(inputs, invented=False)  # the user chose their sizes
-    with _printing_aside():
+    with printing_aside():
         tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
     kept = f'stored in {timing.file()} for convert(..., compile="auto") with the same model and inputs'
     _write(asked, tuned, "\n".join([*tuned.all_timings(), kept]), chosen=tuned.chosen)
@@ -175,7 +175,7 @@ def _write(asked: argparse.Namespace, report: Report, shown: Any, **more: Any) -
             raise OptionError(
                 f"expected a writable file for --html, got {asked.html} ({error.strerror})"
             ) from error
-    _show(json.dumps(_as_data(report) | more, indent=1) if asked.json else shown)
+    show(json.dumps(_as_data(report) | more, indent=1) if asked.json else shown)
 
 
 def _options(asked: argparse.Namespace) -> dict[str, Any]:
@@ -184,8 +184,9 @@ def _options(asked: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
-    with _printing_aside(), status(f"building {asked.model}"):
+def loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
+    """Build the model and its inputs."""
+    with printing_aside(), status(f"building {asked.model}"):
         return _built(asked, on_meta)
 
 
@@ -198,9 +199,10 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
         layers=asked.layers,
         trust_remote_code=asked.trust_remote_code,
     )
-    if not on_meta and torch.cuda.is_available():
+    if not on_meta and torch.cuda.is_available() and getattr(asked, "device", None) != "cpu":
         model.cuda()
-    check_model(model, asked.command)
+    if asked.command != "profile":  # a profile takes converted and wrapped models, too
+        check_model(model, asked.command)
     model.train(not asked.inference)
     if asked.input:
         if asked.batch or asked.length:
@@ -279,13 +281,13 @@ def run_explain(asked: argparse.Namespace) -> int:
     rule = imported(asked.rule)
     if not isinstance(rule, Rule):
         raise LoadError(f"expected a te_transform.Rule at {asked.rule!r}, got a {type(rule).__name__}")
-    with _printing_aside(), status("capturing the example of the rule"):
+    with printing_aside(), status("capturing the example of the rule"):
         lines = [*explanation(rule)]
     print("\n".join(lines))
     return 0
 
 
-def _show(what: Any) -> None:
+def show(what: Any) -> None:
     """Print in color and at full width on a terminal, as plain text elsewhere."""
     if sys.stdout.isatty() and not isinstance(what, str):
         Console().print(what)

@@ -1,7 +1,7 @@
 """The command line: `te-transform`, or `python -m te_transform`.
 
-Exit status: 0 on success; 1 if a model is not fused as expected, or fails verification; 2 if the input cannot
-be used, with a sentence on stderr that says why.
+Exit status: 0 on success; 1 if a model is not fused as expected, fails verification, or takes longer than its
+budget; 2 if the input cannot be used, with a sentence on stderr that says why.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ def _bad_input() -> tuple[type[Exception], ...]:
     return (LoadError,) if commands is None else commands.BAD_INPUT
 
 
-def _with_torch(name: str) -> Callable[[argparse.Namespace], Callable[[argparse.Namespace], int]]:
+def _with_torch(
+    name: str, home: str = "commands"
+) -> Callable[[argparse.Namespace], Callable[[argparse.Namespace], int]]:
     """Return a function that imports the command `name`, which needs torch."""
-    return lambda asked: getattr(importlib.import_module("te_transform.command_line.commands"), name)
+    return lambda asked: getattr(importlib.import_module(f"te_transform.command_line.{home}"), name)
 
 
 @contextmanager
@@ -125,6 +127,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(tuned)
     tuned.set_defaults(run=_with_torch("run_tune"))
 
+    profiled = commands.add_parser("profile", help="report what each part of a step costs, and what is slow")
+    _add_subject(profiled, length=512)
+    _add_output(profiled)
+    profiled.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    profiled.add_argument(
+        "--budget", type=_seconds, metavar="TIME", help="fail if a step takes longer, such as 120ms"
+    )
+    profiled.add_argument("--no-plan", action="store_true", help="leave out what convert() would change")
+    profiled.set_defaults(run=_with_torch("run_profile", "profile_command"))
+
     explained = commands.add_parser("explain", help="explain what a rule rewrites, and when it refuses")
     rules = ", ".join(_explanations())
     explained.add_argument(
@@ -139,15 +151,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model(parser: argparse.ArgumentParser, length: int) -> None:
-    parser.add_argument("model", help="package.module:factory, a folder with a config.json, or a config")
-    parser.add_argument("--batch", type=_positive, help=f"batch size of the example (default: {_BATCH})")
-    parser.add_argument(
-        "--length", type=_positive, help=f"tokens per row (default: {length}, at most the model's positions)"
-    )
-    parser.add_argument("--layers", type=_positive, default=None, help="use fewer layers than the config has")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="convert the weights to this dtype"
-    )
+    """Add the arguments for a model, its inputs and the options of a conversion."""
+    _add_subject(parser, length)
     parser.add_argument(
         "--backend",
         choices=("auto", "te", "torch"),
@@ -160,8 +165,21 @@ def _add_model(parser: argparse.ArgumentParser, length: int) -> None:
     )
     parser.add_argument("--approximate", action="store_true", help="allow rules that change the numbers")
     parser.add_argument("--pad-vocabulary", action="store_true", help="allow the rule pad_vocabulary")
-    parser.add_argument("--inference", action="store_true", help="evaluation mode, without a backward")
     parser.add_argument("--skip", **_SEVERAL, metavar="GLOB", help="paths of modules to leave alone")
+
+
+def _add_subject(parser: argparse.ArgumentParser, length: int) -> None:
+    """Add the arguments for a model and its inputs."""
+    parser.add_argument("model", help="package.module:factory, a folder with a config.json, or a config")
+    parser.add_argument("--batch", type=_positive, help=f"batch size of the example (default: {_BATCH})")
+    parser.add_argument(
+        "--length", type=_positive, help=f"tokens per row (default: {length}, at most the model's positions)"
+    )
+    parser.add_argument("--layers", type=_positive, default=None, help="use fewer layers than the config has")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="convert the weights to this dtype"
+    )
+    parser.add_argument("--inference", action="store_true", help="evaluation mode, without a backward")
     parser.add_argument(
         "--input",
         action="append",
@@ -221,6 +239,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    """Parse a duration such as 120ms."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(us|ms|s)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(
+            f"expected a time with a unit, such as 120ms, 1.5s or 900us, got {text!r}"
+        )
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
 
 
 def _explaining(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int]:

@@ -46,6 +46,11 @@ class Analysis:
         """The duration of the profiled step in nanoseconds."""
         return self.ops[0].event.end - self.ops[0].event.start
 
+    @property
+    def root(self) -> int:
+        """The number of the model's own label."""
+        return next((n for n, label in enumerate(self.labels) if label.kind and not label.path), 0)
+
     def forward(self) -> Iterator[Op]:
         """Yield the operations of the forward, without ranges."""
         return (op for op in self.ops if op.outer is not None and not op.is_backward)

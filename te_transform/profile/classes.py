@@ -26,7 +26,10 @@ _COMPOSED = "linear|matmul|einsum|tensordot|to|_to_copy|type_as|contiguous|softm
 # The first pattern that matches the whole name decides.
 _TABLE: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"c10d.*|_c10d.*|.*\b(?:nccl|gloo|mpi|ucc)(?:Dev)?[:_].*|record_param_comms"),
-    (OVERHEAD, r"autograd::.*|torch::autograd::.*|\w+Backward\d*|te_transform\b.*|profiler::.*|Optimizer.*"),
+    (
+        OVERHEAD,
+        r".*\(dynamo_timed\)|autograd::.*|torch::autograd::.*|\w+Backward\d*|te_transform\b.*|profiler::.*|Optimizer.*",
+    ),
     (OVERHEAD, rf"aten::(?:{_VIEWS}|{_COMPOSED})"),
     (COMPILED, r"Torch-Compiled Region.*|CompiledFunction.*|## Call CompiledFxGraph.*|triton_.*|cpp_fused.*"),
     (ATTENTION, r".*(?:scaled_dot_product|flash_?att|fmha|efficient_attention|fused_att|attention_for).*"),

@@ -28,7 +28,8 @@ class Labeled:
         self.graph, self.ranges = graph, ranges
         self.names = names  # of the parameters, by id
         self.others: Sequence[Executor] = graph.executors
-        self.lowered: dict[str, fx.GraphModule] = {}
+        self.sites = {id(site.fused): site.rules[-1] for site in graph.plan.sites}
+        self.lowered = {each: self._lowered(each) for each in (graph.fused, graph.as_captured) if each.calls}
 
     def refuse(self, call: CallContext) -> str | None:
         """Return why the graph runs unlabeled: it is compiled, recorded, or observed."""
@@ -41,23 +42,16 @@ class Labeled:
 
     def run(self, call: CallContext) -> Any:
         """Run the graph of the executor that would run the call."""
-        chosen = call.found
         root = self.graph.path_in(self.names, call.args)
-        lowered = self._lowered(isinstance(chosen, Fused))
-        return _Interpreter(lowered, self.ranges, root, self._sites()).run(*call.args)
+        lowered = self.lowered.get(call.found) or self._lowered(call.found)
+        return _Interpreter(lowered, self.ranges, root, self.sites).run(*call.args)
 
-    def _lowered(self, fused: bool) -> fx.GraphModule:
+    def _lowered(self, executor: Executor) -> fx.GraphModule:
         version = self.graph.as_captured.version
         told = version.plan, version.scattered, version.disabled
-        name = "fused" if fused else "captured"
-        if name not in self.lowered:
-            rotations = self.graph.as_captured.has_rotations
-            self.lowered[name] = lower(*told) if fused else lower_unfused(*told, rotations=rotations)
-        return self.lowered[name]
-
-    def _sites(self) -> dict[int, tuple[str, str]]:
-        """Return rule and path of each fused op, by its id."""
-        return {id(site.fused): site.rules[-1] for site in self.graph.plan.sites}
+        if isinstance(executor, Fused):
+            return lower(*told)
+        return lower_unfused(*told, rotations=self.graph.as_captured.has_rotations)
 
 
 class _Interpreter(fx.Interpreter):
@@ -100,11 +94,11 @@ def labeled_graphs(model: nn.Module, ranges: Ranges) -> Iterator[None]:
     """Label the operations of all graphs of the converted models in `model`."""
     graphs = [graph for runner in runners(model) for graph in runner.graphs]
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-    before: list[tuple[CapturedGraph, Sequence[Executor]]] = [(g, g.executors) for g in graphs]
+    before = [(graph, graph.executors, graph.fallbacks.copy()) for graph in graphs]
     try:
         for graph in graphs:
             graph.executors = (Labeled(graph, names, ranges), *graph.executors)
         yield
     finally:
-        for graph, executors in before:
-            graph.executors = executors
+        for graph, executors, fallbacks in before:
+            graph.executors, graph.fallbacks = executors, fallbacks

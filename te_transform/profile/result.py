@@ -21,7 +21,6 @@ from te_transform.report.report import Report
 
 SCHEMA = 1  # version of to_json(): grows if an entry is removed or changes its meaning
 _WIDTH = 110  # columns of str(profile)
-_PATHS = 40  # columns for the paths of parts
 _LEAST = 0.005  # share of the step that a part needs for a line of its own in the text
 
 
@@ -187,20 +186,20 @@ class Profile:
 
     def _parts(self) -> Table:
         """Return the table of parts; small ones share the last line."""
-        is_converted = any(part.rule for part in self.parts)
-        table = _table("part", "class", *["rule"] * is_converted, ">time", ">share", ">backward", "mostly")
+        table = _table("part", "class", ">time", ">share", ">backward", "mostly")
         small = [part for part in self.parts if part.seconds < _LEAST * self.profiled]
         for part in self.parts:
             if part not in small:
                 name = f"{part.path} x{part.count}" if part.count > 1 else part.path
-                mostly = ", ".join(_largest(part.classes))
+                mostly = max(part.classes, key=lambda kind: part.classes[kind])
                 times = duration(part.seconds), self._share(part.seconds), duration(part.backward)
-                table.add_row(*map(Text, (name, part.kind, *[part.rule] * is_converted, *times, mostly)))
+                kind = f"fused: {part.rule}" if part.rule else part.kind
+                table.add_row(*map(Text, (name, kind, *times, mostly)))
         if small:
             seconds, backward = sum(p.seconds for p in small), sum(p.backward for p in small)
             name = f"{len(small)} smaller parts"
             times = duration(seconds), self._share(seconds), duration(backward)
-            table.add_row(*map(Text, (name, "", *[""] * is_converted, *times, "")), style="dim")
+            table.add_row(*map(Text, (name, "", *times, "")), style="dim")
         return table
 
     def _classes(self) -> Table:
@@ -216,7 +215,7 @@ class Profile:
         return [Text(), table]
 
     def _sites(self) -> Table:
-        table = _table("convert()", ">sites", ">time now", "where, and why not")
+        table = _table("convert()", ">sites", ">modules take", "where, and why not")
         for site in self.sites:
             why = [Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in site.reasons]
             name, count = Text(f"{site.rule}, {site.status}"), Text(str(site.count))
@@ -232,19 +231,11 @@ def _finding_told(number: int, finding: Finding) -> Iterator[Any]:
     yield Padding(Text(f"{finding.advice}"), indent)
 
 
-def _largest(classes: Mapping[str, float]) -> Iterator[str]:
-    """Yield the classes that make up most of a part, with their shares."""
-    total = sum(classes.values())
-    for kind, seconds in sorted(classes.items(), key=lambda item: -item[1])[:2]:
-        if total and seconds > 0.15 * total:
-            yield f"{kind} {seconds / total:.0%}"
-
-
 def _table(*names: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     for name in names:
         if name.startswith(">"):
             table.add_column(name[1:], justify="right", no_wrap=True)
         else:
-            table.add_column(name, overflow="fold", min_width=_PATHS if name == "part" else None)
+            table.add_column(name, overflow="fold")
     return table

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _RecordFunctionFast
 from torch._dynamo.utils import get_compilation_metrics
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from te_transform.execution.runner import runners
@@ -24,7 +25,8 @@ from te_transform.profile.ranges import STEP, Label, Ranges, is_compiled_inside
 from te_transform.profile.watch import Watch
 
 TIMED = 3  # steps that are timed without the profiler
-_UNTIMED, _UNTIMED_CONVERTED = 2, 6  # steps before: captures, compilation and trials end in them
+# Steps before the timed ones: lazy initialization, captures, compilation and trials end in them.
+_UNTIMED, _UNTIMED_COMPILED, _UNTIMED_CONVERTED = 2, 3, 6
 
 
 @dataclass
@@ -59,12 +61,12 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
     ranges = Ranges(model)
     steps = _Steps(model, samples, trained)
     with preserved(model), _own_gradients(model):
-        is_watched = not (runners(model) or is_compiled_inside(model))
-        if is_watched:
-            made.watch = Watch(ranges)
+        untimed = _UNTIMED_CONVERTED if runners(model) else _UNTIMED_COMPILED
+        if not (runners(model) or is_compiled_inside(model)):
+            untimed, made.watch = _UNTIMED - 1, Watch(ranges)
             with ranges.on(), made.watch:
                 steps.run()
-        for _ in range(_UNTIMED - 1 if is_watched else _UNTIMED_CONVERTED):
+        for _ in range(untimed):
             steps.run()
         compiled = set(map(id, held := get_compilation_metrics()))
         made.seconds = [steps.run() for _ in range(TIMED)]
@@ -82,7 +84,9 @@ def _profiled(model: nn.Module, ranges: Ranges, steps: _Steps) -> list[Event]:
         stack.enter_context(ranges.on())
         stack.enter_context(labeled_graphs(model, ranges))
         profiled = stack.enter_context(profiler(activities=activities, record_shapes=True))
-        steps.run(record_function(STEP))
+        with _RecordFunctionFast("te_transform.first"):  # the first range of a profiler takes milliseconds
+            torch.zeros(1, dtype=torch.float32, device="cpu").add_(1)
+        steps.run(_RecordFunctionFast(STEP))
     return events_of(profiled)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from te_transform.profile.classes import ELEMENTWISE, NORM, OVERHEAD, operation_class_of_copy
+from te_transform.profile.classes import COMPILED, ELEMENTWISE, NORM, OVERHEAD, operation_class_of_copy
 from te_transform.profile.events import Event
 from te_transform.profile.ranges import PREFIX, STEP, Label
 
@@ -20,8 +20,8 @@ class Op:
         label: the number of its module's label.
         is_backward: True inside of an autograd node.
         kind: the class of the operation.
-        outer: the outermost operation around it that is no range or autograd node. In the backward: the
-            operation of the forward that made the autograd node. None for ranges.
+        outer: the outermost operation around it that is no range, autograd node or compiled code. In the
+            backward: the operation of the forward that made the autograd node. None for ranges.
         call: the range around it, or None.
         inside: the events inside it.
     """
@@ -63,6 +63,7 @@ def _attributed(events: Iterable[Event], labels: Sequence[Label]) -> Iterator[Op
         _inherit(op)
         if event.name.startswith(PREFIX):
             op.label, op.outer, op.call = int(event.name.removeprefix(PREFIX)), None, op
+            op.kind = OVERHEAD
         elif event.forward_thread > 0 or event.name.startswith("autograd::engine"):
             maker = makers.get((event.forward_thread, event.sequence), last.get(event.thread))
             _follow(op, maker)
@@ -91,7 +92,7 @@ def _follow(op: Op, maker: Op | None) -> None:
 
 def _classify(op: Op, labels: Sequence[Label]) -> None:
     own = operation_class_of_copy(op.event.name, op.event.dtypes)
-    if op.outer is None and op.event.name != STEP:
+    if op.outer is None and own != COMPILED and op.event.name != STEP:
         op.outer = op
     if op.kind == OVERHEAD:
         op.kind = own

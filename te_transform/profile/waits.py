@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from te_transform.profile.analysis import NS, Analysis
@@ -38,11 +39,12 @@ def recompilation(found: Analysis) -> Iterator[Suspect]:
     """Yield code that dynamo compiled again in a timed step."""
     for each in found.recording.recompiled:
         taken = int((each.entire_frame_compile_time_s or 0.0) / TIMED / NS)
-        why = f": {' '.join(each.recompile_reason.split())}" if each.recompile_reason else ""
+        reason = re.split(r"\s+# |\s*\(HINT|\s*User stack", each.recompile_reason or "")[0]
+        why = f": {reason}" if reason else ""
         evidence = (
             f"{each.co_name} ({each.co_filename}:{each.co_firstlineno}) was compiled in a later step{why}"
         )
-        yield Suspect("recompilation", 0, evidence, _ASK_COMPILE, taken)
+        yield Suspect("recompilation", found.root, evidence, _ASK_COMPILE, taken)
 
 
 def launches(found: Analysis) -> Iterator[Suspect]:
@@ -50,4 +52,4 @@ def launches(found: Analysis) -> Iterator[Suspect]:
     idle = found.cost(lambda _, kind: kind == IDLE)
     if idle > _LEAST * found.total:
         evidence = f"the GPU waits for the CPU in {idle / found.total:.0%} of the step"
-        yield Suspect("launches", 0, evidence, _ASK_LAUNCH, idle)
+        yield Suspect("launches", found.root, evidence, _ASK_LAUNCH, idle)
