@@ -25,14 +25,14 @@ _COMPOSED = "linear|matmul|einsum|tensordot|to|_to_copy|type_as|contiguous|softm
 
 # The first pattern that matches the whole name decides.
 _TABLE: tuple[tuple[str, str], ...] = (
-    (COMMUNICATION, r"c10d.*|_c10d.*|.*\b(?:nccl|gloo|mpi|ucc)(?:Dev)?[:_].*|record_param_comms"),
-    (
-        OVERHEAD,
-        r".*\(dynamo_timed\)|autograd::.*|torch::autograd::.*|\w+Backward\d*|te_transform\b.*|profiler::.*|Optimizer.*",
-    ),
+    (COMMUNICATION, r"c10d.*|_c10d.*|.*\b(?:nccl\w*Kernel|(?:nccl|gloo|mpi|ucc)[:_]).*|record_param_comms"),
+    (OVERHEAD, r".*\(dynamo_timed\)|FSDP::.*|torch[.:].*|autograd::.*|te_transform\b.*|profiler::.*"),
     (OVERHEAD, rf"aten::(?:{_VIEWS}|{_COMPOSED})"),
     (COMPILED, r"Torch-Compiled Region.*|CompiledFunction.*|## Call CompiledFxGraph.*|triton_.*|cpp_fused.*"),
-    (ATTENTION, r".*(?:scaled_dot_product|flash_?att|fmha|efficient_attention|fused_att|attention_for).*"),
+    (
+        ATTENTION,
+        r".*(?:scaled_dot_product|flash_?(?:att|fwd|bwd)|sdpa|fmha|efficient_attention|fused_att).*",
+    ),
     (PRODUCT, r".*(?:gemm|gemv|cutlass|xmma|wgrad|dgrad|scaled_mm|grouped_mm|mkldnn_linear|nvjet).*"),
     (PRODUCT, r"aten::(?:mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|ger|addr|_addmm_activation|bilinear)"),
     (PRODUCT, r"aten::(?:_|mkldnn_|cudnn_|miopen_|slow_|thnn_)*conv\w*"),
@@ -42,20 +42,26 @@ _TABLE: tuple[tuple[str, str], ...] = (
         r"aten::(?:copy_|clone|cat|stack|_copy_from\w*|repeat|pad|constant_pad_nd|roll|flip)|Mem(?:cpy|set).*",
     ),
     (ELEMENTWISE, r"aten::.*|.*(?:elementwise|reduce|softmax|index|scatter|gather)\w*.*"),
-    (OVERHEAD, r"[A-Z]\w*\.forward|torch[.:].*|\w+"),
 )
 
 
 @cache
-def operation_class(name: str) -> str:
-    """Return the class of an operation or kernel.
-
-    OVERHEAD means that the operation itself computes nothing: views, composed operations, ranges and autograd
-    nodes. The class of what runs inside then counts.
-    """
+def kernel_class(name: str) -> str:
+    """Return the class of a kernel, or of an operation with a namespace."""
     return next(
         (kind for kind, pattern in _TABLE if re.fullmatch(pattern, name, re.DOTALL | re.I)), ELEMENTWISE
     )
+
+
+@cache
+def operation_class(name: str) -> str:
+    """Return the class of an event on the CPU.
+
+    OVERHEAD means that the event itself computes nothing: views, composed operations, ranges, autograd nodes
+    and functions in Python. The class of what runs inside then counts.
+    """
+    found = kernel_class(name)
+    return found if "::" in name or found in (COMMUNICATION, COMPILED) else OVERHEAD
 
 
 def operation_class_of_copy(name: str, dtypes: tuple[str, ...]) -> str:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from te_transform.profile.classes import COMMUNICATION, IDLE, OVERHEAD, operation_class
+from te_transform.profile.classes import COMMUNICATION, IDLE, OVERHEAD, kernel_class, operation_class
 from te_transform.profile.events import Event
 from te_transform.profile.tree import Op
 
@@ -108,5 +108,5 @@ def _on_gpu(step: Op, kernels: list[Event], launchers: dict[int, Op]) -> Iterato
 def _owned(number: int, kernel: Event, launchers: dict[int, Op], step: Op) -> _Running:
     """Return a kernel with the operation that launched it."""
     op = launchers.get(kernel.launcher, step)
-    kind = operation_class(kernel.name) if op.kind == OVERHEAD else op.kind
+    kind = kernel_class(kernel.name) if op.kind == OVERHEAD else op.kind
     return _Running(kind == COMMUNICATION, -kernel.start, number, kernel.end, op, kind)
