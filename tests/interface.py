@@ -22,6 +22,8 @@ converted = te_transform.convert(
 )
 assert_type(converted, nn.Module)
 te_transform.revert(converted)
+assert_type(te_transform.profile(model, batch, plan=False), te_transform.Profile)
+assert_type(te_transform.profile(model).findings[0].gain, float)
 mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
 assert_type(
     te_transform.parallelize(converted, mesh["tp"], batch, sequence_parallel=True, skip="head"), nn.Module

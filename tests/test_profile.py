@@ -26,7 +26,7 @@ from te_transform.profile.ranges import OUTSIDE, PREFIX, STEP, Label
 from te_transform.profile.steps import record
 from te_transform.profile.timeline import slices_of
 from te_transform.profile.tree import ops_of
-from te_transform.profile.trials import Replacements
+from te_transform.profile.trials import Replacement, Replacements
 from tests import ranks
 from tests.bitwise import untouched
 from tests.zoo import seeded
@@ -308,6 +308,14 @@ def test_an_untried_change_gains_at_most_its_time(monkeypatch: pytest.MonkeyPatc
     assert finding.gain_told.startswith("at most ")
 
 
+def test_a_change_that_cannot_run_is_not_measured() -> None:
+    def fails(*_: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    tried = Replacements(torch.device("cpu"), seconds=60.0)
+    assert tried.share(Replacement(((2, 2),), torch.float32, torch.neg, fails, False, "fails"), 0.0) is None
+
+
 def test_a_change_that_gains_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replacements, "share", lambda *_: 1.5)
     (finding,) = profiled(model("math")).findings
@@ -541,6 +549,12 @@ def test_the_model_stays_bitwise_what_it_was(train: bool) -> None:
         profiled(made)
 
 
+def test_trials_draw_no_random_numbers_of_the_user() -> None:
+    made = model("written out", layers=8)
+    with untouched(made):
+        profiled(made)
+
+
 def test_hooks_that_step_an_optimizer_do_not_run() -> None:
     made, stepped = Everything(), []
     for parameter in made.parameters():
@@ -557,6 +571,7 @@ def test_hooks_that_step_an_optimizer_do_not_run() -> None:
 WRONG = {
     "a class": (lambda: te_transform.profile(nn.Linear, X), ModelError, "expected a"),
     "on meta": (lambda: profiled(nn.Linear(2, 2, device="meta")), ModelError, "to_empty"),
+    "lazy": (lambda: profiled(nn.LazyLinear(2)), ModelError, "expected tensors with shapes"),
     "a batch of text": (lambda: profiled(Everything(), "text"), InputError, "tokenizer"),
     "plan": (lambda: te_transform.profile(Everything(), X, plan="no"), OptionError, "True or False"),
     "a keyword": (
@@ -572,6 +587,11 @@ def test_wrong_arguments_are_told(what: str) -> None:
     call, error, told = WRONG[what]
     with pytest.raises(error, match=told):
         call()
+
+
+def test_a_running_profiler_is_told() -> None:
+    with torch.profiler.profile(), pytest.raises(OptionError, match="outside of"):
+        profiled(Everything())
 
 
 @pytest.mark.parametrize("batch", [X, X[..., :3]])

@@ -127,15 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(tuned)
     tuned.set_defaults(run=_with_torch("run_tune"))
 
-    profiled = commands.add_parser("profile", help="report what each part of a step costs, and what is slow")
-    _add_subject(profiled, length=512)
-    _add_output(profiled)
-    profiled.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
-    profiled.add_argument(
-        "--budget", type=_seconds, metavar="TIME", help="fail if a step takes longer, such as 120ms"
+    _add_profile(
+        commands.add_parser("profile", help="report what each part of a step costs, and why it is slow")
     )
-    profiled.add_argument("--no-plan", action="store_true", help="leave out what convert() would change")
-    profiled.set_defaults(run=_with_torch("run_profile", "profile_command"))
 
     explained = commands.add_parser("explain", help="explain what a rule rewrites, and when it refuses")
     rules = ", ".join(_explanations())
@@ -148,6 +142,17 @@ def _parser() -> argparse.ArgumentParser:
     tried.add_argument("name", nargs="?", default="", help="part of a model's name")
     tried.set_defaults(run=lambda asked: _models)
     return parser
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    _add_subject(parser, length=512)
+    _add_output(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument(
+        "--budget", type=_seconds, metavar="TIME", help="fail if a step takes longer, such as 120ms"
+    )
+    parser.add_argument("--no-plan", action="store_true", help="leave out what convert() would change")
+    parser.set_defaults(run=_with_torch("run_profile", "profile_command"))
 
 
 def _add_model(parser: argparse.ArgumentParser, length: int) -> None:

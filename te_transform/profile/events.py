@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch.autograd import DeviceType
 
-_OF_THE_DRIVER = ("cuda", "hip", "cu")  # prefixes of calls that launch kernels or wait for them
+_OF_THE_DRIVER = re.compile(r"(?:cuda|cu|hip)[A-Z]")  # calls that launch kernels or wait for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +63,5 @@ def _without_annotations(events: Iterable[Event]) -> Iterator[Event]:
     on_cpu = {event.name for event in found if not event.is_kernel}
     for event in found:
         is_annotation = event.is_kernel and event.name in on_cpu
-        if not is_annotation and (event.is_kernel or not event.name.startswith(_OF_THE_DRIVER)):
+        if not is_annotation and (event.is_kernel or not _OF_THE_DRIVER.match(event.name)):
             yield event

@@ -15,7 +15,7 @@ from torch import nn
 from te_transform.execution.runner import runner_of, runners
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
-from te_transform.graph.preserve import one_at_a_time
+from te_transform.graph.preserve import one_at_a_time, same_random
 from te_transform.inspect import inspect
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.options import OptionError
@@ -50,9 +50,10 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
         plan: True to add what convert() would fuse and refuse.
 
     Raises:
-        te_transform.ModelError: `model` is not a module, or has no memory or no device to run on.
+        te_transform.ModelError: `model` is not a module, or has lazy parameters, or parameters on the meta
+            device.
         te_transform.InputError: there are no inputs, and none can be generated.
-        te_transform.OptionError: `plan` is not a bool.
+        te_transform.OptionError: `plan` is not a bool, or a profiler runs already.
         te_transform.TraceError: the model fails on the batch.
     """
     _check(model, plan)
@@ -62,7 +63,8 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
     found = Analysis(model, recording)
     seconds = statistics.median(recording.seconds)
     device = _device(model)
-    made = findings(found, Replacements(device, _STEPS_OF_TRIALS * seconds))
+    with same_random(model.parameters()):
+        made = findings(found, Replacements(device, _STEPS_OF_TRIALS * seconds))
     classes = found.classes()
     profiled = Profile(
         type(model).__name__,
@@ -85,8 +87,14 @@ def _check(model: nn.Module, plan: bool) -> None:
     check_module(model, "profile")
     if not isinstance(plan, bool):
         raise OptionError(f"expected True or False for plan, got {plan!r}")
+    if torch.autograd._profiler_enabled():
+        raise OptionError("expected no profiler to run, got one; call profile() outside of torch.profiler")
     tensors = [*model.parameters(), *model.buffers()]
     kind = type(model).__name__
+    if any(map(nn.parameter.is_lazy, tensors)):
+        raise ModelError(
+            f"expected tensors with shapes, got a {kind} with lazy ones; run it once on real inputs"
+        )
     if any(tensor.is_meta for tensor in tensors):
         raise ModelError(
             f"expected a model with memory, got a {kind} with tensors on the meta device; move it by "

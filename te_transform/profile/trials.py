@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {
     "float": torch.float32,
@@ -52,7 +55,7 @@ class Replacements:
 
     device: torch.device
     seconds: float
-    found: dict[Any, float] = field(default_factory=dict)
+    found: dict[Any, float | None] = field(default_factory=dict)
 
     def share(self, trial: Replacement, taken: float) -> float | None:
         """Return the time after the change as a share of the time before; None if it was not tried.
@@ -66,7 +69,11 @@ class Replacements:
             if 2 * (_ROUNDS + 1) * taken > self.seconds:
                 return None
             start = time.perf_counter()
-            self.found[key] = self._tried(trial)
+            try:
+                self.found[key] = self._tried(trial)
+            except RuntimeError as error:  # out of memory, or no kernel for these shapes
+                log.info("a change was not tried: %s", error)
+                self.found[key] = None
             self.seconds -= time.perf_counter() - start
         return self.found[key]
 
