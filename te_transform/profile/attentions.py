@@ -24,7 +24,10 @@ _FUSED = [
 ]
 _SDPA, _MATH = "scaled_dot_product_attention", "_scaled_dot_product_attention_math"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", _SDPA)
-_MASKING, _DROPPING = ("add", "add_", "masked_fill", "masked_fill_", "where"), ("dropout", "native_dropout")
+_MASKING, _DROPPING = (
+    ("add", "add_", "masked_fill", "masked_fill_", "where"),
+    ("native_dropout", "bernoulli_"),
+)
 _DROPOUT = 0.1  # of trials with a dropout
 _ASK_SDPA = (
     'call F.scaled_dot_product_attention; a model of transformers does with attn_implementation="sdpa", and '

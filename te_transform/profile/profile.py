@@ -29,6 +29,7 @@ from te_transform.report.places import listed
 from te_transform.report.report import Report
 from te_transform.reporting import report as report_of
 
+_EXCESS = 0.3  # of the step under the profiler, which a note tells
 _STEPS_OF_TRIALS = 2.0  # steps whose time the trials may take
 
 
@@ -112,6 +113,12 @@ def _notes(model: nn.Module, found: Analysis) -> Iterator[str]:
     if not found.recording.is_training:
         why = "no parameter requires a gradient" if model.training else "the model is in evaluation mode"
         yield f"only the forward ran, because {why}; call model.train() to profile a training step"
+    excess = NS * found.total / statistics.median(found.recording.seconds) - 1
+    if excess > _EXCESS:
+        yield (
+            f"the step under the profiler took {excess:.0%} longer than the others: rely on shares, and "
+            "profile an idle machine and longer steps"
+        )
     if found.recording.watch is None:
         yield "lines of code are not told, because the model is compiled or converted"
 
