@@ -425,9 +425,10 @@ def test_a_loop_over_experts_gains_at_most_what_is_no_product() -> None:
     assert finding.where == "0"
     assert "runs 4 experts one by one" in finding.evidence
     inside = [each for each in found.parts if each.path in ("0", "0.experts.{0..3}")]
-    assert finding.seconds == pytest.approx(sum(each.seconds for each in inside))
+    scale = min(1.0, found.seconds / found.profiled)
+    assert finding.seconds == pytest.approx(scale * sum(each.seconds for each in inside))
     products = sum(each.classes.get("products", 0.0) for each in inside)
-    assert finding.gain == pytest.approx(finding.seconds - products)
+    assert finding.gain == pytest.approx(finding.seconds - scale * products)
 
 
 class Island(nn.Module):
@@ -482,6 +483,14 @@ def test_a_recompilation_is_found() -> None:
     assert "number == " in finding.evidence
     assert finding.basis == "upper bound"
     assert finding.gain > 0
+
+
+def test_no_gain_exceeds_the_timed_step() -> None:
+    made = nn.Sequential(Experts())
+    recording = record(made, as_inputs(made, X))
+    recording.seconds = [1e-9]
+    found = findings(Analysis(made, recording), Replacements(torch.device("cpu"), seconds=0.0))
+    assert all(finding.gain <= finding.seconds <= 1e-9 for finding in found)
 
 
 def test_findings_are_ranked_by_gain() -> None:

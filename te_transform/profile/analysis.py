@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
@@ -45,6 +46,11 @@ class Analysis:
     def total(self) -> int:
         """The duration of the profiled step in nanoseconds."""
         return self.ops[0].event.end - self.ops[0].event.start
+
+    @property
+    def scale(self) -> float:
+        """Seconds of a timed step per nanosecond of the step under the profiler, which may be slower."""
+        return min(NS, statistics.median(self.recording.seconds) / self.total)
 
     @property
     def root(self) -> int:

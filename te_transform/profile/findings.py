@@ -26,6 +26,9 @@ FINDERS = (
 )
 
 
+_LEAST = 0.01  # share of the step that operations need, to be told that no change gains
+
+
 def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
     """Return all findings, the largest gain first; changes that cost most are tried first."""
     groups: dict[tuple[object, ...], list[Suspect]] = {}
@@ -35,13 +38,15 @@ def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
             groups.setdefault(key, []).append(suspect)
     costly_first = sorted(groups.values(), key=lambda group: -sum(each.taken for each in group))
     made = [_finding(found, group, trials) for group in costly_first]
-    return tuple(sorted(made, key=lambda finding: -finding.gain))
+    least = _LEAST * found.scale * found.total
+    kept = [each for each in made if each.gain or each.basis == "upper bound" or each.seconds > least]
+    return tuple(sorted(kept, key=lambda finding: -finding.gain))
 
 
 def _finding(found: Analysis, group: list[Suspect], trials: Replacements) -> Finding:
     largest = max(group, key=lambda suspect: suspect.taken)
-    taken = NS * sum(suspect.taken for suspect in group)
-    gain = NS * sum(suspect.taken if suspect.most is None else suspect.most for suspect in group)
+    taken = found.scale * sum(suspect.taken for suspect in group)
+    gain = found.scale * sum(suspect.taken if suspect.most is None else suspect.most for suspect in group)
     basis: Literal["measured", "upper bound"] = "upper bound"
     if largest.trial is not None and (share := trials.share(largest.trial, NS * largest.taken)) is not None:
         gain, basis = max(0.0, taken * (1 - share)), "measured"

@@ -57,7 +57,7 @@ class Finding:
         count: the number of modules.
         evidence: what ran.
         advice: what to change.
-        seconds: per step of the operations that the change affects.
+        seconds: per timed step of the operations that the change affects.
         gain: in seconds per step.
         basis: "measured" if the change was timed on tensors of the same shapes, else "upper bound".
     """

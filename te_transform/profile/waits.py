@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from te_transform.profile.analysis import NS, Analysis
+from te_transform.profile.analysis import Analysis
 from te_transform.profile.classes import IDLE
 from te_transform.profile.steps import TIMED
 from te_transform.profile.suspect import Suspect
@@ -38,7 +38,7 @@ def host_sync(found: Analysis) -> Iterator[Suspect]:
 def recompilation(found: Analysis) -> Iterator[Suspect]:
     """Yield code that dynamo compiled again in a timed step."""
     for each in found.recording.recompiled:
-        taken = int((each.entire_frame_compile_time_s or 0.0) / TIMED / NS)
+        taken = int((each.entire_frame_compile_time_s or 0.0) / TIMED / found.scale)
         reason = re.split(r"\s+# |\s*\(HINT|\s*User stack", each.recompile_reason or "")[0]
         why = f": {reason}" if reason else ""
         evidence = (
