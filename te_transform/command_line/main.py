@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     _add_subject(parser, length=512)
-    _add_output(parser)
+    _add_output(parser, "profile")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument(
         "--budget", type=_seconds, metavar="TIME", help="fail if a step takes longer, such as 120ms"
@@ -219,11 +219,10 @@ def _add_second(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--html", type=_page, metavar="FILE", help="write the report and both graphs to this HTML file"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+def _add_output(parser: argparse.ArgumentParser, what: str = "report") -> None:
+    page = "report and both graphs" if what == "report" else what
+    parser.add_argument("--html", type=_page, metavar="FILE", help=f"write the {page} to this HTML file")
+    parser.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
 
 
 def _page(text: str) -> Path:
