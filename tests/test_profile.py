@@ -525,6 +525,28 @@ def test_a_compiled_model_is_not_compiled_again() -> None:
     assert "compiled code" in part(found, "(the model itself)").classes
 
 
+@torch.compile(backend="eager")
+def compiled_function(x: Tensor) -> Tensor:
+    return x.sin().cos()
+
+
+class Mixed(nn.Module):
+    """A scripted module, and a compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return compiled_function(self.scripted(x))
+
+
+def test_scripted_modules_and_compiled_functions_count_for_the_module_around() -> None:
+    found = profiled(nn.Sequential(Mixed()))
+    assert "products" in part(found, "0").classes
+    assert found.findings == ()
+
+
 def test_the_plan_of_a_conversion_is_told() -> None:
     found = te_transform.profile(model("written out"), X)
     (site,) = (site for site in found.sites if site.rule == "attention")

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast
 from torch._dynamo.eval_frame import OptimizedModule
@@ -98,10 +99,11 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if any(path.startswith(prefix) for prefix in hidden):
             continue
-        is_own_frame = module._compiled_call_impl is not None
+        # hooks of a compiled module would be compiled with it, and scripted modules take none
+        is_own_frame = module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
         if is_own_frame or isinstance(module, OptimizedModule) or runner_of(module) is not None:
             hidden.append(f"{path}." if path else "")
-        if not is_own_frame:  # its hooks would be compiled with it
+        if not is_own_frame:
             yield path, module
 
 

@@ -69,6 +69,8 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # functions that the forward compiles
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name != "__get__" and (frame := _users_frame(sys._getframe(1))) is not None:
             label, call, _ = self.ranges.running[-1] if self.ranges.running else (0, 0, None)
@@ -106,7 +108,7 @@ def _is_bool_mask(index: Any) -> bool:
 def _mask_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any
 ) -> Iterable[str]:
-    if attn_mask is None or torch.compiler.is_compiling():
+    if attn_mask is None:
         return ()
     return (_hidden_by(attn_mask.detach(), query.shape[-2], key.shape[-2]),)
 
