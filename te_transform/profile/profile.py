@@ -40,7 +40,7 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
 
     A step is a forward, and in training mode a backward from the loss, else from a scalar of the outputs. The
     optimizer does not run. The model, its gradients, buffers, hooks, mode and the random state are restored.
-    The profile takes less time than ten steps; the plan of convert() is extra.
+    The profile takes the time of about ten steps and half a second; the plan of convert() is extra.
 
     With several ranks, call it on each of them: the result also has the steps of all ranks.
 
