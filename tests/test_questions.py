@@ -63,8 +63,11 @@ def suppressed(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
     return scale
 
 
-def check(read: Callable[..., Any], held: Any, change: Callable[[Any], Any], **later: Any) -> None:
-    """A captured forward gives the original's numbers before and after a change, in graphs that stay."""
+def check(read: Callable[..., Any], held: Any, change: Callable[[Any], Any], **later: Any) -> int:
+    """A captured forward gives the original's numbers before and after a change, in graphs that stay.
+
+    Returns the number of graphs.
+    """
     model, graphs = type("Reads", (Model,), {"read": read})(held), []
     run = capture(type(model).forward, lambda graph, inputs: graphs.append(graph) or graph.forward)
     before = model(X)
@@ -76,6 +79,7 @@ def check(read: Callable[..., Any], held: Any, change: Callable[[Any], Any], **l
     captured = len(graphs)
     assert torch.equal(run(model, X, **later), expected)
     assert len(graphs) == captured
+    return captured
 
 
 # Keyword arguments that are absent at capture
@@ -412,6 +416,9 @@ PROCESS = {
         or_one(lambda m, held, kwargs: float(os.environ["A_SWITCH"])), lambda: variable("3"),
     ),
     "os.getenv": (lambda m, held, kwargs: float(os.getenv("A_SWITCH", "1")), lambda: variable("3")),
+    "os.getenv, without a default": (
+        lambda m, held, kwargs: 3.0 if os.getenv("A_SWITCH") else 1.0, lambda: variable("3"),
+    ),
 }  # fmt: skip
 
 
@@ -419,7 +426,8 @@ PROCESS = {
 def test_the_process_may_answer_otherwise_later(name: str) -> None:
     read, context = PROCESS[name]
     with contextlib.ExitStack() as changed:
-        check(read, None, lambda model: changed.enter_context(context()))
+        graphs = check(read, None, lambda model: changed.enter_context(context()))
+    assert graphs == 2, "a guard that cannot be built leaves the call to the user's code"
 
 
 def test_a_variable_of_the_environment_may_have_another_value() -> None:

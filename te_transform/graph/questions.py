@@ -14,6 +14,7 @@ with a different answer recompiles.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 from torch._dynamo import guards
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
-from torch._dynamo.source import GlobalStateSource, is_from_skip_guard_source
+from torch._dynamo.source import GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
 from torch._dynamo.variables import DefaultDictVariable, SetVariable, dicts, functions, misc
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.base import VariableTracker
@@ -83,6 +84,7 @@ def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
     Dynamo's install_guard() omits guards on objects in modules of Python's standard library, such as
     os.environ. This function adds these guards as well.
     """
+    source = _without_skips(source)
     installed = TracingContext.get().guards_context.dynamo_guards
     asked = vars(installed).setdefault("_te_transform_asked", set())
     values = getattr(ask, "keywords", {}).values()
@@ -90,6 +92,15 @@ def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
     if question not in asked:
         asked.add(question)
         installed.add(source.make_guard(functools.partial(build, ask=ask)))
+
+
+def _without_skips(source: Source) -> Source:
+    """Return the source without SkipGuardSource, which no guard can be built on."""
+    if isinstance(source, SkipGuardSource):
+        return _without_skips(source.base)
+    if is_from_skip_guard_source(source):
+        return dataclasses.replace(source, base=_without_skips(source.base))
+    return source
 
 
 def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
