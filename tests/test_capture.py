@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.backends import joined
 from te_transform.execution.runner import Runner, runner_of
-from te_transform.graph import capture
+from te_transform.graph import capture, questions
 from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report
 from tests.attacks import Block, Loops, Pair, X, call, odd, with_input_gradient
@@ -816,3 +816,19 @@ def test_a_recursion_limit_that_the_forward_does_not_read_is_not_guarded() -> No
     finally:
         sys.setrecursionlimit(limit)
     assert graphs(pair.converted) == before
+
+
+class OfDefaultDtype(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + (torch.get_default_dtype() is torch.float64))
+
+
+def test_an_internal_error_of_dynamo_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("no guard can be built")
+
+    monkeypatch.setattr(questions, "_same_answer_of_process", fail)
+    model, x = OfDefaultDtype(8, 8), torch.randn(2, 8)
+    converted = te_transform.convert(model, x)
+    assert torch.equal(converted(x), model(x))
+    assert "no guard can be built" in " ".join(te_transform.report(converted).breaks)

@@ -21,6 +21,7 @@ import torch._dynamo
 from torch import fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
@@ -73,6 +74,7 @@ _ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch
 _NUMBERS = count(1)
 _OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("backends", "graph"))  # folders with ops
 _ours: ContextVar[bool] = ContextVar("_ours", default=False)  # True during a capture()
+_errors: ContextVar[list[str]] = ContextVar("_errors")  # internal errors of dynamo during a capture()
 
 
 def capture(
@@ -217,6 +219,9 @@ def _is_visible(record: logging.LogRecord) -> bool:
     if not _ours.get() or "TORCH_LOGS" in os.environ:
         return True
     log.debug("%s", record.getMessage(), exc_info=record.exc_info)
+    error = record.exc_info and record.exc_info[1]
+    if isinstance(error, InternalTorchDynamoError):
+        _errors.get().append(str(error))
     return False
 
 
@@ -271,12 +276,14 @@ def _noting(reasons: dict[str, None] | None) -> Iterator[None]:
     """Add dynamo's reasons from this context for code that it does not capture to `reasons`."""
     kinds = ("graph_break", "unimplemented")  # for code between two graphs; for functions without a graph
     before = [Counter(counters[kind]) for kind in kinds]
+    token = _errors.set(errors := [])
     try:
         yield
     finally:
+        _errors.reset(token)
         said = [Counter(counters[kind]) - known for kind, known in zip(kinds, before, strict=True)]
         if reasons is not None:
-            reasons |= dict.fromkeys(said[0] or said[1])
+            reasons |= dict.fromkeys(said[0] or said[1] or errors)
 
 
 def is_switched_off() -> bool:
