@@ -21,7 +21,7 @@ import torch._dynamo
 from torch import fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import InternalTorchDynamoError
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
@@ -220,8 +220,8 @@ def _is_visible(record: logging.LogRecord) -> bool:
         return True
     log.debug("%s", record.getMessage(), exc_info=record.exc_info)
     error = record.exc_info and record.exc_info[1]
-    if isinstance(error, InternalTorchDynamoError):
-        _errors.get().append(str(error))
+    if error and not isinstance(error, TorchDynamoException):  # those are counted, or come from a backend
+        _errors.get().append(f"{type(error).__name__}: {error}")
     return False
 
 
