@@ -29,6 +29,7 @@ WHY = {  # what stands in the way, by words of the reason; the first that fit
     "exact (erf) GELU": "exact GELU",
     "the activation is": "another activation",
     "a dropout of": "dropout inside the MLP",
+    "the first linear is merged with": "another product merged with the MLP's first",
     "of the layer_norm is also read by": "norm read twice",
     "of the rms_norm is also read by": "norm read twice",
     "are also read by": "scores that are read",
