@@ -1,7 +1,8 @@
-"""Progress on a terminal, and errors in one line."""
+"""Progress on a terminal, text for logs, and errors in one line."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 T = TypeVar("T")
+_WIDTH = 110  # columns of as_text()
 # this package, the standard library, installed packages, and code without a file
 _INSTALLED = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), *_INSTALLED, "<")
@@ -24,6 +26,14 @@ def progress(items: Collection[T], doing: str) -> Iterator[T]:
     """Yield the items with a progress bar on stderr if stderr is a terminal."""
     console, watched = Console(stderr=True), sys.stderr.isatty()
     yield from track(items, f"te_transform: {doing}", console=console, disable=not watched, transient=True)
+
+
+def as_text(shown: Any) -> str:
+    """Return what rich prints of an object; text for logs must not depend on the terminal or notebook."""
+    plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
+    console = Console(file=io.StringIO(), legacy_windows=False, **plain)
+    console.print(shown)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
 def in_a_line(error: BaseException) -> str:

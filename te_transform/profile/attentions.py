@@ -75,20 +75,21 @@ def _are_of_one(first: Op, last: Op) -> bool:
     """Return True if two products are scores and values of one attention, outside of fused attention."""
     if not {first.name, last.name} <= {"bmm", "baddbmm"} or first.call is not last.call:
         return False
-    (_, rows, _), (_, _, columns) = scores = (
-        first.event.shapes[-2:] if first.name == "bmm" else first.event.shapes[1:3]
-    )
-    of_values = last.event.shapes[:2] if last.name == "bmm" else last.event.shapes[1:3]
+    (_, rows, _), (_, _, columns) = scores = _factors(first)
+    of_values = _factors(last)
     is_in_sdpa = first.outer is not None and first.outer.name == _SDPA
     return not is_in_sdpa and of_values[0] == (scores[0][0], rows, columns)
 
 
+def _factors(product: Op) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the two factors of bmm, or of baddbmm, whose first argument is a summand."""
+    return product.event.shapes[:2] if product.name == "bmm" else product.event.shapes[1:3]
+
+
 def _written_out(found: Analysis, ops: Sequence[Op]) -> Suspect:
     first, last = ops[0], ops[-1]
-    (heads, rows, size), (_, _, columns) = (
-        first.event.shapes[-2:] if first.name == "bmm" else first.event.shapes[1:3]
-    )
-    of_values = last.event.shapes[1] if last.name == "bmm" else last.event.shapes[2]
+    (heads, rows, size), (_, _, columns) = _factors(first)
+    _, of_values = _factors(last)
     names = {op.name for op in ops}
     has_mask, has_dropout = bool(names & {*_MASKING}), bool(names & {*_DROPPING})
     shapes = (1, heads, rows, size), (1, heads, columns, size), (1, heads, columns, of_values[2])

@@ -23,7 +23,7 @@ from te_transform.profile.analysis import NS, Analysis
 from te_transform.profile.classes import COMMUNICATION
 from te_transform.profile.findings import findings
 from te_transform.profile.result import Profile, RankTime, SiteTime
-from te_transform.profile.steps import record
+from te_transform.profile.steps import device_of, record
 from te_transform.profile.trials import Replacements
 from te_transform.report.places import listed
 from te_transform.report.report import Report
@@ -63,7 +63,7 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
     recording = record(model, samples)
     found = Analysis(model, recording)
     seconds = statistics.median(recording.seconds)
-    device = _device(model)
+    device = device_of(model)
     with same_random(model.parameters()):
         made = findings(found, Replacements(device, _STEPS_OF_TRIALS * seconds))
     classes = found.classes()
@@ -101,12 +101,6 @@ def _check(model: nn.Module, plan: bool) -> None:
             f"expected a model with memory, got a {kind} with tensors on the meta device; move it by "
             "to_empty(device=...) and load its weights first, or plan it by te_transform.inspect()"
         )
-
-
-def _device(model: nn.Module) -> torch.device:
-    tensors = (*model.parameters(), *model.buffers())
-    devices = [tensor.device for tensor in tensors]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _notes(model: nn.Module, found: Analysis) -> Iterator[str]:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast
-from torch._dynamo.eval_frame import OptimizedModule
 
 from te_transform.execution.runner import runner_of
+from te_transform.plan.model import is_compiled
 
 PREFIX = "te_transform.range "
 STEP = "te_transform.step"
@@ -101,7 +101,7 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         # hooks of a compiled module would be compiled with it, and scripted modules take none
         is_own_frame = module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
-        if is_own_frame or isinstance(module, OptimizedModule) or runner_of(module) is not None:
+        if is_own_frame or is_compiled(module) or runner_of(module) is not None:
             hidden.append(f"{path}." if path else "")
         if not is_own_frame:
             yield path, module
@@ -110,4 +110,4 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def is_compiled_inside(model: nn.Module) -> bool:
     """Return True if torch.compile wraps the model or a module of it."""
     modules = model.modules()
-    return any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in modules)
+    return any(m._compiled_call_impl is not None or is_compiled(m) for m in modules)

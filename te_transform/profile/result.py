@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,16 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from te_transform.execution.console import as_text
 from te_transform.execution.timing import duration
 from te_transform.report.report import Report
 
 SCHEMA = 1  # version of to_json(): grows if an entry is removed or changes its meaning
-_WIDTH = 110  # columns of str(profile)
 _LEAST = 0.005  # share of the step that a part needs for a line of its own in the text
 
 
@@ -172,11 +171,7 @@ class Profile:
         return Group(*shown)
 
     def __str__(self) -> str:
-        # text for logs must not depend on the terminal or notebook
-        plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
-        console = Console(file=io.StringIO(), legacy_windows=False, **plain)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        return as_text(self)
 
     def __repr__(self) -> str:
         return f"Profile({self.title})"

@@ -50,6 +50,12 @@ class RecordedSteps:
     recompiled: list[Any] = field(default_factory=list)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the first device of the model that is no CPU, else the CPU."""
+    devices = (tensor.device for tensor in (*model.parameters(), *model.buffers()))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
 def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
     """Run the steps, each on the next sample, and restore the model, its gradients and the random state.
 
@@ -117,8 +123,7 @@ class _Steps:
 
     def __init__(self, model: nn.Module, samples: Sequence[Inputs], trained: Sequence[Tensor]):
         self.model, self.samples, self.trained = model, samples, trained
-        tensors = (*model.parameters(), *model.buffers())
-        self.on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
+        self.on_gpu = device_of(model).type == "cuda"
         self.number = 0
 
     def run(self, within: Any = None) -> float:

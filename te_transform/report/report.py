@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from torch import fx
 
+from te_transform.execution.console import as_text
 from te_transform.execution.timing import Timing, duration
 from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.nodes import called, name_in_model, path_of
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Which = Literal["before", "after"]
 
 _CATALOGUE = tuple(rule.name for rule in CATALOGUE)
-_WIDTH = 110  # columns of str(report)
 
 
 class ExpectationError(AssertionError):
@@ -168,11 +167,7 @@ class Report:
         return Group(Text(self.title, style="bold"), *shown, *([Text(), *notes] if notes else []))
 
     def __str__(self) -> str:
-        # text for logs must not depend on the terminal or notebook
-        plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
-        console = Console(file=io.StringIO(), legacy_windows=False, **plain)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        return as_text(self)
 
     def __repr__(self) -> str:
         return f"Report({self.title})"

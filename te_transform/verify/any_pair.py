@@ -20,7 +20,7 @@ from te_transform.verify.compare import GRADIENT, Contenders
 from te_transform.verify.dead import constant_outputs, without_gradient
 from te_transform.verify.first_difference import first_difference
 from te_transform.verify.layout import Layout
-from te_transform.verify.names import plain_name
+from te_transform.verify.names import call_uncompiled, plain_name, uncompiled
 from te_transform.verify.outputs import Outputs, Visible, check_outputs
 from te_transform.verify.replay import Subject, in_double
 from te_transform.verify.tape import Tape
@@ -168,8 +168,7 @@ class AnyPair:
     def _blamed(self, case: Case) -> tuple[str, list[str]]:
         """Return the path of the first module that differs in a case that fails, and notes about it."""
         second = uncompiled(self.other)
-        for module in second.modules():
-            vars(module).pop("_compiled_call_impl", None)
+        call_uncompiled(second)
         for model in self.models:
             model.train(case.training)
         outputs, visible = self._outputs(case), self._visible(case.inputs)
@@ -191,11 +190,6 @@ class AnyPair:
         worst = max(owned or wrong, key=lambda row: row.times)
         owner = worst.name.rpartition(" ")[2].rpartition(".")[0] if owned else ""
         return owner, [f"in {case}, {worst}"]
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module that torch.compile() wrapped, or the model itself."""
-    return getattr(model, "_orig_mod", model)
 
 
 def _mode_of(case: Case, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager:

@@ -17,6 +17,7 @@ from te_transform.graph.preserve import same_buffers
 from te_transform.verify.bisect import Called, bisect_failures, with_observer
 from te_transform.verify.cases import Case, all_rows, failed, rows_of_case
 from te_transform.verify.compare import Contenders
+from te_transform.verify.names import call_uncompiled
 from te_transform.verify.precision import Recipes
 from te_transform.verify.replay import Subject, in_double
 from te_transform.verify.states import compare_states
@@ -55,7 +56,7 @@ class Conversion:
     def verification(self, samples: list[Inputs], sets: list[Variation]) -> Verification:
         """Compare the models on all sets of inputs."""
         for model in self.models:
-            _uncompile(model)
+            call_uncompiled(model)
         self._learn(samples)
         called = Called(self.converted)
         with with_observer(self.converted, called.note):
@@ -116,8 +117,3 @@ class Conversion:
             if (not found or fails(others)) and not fails(()):
                 found += bisect_failures(others, fails)
         return found
-
-
-def _uncompile(model: nn.Module) -> None:
-    for module in model.modules():
-        vars(module).pop("_compiled_call_impl", None)

@@ -1,4 +1,4 @@
-"""Names of modules and weights in two models, and the mapping between them."""
+"""Names in two models, the mapping between them, and the modules behind torch.compile."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ _COMPILED = "_orig_mod"  # the attribute by which torch.compile holds the module
 def plain_name(name: str) -> str:
     """Return the name without the parts that torch.compile adds."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that torch.compile() wrapped, or the model itself."""
+    return getattr(model, _COMPILED, model)
+
+
+def call_uncompiled(model: nn.Module) -> None:
+    """Make the calls of all modules run the modules' own code, where Module.compile() compiled them."""
+    for module in model.modules():
+        vars(module).pop("_compiled_call_impl", None)
 
 
 def renaming(names: Names | None) -> Callable[[str], str | None]:

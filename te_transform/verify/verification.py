@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from te_transform.execution.console import as_text
 from te_transform.verify.compare import Row
+from te_transform.verify.names import some
 from te_transform.verify.states import STATE_DICT
 
 DEAD = "all inputs"  # the inputs of the row of a model with constant outputs
-_WIDTH = 110  # columns of str(verification)
 _WORST = 5  # the number of gradients shown per set of inputs, and of state dict entries
 
 
@@ -69,8 +69,7 @@ class Verification:
         notes = [f"guilty: {path or 'the model itself'}" for path in self.guilty]
         notes += [f"skipped: {sentence}" for sentence in self.skipped]
         if self.dead:
-            more = f" and {len(self.dead) - _WORST} more" if len(self.dead) > _WORST else ""
-            notes.append(f"dead: no gradient reaches {', '.join(self.dead[:_WORST])}{more}")
+            notes.append(f"dead: no gradient reaches {some(self.dead)}")
         notes += [f"note: {sentence}" for sentence in self.notes]
         nothing = Counter(row.inputs for row in self.rows if not row.finite)
         notes += [
@@ -81,10 +80,7 @@ class Verification:
         return Group(Text(self.title, style="bold"), table, *map(Text, notes))
 
     def __str__(self) -> str:
-        plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
-        console = Console(file=io.StringIO(), legacy_windows=False, **plain)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        return as_text(self)
 
     def __repr__(self) -> str:
         return f"Verification({self.title})"

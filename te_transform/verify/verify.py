@@ -12,10 +12,10 @@ from te_transform.graph.inputs import as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.plan.model import wrapped_by
-from te_transform.verify.any_pair import AnyPair, uncompiled
+from te_transform.verify.any_pair import AnyPair
 from te_transform.verify.conversion import Conversion
 from te_transform.verify.layout import Layout, Weights
-from te_transform.verify.names import Names
+from te_transform.verify.names import Names, uncompiled
 from te_transform.verify.precision import Recipes
 from te_transform.verify.variations import variations
 from te_transform.verify.verification import Verification
