@@ -143,6 +143,7 @@ def test_gpt_oss(options: dict, te: ModuleType, bands: list[Band]) -> None:
     converted = te_transform.convert(model, inputs, backend="te", **options)
     length = inputs["input_ids"].shape[1]
     masks = [[], [-1, -2, -3], [], range(4, length), [0, 1, 2]]
+    errors = []  # of the sinks' gradients in each batch: of the converted model, of the original in bf16
     # each kind of calls is recorded when it comes again
     for hidden in [*masks, *([[-1, -2, -3], range(4, length), [0, 1]] if "graphs" in options else [])]:
         mask = torch.ones_like(inputs["input_ids"])
@@ -159,7 +160,10 @@ def test_gpt_oss(options: dict, te: ModuleType, bands: list[Band]) -> None:
             [grad for name, grad in of_all(each, given).items() if name.endswith("sinks")]
             for each in (converted, model, exact)
         )
-        assert error(found, wide) <= 1.5 * error(rounded, wide) + 2**-8 * error([g * 0 for g in wide], wide)
+        errors.append((error(found, wide), error(rounded, wide)))
+    # of four numbers a layer: with one batch, chance alone makes either error three times the other
+    of_converted, of_model = (torch.tensor(each).square().mean().sqrt() for each in zip(*errors, strict=True))
+    assert of_converted <= 1.5 * of_model + 2**-8
     # with a window, the last queries of a sequence that is much shorter see nothing
     assert {(band.before is None, band.padded, band.blind, band.documents) for band in bands} == {
         (True, False, False, 0), (True, True, False, 0), (False, False, False, 0), (False, True, False, 0),
