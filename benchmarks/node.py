@@ -194,12 +194,12 @@ def failed(name: str, told: str) -> Row:
 def line(row: Row) -> str:
     """Return a row for reading."""
     if row.why:
-        return f"{row.name:36} did not run: {row.why}"
+        return f"{row.name:40} did not run: {row.why}"
     mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
     peak = f"{row.peak:5.1f} GiB" if row.peak else "    - GiB"
     later = f" + {row.later:.0f}" if row.later >= 1 else ""
     return (
-        f"{row.name:36} {row.tokens_per_second:9,.0f} tokens/s/GPU  MFU {mfu}  {peak}  "
+        f"{row.name:40} {row.tokens_per_second:9,.0f} tokens/s/GPU  MFU {mfu}  {peak}  "
         f"first step after {row.first:.0f}{later} s  loss {row.loss:.4f}"
     )
 

@@ -110,7 +110,17 @@ def ours(job: Job, **options: Any) -> Prepared:
     return Prepared(model)
 
 
+def fastest(job: Job) -> Prepared:
+    """Convert with fast accumulation, compiled, and the head in FP8 too."""
+    import te_transform
+
+    head = job.model.get_output_embeddings()
+    sites = {name: "fp8" for name, module in job.model.named_modules() if module is head}
+    return ours(job, recipe=te_transform.PrecisionPlan("fp8-delayed-fast", sites), compile=True)
+
+
 CONTENDERS = {
+    "te_transform fast, head in FP8, compiled": Contender(fastest),
     "te_transform fp8-delayed, compiled": Contender(partial(ours, recipe="fp8-delayed", compile=True)),
     "te_transform bf16, compiled": Contender(partial(ours, compile=True)),
     "te_transform fp8-delayed": Contender(partial(ours, recipe="fp8-delayed")),
