@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 
+from te_transform.backends.fp8.checkpointed_calls import NotedCall, NotedCalls
 from te_transform.backends.fp8.current_model import in_recipe
 from te_transform.backends.fp8.registry import read_state
 from te_transform.backends.ranks import bucket_size
+from te_transform.backends.tensor_registry import TensorRegistry
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.graph_version import GraphVersion
@@ -29,7 +31,7 @@ MAX_SPECIALIZATIONS = 8
 _SEEN = "a mode sees its operations, which a compiled graph does not call"
 _TRANSFORMED = "a function transform or forward-mode differentiation is on"
 _OBSERVED = "verify() or the conversion observes the call"
-_REPEATED = "a checkpoint repeats the call, and TE's modules keep more state than scales"
+_REPEATED = "a checkpoint repeats a call that ran fused, or it is reentrant"
 _ACCUMULATED = "in accumulate(), kernels add gradients to buffers"
 _UNREADY = "its matrix products have no scales for these weights yet"
 _FAILED = "no specialization for the call, see the notes"
@@ -52,14 +54,16 @@ class Ready(NamedTuple):
     Attributes:
         prepared: computes the outputs from the call's arguments and `known.tensors`.
         known: the precomputed values.
-        in_fp8: True if products run in FP8.
+        updates_scales: True if its backward ends with an update of the scales of gradients.
         reads_values: True if `known` depends on more than the sizes of the arguments.
+        ran: the products that run in FP8, and the key of the function among those with the same products.
     """
 
     prepared: Prepared
     known: Precomputed
-    in_fp8: bool
+    updates_scales: bool
     reads_values: bool
+    ran: tuple[frozenset[Site], tuple[Any, ...]]
 
 
 class ProductsInFP8:
@@ -85,7 +89,8 @@ class Specializations:
 
     - calls from which matrix products take their first scales. The first call with the same shapes and mode
       shows which products run in FP8;
-    - calls of checkpoints and in accumulate(), for which TE's modules keep more state than scales.
+    - calls in accumulate(), and repetitions of calls that ran fused. A checkpoint counts on the repetition to
+      save the same tensors as the call.
 
     Args:
         version: the graph, and its sites that run as captured.
@@ -94,7 +99,7 @@ class Specializations:
 
     def __init__(self, version: GraphVersion, make: Make):
         plan, options = version.plan, version.options
-        self.options, self.make, self._tell = options, make, version.tell
+        self.version, self.make = version, make
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varies = any(map(_varies, placeholders))
@@ -106,8 +111,14 @@ class Specializations:
             site: names.index(site.weights[0][0].meta["origin"]) for site in version.sites if site.weights
         }
         self.in_fp8 = ProductsInFP8()
+        # by the first weight, because layers share a graph
+        self.checkpointed: TensorRegistry[NotedCalls] = TensorRegistry()
         self.lowered: dict[frozenset[Site], Specialized] = {}  # by the products that run in FP8
-        self._lower = lambda sites: Specialized(version, sites)
+
+    @property
+    def options(self) -> Options:
+        """The options of the conversion."""
+        return self.version.options
 
     @property
     def products(self) -> dict[Site, int]:
@@ -117,7 +128,7 @@ class Specializations:
     def tell(self, why: str) -> str:
         """Report that the graph runs uncompiled, or without CUDA graphs, and why. Return `why`."""
         how = "uncompiled" if self.options.compile else "without CUDA graphs"
-        self._tell(f"a graph runs {how}, {why}")
+        self.version.tell(f"a graph runs {how}, {why}")
         return why
 
     def refuse(self, call: CallContext) -> str | None:
@@ -137,12 +148,33 @@ class Specializations:
 
     def find(self, call: CallContext) -> Ready | FirstCall | str:
         """Return the specialization of a call, which may be made now, or why there is none."""
+        if not self.products or not (call.is_checkpointed or call.in_backward):
+            return self._find(call)
+        weight = call.args[next(iter(self.products.values()))]
+        noted = self.checkpointed.get(weight) or self.checkpointed.set(weight, NotedCalls())
+        if call.in_backward:
+            return self._find_again(call, noted.again() if call.is_checkpointed else None)
+        found = self._find(call)
+        ran = found.ran if isinstance(found, Ready) else None
+        noted.note(ran is not None, False, lambda: None, ran)
+        return found
+
+    def _find_again(self, call: CallContext, noted: NotedCall | None) -> Ready | str:
+        """Return the specialization that ran a call in its forward; a checkpoint repeats the call."""
+        if noted is None or noted.ran is None:
+            return _REPEATED
+        sites, key = noted.ran
+        lowered = self.lowered[sites]
+        known, prepared = lowered.look(call.args, repeats=True), lowered.runs[key]
+        if known is None or prepared is None or known.key != key[: len(known.key)]:
+            return _REPEATED
+        return Ready(prepared, known, False, lowered.reads_values, noted.ran)
+
+    def _find(self, call: CallContext) -> Ready | FirstCall | str:
         arguments = call.args
         recipe, scaling = self.precision()
         if recipe is not None and scaling is None:
             return self._only_in_te(recipe)
-        if self.products and (call.is_checkpointed or call.in_backward):
-            return _REPEATED
         first = next(iter(self.weights.values()), None)
         if self.options.graphs and first is not None and read_state(arguments[first]).gradients is not None:
             return _ACCUMULATED
@@ -157,10 +189,11 @@ class Specializations:
         known = lowered.look(arguments)
         if known is None:
             return _UNREADY
-        prepared = self._prepared(lowered, known, call, scaling)
+        key = self._key(known, call, scaling)
+        prepared = self._prepared(lowered, known, call, key)
         if prepared is None:
             return _FAILED
-        return Ready(prepared, known, bool(sites), lowered.reads_values)
+        return Ready(prepared, known, bool(sites), lowered.reads_values, (sites, key))
 
     def run(self, found: Ready | FirstCall, call: CallContext, fused: Callable[[CallContext], Any]) -> Any:
         """Run a call by the result of find(). `fused` runs a FirstCall."""
@@ -169,7 +202,7 @@ class Specializations:
             self._learn(found, call)
             return outputs
         outputs = found.prepared(*call.args, *found.known.tensors)
-        if found.in_fp8 and call.records_gradients:
+        if found.updates_scales and call.records_gradients:
             self.options.backend.update_scales_after_backward(outputs)
         return outputs
 
@@ -188,19 +221,21 @@ class Specializations:
 
     def _only_in_te(self, recipe: Any) -> str:
         why = f"{type(recipe).__name__} runs only in TE's modules"
-        self._tell(f"graphs run {'uncompiled' if self.options.compile else 'without CUDA graphs'}, {why}")
+        self.version.tell(
+            f"graphs run {'uncompiled' if self.options.compile else 'without CUDA graphs'}, {why}"
+        )
         return why
 
+    def _key(self, known: Precomputed, call: CallContext, scaling: Any) -> tuple[Any, ...]:
+        sizes, shared = self.sizes(call.args), self._shared(call.args)
+        return (*known.key, scaling, attention_kernels(), sizes, shared, self._bucket(call))
+
     def _prepared(
-        self, lowered: Specialized, known: Precomputed, call: CallContext, scaling: Any
+        self, lowered: Specialized, known: Precomputed, call: CallContext, key: tuple[Any, ...]
     ) -> Prepared | None:
-        bucket = self._bucket(call)
-        arguments = call.args
-        shared = self._shared(arguments)
-        key = (*known.key, scaling, attention_kernels(), self.sizes(arguments), shared, bucket)
         if key not in lowered.runs:
             with compile_lock:  # compilers keep their state in variables that all threads share
-                self._make(key, lowered, known, arguments, bucket)
+                self._make(key, lowered, known, call.args, self._bucket(call))
         return lowered.runs.get(key)
 
     def _make(
@@ -219,7 +254,7 @@ class Specializations:
             return
         made = "compiled" if self.options.compile else "prepared"
         how = "uncompiled" if self.options.compile else "without CUDA graphs"
-        self._tell(
+        self.version.tell(
             f"a graph is {made} for at most {MAX_SPECIALIZATIONS} sets of shapes and modes, other calls run "
             f"{how}"
         )
@@ -236,7 +271,7 @@ class Specializations:
 
     def _lowered(self, sites: frozenset[Site]) -> Specialized:
         if sites not in self.lowered:
-            self.lowered[sites] = self._lower(sites)
+            self.lowered[sites] = Specialized(self.version, sites)
         return self.lowered[sites]
 
     def _shared(self, arguments: Sequence[Any]) -> tuple[Any, ...]:

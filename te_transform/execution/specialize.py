@@ -149,19 +149,28 @@ class Specialized:
     def _module(self, node: fx.Node) -> Any:
         return self.graph.get_submodule(node.target) if node.op == "call_module" else None
 
-    def look(self, arguments: Sequence[Any]) -> Precomputed | None:
-        """Return the precomputed values of a call, or None if it must run uncompiled."""
+    def look(self, arguments: Sequence[Any], repeats: bool = False) -> Precomputed | None:
+        """Return the precomputed values of a call, or None if it must run uncompiled.
+
+        Args:
+            arguments: of the call.
+            repeats: True if a checkpoint repeats a compiled call.
+        """
         values = self.before.values(arguments)
         states = {}
         for site, node in self.products.items():
-            weights = self._weights(site, values, arguments)
-            trained = self.trained[site] and torch.is_grad_enabled()
-            state = site.fused.state_for(weights, node.args[-1] is not None, trained)
+            weights, bias = self._weights(site, values, arguments), node.args[-1] is not None
+            if repeats:
+                state = site.fused.state_again(weights, bias)
+            else:
+                trained = self.trained[site] and torch.is_grad_enabled()
+                state = site.fused.state_for(weights, bias, trained)
             if state is None:
                 return None
             states[node] = state
         known = self.states if self.states.are(states) else States(states)
-        if not any(state.weights for state in states.values()):  # a reference would keep quantized weights
+        # a reference would keep quantized weights, or the scales of a call
+        if not repeats and not any(state.weights for state in states.values()):
             self.states = known
         return Precomputed(values, self.staying, known)
 

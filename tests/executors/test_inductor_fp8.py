@@ -251,7 +251,7 @@ def test_training_may_follow_inference_mode() -> None:
     assert not pair.notes
 
 
-def test_accumulate_and_checkpoints_run_uncompiled(compilations: Compiler) -> None:
+def test_accumulate_runs_uncompiled(compilations: Compiler) -> None:
     pair = of_module(Block)
 
     def accumulated(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -262,20 +262,77 @@ def test_accumulate_and_checkpoints_run_uncompiled(compilations: Compiler) -> No
             model.train()(**inputs).double().square().sum().backward()
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
-    def checkpointed(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-        x = inputs["x"].clone().requires_grad_()
-        out = torch.utils.checkpoint.checkpoint(model.train(), x, use_reentrant=False)
-        return list(torch.autograd.grad(out.double().square().sum(), list(model.parameters())))
-
-    for act in (accumulated, checkpointed):
-        for _ in range(3):
-            act(pair.eager, pair.inputs)
-            act(pair.compiled, pair.inputs)
+    for _ in range(3):
+        accumulated(pair.eager, pair.inputs)
+        pair.hold(accumulated)
     assert not compilations
     for _ in range(2):
-        pair.hold(checkpointed)
-    pair.hold(trained)
+        pair.hold(trained)
     assert compilations
+
+
+class Layers(nn.Module):
+    """Three blocks, each under a checkpoint, all under one, or none."""
+
+    def __init__(self, under: str = "none"):
+        super().__init__()
+        self.layers, self.under = nn.ModuleList(Block() for _ in range(3)), under
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.under == "all":
+            return torch.utils.checkpoint.checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            each = self.under == "each"
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if each else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("under", ["each", "all"])
+def test_checkpoints_repeat_compiled_calls(under: str, ran: list[str]) -> None:
+    """Losses and gradients are bitwise those without checkpoints, also if two backwards wait."""
+
+    def steps(under: str) -> list[list[Tensor]]:
+        model = seeded(Layers).bfloat16().train()
+        model.under, found = under, []
+        model = te_transform.convert(
+            model, {"x": X}, backend="te", recipe="fp8-delayed", compile=True, verify=False
+        )
+        for waiting in (1, 2, 1, 2):
+            ran.clear()
+            losses = [model((X * (1 + n)).requires_grad_()).double().square().sum() for n in range(waiting)]
+            for loss in reversed(losses):
+                loss.backward()
+            found.append([*losses, *(parameter.grad for parameter in model.parameters())])
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 1e-3 * parameter.grad.sign()
+            model.zero_grad()
+        return found
+
+    for wanted, found in zip(steps("none"), steps(under), strict=True):
+        assert all(map(torch.equal, found, wanted))
+    assert ran.count("compiled") == 2 * 2 * 3  # each of three layers, in two forwards and two backwards
+    assert "fused" not in ran
+
+
+@pytest.mark.parametrize("options", [{"compile": True}, {"graphs": True}], ids=str)
+@pytest.mark.parametrize("under", ["each", "all"])
+@pytest.mark.usefixtures("cuda_graphs")
+def test_checkpoints_are_as_exact(under: str, options: dict) -> None:
+    """Calls without a history are compiled from the second on, in the first forward too."""
+    wanted = gradients(seeded(Layers).double(), {"x": X.double()})
+    found = []
+    for told in ({}, options):
+        model = seeded(Layers).bfloat16()
+        model.under = under
+        model = te_transform.convert(
+            model, {"x": X}, backend="te", recipe="fp8-current", verify=False, **told
+        )
+        found.append([distance(trained(model, {"x": X}), [*wanted.values()]) for _ in range(3)])
+    assert all(theirs <= 1.2 * own for own, theirs in zip(*found, strict=True))
 
 
 def test_a_reentrant_checkpoint_repeats_a_compiled_forward_in_fp8() -> None:

@@ -42,6 +42,10 @@ def checkpointed(model: nn.Module) -> None:
     checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
 
 
+def reentrant(model: nn.Module) -> None:
+    checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).sum().backward()
+
+
 def under_ddp(model: nn.Module) -> None:
     in_training(DistributedDataParallel(model))
 
@@ -97,8 +101,7 @@ class Row:
 
 
 REPEATED = (
-    "1 calls of graphs did not run compiled: a checkpoint repeats the call, and TE's modules keep more state "
-    "than scales"
+    "2 calls of graphs did not run compiled: a checkpoint repeats a call that ran fused, or it is reentrant"
 )
 IN_VMAP = (
     "dynamo cannot capture a part of the forward (Unsupported functorch tracing attempt): your own code runs "
@@ -113,11 +116,12 @@ CALLS: dict[str, Row] = {
     "with a new hook": Row(user_code, COMPILE, in_training, [OWN], before=add_hook),
     "third of a shape": Row(cuda_graph, {"graphs": True}, in_training, [REPLAYED], before=replayed),
     "compiled in FP8": Row(inductor, IN_FP8, in_training, [COMPILED]),
+    "checkpointed in FP8": Row(inductor, IN_FP8, checkpointed, [COMPILED, COMPILED], before=checkpointed),
     "under DDP": Row(inductor, COMPILE, under_ddp, [COMPILED], fixtures=DDP),
     "divided": Row(inductor, COMPILE, in_training, [COMPILED], before=divide, fixtures=DDP),
     "in inference mode": Row(inductor, COMPILE, in_inference_mode, [COMPILED]),
     "first of a shape in FP8": Row(fused, IN_FP8, in_training, [COMPILED, FUSED], before=nothing),
-    "checkpointed in FP8": Row(fused, IN_FP8, checkpointed, [FUSED], REPEATED),
+    "reentrantly checkpointed": Row(fused, IN_FP8, reentrant, [COMPILED, FUSED], REPEATED, before=reentrant),
     "too small": Row(captured, {}, in_training, [CAPTURED], SMALL, before=nothing),
 }
 

@@ -234,12 +234,13 @@ def test_accumulation_says_what_is_wrong() -> None:
 # Activation checkpointing
 
 
+@pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_activation_checkpointing_is_as_exact(recipe: str | None, reentrant: bool) -> None:
+def test_activation_checkpointing_is_as_exact(recipe: str | None, reentrant: bool, compile: bool) -> None:
     """As the original is, in a recipe as without checkpoints: the blocks are captured one by one, what lies
     between them rounds elsewhere."""
-    model, checkpointed = seeded(llama), converted(recipe)
+    model, checkpointed = seeded(llama), converted(recipe, compile=compile)
     exact, other = copy.deepcopy(model).float(), model if recipe is None else converted(recipe)
     checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for number in range(3):

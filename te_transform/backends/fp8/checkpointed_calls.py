@@ -1,10 +1,11 @@
-"""The calls of a product that a checkpoint may repeat, with the scales that they had."""
+"""Calls that a checkpoint may repeat, with the scales that they had, or the function that ran them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from te_transform.backends.tracing import saving_hooks
 
 @dataclass
 class NotedCall:
-    """The calls of a product within one forward.
+    """The calls of a product, or of a graph, within one forward.
 
     Attributes:
         in_fp8: True if they ran in FP8.
         calibrating: True if they ran in their own dtype because there were no scales yet.
+        ran: the specialization that ran a graph, or None.
         scales: a copy of the scales of delayed scaling.
+        state: the state with which compiled graphs repeat a product.
         forward: the number of the forward.
         moments: autograd's sequence number at each call.
         repeated: True after a backward has repeated one of them.
@@ -28,7 +31,9 @@ class NotedCall:
 
     in_fp8: bool
     calibrating: bool
+    ran: Any = None
     scales: Tensor | None = None
+    state: Any = None
     forward: int | None = None
     moments: list[int] = field(default_factory=list)
     repeated: bool = False
@@ -40,7 +45,7 @@ class NotedCall:
 
 
 class NotedCalls:
-    """The last calls of a product.
+    """The last calls of a product or a graph.
 
     Several forwards may come before a backward, each with its own scales, and a backward may repeat them in
     any order. A repetition is identified by the autograd node that needs it. The forward recorded that node
@@ -52,13 +57,15 @@ class NotedCalls:
     def __init__(self) -> None:
         self.noted: deque[NotedCall] = deque(maxlen=self.MOST)
 
-    def note(self, in_fp8: bool, calibrating: bool, scales: Callable[[], Tensor | None]) -> None:
+    def note(
+        self, in_fp8: bool, calibrating: bool, scales: Callable[[], Tensor | None], ran: Any = None
+    ) -> None:
         """Note a call that starts now; `scales` returns a copy of its scales."""
         forward, last = forward_number(), self.noted[-1] if self.noted else None
         known = last is not None and forward is not None and last.forward == forward
-        if not known or (last.in_fp8, last.calibrating) != (in_fp8, calibrating):
+        if not known or (last.in_fp8, last.calibrating, last.ran) != (in_fp8, calibrating, ran):
             waiting = [call for call in self.noted if not call.repeated]
-            last = NotedCall(in_fp8, calibrating, scales() if in_fp8 else None, forward)
+            last = NotedCall(in_fp8, calibrating, ran, scales() if in_fp8 else None, None, forward)
             self.noted = deque([*waiting, last], self.MOST)
         last.moments.append(torch._C._autograd._get_sequence_nr())
 

@@ -198,6 +198,15 @@ class Kernel:
             self.scaled = ProductState(*now)
         return self.scaled
 
+    def state_again(self, call: NotedCall) -> ProductState:
+        """Return the state of a compiled call that a checkpoint repeats: its scales, and no amax history."""
+        if call.scales is None:
+            return _UNSCALED
+        if call.state is None:
+            _, history = self.scaled.forward  # the step has recorded the amax already
+            call.state = self.scaled._replace(forward=(call.scales, torch.empty_like(history)))
+        return call.state
+
     def note_call(self) -> None:
         """Note how this call runs, for a checkpoint that may repeat it."""
         self.calls.note(self.in_fp8, self.calibrating, self.te.forward_scales)

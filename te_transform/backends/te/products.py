@@ -139,6 +139,12 @@ class _Product(FusedOp):
             kernel.note_call()
         return kernel.state(recipe, weights)
 
+    def state_again(self, weights: Sequence[Tensor], bias: bool) -> ProductState | None:
+        """Return the `state` of a compiled call that a checkpoint repeats, or None if it had no recipe."""
+        kernel = self._kernel(weights, bias)
+        call = kernel.call_again()
+        return None if call is None else kernel.state_again(call)
+
     def _has_scales(self, kernel: Kernel, recipe: Any, weights: Sequence[Tensor], trained: bool) -> bool:
         """Return True if the kernel has scales for a call; compute the first ones if it can."""
         are_new = kernel.look_at(weights)
