@@ -23,7 +23,7 @@ from te_transform.profile.classes import COMMUNICATION, IDLE, OVERHEAD, operatio
 from te_transform.profile.events import Event
 from te_transform.profile.findings import findings
 from te_transform.profile.ranges import OUTSIDE, PREFIX, STEP, Label
-from te_transform.profile.steps import record
+from te_transform.profile.steps import RecordedSteps, record
 from te_transform.profile.timeline import slices_of
 from te_transform.profile.tree import ops_of
 from te_transform.profile.trials import Replacement, Replacements
@@ -217,6 +217,14 @@ def test_a_gpu_waits_for_the_next_kernel() -> None:
         (60, 90, 2, classes.NORM),
         (90, 100, 0, IDLE),
     ]
+
+
+def test_an_operation_does_not_cost_the_wait_before_it() -> None:
+    step, mm = Event(STEP, 0, 100, identity=1), Event("aten::mm", 2, 4, identity=2)
+    recording = RecordedSteps(True, [1e-7], [step, mm, kernel("gemm", 80, 90, 2)], [OUTSIDE])
+    found = Analysis(nn.Linear(1, 1), recording)
+    assert found.within(found.ops[1]) == 10
+    assert found.total == 100
 
 
 def test_communication_is_exposed_where_no_kernel_runs_beside_it() -> None:

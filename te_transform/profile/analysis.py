@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
-from te_transform.profile.classes import CLASSES
+from te_transform.profile.classes import CLASSES, IDLE
 from te_transform.profile.ranges import Label
 from te_transform.profile.result import PartTime
 from te_transform.profile.steps import RecordedSteps
@@ -26,7 +26,7 @@ class Analysis:
     Attributes:
         by_label: label number, True in the backward, class -> cost.
         by_outer: outermost operation -> cost, with its backward.
-        by_op: operation -> cost, without the operations inside.
+        by_op: operation -> cost, without the operations inside, and without waiting for the CPU before it.
     """
 
     def __init__(self, model: nn.Module, recording: RecordedSteps):
@@ -38,7 +38,7 @@ class Analysis:
         self.by_op: Counter[Op] = Counter()
         for each in slices_of(self.ops, recording.events):
             self.by_label[each.op.label, each.op.is_backward, each.kind] += each.taken
-            self.by_op[each.op] += each.taken
+            self.by_op[each.op] += each.taken * (each.kind != IDLE)
             if each.op.outer is not None:
                 self.by_outer[each.op.outer] += each.taken
 
