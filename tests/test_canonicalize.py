@@ -1,15 +1,18 @@
 """Canonical graphs: they compute what was captured, in the ops of graph/ops.py, whatever the spelling was."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import te_transform
 from te_transform.graph import ops
 from te_transform.graph.nodes import shape_of
 from tests.captures import BOUND, canonical, error, named, op_counts, targets, the
+from tests.rules.tables import X, linear, written
 
 HIDDEN, HEADS, WIDTH, LENGTH, BATCH = 32, 4, 8, 6, 3
 
@@ -796,3 +799,71 @@ def test_nothing_moves_over_a_write() -> None:
     assert regions[ops.layer_norm] != regions[ops.linear]
     apart = canonical(lambda m, x: (x @ m.w).add_(1) @ m.w, x, w=w)
     assert {node.meta["region"] for node in apart.nodes} == {0}
+
+
+def normalized(y: Tensor) -> Tensor:
+    y /= y.sum(-1, keepdim=True)
+    return y
+
+
+def of_chosen(y: Tensor) -> Tensor:
+    """As routers of mixtures have it."""
+    chosen = y.gather(-1, y.topk(2, -1).indices)
+    chosen /= chosen.sum(-1, keepdim=True) + 1e-20
+    return chosen.sum(-1, keepdim=True)
+
+
+def added(y: Tensor) -> Tensor:
+    less = y - 2
+    return y.add_(less, alpha=2)
+
+
+def of_half(y: Tensor) -> Tensor:
+    half = (y - 1).half() - 1
+    half /= y.sum()  # rounded to half, and not float32 like the quotient
+    return half.float() + half.sum()
+
+
+def seen_by_a_view(y: Tensor) -> Tensor:
+    first = y[0]
+    y /= y.sum(-1, keepdim=True)
+    return y + first
+
+
+def saved_as_input(y: Tensor) -> Tensor:
+    y /= y.square().sum(-1, keepdim=True)
+    return y
+
+
+def saved_as_result(y: Tensor) -> Tensor:
+    weights = y.sigmoid()
+    weights /= weights.sum(-1, keepdim=True)
+    return weights
+
+
+ARITHMETIC = {normalized: 1, of_chosen: 1, added: 1}
+ARITHMETIC |= {of_half: 1, seen_by_a_view: 2, saved_as_input: 2, saved_as_result: 2}
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETIC, ids=lambda function: function.__name__)
+def test_arithmetic_in_place_has_a_new_result_if_only_that_is_read_later(
+    arithmetic: Callable[[Tensor], Tensor],
+) -> None:
+    """What is read before, such as the sum of the weights, then keeps nothing from moving past it."""
+
+    def forward(m, x):
+        z = F.layer_norm(x, (HIDDEN,))
+        y = arithmetic(x + 1)
+        return F.linear(z, m.w) + y
+
+    graph = canonical(forward, torch.rand(2, 5, HIDDEN), w=torch.randn(HIDDEN, HIDDEN))
+    regions = {node.meta["region"] for node in graph.nodes if node.target in (ops.layer_norm, ops.linear)}
+    assert len(regions) == ARITHMETIC[arithmetic]
+
+
+@pytest.mark.parametrize("arithmetic", [saved_as_input, saved_as_result])
+def test_a_backward_that_raises_after_a_write_still_raises(arithmetic: Callable[[Tensor], Tensor]) -> None:
+    model = written(lambda m, x: m.linear(arithmetic(m.linear(x) + 1)), linear=linear())()
+    for each in (model, te_transform.convert(model, X)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            each(X).sum().backward()

@@ -11,7 +11,14 @@ from te_transform.canonicalize.attention import ATTENTION
 from te_transform.canonicalize.composites import inline_composites
 from te_transform.canonicalize.functions import spell_functions
 from te_transform.canonicalize.grouped import GROUPED_QUERIES
-from te_transform.canonicalize.inplace import barriers, must_stay, put_by_index, read_results, written
+from te_transform.canonicalize.inplace import (
+    barriers,
+    compute_new_results,
+    must_stay,
+    put_by_index,
+    read_results,
+    written,
+)
 from te_transform.canonicalize.linears import BIASES, FLATTENED, LINEARS, TURNED
 from te_transform.canonicalize.loss import LOSSES
 from te_transform.canonicalize.noise import drop_noise
@@ -52,6 +59,7 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     inline_composites(graph)
     put_by_index(graph)
     read_results(graph)
+    compute_new_results(graph)
     for each in forms:
         each.prepare(graph)
     read_sizes_early(graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,19 @@ _MAY_ALIAS = frozenset(
 )
 _OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 Storage = dict[fx.Node, frozenset[fx.Node]]
+# in-place arithmetic, as operator and as method, and the same with a new result
+_NEW_RESULT: dict[Any, Callable[..., Any]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    "add_": torch.Tensor.add,
+    "sub_": torch.Tensor.sub,
+    "mul_": torch.Tensor.mul,
+    "div_": torch.Tensor.div,
+}
+# Calls for whose backward autograd saves neither their floating point inputs nor their result.
+_SAVES_NO_VALUES = frozenset(("add", "gather", "getitem", "mean", "neg", "sub", "sum", "topk"))
 
 
 def put_by_index(graph: fx.Graph) -> None:
@@ -36,6 +50,39 @@ def read_results(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if nodes.writes(node) and nodes.is_tensor_node(node) and nodes.is_tensor_node(target_of(node)):
             edit.replace_later_uses(target_of(node), node)
+
+
+def compute_new_results(graph: fx.Graph) -> None:
+    """Compute `w / d` for `w /= d` if only the result is read later, and `w` was read before.
+
+    Otherwise no read could be moved across the write, see barriers(). The sum of the weights in
+    `w /= w.sum()` is such a read. If autograd may have saved `w`, the write stays: the backward then raises.
+    """
+    storage = storage_of(graph)
+    for node in graph.nodes:
+        new = _NEW_RESULT.get(node.target)
+        if new is None or not _keeps_dtype(node) or _is_seen(node, storage) or _may_be_saved(node, storage):
+            continue
+        if _is_read_before(node, storage):
+            edit.set_target(node, new, node.args, dict(node.kwargs))
+
+
+def _keeps_dtype(write: fx.Node) -> bool:
+    """Return True if arithmetic with a new result has the dtype of the in-place target."""
+    if len(write.args) != 2 or not nodes.is_tensor_node(write.args[0]):
+        return False
+    target, other = nodes.value(write.args[0]), write.args[1]
+    if isinstance(other, fx.Node):
+        other = 1 if nodes.size_of(other) is not None else nodes.value(other)
+    is_known = isinstance(other, (int, float, torch.Tensor))
+    return is_known and torch.result_type(target, other) is target.dtype
+
+
+def _may_be_saved(write: fx.Node, storage: Storage) -> bool:
+    """Return True if autograd may have saved the written tensor, or a view of it, before the write."""
+    aliases = _aliases_before(write, storage)
+    readers = {reader for node in aliases for reader in node.users if reader < write}
+    return any(nodes.called(node) not in _SAVES_NO_VALUES for node in (*aliases, *readers))
 
 
 def must_stay(graph: fx.Graph) -> set[fx.Node]:
