@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from te_transform.graph import ops
 from te_transform.graph.nodes import (
     called,
+    dtype_name,
     dtype_of,
     is_model_tensor,
     is_number,
@@ -56,14 +57,13 @@ def refuse(
     if _length_first(rope, angles) is None:
         yield (
             f"queries of shape {list(rotated)} are rotated by angles of shape {list(by)}, but the kernel "
-            "needs [batch, heads, length, width] and [length, width] or [1, length, width]: change their "
+            "needs [batch, heads, length, width] and [length, width] or [batch, length, width]: change their "
             "layout"
         )
-    inside = torch.float32 if rope.wide else rope.x.dtype
-    if {rope.cos.dtype, rope.sin.dtype} != {inside} or dtype_of(rope.node) is not rope.x.dtype:
+    if dtype_of(rope.node) is not rope.x.dtype:
         yield (
-            "the cosines have another dtype than the rotated tensor, but the kernel rounds to the dtype of "
-            "the rotated tensor: cast cosines and sines to that dtype"
+            f"a tensor in {dtype_name(rope.x.dtype)} is rotated by cosines in {dtype_name(rope.cos.dtype)}, "
+            "but the kernel rounds to the dtype of the rotated tensor: cast the result to that dtype"
         )
 
 
@@ -74,9 +74,9 @@ def _refuse_other_rotations(attention: fx.Node) -> Iterator[str]:
         return
     how = "as complex numbers" if any(dtype_of(node).is_complex for node in calls) else "in another form"
     yield (
-        f"queries or keys are rotated {how}, but the kernel rotates column i of a head with column i + width "
-        "/ 2: reorder the rows of the query and key weights to pair these columns, and compute x * cos + "
-        "torch.cat((-x2, x1), -1) * sin"
+        f"queries or keys are rotated {how}, but the kernel rotates two columns of a head, which are "
+        "neighbors or half a head apart: compute torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), "
+        "-1).flatten(-2), where x1 is x[..., ::2] and x2 is x[..., 1::2]"
     )
 
 
@@ -159,7 +159,9 @@ def _broadcast(shape: Sequence) -> tuple:
 
 def build(backend, rope: Operation, angles: fx.Node, factor: float = 1.0) -> nn.Module:
     """Return the fused op; `factor` multiplies cosines and sines (YaRN)."""
-    return backend.Rotary(factor, wide=rope.wide, length_first=_length_first(rope, angles))
+    return backend.Rotary(
+        factor, wide=rope.wide, length_first=_length_first(rope, angles), in_pairs=rope.in_pairs
+    )
 
 
 class Example(nn.Module):

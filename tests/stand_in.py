@@ -377,11 +377,14 @@ class LayerNormMLP(Base):
         return super().forward(x, is_first_microbatch)
 
 
-def apply_rotary_pos_emb(x: Tensor, angles: Tensor, tensor_format: str, fused: bool) -> Tensor:
+def apply_rotary_pos_emb(
+    x: Tensor, angles: Tensor, tensor_format: str, interleaved: bool, fused: bool
+) -> Tensor:
     """x [batch, length, heads, width], angles [length, 1, 1, width]."""
     assert (tensor_format, fused) == ("bshd", True)
+    assert angles.shape == (x.shape[1], 1, 1, x.shape[3])
     columns = angles.transpose(0, 1)
-    return ops.rope(x.float(), columns.cos(), columns.sin()).to(x.dtype)
+    return ops.rope(x, columns.cos(), columns.sin(), True, interleaved)
 
 
 def fused_attn_fwd(

@@ -641,7 +641,15 @@ def test_rotary_turns_by_the_angles(te: ModuleType) -> None:
         assert close(found, wanted, 2e-2)
         (grad,) = torch.autograd.grad(found, x, torch.ones_like(found), create_graph=True)
         assert grad.shape == x.shape
-    assert te.Rotary()(x, angles.repeat(2, 1, 1)).shape == x.shape
+
+
+@pytest.mark.parametrize("in_pairs", [False, True], ids=["halves", "pairs"])
+def test_rotary_turns_each_sequence_by_its_own_angles(te: ModuleType, in_pairs: bool) -> None:
+    x, angles = random(2, 3, 8, 4), torch.randn(2, 8, 4)
+    kernel, alone = te.Rotary(in_pairs=in_pairs), plain.Rotary(in_pairs=in_pairs)
+    with limits.ignore_size_limits:
+        assert close(kernel(x, angles), alone(x, angles), 2e-2)
+    assert not kernel.plain_calls
 
 
 def test_cosines_are_taken_once_for_all_layers_and_anew_after_a_write(

@@ -348,7 +348,7 @@ def without_rotary(x: Tensor, angles: Tensor) -> str | None:
     if why := without_kernel(x, x):
         return why
     if (
-        angles.shape not in ((length, width), (1, length, width))
+        angles.shape not in ((length, width), (1, length, width), (batch, length, width))
         or angles.dtype != torch.float32
         or angles.requires_grad
     ):

@@ -25,7 +25,7 @@ from te_transform.canonicalize.noise import drop_noise
 from te_transform.canonicalize.norms import NORM_SPELLINGS
 from te_transform.canonicalize.op import Forms, write
 from te_transform.canonicalize.products import spell_products
-from te_transform.canonicalize.rotary import ROTARY, WIDE_ROTARY, join_halves
+from te_transform.canonicalize.rotary import ROTARY, WIDE_ROTARY, join_parts
 from te_transform.canonicalize.score_layout import drop_score_transposes
 from te_transform.canonicalize.shared import share_angles, share_norms
 from te_transform.canonicalize.sizes import read_sizes_early
@@ -75,7 +75,8 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     spell_functions(canonical, graph.owning_module, canonicalize)
     drop_noise(canonical)
     share_angles(canonical)
-    join_halves(canonical)
+    join_parts(canonical)
+    share_angles(canonical)  # of each layer's rotations
     write(canonical, SOFTMAXES)
     drop_score_transposes(canonical)
     for spellings in _SPELLINGS:

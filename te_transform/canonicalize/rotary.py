@@ -1,17 +1,20 @@
-"""Recognize rotary position embeddings in rotate-half form: whole or by halves, with or without fp32."""
+"""Recognize rotary position embeddings of halves or of pairs of columns: whole or by parts, also in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from te_transform.canonicalize.angles import IN_PAIRS, REVERSED, TWICE, Angles
 from te_transform.canonicalize.op import Spelling
+from te_transform.canonicalize.parts import ColumnHalf, are_both, part_of
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import dtype_of, is_number, is_tensor_node, same_shape, shape_of
-from te_transform.graph.pattern import Call, Each, Match, Var
+from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of
+from te_transform.graph.pattern import Call, Each, Match, Maybe, Pattern, Var
 
 _X = Var("x", is_tensor_node)
 _FIRST = Call(ops.columns, _X, 0, Var("half"))
@@ -24,75 +27,115 @@ def _is_in_halves(x: fx.Node, half: int, width: int, root: fx.Node) -> bool:
     return halves and same_shape(shape_of(x), shape_of(root))
 
 
+def _plus(rotated: Pattern) -> Call:
+    """Return the pattern of x cos + rotated sin. Each of x and `rotated` may be cast before its product."""
+    return Call(
+        torch.add,
+        Call(torch.mul, Var("whole", is_tensor_node), Var("cos", is_tensor_node), commute=True),
+        Call(torch.mul, Maybe(ops.cast, rotated), Var("sin", is_tensor_node), role="other", commute=True),
+        commute=True,
+    )
+
+
+def _adds_to(match: Match, x: fx.Node) -> bool:
+    """Return True if the first term is a product of x, which is cast as in the second term."""
+    whole, sin = match.bound["whole"], match.bound["sin"]
+    casts = whole.target is ops.cast and whole.args[0] is x
+    rotated = [factor for factor in match.bound["other"].args if factor is not sin]
+    return (whole is x or casts) and all(dtype_of(factor) is dtype_of(whole) for factor in rotated)
+
+
 def _rope(graph: fx.Graph, match: Match) -> tuple | None:
     x, half, width = match.bound["x"], match.bound["half"], match.bound["width"]
-    if not _is_in_halves(x, half, width, match.root):
+    if not _is_in_halves(x, half, width, match.root) or not _adds_to(match, x):
         return None
-    return ops.rope, (x, match.bound["cos"], match.bound["sin"])
+    return ops.rope, (match.bound["whole"], match.bound["cos"], match.bound["sin"])
 
 
 def _wide(graph: fx.Graph, match: Match) -> tuple | None:
-    """Return the op for 16-bit queries that are cast to fp32, rotated, and cast back."""
+    """Return the op for 16-bit queries that are rotated in fp32, and cast back.
+
+    They are cast to fp32 before the rotation, or the cosines and sines are fp32.
+    """
     x, rope = match.bound["x"], match.bound["rope"]
     rounds = dtype_of(match.root) is dtype_of(x) and dtype_of(x).itemsize == 2
-    wide = dtype_of(rope) is dtype_of(rope.args[0]) is torch.float32
+    wide = dtype_of(rope) is torch.float32 and dtype_of(x).itemsize == 2
     alone = len(rope.users) == 1
-    return (ops.rope, (x, *rope.args[1:3], True)) if rounds and wide and alone else None
+    return (ops.rope, (x, *rope.args[1:3], True, *rope.args[4:])) if rounds and wide and alone else None
 
 
-ROTARY = (
-    Spelling(
-        Call(
-            torch.add,
-            Call(torch.mul, _X, Var("cos", is_tensor_node), commute=True),
-            Call(torch.mul, _ROTATED, Var("sin", is_tensor_node), commute=True),
-            commute=True,
-        ),
-        _rope,
-    ),
-)
-WIDE_ROTARY = (Spelling(Call(ops.cast, Call(ops.rope, Call(ops.cast, _X), role="rope")), _wide),)
+ROTARY = (Spelling(_plus(_ROTATED), _rope),)
+WIDE_ROTARY = (Spelling(Call(ops.cast, Call(ops.rope, Maybe(ops.cast, _X), role="rope")), _wide),)
 
 
 class _Term(NamedTuple):
-    """A term of one half of a rotation: columns of x times cosines or sines."""
+    """A term of one half of a rotation: a part of x times cosines or sines."""
 
     sign: int
-    columns: fx.Node
+    part: ColumnHalf
     factor: fx.Node
 
 
 class _Rotation(NamedTuple):
-    """The concatenation of x1 cos - x2 sin and x2 cos + x1 sin; `sign` -1 negates the sines."""
+    """The rotation of two parts: x1 cos - x2 sin and x2 cos + x1 sin; `sign` -1 negates the sines.
 
-    x: fx.Node
+    Cosines and sines are half as wide as x, unless `whole`.
+    """
+
+    part: ColumnHalf
     cos: fx.Node
     sin: fx.Node
-    sign: int
+    sign: int = 1
+    whole: bool = False
 
 
-def join_halves(graph: fx.Graph) -> None:
-    """Rewrite rotations that are computed by halves, with cosines and sines of half the width, as the op."""
+def join_parts(graph: fx.Graph) -> None:
+    """Rewrite rotations that are computed by parts of x as the op.
+
+    Parts are halves, with cosines and sines of half the width, or the even and odd columns.
+    """
     known: dict[tuple, fx.Node] = {}
-    for root in [node for node in graph.nodes if node.target is torch.cat]:
+    for root in [node for node in graph.nodes if node.target in (torch.cat, torch.reshape, torch.add)]:
         covered: list[fx.Node] = [root]
-        rotation = _rotation(root, covered)
+        rotation = _of_pairs(root, covered) if root.target is torch.add else _by_parts(root, covered)
         alone = all(user in covered for node in covered[1:] for user in node.users)
         if rotation is None or not alone or len({node.meta["region"] for node in covered}) > 1:
             continue
-        widening = _Widening(graph, root, rotation.sign, known)
-        cos, sin = widening(rotation.cos, torch.cos), widening(rotation.sin, torch.sin)
-        signs = [node for term in covered for node in term.all_input_nodes if node.target is torch.neg]
-        edit.replace(graph, covered, ops.rope, (rotation.x, cos, sin))
-        edit.erase_unread(graph, [node for node in signs if not node._erased])
+        in_pairs = root.target is not torch.cat
+        reads = [read for node in covered for read in node.all_input_nodes if read not in covered]
+        changes = () if rotation.whole else (IN_PAIRS if in_pairs else TWICE,)
+        changes += (REVERSED,) if rotation.sign < 0 else ()
+        angles = Angles(graph, root, known)
+        cos, sin = angles(rotation.cos, torch.cos, *changes), angles(rotation.sin, torch.sin, *changes)
+        how = (False, True) if in_pairs else ()
+        edit.replace(graph, covered, ops.rope, (_operand(graph, root, rotation.part), cos, sin, *how))
+        edit.erase_unread(graph, [node for node in reads if not node._erased])
 
 
-def _rotation(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
-    """Return the rotation that a cat computes, or None; add its calls, except the factors, to `covered`."""
-    halves, dim = root.args
-    if dim != -1 or len(halves) != 2:
+def _operand(graph: fx.Graph, root: fx.Node, part: ColumnHalf) -> fx.Node:
+    """Return the value to rotate: x, or its even columns followed by its odd columns.
+
+    The latter is needed if x is in pairs and the result is in halves (DeepSeek).
+    """
+    if root.target is not torch.cat or not part.in_pairs:
+        return part.x
+    slices = ((Ellipsis, slice(start, None, 2)) for start in (0, 1))
+    parts = tuple(edit.insert(graph, [root], operator.getitem, (part.x, at)) for at in slices)
+    return edit.insert(graph, [root], torch.cat, (parts, -1), like=part.x)
+
+
+def _by_parts(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
+    """Return the rotation of parts that a cat joins, or a stack; add its calls to `covered`."""
+    joined = root
+    if root.target is torch.reshape:
+        joined = root.args[0]
+        if not _is_stack_of_columns(joined, root):
+            return None
+        covered.append(joined)
+    parts, dim = joined.args
+    if dim != -1 or len(parts) != 2:
         return None
-    first, second = ([*_terms(half, 1, covered)] for half in halves)
+    first, second = ([*_terms(part, 1, covered)] for part in parts)
     if len(first) != 2 or len(second) != 2:
         return None
     for cos, sin in (first, first[::-1]):
@@ -104,25 +147,51 @@ def _rotation(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
 
 
 def _matched(root: fx.Node, cos: _Term, sin: _Term, other_cos: _Term, other_sin: _Term) -> _Rotation | None:
-    x, start, half = cos.columns.args
-    _, middle, width = sin.columns.args
+    part = cos.part
     fits = (
         cos.factor is other_cos.factor
         and sin.factor is other_sin.factor
-        and cos.columns is other_sin.columns
-        and sin.columns is other_cos.columns
-        and x is sin.columns.args[0]
-        and (start, middle) == (0, half)
+        and are_both(part, sin.part)
+        and (other_sin.part, other_cos.part) == (part, sin.part)
         and cos.sign == other_cos.sign == 1
         and sin.sign == -other_sin.sign
-        and _is_in_halves(x, half, width, root)
-        and all(same_shape(shape_of(t.factor)[-1:], (half,)) for t in (cos, sin))
+        and (part.in_pairs or root.target is torch.cat)
+        and same_shape(shape_of(part.x), shape_of(root))
+        and all(same_shape(shape_of(t.factor)[-1:], (shape_of(part.x)[-1] // 2,)) for t in (cos, sin))
     )
-    return _Rotation(x, cos.factor, sin.factor, -sin.sign) if fits else None
+    return _Rotation(part, cos.factor, sin.factor, -sin.sign) if fits else None
+
+
+def _is_stack_of_columns(stack: fx.Node, root: fx.Node) -> bool:
+    """Return True if `root` joins the last two dimensions of a stack of two values, as columns in pairs."""
+    if not is_tensor_node(stack) or stack.target is not torch.stack or stack.args[1] != -1:
+        return False
+    *shape, half, two = shape_of(stack)
+    return two == 2 and same_shape(shape_of(root), (*shape, half * 2))
+
+
+_TURNED = Call(
+    torch.reshape,
+    Call(torch.stack, Each(Call(torch.neg, Var("odd", is_tensor_node)), Var("even", is_tensor_node)), -1),
+    role="turned",
+)
+_OF_PAIRS = _plus(_TURNED)
+
+
+def _of_pairs(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
+    """Return the rotation x cos + [-x1, x0, -x3, x2, ...] sin; add its calls to `covered`."""
+    for match in _OF_PAIRS.match(root, Match(), None):
+        found, (even, odd) = match.bound, (part_of(match.bound[name]) for name in ("even", "odd"))
+        if even is None or odd is None or not even.in_pairs or not are_both(even, odd):
+            continue
+        if _adds_to(match, even.x) and _is_stack_of_columns(found["turned"].args[0], found["turned"]):
+            covered.extend(match.nodes[1:])
+            return _Rotation(even._replace(x=found["whole"]), found["cos"], found["sin"], whole=True)
+    return None
 
 
 def _terms(node: fx.Node, sign: int, covered: list[fx.Node]) -> Iterator[_Term]:
-    """Yield the terms of one half of a rotation."""
+    """Yield the terms of one part of a rotation."""
     if node.target in (torch.add, torch.sub) and all(map(is_tensor_node, node.args)):
         covered.append(node)
         yield from _terms(node.args[0], sign, covered)
@@ -133,48 +202,11 @@ def _terms(node: fx.Node, sign: int, covered: list[fx.Node]) -> Iterator[_Term]:
     elif node.target is torch.mul and all(map(is_tensor_node, node.args)):
         covered.append(node)
         signs, factors = zip(*map(_without_sign, node.args), strict=True)
-        found = [factor.target is ops.columns for factor in factors]
-        if any(found):
-            columns = factors[found.index(True)]
-            yield _Term(sign * signs[0] * signs[1], columns, factors[1 - found.index(True)])
+        parts = [part_of(factor) for factor in factors]
+        at = 0 if parts[0] is not None else 1
+        if parts[at] is not None:
+            yield _Term(sign * signs[0] * signs[1], parts[at], factors[1 - at])
 
 
 def _without_sign(node: fx.Node) -> tuple[int, fx.Node]:
     return (-1, node.args[0]) if node.target is torch.neg else (1, node)
-
-
-class _Widening:
-    """The rewrite of half-width cosines and sines to full width, with angles concatenated with themselves.
-
-    A `sign` of -1 negates the angles: cosines stay the same, sines change their sign.
-    """
-
-    def __init__(self, graph: fx.Graph, root: fx.Node, sign: int, known: dict[tuple, fx.Node]):
-        self.graph, self.root, self.sign, self.known = graph, root, sign, known
-
-    def __call__(self, node: fx.Node, function: Callable) -> fx.Node:
-        key = node, function, self.sign, self.root.meta["region"]
-        if key not in self.known:
-            self.known[key] = self._widen(node, function)
-        return self.known[key]
-
-    def _widen(self, node: fx.Node, function: Callable) -> fx.Node:
-        inner = node.args[0] if node.all_input_nodes else node
-        if not any(each.meta.get("written") for each in (node, inner)):
-            if node.target is ops.cast or _is_unsqueezed(node) or _is_scaled(node):
-                return self._call(node.target, self(inner, function), *node.args[1:])
-            if node.target is function:
-                return self._call(function, self(inner, torch.neg))
-        whole = self._call(torch.cat, (node, node), -1)
-        return whole if function is torch.cos or self.sign > 0 else self._call(torch.neg, whole)
-
-    def _call(self, target: Callable, *args: Any) -> fx.Node:
-        return edit.insert(self.graph, [self.root], target, args)
-
-
-def _is_unsqueezed(node: fx.Node) -> bool:
-    return node.target is torch.unsqueeze and node.args[1] != -1
-
-
-def _is_scaled(node: fx.Node) -> bool:
-    return node.target is torch.mul and is_number(node.args[1])

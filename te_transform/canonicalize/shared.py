@@ -18,7 +18,7 @@ from te_transform.graph.nodes import is_parameter
 
 _OF_ANGLES = (
     torch.cat, torch.mul, torch.div, torch.matmul, torch.transpose, torch.reshape, torch.unsqueeze,
-    torch.Tensor.expand, torch.neg, ops.cast, operator.getitem,
+    torch.Tensor.expand, torch.neg, torch.repeat_interleave, ops.cast, ops.columns, operator.getitem,
 )  # fmt: skip
 
 

@@ -297,6 +297,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "unsqueeze": lambda input, dim: (torch.unsqueeze, (input, back(input, dim, extra=1))),
     "cat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),
     "concat": lambda tensors, dim=0: (torch.cat, (tuple(tensors), back(tensors, dim))),
+    "stack": lambda tensors, dim=0: (torch.stack, (tuple(tensors), back(tensors, dim, extra=1))),
     "split": lambda tensor, split_size_or_sections, dim=0: (
         torch.split,
         (tensor, split_size_or_sections, back(tensor, dim)),

@@ -197,14 +197,20 @@ def zero_hidden(query: Tensor, rows: Tensor) -> Tensor:
     return query.masked_fill(rows, 0)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, wide: bool = False) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021), rotate-half form: x cos + [-x2, x1] sin.
+def rope(x: Tensor, cos: Tensor, sin: Tensor, wide: bool = False, in_pairs: bool = False) -> Tensor:
+    """Apply rotary position embedding (Su et al. 2021).
 
-    If `wide`, compute in fp32 and cast the result to the dtype of x.
+    The halves of x rotate together: x cos + [-x2, x1] sin. If `in_pairs`, neighboring columns do: the even
+    columns are x1, and the odd columns are x2. If `wide`, compute in fp32 and cast the result to the dtype
+    of x.
     """
-    turned = x.float() if wide else x
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    whole = x.float() if wide else x
+    if in_pairs:
+        rotated = torch.stack((-whole[..., 1::2], whole[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = whole.chunk(2, dim=-1)
+        rotated = torch.cat((-second, first), dim=-1)
+    turned = whole * cos + rotated * sin
     return turned.to(x.dtype) if wide else turned
 
 

@@ -319,6 +319,21 @@ def test_rotary_and_its_gradient() -> None:
         assert not op.plain_calls
 
 
+@pytest.mark.parametrize("in_pairs", [False, True], ids=["halves", "pairs"])
+def test_rotary_of_pairs_and_of_each_sequence(in_pairs: bool) -> None:
+    """Strided queries too, as they come from one product."""
+    from te_transform.backends import te
+
+    wide, angles = random(2, 64, 4, 48), torch.rand(2, 64, 32, device="cuda") * 60
+    op = te.Rotary(in_pairs=in_pairs)
+    for x, given in product((random(2, 4, 64, 32), wide.transpose(1, 2)[..., 8:40]), (angles, angles[0])):
+        cos, sin = (part[..., None, :, :] for part in (given.double().cos(), given.double().sin()))
+        found = step(lambda x, given=given: op(x, given), x, [])
+        wanted = step(lambda x, cos=cos, sin=sin: ops.rope(x, cos, sin, False, in_pairs), x.double(), [])
+        assert max(errors(found, wanted)) < 2**-7
+    assert not op.plain_calls
+
+
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * angles.cos()[:, None] + torch.cat([-second, first], -1) * angles.sin()[:, None]

@@ -145,6 +145,88 @@ def in_fp32_throughout(model: Written, x: Tensor) -> Tensor:
     return turned(x.float(), turns.cos().unsqueeze(1), turns.sin().unsqueeze(1)).to(x.dtype)
 
 
+def by_narrow_cosines(model: Written, x: Tensor) -> Tensor:
+    """As Cohere."""
+    turns = angles(model, x)[None]
+    y = turned(x.float(), turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1))
+    return y.to(x.dtype)
+
+
+def by_wide_cosines(model: Written, x: Tensor) -> Tensor:
+    """As OLMo 2."""
+    turns = angles(model, x)[None]
+    return turned(x, turns.cos().unsqueeze(1), turns.sin().unsqueeze(1)).to(x.dtype)
+
+
+def next_to(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def gptj(model: Written, x: Tensor) -> Tensor:
+    turns = half(model, x)
+    cos, sin = (f(turns).repeat_interleave(2, -1).to(x.dtype) for f in (torch.cos, torch.sin))
+    return x * cos + next_to(x) * sin
+
+
+def gptj_in_part(model: Written, x: Tensor) -> Tensor:
+    turns = half(model, x)[..., : WIDTH // 4].repeat_interleave(2, -1)
+    cos, sin, some = turns.cos().to(x.dtype), turns.sin().to(x.dtype), x[..., : WIDTH // 2]
+    return torch.cat((some * cos + next_to(some) * sin, x[..., WIDTH // 2 :]), -1)
+
+
+def glm(model: Written, x: Tensor) -> Tensor:
+    """Cosines and sines of halves, spread to neighbors; the neighbors come from unbind, as lucidrains' do."""
+    turns = angles(model, x)[None]
+    cos, sin = (f(turns).to(x.dtype).unsqueeze(1)[..., : WIDTH // 2] for f in (torch.cos, torch.sin))
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((-second, first), -1).flatten(-2)
+    return x * cos.repeat_interleave(2, -1) + rotated * sin.repeat_interleave(2, -1)
+
+
+def ernie(model: Written, x: Tensor) -> Tensor:
+    """In fp32, but for the order of the columns."""
+    turns = angles(model, x)[None]
+    cos, sin = (f(turns).to(x.dtype).unsqueeze(1)[..., : WIDTH // 2] for f in (torch.cos, torch.sin))
+    cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+    return (x.float() * cos + next_to(x).float() * sin).to(x.dtype)
+
+
+def halves_in_fp32(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)
+    cos, sin = turns.cos(), turns.sin()
+    return (x.float() * cos + rotate_half(x).float() * sin).to(x.dtype)
+
+
+def gpt_fast(model: Written, x: Tensor) -> Tensor:
+    turns = half(model, x)
+    cos, sin = turns.cos(), turns.sin()
+    y = x.float().unflatten(-1, (-1, 2))
+    first, second = y[..., 0], y[..., 1]
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
+    return rotated.flatten(-2).type_as(x)
+
+
+def other_way(model: Written, x: Tensor) -> Tensor:
+    turns = half(model, x)[None, None]
+    cos, sin = turns.cos().to(x.dtype), turns.sin().to(x.dtype)
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((first * cos + second * sin, second * cos - first * sin), -1).flatten(-2)
+
+
+def deepseek(model: Written, x: Tensor) -> Tensor:
+    """Neighbors are rotated, and put half a head apart."""
+    turns = angles(model, x)[None]
+    cos, sin = (f(turns).to(x.dtype)[..., : WIDTH // 2].unsqueeze(1) for f in (torch.cos, torch.sin))
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def twice_as_fast(model: Written, x: Tensor) -> Tensor:
+    """Neighbors by angles that differ between the two."""
+    turns = angles(model, x)
+    return x * turns.cos().to(x.dtype) + next_to(x) * turns.sin().to(x.dtype)
+
+
 def frequencies() -> nn.Buffer:
     return nn.Buffer(10000.0 ** -torch.linspace(0, 1, WIDTH // 2))
 
@@ -174,6 +256,17 @@ FUSES = {
     "half by half, by a factor": (of(negated), 1),
     "in fp32 by cosines in fp32": (of(in_fp32_throughout), 1),
     "the first columns alone": (of(partial), 1),
+    "in fp32 by narrower cosines": (of(by_narrow_cosines), 1),
+    "by wider cosines": (of(by_wide_cosines), 1),
+    "neighbors, as GPT-J": (of(gptj), 1),
+    "some neighbors": (of(gptj_in_part), 1),
+    "neighbors, by cosines of halves": (of(glm), 1),
+    "halves, cast later": (of(halves_in_fp32), 1),
+    "neighbors, cast later": (of(ernie), 1),
+    "neighbors, as gpt-fast": (of(gpt_fast), 1),
+    "neighbors, the other way": (of(other_way), 1),
+    "neighbors, by angles of their own": (of(twice_as_fast), 1),
+    "neighbors to halves": (of(deepseek), 1),
 }
 
 
@@ -208,16 +301,10 @@ def each_head(model: Written, x: Tensor) -> Tensor:
     return turned(x, turns.cos().to(x.dtype), turns.sin().to(x.dtype))
 
 
-def in_fp32(model: Written, x: Tensor) -> Tensor:
-    turns = angles(model, x)[None]
-    y = turned(x.float(), turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1))
-    return y.to(x.dtype)
-
-
-def by_wide_cosines(model: Written, x: Tensor) -> Tensor:
+def widened(model: Written, x: Tensor) -> Tensor:
     """As under autocast, where a product is in 16 bits and what it is multiplied with is not."""
     turns = angles(model, x)[None]
-    return turned(x, turns.cos().unsqueeze(1), turns.sin().unsqueeze(1))
+    return turned(x, turns.cos().unsqueeze(1), turns.sin().unsqueeze(1)) * 2
 
 
 def of_two(model: Written, x: Tensor) -> Tensor:
@@ -229,7 +316,7 @@ def of_two(model: Written, x: Tensor) -> Tensor:
 def shapes(turned: list[int], by: list[int]) -> str:
     return (
         f"queries of shape {turned} are rotated by angles of shape {by}, but the kernel needs [batch, "
-        "heads, length, width] and [length, width] or [1, length, width]: change their layout"
+        "heads, length, width] and [length, width] or [batch, length, width]: change their layout"
     )
 
 
@@ -271,9 +358,9 @@ def with_a_dimension_more(model: Written, x: Tensor) -> Tensor:
     return llama(model, x[:, :1])[:, 0]
 
 
-ANOTHER_DTYPE = (
-    "the cosines have another dtype than the rotated tensor, but the kernel rounds to the dtype of the "
-    "rotated tensor: cast cosines and sines to that dtype"
+WIDENED = (
+    "a tensor in bfloat16 is rotated by cosines in float32, but the kernel rounds to the dtype of the "
+    "rotated tensor: cast the result to that dtype"
 )
 STORED = (
     "the cosines and sines are stored, but the kernel computes them from angles: store the angles in "
@@ -290,9 +377,9 @@ def behind(names: str) -> str:
 
 def in_another_form(how: str) -> str:
     return (
-        f"queries or keys are rotated {how}, but the kernel rotates column i of a head with column i + "
-        "width / 2: reorder the rows of the query and key weights to pair these columns, and compute x * "
-        "cos + torch.cat((-x2, x1), -1) * sin"
+        f"queries or keys are rotated {how}, but the kernel rotates two columns of a head, which are "
+        "neighbors or half a head apart: compute torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), "
+        "-1).flatten(-2), where x1 is x[..., ::2] and x2 is x[..., 1::2]"
     )
 
 
@@ -312,24 +399,9 @@ def attends(turn: Callable[[Written, Tensor], Tensor]) -> Make:
     return written(forward, frequencies=frequencies, **tables, **parts)
 
 
-def next_to(x: Tensor) -> Tensor:
-    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-
-
-def gptj(model: Written, x: Tensor) -> Tensor:
-    cos, sin = (f(half(model, x)).repeat_interleave(2, -1).to(x.dtype) for f in (torch.cos, torch.sin))
-    return x * cos + next_to(x) * sin
-
-
 def gptj_by_a_table(model: Written, x: Tensor) -> Tensor:
     sin, cos = model.table[torch.arange(x.shape[-2])].split(WIDTH // 2, -1)
     return x * cos.repeat_interleave(2, -1) + next_to(x) * sin.repeat_interleave(2, -1)
-
-
-def gptj_in_part(model: Written, x: Tensor) -> Tensor:
-    turns = half(model, x)[..., : WIDTH // 4].repeat_interleave(2, -1).to(x.dtype)
-    some = x[..., : WIDTH // 2]
-    return torch.cat((some * turns.cos() + next_to(some) * turns.sin(), x[..., WIDTH // 2 :]), -1)
 
 
 def polar(model: Written, x: Tensor) -> Tensor:
@@ -337,14 +409,6 @@ def polar(model: Written, x: Tensor) -> Tensor:
     turns = torch.polar(torch.ones_like(half(model, x)), half(model, x))
     numbers = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(numbers * turns).flatten(-2).type_as(x)
-
-
-def gpt_fast(model: Written, x: Tensor) -> Tensor:
-    cos, sin = half(model, x).cos(), half(model, x).sin()
-    y = x.float().unflatten(-1, (-1, 2))
-    first, second = y[..., 0], y[..., 1]
-    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
-    return rotated.flatten(-2).type_as(x)
 
 
 def by_matrices(model: Written, x: Tensor) -> Tensor:
@@ -369,10 +433,6 @@ def rolled(model: Written, x: Tensor) -> Tensor:
 
 
 FORMS = {
-    "neighbors, as GPT-J": gptj,
-    "neighbors, by a table": gptj_by_a_table,
-    "some neighbors": gptj_in_part,
-    "neighbors, as gpt-fast": gpt_fast,
     "neighbors, by matrices": by_matrices,
     "neighbors, written in place": filled_in,
     "halves, rolled": rolled,
@@ -381,6 +441,7 @@ REFUSES = {
     "complex numbers": (attends(polar), in_another_form("as complex numbers")),
     **{name: (attends(turn), in_another_form("in another form")) for name, turn in FORMS.items()},
     "stored": (of(stored), STORED),
+    "stored, for neighbors": (attends(gptj_by_a_table), STORED),
     "stored, looked up by positions": (of(looked_up), STORED),
     "stacked": (
         of(stacked),
@@ -401,8 +462,7 @@ REFUSES = {
     ),
     "three dimensions": (of(flat), shapes([2, 5, 8], [1, 5, 8])),
     "each head in its own way": (of(each_head), shapes([2, 2, 5, 8], [2, 5, 8])),
-    "narrower cosines": (of(in_fp32), ANOTHER_DTYPE),
-    "wider cosines": (of(by_wide_cosines), ANOTHER_DTYPE),
+    "a wider result": (of(widened), WIDENED),
 }
 
 
@@ -425,7 +485,8 @@ FOLLOWED = {  # what the sentences advise
     "assign the angles to one variable": of(llama),
     "write to a new tensor instead": of(written_anew),
     "change their layout": of(with_a_dimension_more),
-    "cast cosines and sines to that dtype": of(in_fp32_throughout),
+    "cast the result to that dtype": of(by_wide_cosines),
+    "compute torch.stack": of(gpt_fast),
 }
 
 
@@ -441,18 +502,6 @@ def test_refuses(name: str) -> None:
     make, sentence = REFUSES[name]
     report = sites(model_of(make), Q, backend="te")
     assert reasons(report, "rotary") == {sentence}
-
-
-def test_reordered_rows_make_halves_of_neighbors(te: ModuleType) -> None:
-    """What the sentence advises is the same attention, and its rotations are fused."""
-    neighbors, halves = seeded(attends(gptj)), seeded(attends(without_heads))
-    for model in (neighbors, halves):
-        model.frequencies.data = frequencies().data
-    for held in (*halves.q.parameters(), *halves.k.parameters()):
-        heads = held.data.view(HEADS, WIDTH // 2, 2, -1)
-        held.data.copy_(heads.transpose(1, 2).reshape(held.shape))
-    torch.testing.assert_close(halves(Q.float()), neighbors(Q.float()))
-    te_transform.inspect(halves, Q.float(), backend="te").expect(rotary=2)
 
 
 def not_rotated(model: Written, x: Tensor) -> Tensor:
@@ -476,13 +525,7 @@ def given(model: Written, x: Tensor) -> Tensor:
     return turned(x, model.cos[: x.shape[-2]], model.cos[: x.shape[-2]])
 
 
-def in_pairs(model: Written, x: Tensor) -> Tensor:
-    turns = angles(model, x).to(x.dtype)
-    rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    return x * turns.cos() + rotated * turns.sin()
-
-
-@pytest.mark.parametrize("function", [scaled, given, in_pairs, of_two])
+@pytest.mark.parametrize("function", [scaled, given, of_two])
 def test_other_rotations_stay(function) -> None:
     make = written(function, frequencies=frequencies, cos=lambda: nn.Buffer(torch.rand(9, WIDTH)))
     assert sites(model_of(make), Q, backend="te").counts == {"linear": 1}

@@ -16,17 +16,20 @@ from te_transform.graph import ops
 
 
 class Rotary(FusedOp):
-    """A rotary position embedding in rotate-half form, which computes cosines and sines from the angles.
+    """A rotary position embedding, which computes cosines and sines from the angles.
 
     Args:
         factor: the factor of cosines and sines, as in YaRN (Peng et al. 2023).
         wide: True if x is rotated in fp32 and rounded once.
         length_first: True if x is [batch, length, heads, width].
+        in_pairs: True if neighboring columns of x rotate together, False if its halves do.
     """
 
-    def __init__(self, factor: float = 1.0, wide: bool = False, length_first: bool = False):
+    def __init__(
+        self, factor: float = 1.0, wide: bool = False, length_first: bool = False, in_pairs: bool = False
+    ):
         super().__init__()
-        self.factor, self.wide, self.length_first = factor, wide, length_first
+        self.factor, self.wide, self.length_first, self.in_pairs = factor, wide, length_first, in_pairs
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         """Rotate x.
@@ -42,7 +45,7 @@ class Rotary(FusedOp):
     def turn(self, x: Tensor, angles: Tensor) -> Tensor:
         """Rotate x [batch, heads, length, width]."""
         dtype = torch.float32 if self.wide else x.dtype
-        return ops.rope(x, *_cos_and_sin(angles, self.factor, dtype), self.wide)
+        return ops.rope(x, *_cos_and_sin(angles, self.factor, dtype), self.wide, self.in_pairs)
 
 
 def _cos_and_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -27,5 +27,8 @@ class Rotary(plain.Rotary):
         columns = angles.reshape(-1, 1, 1, angles.shape[-1])
         if self.factor != 1:  # the kernel has no such parameter
             x = x * self.factor
-        out = apply_rotary_pos_emb(x.transpose(1, 2), columns, tensor_format="bshd", fused=True)
-        return out.transpose(1, 2)
+        rows = x.transpose(1, 2)
+        if len(columns) > x.shape[2]:  # each sequence has its own angles: rotate all as one sequence
+            rows = rows.reshape(1, -1, *rows.shape[2:])
+        out = apply_rotary_pos_emb(rows, columns, tensor_format="bshd", interleaved=self.in_pairs, fused=True)
+        return out.reshape(x.transpose(1, 2).shape).transpose(1, 2)

@@ -1,0 +1,70 @@
+"""Find the calls that select half of the columns of a value, in any spelling."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from te_transform.graph import ops
+from te_transform.graph.nodes import is_tensor_node, same_shape, shape_of
+
+
+class ColumnHalf(NamedTuple):
+    """A half of the columns of x: the first or second half, or the even or odd columns (`in_pairs`)."""
+
+    x: fx.Node
+    index: int
+    in_pairs: bool
+
+
+def are_both(first: ColumnHalf, second: ColumnHalf) -> bool:
+    """Return True if two parts are the two parts of one value, in order."""
+    return first == second._replace(index=0) and (first.index, second.index) == (0, 1)
+
+
+def part_of(node: fx.Node) -> ColumnHalf | None:
+    """Return the half of the columns of a value that a node selects, or None."""
+    if node.target is ops.columns:
+        return _of_columns(*node.args)
+    if node.target is not operator.getitem:
+        return None
+    x, at = node.args
+    index = _of_every_second(_item_of_last(x, at))
+    return _of_pairs(x, at) if index is None else ColumnHalf(x, index, in_pairs=True)
+
+
+def _of_columns(x: fx.Node, start: int, stop: int) -> ColumnHalf | None:
+    width = shape_of(x)[-1]
+    if type(width) is not int or width % 2:
+        return None
+    index = {(0, width // 2): 0, (width // 2, width): 1}.get((start, stop))
+    return None if index is None else ColumnHalf(x, index, in_pairs=False)
+
+
+def _of_pairs(x: fx.Node, at: Any) -> ColumnHalf | None:
+    """Return the even or odd columns that an index selects from columns reshaped to [..., width / 2, 2]."""
+    is_unbound = x.target is torch.unbind and x.args[1] == -1
+    pairs, index = (x.args[0], at) if is_unbound else (x, _item_of_last(x, at))
+    if type(index) is not int or index not in (0, 1) or pairs.target is not torch.reshape:
+        return None
+    *shape, half, two = shape_of(pairs)
+    whole = two == 2 and same_shape(shape_of(pairs.args[0]), (*shape, 2 * half))
+    return ColumnHalf(pairs.args[0], index, in_pairs=True) if whole else None
+
+
+def _of_every_second(last: Any) -> int | None:
+    """Return 0 for an index of the even columns, 1 for the odd columns, or None."""
+    is_second = isinstance(last, slice) and last.stop is None and last.step == 2
+    return (last.start or 0) if is_second and last.start in (None, 0, 1) else None
+
+
+def _item_of_last(x: fx.Node, at: Any) -> Any:
+    """Return the index of the last dimension if an index takes all of the other dimensions, or None."""
+    if not isinstance(at, tuple) or not at or not is_tensor_node(x):
+        return None
+    *others, last = at
+    is_each = len(at) == len(shape_of(x)) and all(each == slice(None) for each in others)
+    return last if others == [Ellipsis] or is_each else None
