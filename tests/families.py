@@ -74,6 +74,16 @@ _DEEPSEEK = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+_ROUTED |= {"moe_intermediate_size": 32}
+_MIXED = {"mlp_layer_types": ["dense", "sparse"]}
+_OF_LATENT = _ROUTED | _LATENT | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+_INDEXED = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "head_dim": 8}
+_DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
+_DELTA |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SHARED = {"shared_expert_intermediate_size": 64}
+_BY_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
 _GROUPS = {"n_group": 2, "topk_group": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _LONG = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
@@ -103,16 +113,18 @@ _SPEECH = ENCODER | _CONVOLUTIONS | {"num_feat_extract_layers": 2, "num_conv_pos
 _WAVE = _SPEECH | {"num_conv_pos_embeddings": 8, "apply_spec_augment": False, "layerdrop": 0.0}
 
 
-def _of(kind: str, inputs: Any = text, takes_mask: bool = True) -> Any:
+def _of(kind: str, inputs: Any = text, takes_mask: bool = True, config: str = "Config") -> Any:
     """What makes the case of a model that does `kind`, of a name, the name of the family, and settings."""
 
     def case(name: str, family: str, settings: dict[str, Any]) -> Case:
-        return hf_case(name, family + kind, f"{family}Config", settings, inputs, takes_mask)
+        return hf_case(name, family + kind, f"{family}{config}", settings, inputs, takes_mask)
 
     return case
 
 
 _decoder = _of("ForCausalLM")
+_of_text = _of("ForCausalLM", config="TextConfig")  # the decoder of a model that also sees and hears
+_text_model = _of("TextModel", config="TextConfig")
 _gpt = _of("LMHeadModel")
 _masked = _of("ForMaskedLM")
 _encoder = _of("Model")
@@ -210,6 +222,194 @@ FAMILIES: dict[str, Case] = by_name(
         },
     ),
     _decoder("bamba", "Bamba", LLAMA | _MAMBA | {"attn_layer_indices": [1]}),
+    # decoders of text, of 2025 and 2026
+    _decoder(
+        "afmoe",
+        "Afmoe",
+        LLAMA
+        | _EXPERTS
+        | _HEAD
+        | {"num_shared_experts": 1, "sliding_window": WINDOW, "global_attn_every_n_layers": 2},
+    ),
+    _decoder("axk1", "AXK1", LLAMA | _OF_LATENT | {"first_k_dense_replace": 1}),
+    _decoder("axk2", "AXK2", LLAMA | _OF_LATENT | _INDEXED | _MIXED | {"gated_norm_rank": 4}),
+    _decoder("cohere2_moe", "Cohere2Moe", LLAMA | _HEAD | _LONG | {"num_experts": 4}),
+    _decoder("deepseek_v32", "DeepseekV32", LLAMA | _OF_LATENT | _INDEXED | {"first_k_dense_replace": 1}),
+    _decoder(
+        "deepseek_v4",
+        "DeepseekV4",
+        DECODER
+        | _ROUTED
+        | _INDEXED
+        | {"head_dim": 16, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16, "hc_mult": 2}
+        | {"sliding_window": WINDOW, "num_nextn_predict_layers": 0},
+    ),
+    _decoder("dots1", "Dots1", LLAMA | _ROUTED | {"first_k_dense_replace": 1}),
+    _decoder(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        LLAMA | {"moe_intermediate_size": 32, "moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1},
+    ),
+    _decoder("exaone_moe", "ExaoneMoe", LLAMA | _EXPERTS | _LONG | _MIXED),
+    _decoder("falcon_h1", "FalconH1", LLAMA | _MAMBA | {"mamba_d_ssm": 128}),
+    _decoder("flex_olmo", "FlexOlmo", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    _of_text(
+        "gemma3n",
+        "Gemma3n",
+        LLAMA
+        | _HEAD
+        | _LONG
+        | _BY_LAYER
+        | {"laurel_rank": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 2}
+        | {"activation_sparsity_pattern": [0.0, 0.0]},
+    ),
+    _of_text("gemma4", "Gemma4", LLAMA | _HEAD | _LONG | _BY_LAYER | {"global_head_dim": 32}),
+    _of_text(
+        "gemma4_moe",
+        "Gemma4",
+        LLAMA
+        | _HEAD
+        | _LONG
+        | _BY_LAYER
+        | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4}
+        | {"top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
+    _decoder("glm4_moe", "Glm4Moe", LLAMA | _ROUTED | _HEAD | {"first_k_dense_replace": 1}),
+    _decoder("glm4_moe_lite", "Glm4MoeLite", LLAMA | _OF_LATENT | _MIXED),
+    _decoder("glm_moe_dsa", "GlmMoeDsa", LLAMA | _OF_LATENT | _INDEXED | _MIXED),
+    _text_model(
+        "glm5_next",
+        "Glm5Next",
+        LLAMA
+        | _OF_LATENT
+        | _INDEXED
+        | _MIXED
+        | {"linear_head_dim": 16, "linear_num_heads": 4, "hc_mult": 2, "index_kpool": 2}
+        | {"qk_rope_head_dim": 0, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    _decoder("granite_swa", "GraniteSWA", LLAMA | _LONG),
+    _decoder("granitemoe_swa", "GraniteMoeSWA", LLAMA | _LONG | _LOCAL),
+    _decoder(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        LLAMA | _MAMBA | _LOCAL | {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
+    ),
+    _decoder("hunyuan_moe", "HunYuanMoEV1", LLAMA | _HEAD | {"num_experts": 4, "moe_topk": 2}),
+    _decoder("hy_v3", "HYV3", LLAMA | _EXPERTS | _HEAD | _MIXED),
+    _decoder("hy_v4", "HYV4", LLAMA | _OF_LATENT | _INDEXED | _MIXED | {"head_dim": 24, "hc_mult": 2}),
+    _decoder("hyperclovax", "HyperCLOVAX", LLAMA),
+    _of_text(
+        "inkling",
+        "Inkling",
+        DECODER
+        | _ROUTED
+        | _HEAD
+        | _MIXED
+        | {"num_key_value_heads": 2, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
+        | {"swa_head_dim": 16, "sliding_window_size": WINDOW, "d_rel": 4, "rel_extent": 32}
+        | {"intermediate_size": 96},
+    ),
+    _decoder("jais2", "Jais2", LLAMA | _HEAD),
+    _decoder(
+        "kimi_linear",
+        "KimiLinear",
+        LLAMA
+        | _OF_LATENT
+        | _MIXED
+        | {"q_lora_rank": None, "num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    _decoder("laguna", "Laguna", LLAMA | _EXPERTS | _HEAD | _LONG | _SHARED | _MIXED),
+    _decoder(
+        "lfm2_moe",
+        "Lfm2Moe",
+        LLAMA | _EXPERTS | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    ),
+    _of_text(
+        "llama4",
+        "Llama4",
+        LLAMA
+        | _HEAD
+        | {"intermediate_size_mlp": 96, "num_local_experts": 4, "moe_layers": [1]}
+        | {"no_rope_layers": [1, 0], "attention_chunk_size": 8},
+    ),
+    _decoder(
+        "longcat_flash",
+        "LongcatFlash",
+        DECODER
+        | _LATENT
+        | {"num_layers": 1, "ffn_hidden_size": 96, "moe_topk": 2, "n_routed_experts": 4}
+        | {"zero_expert_num": 2, "expert_ffn_hidden_size": 32, "head_dim": 8},
+    ),
+    _decoder("mellum", "Mellum", LLAMA | _EXPERTS | _HEAD | _LONG),
+    _decoder(
+        "mimo_v2_flash",
+        "MiMoV2Flash",
+        LLAMA | _ROUTED | _LONG | _MIXED | {"head_dim": 24, "v_head_dim": 16},
+    ),
+    _decoder("minicpm3", "MiniCPM3", LLAMA | _LATENT | {"num_key_value_heads": 4}),
+    _decoder("minimax_m2", "MiniMaxM2", LLAMA | _HEAD | _LOCAL),
+    _of_text(
+        "minimax_m3",
+        "MiniMaxM3VL",
+        LLAMA
+        | _HEAD
+        | _MIXED
+        | _LOCAL
+        | {"dense_intermediate_size": 96, "shared_intermediate_size": 32, "intermediate_size": 32}
+        | {"rotary_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4}
+        | {"index_topk_blocks": 2},
+    ),
+    _decoder("ministral", "Ministral", LLAMA | _HEAD | _LONG),
+    _decoder("ministral3", "Ministral3", LLAMA | _HEAD),
+    _decoder("mistral4", "Mistral4", LLAMA | _OF_LATENT | {"first_k_dense_replace": 1}),
+    _text_model("muse_glimmer", "MuseGlimmer", LLAMA | _HEAD | _LONG),
+    _decoder("nanochat_hf", "NanoChat", LLAMA),
+    _decoder(
+        "nemotron_h",
+        "NemotronH",
+        {name: size for name, size in LLAMA.items() if name != "num_hidden_layers"}
+        | _HEAD
+        | _ROUTED
+        | {"layers_block_type": ["mamba", "attention", "moe"], "ssm_state_size": 16, "chunk_size": 8}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2}
+        | {"moe_shared_expert_intermediate_size": 32},
+    ),
+    _decoder(
+        "olmo_hybrid",
+        "OlmoHybrid",
+        LLAMA
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
+    ),
+    _of("ForTokenClassification")(
+        "openai_privacy_filter",
+        "OpenAIPrivacyFilter",
+        LLAMA | _HEAD | _LOCAL | {"sliding_window": WINDOW},
+    ),
+    _decoder("phimoe", "Phimoe", LLAMA | {"num_local_experts": 4}),
+    _of_text("qwen3_5", "Qwen3_5", LLAMA | _HEAD | _DELTA),
+    _of_text("qwen3_5_moe", "Qwen3_5Moe", LLAMA | _HEAD | _DELTA | _EXPERTS | _SHARED),
+    _decoder("qwen3_next", "Qwen3Next", LLAMA | _HEAD | _DELTA | _EXPERTS | _SHARED),
+    _decoder("solar_open", "SolarOpen", LLAMA | _ROUTED | _HEAD),
+    _text_model(
+        "step3p7",
+        "Step3p7",
+        LLAMA | _HEAD | _ROUTED | _LONG | _MIXED | {"share_expert_dim": 32, "num_local_experts": 4},
+    ),
+    _decoder("youtu", "Youtu", LLAMA | _LATENT | {"num_key_value_heads": 4}),
+    _decoder(
+        "zamba2",
+        "Zamba2",
+        LLAMA
+        | {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 16}
+        | {"n_mamba_heads": 8, "chunk_size": 8, "use_mamba_kernels": False},
+    ),
+    _decoder(
+        "zaya",
+        "Zaya",
+        LLAMA | _HEAD | {"moe_intermediate_size": 32, "num_experts": 4, "router_hidden_size": 16},
+    ),
     # encoders of text
     _masked("albert", "Albert", ENCODER | {"embedding_size": 32}),
     _masked("electra", "Electra", ENCODER | {"embedding_size": 32}),
@@ -242,6 +442,9 @@ FAMILIES: dict[str, Case] = by_name(
     _masked("squeezebert", "SqueezeBert", ENCODER | {"embedding_size": HIDDEN}),
     _masked("layoutlm", "LayoutLM", ENCODER),
     _masked("rembert", "RemBert", ENCODER | {"input_embedding_size": 32, "output_embedding_size": 32}),
+    _masked("esmc", "Esmc", ENCODER),
+    _masked("jina_embeddings_v3", "JinaEmbeddingsV3", ENCODER),
+    _masked("neomme", "NeoMME", LLAMA | _HEAD | {"embedding_rank": 32, "sliding_window": WINDOW}),
     _masked("ibert", "IBert", ENCODER),
     _masked("roformer", "RoFormer", ENCODER),
     _masked("big_bird", "BigBird", ENCODER | {"attention_type": "original_full"}),
