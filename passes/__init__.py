@@ -13,6 +13,7 @@ from te_transform.passes import (
     merge_siblings,
     pad_vocabulary,
     rotary,
+    wide_linear,
 )
 
 CATALOGUE = (
@@ -24,6 +25,7 @@ CATALOGUE = (
     pad_vocabulary.RULE,  # before the rules that would fuse its linear; off by default
     layernorm_mlp.RULE,  # before layernorm_linear, which would fuse its norm and first linear
     layernorm_linear.RULE,  # before linear, which would fuse its linear
+    wide_linear.RULE,  # matches no op of another rule, so its position is free: next to the other linears
     linear.RULE,  # all remaining linears
     cross_entropy.RULE,  # last, as in the model
 )

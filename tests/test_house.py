@@ -266,8 +266,8 @@ def test_no_file_of_tests_imports_another_one() -> None:
 SAME_IN_RULES = {"RULE", "refuse", "build", "Example"}  # of each rule
 SAME_IN_BACKENDS = {
     "ACTIVATIONS", "CrossEntropy", "DotProductAttention", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS",
-    "HAS_KERNELS", "LayerNormLinear", "LayerNormMLP", "Linear", "NAME", "PaddedLinear", "Rotary", "multiple",
-    "recipe_now", "recipe_of",
+    "HAS_KERNELS", "LayerNormLinear", "LayerNormMLP", "Linear", "NAME", "PaddedLinear", "Rotary",
+    "WideLinear", "multiple", "recipe_now", "recipe_of",
 }  # fmt: skip
 SAME_ANYWHERE = {"P", "T", "log", "registered_ops"}
 PUBLIC_NAMES = {"Linear"}  # a pattern of te_transform.rules has the name of the op that it matches

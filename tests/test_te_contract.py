@@ -133,7 +133,9 @@ def test_every_backend_has_what_the_protocol_asks_for(te: ModuleType) -> None:
         assert not [name for name in members() if not hasattr(backend, name)], backend
 
 
-@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "Rotary", "CrossEntropy"])
+@pytest.mark.parametrize(
+    "name", ["Linear", "LayerNormLinear", "LayerNormMLP", "Rotary", "WideLinear", "CrossEntropy"]
+)
 def test_the_ops_of_all_backends_are_called_alike(te: ModuleType, name: str) -> None:
     forms = [form for form in FORMS.values() if form[0] == name][-1:] or [(name, {})]
     ops = [op_of(backend, *forms[0]) for backend in (plain, planned, te)]

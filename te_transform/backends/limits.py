@@ -167,6 +167,15 @@ def without_kernel(x: Tensor, weight: Tensor, in_fp8: bool = False) -> str | Non
     return f"{dtype_name(x.dtype)} with weights in {dtype_name(weight.dtype)}"
 
 
+def without_wide_product(x: Tensor, weight: Tensor) -> str | None:
+    """Return why a product of 16-bit numbers in fp32 cannot run on tensor cores, or None."""
+    if why := without_kernel(x, weight):
+        return why
+    if x.dtype is not torch.bfloat16:  # a gradient's rest, after rounding, may be too small for float16
+        return f"weights in {dtype_name(x.dtype)}"
+    return "torch.autocast" if autocast_dtype(x) is not None else None
+
+
 def without_padding(x: Tensor, weight: Tensor) -> str | None:
     """Return why padding the columns of a matrix product would not make it faster, or None."""
     for tensor in (x, weight):

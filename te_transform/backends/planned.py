@@ -14,13 +14,14 @@ from te_transform.backends.plain import (
     Linear,
     PaddedLinear,
     Rotary,
+    WideLinear,
     recipe_now,
 )
 
 __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "PaddedLinear", "Rotary", "multiple", "recipe_now", "recipe_of",
+    "PaddedLinear", "Rotary", "WideLinear", "multiple", "recipe_now", "recipe_of",
 ]  # fmt: skip
 
 NAME = "te"

@@ -23,6 +23,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute y = x W^T + b in fp32, x and W in 16 bits, weight [out, in]."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
@@ -295,7 +300,7 @@ def join(*parts: Tensor | int) -> Tensor:
 
 
 # ops that aten does not have; they always return new memory
-NEW: set[Callable] = {by_expert, in_order, dispatch, group_ends, grouped_mm, combine}
+NEW: set[Callable] = {wide_linear, by_expert, in_order, dispatch, group_ends, grouped_mm, combine}
 
 
 def register(op: Callable) -> Callable:

@@ -18,7 +18,9 @@ from te_transform.plan.precision_plan import PrecisionPlan
 AS_FAST = "in 16 bits and uncompiled, fused products are faster in gated MLPs alone"
 _ALONE = "in plain PyTorch, a linear by itself stays as it is"
 _COMPILED = "left to the compiler, which fuses it by itself"
-_BY_COMPILER = (plain.Linear, plain.LayerNormLinear, plain.Rotary, plain.CrossEntropy, ChunkedLoss)
+_BY_COMPILER = (
+    plain.Linear, plain.LayerNormLinear, plain.WideLinear, plain.Rotary, plain.CrossEntropy, ChunkedLoss,
+)  # fmt: skip
 
 
 def why_inactive(path: str, plan: Plan, options: Options, precision: PrecisionPlan | None) -> Iterator[str]:

@@ -334,6 +334,24 @@ def test_rotary_of_pairs_and_of_each_sequence(in_pairs: bool) -> None:
     assert not op.plain_calls
 
 
+def test_a_linear_in_fp32_and_its_gradients() -> None:
+    from te_transform.backends import te
+
+    x, weight, bias = random(4, 512, 1024), random(72, 1024, seed=1), random(72, seed=2)
+    op, alone = te.WideLinear(), plain.WideLinear()
+    for tensors in ([weight, None], [weight, bias]):
+        found, own = (step(each, x, trained(tensors, BF16)) for each in (op, alone))
+        exact = step(nn.functional.linear, x.double(), trained(tensors, torch.float64))
+        assert all(f.dtype is o.dtype for f, o in zip(found, own, strict=True))
+        pairs = zip(errors(found, exact), errors(own, exact), strict=True)
+        assert all(error <= 1.2 * original + 2**-22 for error, original in pairs)
+    assert not op.plain_calls
+
+
+def trained(tensors: list[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    return [t if t is None else t.detach().to(dtype).requires_grad_() for t in tensors]
+
+
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * angles.cos()[:, None] + torch.cat([-second, first], -1) * angles.sin()[:, None]

@@ -23,12 +23,13 @@ from te_transform.backends.plain.products import (
     product,
 )
 from te_transform.backends.plain.rotary import Rotary
+from te_transform.backends.plain.wide_linear import WideLinear
 
 __all__ = [
     "ACTIVATIONS", "EXACT_GELU", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "CrossEntropy", "DotProductAttention", "Given", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "Mask", "PaddedLinear", "Product", "Rotary", "activated", "multiple", "product", "recipe_now",
-    "recipe_of", "reduced",
+    "Mask", "PaddedLinear", "Product", "Rotary", "WideLinear", "activated", "multiple", "product",
+    "recipe_now", "recipe_of", "reduced",
 ]  # fmt: skip
 
 NAME = "torch"

@@ -24,12 +24,13 @@ from te_transform.backends.te.recipes import (
     within_step,
 )
 from te_transform.backends.te.rotary import Rotary
+from te_transform.backends.te.wide_linear import WideLinear
 
 __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "PaddedLinear", "Rotary", "autocast", "forgetting_scales", "is_delayed", "multiple", "recipe_now",
-    "recipe_of", "scaling_of", "update_scales_after_backward", "within_step",
+    "PaddedLinear", "Rotary", "WideLinear", "autocast", "forgetting_scales", "is_delayed", "multiple",
+    "recipe_now", "recipe_of", "scaling_of", "update_scales_after_backward", "within_step",
 ]  # fmt: skip
 
 NAME = "te"
