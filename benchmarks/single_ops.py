@@ -1,0 +1,108 @@
+"""Ops of models of 2026 alone, on a GPU: TE's op against the operations of the model, forward and backward.
+
+    python benchmarks/single_ops.py [router pairs deepseek sequences] [--tokens 8192]
+
+A router in fp32 (widths of Qwen3 30B and of DeepSeek V3), rotations of neighboring columns (GLM), of
+neighbors that are put half a head apart (DeepSeek), and by angles of each sequence. ms of a step, each of
+several in a row, by turns in one process. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+
+import measure
+import torch
+import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from torch import Tensor
+
+from te_transform.backends import plain, te
+
+ROUNDS, STEPS, HEADS, WIDTH = 7, 20, 32, 128
+Step = Callable[[], None]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("ops", nargs="*", choices=[*OPS, []], help="all if none is given")
+    parser.add_argument("--tokens", type=int, default=8192)
+    asked = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {asked.tokens:,} tokens")
+    for name in asked.ops or OPS:
+        for what, *steps in OPS[name](asked.tokens):
+            original, ours = milliseconds(*steps)
+            ratio = ours / original
+            print(f"{name}, {what}: {original:.3f} ms, TE's op {ours:.3f} ({ratio:.2f})", flush=True)
+
+
+def milliseconds(*steps: Step) -> list[float]:
+    """Of each step: the median of the rounds, in which all steps take turns."""
+    times = [[measure.in_a_row(step, STEPS) * 1e3 for step in steps] for _ in range(ROUNDS)]
+    return [statistics.median(of_step) for of_step in zip(*times, strict=True)]
+
+
+def router(tokens: int) -> Iterator[tuple[str, Step, Step]]:
+    for width, experts in ((2048, 128), (7168, 256)):
+        x, weight = random(tokens, width), random(experts, width)
+        ops = plain.WideLinear(), te.WideLinear()
+        yield f"{width} x {experts}", *(trained(op, x, weight, None) for op in ops)
+
+
+def pairs(tokens: int) -> Iterator[tuple[str, Step, Step]]:
+    x, angles = queries(1, tokens), frequencies(1, tokens).repeat_interleave(2, -1)
+    ops = plain.Rotary(in_pairs=True), te.Rotary(in_pairs=True)
+    yield f"{HEADS} heads of {WIDTH}", *(trained(op, x, angles) for op in ops)
+
+
+def sequences(tokens: int) -> Iterator[tuple[str, Step, Step]]:
+    x, angles = queries(4, tokens // 4), frequencies(4, tokens // 4).repeat(1, 1, 2)
+    yield f"4 of {tokens // 4}", *(trained(op, x, angles) for op in (plain.Rotary(), te.Rotary()))
+
+
+def deepseek(tokens: int) -> Iterator[tuple[str, Step, Step]]:
+    x, angles = queries(1, tokens)[..., :64], frequencies(1, tokens)[..., :32]
+    cos, sin = angles.cos().to(x.dtype)[:, None], angles.sin().to(x.dtype)[:, None]
+    kernel = te.Rotary()
+
+    def written(x: Tensor, angles: Tensor) -> Tensor:
+        first, second = x[..., ::2], x[..., 1::2]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def fused(x: Tensor, angles: Tensor) -> Tensor:
+        return kernel(torch.cat((x[..., ::2], x[..., 1::2]), -1), angles)
+
+    yield f"{HEADS} heads of 64", *(trained(each, x, angles.repeat(1, 1, 2)) for each in (written, fused))
+
+
+OPS = {"router": router, "pairs": pairs, "deepseek": deepseek, "sequences": sequences}
+
+
+def trained(op: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Step:
+    """A forward and a backward of an op."""
+    x = x.detach().requires_grad_()
+    grad = torch.ones_like(op(x, *others))
+
+    def step() -> None:
+        x.grad = None
+        op(x, *others).backward(grad)
+
+    return step
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+def queries(batch: int, length: int) -> Tensor:
+    return random(batch, length, HEADS, WIDTH).transpose(1, 2)
+
+
+def frequencies(batch: int, length: int) -> Tensor:
+    return torch.rand(batch, length, WIDTH // 2, device="cuda") * 60
+
+
+if __name__ == "__main__":
+    main()
