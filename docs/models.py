@@ -48,6 +48,7 @@ WHY = {  # what stands in the way, by words of the reason; the first that fit
     "a supported activation between them": "experts of their own kind",
     "with only these columns is needed": "one linear for attention and MLP",
     "norm there": "norm elsewhere",
+    "reads a written-out norm": "norm of its own kind",
     "between these operations": "writes in between",
 }
 

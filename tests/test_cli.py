@@ -539,7 +539,7 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert told.startswith(f"{rule}: ")
     assert "\nSaves " in told
     needs = told.partition("\nneeds\n")[2].partition("\n\n")[0]
-    assert ("backend='te'" in needs) == (rule in ("rotary", "cross_entropy"))
+    assert ("backend='te'" in needs) == (rule in ("rotary", "wide_linear", "cross_entropy"))
     assert ("other operations may also read norm" in needs) == rule.startswith("layernorm")
     assert (f"- {rule}=True" in needs) == (rule in ("chunked_loss", "pad_vocabulary"))
     assert "- the output of the ... is also read by ..., the fused module does not return it: " in told
