@@ -37,6 +37,9 @@ MIN_GEMM_WORK, MIN_GEMM_WORK_IN_FP8 = 2.5e10, 5e10
 # The minimum work for FP8 in CUDA graphs, whose launches take no CPU time; other fused ops gain there at any
 # size. At 8.6e9, a training step in FP8 takes 0.90 of the time in bf16; at 1.7e10, it takes 0.81 (H100).
 MIN_GEMM_WORK_IN_FP8_REPLAYED = 8e9
+# The minimum of rows x inputs x outputs for a linear in fp32 on tensor cores. At 2.1e9, a step takes 1.39
+# of the original's time, because its launches take more CPU time; at 1.5e10, it takes 0.36 (H200).
+MIN_WIDE_WORK = 5e9
 
 # The minimum number of logits for TE's cross entropy. It saves memory traffic, but its launches and its
 # nested backward take more CPU time than PyTorch's, which makes steps of few tokens slower. The break-even
@@ -173,7 +176,11 @@ def without_wide_product(x: Tensor, weight: Tensor) -> str | None:
         return why
     if x.dtype is not torch.bfloat16:  # a gradient's rest, after rounding, may be too small for float16
         return f"weights in {dtype_name(x.dtype)}"
-    return "torch.autocast" if autocast_dtype(x) is not None else None
+    if autocast_dtype(x) is not None:
+        return "torch.autocast"
+    if not ignore_size_limits and x.shape[:-1].numel() * weight.numel() < MIN_WIDE_WORK:
+        return "too small to be faster"
+    return None
 
 
 def without_padding(x: Tensor, weight: Tensor) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -108,20 +107,8 @@ def join_parts(graph: fx.Graph) -> None:
         angles = Angles(graph, root, known)
         cos, sin = angles(rotation.cos, torch.cos, *changes), angles(rotation.sin, torch.sin, *changes)
         how = (False, True) if in_pairs else ()
-        edit.replace(graph, covered, ops.rope, (_operand(graph, root, rotation.part), cos, sin, *how))
+        edit.replace(graph, covered, ops.rope, (rotation.part.x, cos, sin, *how))
         edit.erase_unread(graph, [node for node in reads if not node._erased])
-
-
-def _operand(graph: fx.Graph, root: fx.Node, part: ColumnHalf) -> fx.Node:
-    """Return the value to rotate: x, or its even columns followed by its odd columns.
-
-    The latter is needed if x is in pairs and the result is in halves (DeepSeek).
-    """
-    if root.target is not torch.cat or not part.in_pairs:
-        return part.x
-    slices = ((Ellipsis, slice(start, None, 2)) for start in (0, 1))
-    parts = tuple(edit.insert(graph, [root], operator.getitem, (part.x, at)) for at in slices)
-    return edit.insert(graph, [root], torch.cat, (parts, -1), like=part.x)
 
 
 def _by_parts(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
@@ -155,7 +142,7 @@ def _matched(root: fx.Node, cos: _Term, sin: _Term, other_cos: _Term, other_sin:
         and (other_sin.part, other_cos.part) == (part, sin.part)
         and cos.sign == other_cos.sign == 1
         and sin.sign == -other_sin.sign
-        and (part.in_pairs or root.target is torch.cat)
+        and part.in_pairs == (root.target is torch.reshape)
         and same_shape(shape_of(part.x), shape_of(root))
         and all(same_shape(shape_of(t.factor)[-1:], (shape_of(part.x)[-1] // 2,)) for t in (cos, sin))
     )

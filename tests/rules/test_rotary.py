@@ -266,7 +266,6 @@ FUSES = {
     "neighbors, as gpt-fast": (of(gpt_fast), 1),
     "neighbors, the other way": (of(other_way), 1),
     "neighbors, by angles of their own": (of(twice_as_fast), 1),
-    "neighbors to halves": (of(deepseek), 1),
 }
 
 
@@ -435,6 +434,7 @@ def rolled(model: Written, x: Tensor) -> Tensor:
 FORMS = {
     "neighbors, by matrices": by_matrices,
     "neighbors, written in place": filled_in,
+    "neighbors to halves": deepseek,
     "halves, rolled": rolled,
 }
 REFUSES = {
